@@ -1,12 +1,13 @@
-"""Advantages from scores, one number a response, how tokens have theirs from them, and the penalty of over-long
-responses.
+"""Advantages: one number a response, made of scores; the advantages of tokens; and the penalty of over-long responses.
 
-numpy: the driver holds scores and nothing else, and ranks compute what differs by token (`TokenAdvantages`).
+numpy only. The driver holds scores and nothing else. Ranks compute what differs by token (`TokenAdvantages`).
 
-What every estimator does where it has little to go on: a group of one has baseline 0, as in verl, so its advantage is
-its score (under grpo_passk, which is about a lead over others, 0). A group whose scores are all equal has advantage 0
-exactly, free of rounding. A group with missing responses is a smaller group. Whitening one value, or equal ones, gives
-0.
+Every estimator treats small groups in the same way:
+
+* A group of one has baseline 0, as in verl, so its advantage is its score. Under grpo_passk it is 0.
+* A group whose scores are all equal has advantage 0 exactly, free of rounding.
+* A group with missing responses is a smaller group.
+* Whitening a single value, or equal ones, gives 0.
 """
 
 import math
@@ -28,17 +29,17 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One step's responses, in any order: numbers a response.
+    """The responses of one step in any order, as numbers a response.
 
-    A response's length and the sum of its penalties are taken over all its tokens, as it was generated. So a rejection
-    shifts no group's baseline.
+    The length and the sum of penalties of a response count all tokens that were generated. So rejected tokens do not
+    shift the baseline of a group.
     """
 
     scores: np.ndarray  # [batch], after penalties
     group_ids: np.ndarray  # [batch]; responses to one prompt share a group
     lengths: np.ndarray  # int [batch]: generated tokens
     norm_adv_by_std_in_grpo: bool = True
-    penalties: np.ndarray | None = None  # [batch]: sum of what is taken off the reward of each token: KL in the reward
+    penalties: np.ndarray | None = None  # [batch]: sum over its tokens of the KL that is taken off the reward
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # gdpo: the reward's parts by name, [batch] each
     # gdpo: weight of each part; a part without one weighs 1
     part_weights: Mapping[str, float] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class AdvantageInputs:
 
     @property
     def totals(self) -> np.ndarray:
-        """float64 [batch]: scores less the penalties of all generated tokens."""
+        """Scores less the penalties of all generated tokens, float64 [batch]."""
         scores = np.asarray(self.scores, dtype=np.float64)
         if self.penalties is None:
             return scores
@@ -55,21 +56,21 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """How tokens' advantages follow from those of their responses:
-    (response's - penalties still to come - shift) / scale.
-    """
+    """Advantages of tokens: (advantage of the response - penalties still to come - shift) / scale."""
 
     per_response: np.ndarray  # float64 [rows]
-    to_come: bool = False  # penalties of the token and of those after it are taken off
+    to_come: bool = False  # the penalties of a token and of all later ones are taken off
     shift: float = 0.0
     scale: float = 1.0
 
     def rows(self, index: np.ndarray) -> "TokenAdvantages":
-        """Keeps the advantages of the given responses alone."""
+        """Keeps the advantages of the given responses only."""
         return replace(self, per_response=self.per_response[index])
 
     def among(self, counted: np.ndarray) -> "TokenAdvantages":
-        """Spreads these advantages, which are of the `counted` responses, over all responses; the others get 0."""
+        """Spreads these advantages over all responses. `per_response` has one number for each `counted` response;
+        others get 0.
+        """
         every = np.zeros(len(counted))
         every[counted] = self.per_response
         return replace(self, per_response=every)
@@ -77,9 +78,9 @@ class TokenAdvantages:
     def values(
         self, lengths: np.ndarray, penalties: np.ndarray | None, estimates: np.ndarray | None = None
     ) -> np.ndarray:
-        """float64 [tokens] before shift and scale; `penalties` [tokens] where there are any.
+        """Returns the advantages before shift and scale, float64 [tokens].
 
-        `estimates` [tokens]: what a critic makes of each token, beside what its response has.
+        `penalties` [tokens] are needed where `to_come` is set. `estimates` [tokens] come from a critic and are added.
         """
         values = on_tokens(self.per_response, lengths)
         if estimates is not None:
@@ -95,32 +96,36 @@ class TokenAdvantages:
         penalties: np.ndarray | None,
         estimates: np.ndarray | None = None,
     ) -> np.ndarray:
-        """float32 [tokens]: the advantage of each token, 0 outside the mask; see `values`."""
+        """Returns the advantage of each token, float32 [tokens]; 0 outside the mask. The arguments are those of
+        `values`.
+        """
         values = self.values(lengths, penalties, estimates)
         return np.where(mask, (values - self.shift) / self.scale, 0.0).astype(np.float32)
 
 
 AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]  # -> float64 [batch]
 ADVANTAGE_FUNCTIONS: dict[str, AdvantageFunction] = {}
-WHITENED: set[str] = set()  # estimators whose advantages are then whitened over the batch's trained tokens
-PENALTIES_TO_COME: set[str] = set()  # those where a token's own penalty and later ones count, not those before it
+WHITENED: set[str] = set()  # estimators whose advantages are whitened over the batch's trained tokens
+PENALTIES_TO_COME: set[str] = set()  # estimators that take off a token's own and later penalties, not earlier ones
 
 
 @dataclass(frozen=True)
 class Groups:
-    """`index` [batch]: which group a response is in, counted from 0; `size` [groups]."""
+    """The groups of a batch. `index` [batch] is the group of each response, counted from 0; `size` [groups] counts
+    responses.
+    """
 
     index: np.ndarray
     size: np.ndarray
 
     @classmethod
     def of(cls, group_ids: np.ndarray) -> "Groups":
-        """The groups of responses with these ids, [batch]."""
+        """Makes groups from the group id of each response, [batch]."""
         _, index, size = np.unique(np.asarray(group_ids), return_inverse=True, return_counts=True)
         return cls(index, size)
 
     def mean(self, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """[groups], weighted; the plain mean of a group whose weights are all 0."""
+        """Returns the weighted mean of each group, [groups]; the plain mean where all weights of a group are 0."""
         plain = np.bincount(self.index, values, len(self.size)) / self.size
         if weights is None:
             return plain
@@ -129,12 +134,15 @@ class Groups:
         return np.where(weight > 0, weighted, plain)
 
     def std(self, centred: np.ndarray) -> np.ndarray:
-        """[groups] over n - 1, of values whose group means are 0; 1 for a group of one."""
+        """Returns the standard deviation of each group over n - 1, [groups]; 1 for a group of one.
+
+        `centred` [batch] are values less the mean of their group.
+        """
         variance = np.bincount(self.index, centred**2, len(self.size)) / np.maximum(self.size - 1, 1)
         return np.where(self.size > 1, np.sqrt(variance), 1.0)
 
     def equal(self, scores: np.ndarray) -> np.ndarray:
-        """[groups] bool: more than one score and all the same."""
+        """Returns bool [groups]: true where a group has several scores and all are the same."""
         low = np.full(len(self.size), np.inf)
         high = np.full(len(self.size), -np.inf)
         np.minimum.at(low, self.index, scores)
@@ -142,8 +150,9 @@ class Groups:
         return (low == high) & (self.size > 1)
 
     def centred(self, scores: np.ndarray, baseline: np.ndarray) -> np.ndarray:
-        """[batch]: scores less their group's baseline, which is 0 for a group of one;
-        exactly 0 where a group's scores are all equal.
+        """Returns scores less the baseline of their group, [batch]. A group of one has baseline 0.
+
+        The result is exactly 0 where all scores of a group are equal.
         """
         baseline = np.where(self.size > 1, baseline, 0.0)
         return np.where(self.equal(scores)[self.index], 0.0, scores - baseline[self.index])
@@ -162,9 +171,9 @@ def _advantage(
 
 
 def register_advantage(name: str, whitened: bool = False) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Makes a user's `function(inputs) -> float64 [batch]`, of one step's responses, known under `name`.
+    """Registers a user's `function(inputs) -> float64 [batch]` under `name`. It gets the responses of one step.
 
-    `whitened`: its values are then whitened over the trained tokens. Raises ConfigError for a name that is taken.
+    With `whitened` its values are then whitened over the trained tokens. Raises ConfigError for a name that is taken.
     """
 
     def bind(function: AdvantageFunction) -> AdvantageFunction:
@@ -179,19 +188,20 @@ def register_advantage(name: str, whitened: bool = False) -> Callable[[Advantage
 
 
 def load_custom_advantage(path: str, adv_estimator: str) -> None:
-    """Runs the file at `path`, once a process, which must bind a function to `adv_estimator` with @register_advantage.
+    """Runs the file at `path` once in this process. It must bind a function to `adv_estimator` with
+    @register_advantage.
 
-    Raises ConfigError.
+    Raises ConfigError where it does not, or cannot be loaded.
     """
     load_registered(path, CUSTOM_ADVANTAGE_KEY, "register_advantage", adv_estimator, ADVANTAGE_FUNCTIONS)
 
 
 @_advantage("grpo")
 def grpo(inputs: AdvantageInputs) -> np.ndarray:
-    """(score - group mean) / (group std + 1e-6), std over n - 1 (arXiv:2402.03300); without the std it is Dr.GRPO
-    (arXiv:2503.20783).
+    """Returns (score - group mean) / (group std + 1e-6), with the std over n - 1 (arXiv:2402.03300).
 
-    A group of one has mean 0 and std 1, as in verl: its advantage is its score.
+    Without the std it is Dr.GRPO (arXiv:2503.20783). A group of one has mean 0 and std 1, as in verl: its advantage is
+    its score.
     """
     return _grpo(inputs.totals, Groups.of(inputs.group_ids), inputs.norm_adv_by_std_in_grpo)
 
@@ -205,7 +215,10 @@ def _grpo(scores: np.ndarray, groups: Groups, by_std: bool) -> np.ndarray:
 
 @_advantage("rloo")
 def rloo(inputs: AdvantageInputs) -> np.ndarray:
-    """score - mean of the other scores of the group = G / (G - 1) (score - group mean) (arXiv:2402.14740)."""
+    """Returns the score less the mean of the group's other scores (arXiv:2402.14740).
+
+    With G responses in a group this is G / (G - 1) (score - group mean).
+    """
     scores = inputs.totals
     groups = Groups.of(inputs.group_ids)
     others = np.where(groups.size > 1, groups.size / np.maximum(groups.size - 1, 1), 1.0)
@@ -214,8 +227,10 @@ def rloo(inputs: AdvantageInputs) -> np.ndarray:
 
 @_advantage("opo")
 def opo(inputs: AdvantageInputs) -> np.ndarray:
-    """score - sum(length x score) / sum(length) over the group (arXiv:2505.23585). The baseline has the least variance
-    when the squared gradient of a response grows with its length. A group of one has baseline 0.
+    """Returns score - sum(length x score) / sum(length), summed over the group (arXiv:2505.23585).
+
+    This baseline has the least variance when the squared gradient of a response grows with its length. A group of one
+    has baseline 0.
     """
     scores = inputs.totals
     groups = Groups.of(inputs.group_ids)
@@ -224,9 +239,9 @@ def opo(inputs: AdvantageInputs) -> np.ndarray:
 
 @_advantage("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs) -> np.ndarray:
-    """The best response of a group has (best - second best) / (group std + 1e-6), all others 0 (arXiv:2503.19595).
+    """Gives the best response of a group (best - second best) / (group std + 1e-6), all others 0 (arXiv:2503.19595).
 
-    Ties for the best, and a group of one, leave nothing: 0. `norm_adv_by_std_in_grpo` False drops the std.
+    A tie for the best, and a group of one, gives 0. `norm_adv_by_std_in_grpo` False drops the std.
     """
     scores = inputs.totals
     groups = Groups.of(inputs.group_ids)
@@ -243,17 +258,16 @@ def grpo_passk(inputs: AdvantageInputs) -> np.ndarray:
 
 @_advantage("reinforce_plus_plus", whitened=True, to_come=True)
 def reinforce_plus_plus(inputs: AdvantageInputs) -> np.ndarray:
-    """Reward still to come at each token, undiscounted, whitened over the batch's tokens (arXiv:2501.03262).
+    """Returns the scores. Each token gets the reward still to come, undiscounted, then whitened (arXiv:2501.03262).
 
-    The score stands at the last token. With KL in the reward each token has its own penalty, and what is to come
-    differs by token.
+    The score counts at the last token. With KL in the reward each token has its own penalty, so tokens differ.
     """
     return np.asarray(inputs.scores, dtype=np.float64)
 
 
 @_advantage("reinforce_plus_plus_baseline", whitened=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> np.ndarray:
-    """score - group mean on every token, whitened over the batch's tokens (arXiv:2501.03262)."""
+    """Returns score - group mean for every token, then whitened over the tokens of the batch (arXiv:2501.03262)."""
     scores = inputs.totals
     groups = Groups.of(inputs.group_ids)
     return groups.centred(scores, groups.mean(scores))
@@ -261,10 +275,10 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> np.ndarray:
 
 @_advantage("gdpo", whitened=True)
 def gdpo(inputs: AdvantageInputs) -> np.ndarray:
-    """Sum of weight x grpo(part) over the reward's parts, whitened over the batch's tokens (arXiv:2601.05242).
+    """Returns the sum of weight x grpo(part) over the parts of the reward, then whitened (arXiv:2601.05242).
 
-    Normalising each part by itself keeps apart what a sum of parts would make equal. Raises DataError when no part is
-    given.
+    Parts are normalised one by one, so responses with equal sums but different parts differ. Raises DataError without
+    parts.
     """
     if not inputs.parts:
         raise DataError("adv_estimator gdpo needs the parts of the reward: name them under algorithm.gdpo_reward_keys")
@@ -278,14 +292,15 @@ def gdpo(inputs: AdvantageInputs) -> np.ndarray:
 
 @_advantage("gae", whitened=True)
 def gae(inputs: AdvantageInputs) -> np.ndarray:
-    """Zeros: no number of a response is left over, ranks estimate each token's advantage (mrl.algo.gae)."""
+    """Returns zeros: ranks estimate the advantage of each token from a critic's values (mrl.algo.gae)."""
     return np.zeros(len(inputs.scores))
 
 
 def whitened(advantages: TokenAdvantages, of_rows: RowValues) -> TokenAdvantages:
-    """(values - mean) / sqrt(variance + 1e-8), both over the trained tokens of all rows, variance over n - 1.
+    """Sets shift and scale so that values become (values - mean) / sqrt(variance + 1e-8).
 
-    `of_rows`: `moments` of `values` on the trained tokens. Equal values, and one or none, become exactly 0.
+    Mean and variance (over n - 1) are those of the trained tokens of all rows. `of_rows` holds the `moments` of
+    `values` on these tokens. Equal values, or fewer than two, become exactly 0.
     """
     count = int(of_rows["count"].sum())
     if count == 0:
@@ -298,7 +313,7 @@ def whitened(advantages: TokenAdvantages, of_rows: RowValues) -> TokenAdvantages
 
 
 def sums_to_come(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[tokens]: the sum of each token's value and of those after it in its row."""
+    """Returns [tokens]: the value of each token plus those of all later tokens of its row."""
     ends = np.cumsum(lengths)
     sums = np.zeros(len(values))
     for start, end in zip(ends - lengths, ends, strict=True):
@@ -307,9 +322,9 @@ def sums_to_come(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdvantages:
-    """Each response's advantage, not yet whitened where the estimator is one of WHITENED.
+    """Returns the advantage of each response. Estimators in WHITENED are not whitened here.
 
-    Raises ConfigError for an unknown estimator, and for one that does not give a number a response.
+    Raises ConfigError for an unknown estimator, or for one that does not return one number a response.
     """
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
@@ -328,10 +343,10 @@ def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdv
 def soft_overlong_penalty(
     response_lengths: np.ndarray, max_response_length: int, buffer_length: int, factor: float
 ) -> np.ndarray:
-    """float64 [batch], to be added to the scores: DAPO's soft punishment (arXiv:2503.14476), times `factor`.
+    """Returns DAPO's soft punishment (arXiv:2503.14476) times `factor`, float64 [batch], to be added to the scores.
 
-    0 up to max_response_length - buffer_length tokens, from there linearly down to -factor at max_response_length, and
-    -factor beyond.
+    It is 0 up to max_response_length - buffer_length tokens. From there it falls linearly to -factor at
+    max_response_length, and stays -factor beyond.
     """
     into_buffer = np.asarray(response_lengths, np.float64) - (max_response_length - buffer_length)
     return -factor * np.clip(into_buffer / buffer_length, 0.0, 1.0)

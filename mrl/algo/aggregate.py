@@ -1,7 +1,8 @@
-"""From values per token to one number, and metrics of micro-batches as parts; both add up over micro-batches and ranks.
+"""Aggregation of token values to one number, and metrics of micro-batches as parts.
 
-A micro-batch gives a numerator; dividing it by the mini-batch's count makes the micro-batch losses add up to the
-mini-batch's loss, in value and in gradient, however the batch is cut or ordered. No rank needs to see the whole batch.
+A micro-batch gives a numerator, which is divided by the count of the whole mini-batch. So the micro-batch losses add up
+to the mini-batch's loss, in value and in gradient. How the batch is cut or ordered does not matter, and no rank needs
+to see the whole batch.
 """
 
 import functools
@@ -19,7 +20,7 @@ NUMERATORS: dict[str, Numerator] = {}
 
 MetricParts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum of value x weight, sum of weight), 0-dim and detached
 
-# both moments add up over parts, a standard deviation would not; mrl.record makes it of them
+# parts of a mean and a mean square add up, those of a standard deviation would not; mrl.record computes it from both
 LOG_SEQ_RATIO = "actor/log_seq_ratio_mean"
 LOG_SEQ_RATIO_SQUARE = "actor/log_seq_ratio_square_mean"
 
@@ -53,23 +54,24 @@ def _scaled_token_sums(values: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with zeros outside the mask, so that whatever stands in padding, NaN included,
-    has no value and no gradient.
+    """Returns `values` with zeros outside the mask.
+
+    So padding has no value and no gradient, even where it holds NaN.
     """
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[batch]: mean over each row's masked tokens; 0 for a row without any."""
+    """Returns the mean over the masked tokens of each row, [batch]; 0 for a row without any."""
     return masked(values, mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def aggregate(values: Tensor, mask: Tensor, loss_agg_mode: str, loss_scale_factor: float | None = None) -> Tensor:
-    """Numerator of the aggregation, a scalar; divide it by `Denominators.of(loss_agg_mode)`.
+    """Returns the numerator of the aggregation, a scalar, to be divided by `Denominators.of(loss_agg_mode)`.
 
-    `values` and `mask` (bool) are [batch, response_length]. `loss_scale_factor` is the constant of
-    `seq-mean-token-sum-norm`; verl's default for it, the padded width, changes with the batch, so here it has to be
-    given (ConfigError).
+    `values` and `mask` (bool) are [batch, response_length]. `seq-mean-token-sum-norm` needs the constant
+    `loss_scale_factor`. verl's default for it, the padded width, changes with the batch, so there is none here. Raises
+    ConfigError where it is missing or the mode is unknown.
     """
     spec = AGGREGATIONS.get(loss_agg_mode)
     if spec is None:
@@ -82,22 +84,26 @@ def aggregate(values: Tensor, mask: Tensor, loss_agg_mode: str, loss_scale_facto
 
 
 def count(mask: Tensor) -> Denominators:
-    """Counts of one rank's part of a mini-batch ([batch, response_length] bool);
-    add up the parts of all data-parallel ranks.
+    """Counts tokens and sequences in one rank's part of a mini-batch, bool [batch, response_length].
+
+    Add up the counts of all data-parallel ranks.
     """
     return Denominators(int(mask.sum()), int(mask.any(-1).sum()))
 
 
 def local_weight(mask: Tensor, loss_agg_mode: str) -> Tensor:
-    """What this micro-batch contributes to the denominator, a scalar tensor on the mask's device (no sync)."""
+    """Returns this micro-batch's share of the denominator: a scalar tensor on the mask's device, made without a device
+    sync.
+    """
     if AGGREGATIONS[loss_agg_mode].denominator == "tokens":
         return mask.sum()
     return mask.any(-1).sum()
 
 
 def to_floats(parts: MetricParts) -> FloatParts:
-    """Plain floats of all parts, with one transfer from the device, in float32 or what is wider
-    (not every device has float64).
+    """Moves all parts off the device in one transfer, and returns them as plain floats.
+
+    The transfer is in float32 or a wider type of the parts; not every device has float64.
     """
     if not parts:
         return {}
@@ -108,7 +114,7 @@ def to_floats(parts: MetricParts) -> FloatParts:
 
 
 def merge(parts: Iterable[FloatParts]) -> FloatParts:
-    """Sums of values and weights over micro-batches and ranks."""
+    """Adds up values and weights over micro-batches and ranks."""
     merged: FloatParts = {}
     for part in parts:
         for name, (value, weight) in part.items():

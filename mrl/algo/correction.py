@@ -1,10 +1,10 @@
-"""The gap between generation's numerics and the trainer's: metrics, correction, and tokens left out; numpy.
+"""The gap between the numerics of generation and training: its metrics, its correction, and which tokens to leave out.
 
-[tokens] are the response tokens of some rows, end to end; `lengths` [rows] says how many each row has.
+numpy only. [tokens] are the response tokens of some rows, end to end. `lengths` [rows] is the number of tokens a row.
 
 The metrics have verl's names and formulas. The correction has two axes (mrl.algo.spec.CORRECTIONS names points on
-them): the level, which ratio is looked at, and the mode, what is done with it. The ratio is old / rollout of a token,
-of the whole response (the product), or the geometric mean over the response's tokens.
+them). The level says which ratio is tested, the mode says what is done with it. The ratio is old / rollout of a token
+or of the whole response (the product). Or it is the geometric mean over the response's tokens.
 """
 
 import math
@@ -19,7 +19,7 @@ from mrl.errors import NumericAbort
 
 @dataclass(frozen=True)
 class CorrectionParameters:
-    """`low` None: no lower bound."""
+    """Level, mode and bounds of a correction. Without `low` there is no lower bound."""
 
     level: str
     mode: str
@@ -29,17 +29,22 @@ class CorrectionParameters:
 
 @dataclass(frozen=True)
 class Correction:
-    """`keep` bool [tokens]: those that stay, a part of the mask. `weights` float32 [tokens]: 1 where none is due."""
+    """The result of a correction. `keep` bool [tokens] marks the tokens of the mask that stay.
+
+    `weights` float32 [tokens] multiply the policy loss; they are 1 where no correction applies.
+    """
 
     keep: np.ndarray
     weights: np.ndarray
-    of_rows: RowValues  # what `correction_metrics` takes
+    of_rows: RowValues  # the argument of `correction_metrics`
 
 
 def log_ratios(
     old_log_probs: np.ndarray, rollout_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray, level: str
 ) -> np.ndarray:
-    """float64 [tokens]: log of the level's ratio on every token of the mask, within [-20, 20]; 0 outside it."""
+    """Returns the log of the level's ratio at every masked token, float64 [tokens], within [-20, 20]; 0 outside the
+    mask.
+    """
     difference = np.where(mask, np.asarray(old_log_probs, np.float64) - np.asarray(rollout_log_probs, np.float64), 0.0)
     if level != "token":
         by_row = row_sums(difference, lengths)
@@ -56,12 +61,12 @@ def correct(
     mask: np.ndarray,
     lengths: np.ndarray,
 ) -> Correction:
-    """Weights and rejections for one step; arrays are [tokens], `mask` bool, `lengths` int [rows].
+    """Computes the weights and rejections of one step. Arrays are [tokens], `mask` is bool, `lengths` int [rows].
 
-    `truncate` bounds the ratio above, and `clip` on both sides, as a weight of the policy loss. `mask` rejects what is
-    outside the band, and what it keeps has the ratio as its weight. The geometric mean is a test of a response and not
-    its importance weight, so `mask` at that level keeps responses with weight 1. What is rejected leaves the loss's
-    denominators too.
+    Mode `truncate` bounds the ratio above and `clip` on both sides; the result weighs the policy loss. Mode `mask`
+    rejects what is outside the band, and weighs the rest by the ratio. The geometric mean tests a response and is not
+    its importance weight. So `mask` at that level keeps responses with weight 1. Rejected tokens also leave the
+    denominators of the loss.
     """
     ratio = np.exp(log_ratios(old_log_probs, rollout_log_probs, mask, lengths, parameters.level))
     low = 0.0
@@ -72,9 +77,11 @@ def correct(
     weights = np.ones(mask.shape)
     if parameters.mode == "mask":
         keep = mask & inside
-        weights = weights if parameters.level == "geometric" else np.where(keep, ratio, 1.0)
+        if parameters.level != "geometric":
+            weights = np.where(keep, ratio, 1.0)
     else:
-        weights = np.where(mask, np.clip(ratio, low if parameters.mode == "clip" else None, parameters.high), 1.0)
+        lower = low if parameters.mode == "clip" else None
+        weights = np.where(mask, np.clip(ratio, lower, parameters.high), 1.0)
     return Correction(keep, weights.astype(np.float32), _of_rows(weights, keep, mask, inside, lengths))
 
 
@@ -94,7 +101,7 @@ def _of_rows(
 
 
 def correction_metrics(of_rows: RowValues) -> dict[str, float]:
-    """Metrics of all rows, from each one's `Correction.of_rows`."""
+    """Returns the metrics of all rows, given the `Correction.of_rows` of each."""
     tokens = int(of_rows["tokens"].sum())
     kept = int(of_rows["kept"].sum())
     if not tokens:
@@ -118,18 +125,19 @@ def correction_metrics(of_rows: RowValues) -> dict[str, float]:
 
 
 def without_truncated(mask: np.ndarray, truncated: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The mask [tokens] without the rows of responses that were cut off ([rows] bool): DAPO's over-long filter.
+    """Drops the rows of truncated responses from the mask: DAPO's over-long filter.
 
-    A response that ends by itself on the last token that it may have is whole.
+    `mask` is bool [tokens], `truncated` bool [rows]. A response that ends by itself on its last allowed token is not
+    truncated.
     """
     return mask & ~on_tokens(np.asarray(truncated, bool), lengths)
 
 
 def mismatch_of_rows(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray, lengths: np.ndarray) -> RowValues:
-    """What `mismatch_metrics` takes of each row; log-probs are [tokens], `lengths` int [rows].
+    """Returns the numbers of each row that `mismatch_metrics` needs. Log-probs are [tokens], `lengths` int [rows].
 
-    `rollout_log_probs` are the engine's, `actor_log_probs` the trainer's with the same weights. A value that is not
-    finite counts in `bad_*` and is otherwise taken for 0.
+    `rollout_log_probs` come from the engine, `actor_log_probs` from the trainer with the same weights. A value that is
+    not finite is counted in `bad_*` and replaced by 0.
     """
     given = {"rollout": np.asarray(rollout_log_probs, np.float64), "actor": np.asarray(actor_log_probs, np.float64)}
     bad = {f"bad_{name}": row_sums(~np.isfinite(values), lengths) for name, values in given.items()}
@@ -169,11 +177,11 @@ def mismatch_of_rows(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray,
 
 
 def mismatch_metrics(of_rows: RowValues) -> dict[str, float]:
-    """Metrics over all response tokens, from each row's `mismatch_of_rows`.
+    """Returns metrics over all response tokens, given the `mismatch_of_rows` of each row.
 
-    The KL pair estimates KL(rollout || actor) in nats per token: the mean log ratio, and k3, which is never negative.
-    The correlation of two constant arrays is 1 if they are equal, else 0. Raises NumericAbort if a value on a response
-    token is not finite.
+    The KL pair estimates KL(rollout || actor) in nats per token: by the mean log ratio, and by k3, which is never
+    negative. The correlation of two constant arrays is 1 if they are equal, else 0. Raises NumericAbort if a value is
+    not finite.
     """
     _check_finite(of_rows)
     tokens = int(of_rows["tokens"].sum())
@@ -197,7 +205,7 @@ def mismatch_metrics(of_rows: RowValues) -> dict[str, float]:
 
 
 def _sequence_metrics(of_rows: RowValues) -> dict[str, float]:
-    """Perplexities of responses and the chi-square divergence of whole responses, over those that have a token."""
+    """Returns perplexities and the chi-square divergence of whole responses. Responses without a token are left out."""
     filled = of_rows["tokens"] > 0
     tokens, rollout, actor = (of_rows[name][filled] for name in ("tokens", "rollout", "actor"))
     log_ratio = actor - rollout
@@ -214,18 +222,18 @@ def _sequence_metrics(of_rows: RowValues) -> dict[str, float]:
 
 
 def _first_bad(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """float64 [rows]: place of the row's first value that is not finite; infinity where there is none."""
+    """Returns the position of the first non-finite value of each row, float64 [rows]; infinity where there is none."""
     return row_extremes(np.minimum, np.where(np.isfinite(values), np.inf, places(lengths)), lengths, np.inf)
 
 
 def _check_finite(of_rows: RowValues) -> None:
-    for name, said in (("rollout", "rollout_log_probs"), ("actor", "old_log_probs")):
+    for name, title in (("rollout", "rollout_log_probs"), ("actor", "old_log_probs")):
         bad = of_rows[f"bad_{name}"]
         if bad.any():
             row = int(np.argmax(bad > 0))
             raise NumericAbort(
-                f"{said}: {int(bad.sum())} of {int(of_rows['tokens'].sum())} response tokens are not finite, the first "
-                f"at row {row}, token {int(of_rows[f'first_bad_{name}'][row])}; the weights or the logits have "
+                f"{title}: {int(bad.sum())} of {int(of_rows['tokens'].sum())} response tokens are not finite, the "
+                f"first at row {row}, token {int(of_rows[f'first_bad_{name}'][row])}; the weights or the logits have "
                 "overflowed"
             )
 

@@ -1,5 +1,6 @@
-"""How far the policy is from a teacher on its own tokens: numbers a row on the ranks, metrics of them on the driver.
-numpy; the formula of a token is `kl_to_teacher` of losses.py.
+"""The distance of the policy from a teacher on its own tokens: numbers a row on the ranks, metrics on the driver.
+
+numpy only. The formula of a token is `kl_to_teacher` in losses.py.
 """
 
 import numpy as np
@@ -10,19 +11,22 @@ from mrl.algo.rows import RowValues, moments, row_sums, total
 def gaps_of_rows(
     log_probs: np.ndarray, teacher_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
 ) -> RowValues:
-    """Sums of each row over the tokens of `mask` [tokens]: `reverse_kl`, in nats."""
+    """Sums `reverse_kl`, in nats, over the masked tokens of each row."""
     gaps = log_probs.astype(np.float64) - teacher_log_probs
     return {"reverse_kl": row_sums(np.where(mask, gaps, 0.0), lengths)}
 
 
 def mass_of_rows(log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowValues:
-    """Sums of each row over the tokens of `mask` of the probability that a teacher gives its words [tokens, words]."""
+    """Sums the probability that a teacher gives its top words, over the masked tokens of each row.
+
+    `log_probs` is [tokens, words].
+    """
     mass = np.exp(log_probs.astype(np.float64)).sum(-1)
     return {"teacher_mass": row_sums(np.where(mask, mass, 0.0), lengths)}
 
 
 def distilled_of_rows(values: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowValues:
-    """Sums and extremes of each row of what is taken off advantages, float64 [tokens], over the tokens of `mask`."""
+    """Returns sums and extremes of each row of `values`, float64 [tokens], which are taken off the advantages."""
     of_rows = moments(values, mask, lengths)
     return {
         "distilled": of_rows["sum"],
@@ -33,7 +37,7 @@ def distilled_of_rows(values: np.ndarray, mask: np.ndarray, lengths: np.ndarray)
 
 
 def distillation_metrics(of_rows: RowValues) -> dict[str, float]:
-    """Metrics over `trained` tokens, of which there are some, from what the functions above give."""
+    """Returns means over the `trained` tokens, given what the functions above return. There must be a trained token."""
     tokens = int(of_rows["trained"].sum())
     means = {
         "reverse_kl": "reverse_kl",

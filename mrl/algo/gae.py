@@ -1,7 +1,7 @@
 """Advantages and returns of tokens from a critic's values. numpy: ranks compute them, and the driver reads their sums.
 
-Context tokens of a response of several turns are stepped over: no value is taken of them, and the last sampled token
-before them is followed by the first sampled one after them.
+Context tokens of a response of several turns are skipped. They have no value, and the last sampled token before them is
+followed by the first sampled one after them.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from mrl.algo.rows import RowValues, moments, on_tokens, places, row_sums
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a critic's values make of rewards; both float64 [tokens], 0 of context."""
+    """Advantages and returns, both float64 [tokens]; 0 at context tokens."""
 
     advantages: np.ndarray  # not whitened yet
-    returns: np.ndarray  # advantages and values: what values are trained towards
+    returns: np.ndarray  # advantages + values: the critic is trained towards them
 
 
 def estimate(
     rewards: np.ndarray, values: np.ndarray, sampled: np.ndarray, lengths: np.ndarray, gamma: float, lam: float
 ) -> Estimate:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), response by response.
+    """Computes generalised advantage estimation (arXiv:1506.02438, eq. 16) of each response.
 
-    delta_t = reward_t + gamma value_(t+1) - value_t;  A_t = delta_t + gamma lam A_(t+1); 0 follows the last token.
+      delta_t = reward_t + gamma value_(t+1) - value_t;  A_t = delta_t + gamma lam A_(t+1);  0 follows the last token.
 
     `rewards`, `values` and `sampled` (bool) are [tokens], rows of `lengths` end to end.
     """
@@ -42,14 +42,14 @@ def estimate(
 
 
 def _last_of(lengths: np.ndarray) -> np.ndarray:
-    """int64: places of the last token of each row that has one."""
+    """Returns the positions of the last token of each row that has one, int64."""
     return (np.cumsum(lengths) - 1)[lengths > 0]
 
 
 def _discounted_sums(values: np.ndarray, lengths: np.ndarray, discount: float) -> np.ndarray:
-    """[tokens]: each value and those after it in its row, `discount` to the power of their distance.
+    """Returns [tokens]: the discounted sum of the value of each token and of all later ones in its row.
 
-    Works on all rows at once, from their last tokens to the first ones.
+    All rows are computed at once, from their last tokens to their first ones.
     """
     longest = int(lengths.max(initial=0))
     row = np.repeat(np.arange(len(lengths)), lengths)
@@ -64,9 +64,9 @@ def _discounted_sums(values: np.ndarray, lengths: np.ndarray, discount: float) -
 def token_rewards(
     scores: np.ndarray, penalties: np.ndarray | None, sampled: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
-    """float64 [tokens]: each response's score at its last sampled token, less what is taken off the reward of tokens.
+    """Returns float64 [tokens]: the score of each response at its last sampled token, less the penalties of tokens.
 
-    `scores` [rows]; `penalties` [tokens], 0 of context.
+    `scores` is [rows]; `penalties` is [tokens], 0 at context tokens.
     """
     rewards = np.zeros(len(sampled))
     if penalties is not None:
@@ -82,7 +82,10 @@ ERRORS = "errors"  # returns less values
 
 
 def value_moments(returns: np.ndarray, values: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowValues:
-    """Numbers a row of what the critic said and should have said, over the masked tokens: NAME.MOMENT."""
+    """Returns moments of values, returns and their differences, over the masked tokens of each row.
+
+    The names are NAME.MOMENT.
+    """
     columns = {VALUES: values.astype(np.float64), RETURNS: returns, ERRORS: returns - values}
     return {
         f"{name}.{moment}": numbers

@@ -2,8 +2,8 @@
 
 Notation: d = log_probs - old_log_probs per token, r = exp(d), A the advantage, L a response's length, sg stop-gradient.
 
-A loss of one's own is one function under `@register_loss(name)`, in a file that the configuration names under
-algorithm.policy_loss.custom; it has the signature of those below.
+A user's loss is one function under `@register_loss(name)` with the signature of those below. The configuration names
+its file under algorithm.policy_loss.custom.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ CUSTOM_LOSS_KEY = "algorithm.policy_loss.custom.path"
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch; every tensor is [batch, response_length] and whole sequences
-    (not cut by context parallelism).
+    """One micro-batch. Every tensor is [batch, response_length] and holds whole sequences, not cut by context
+    parallelism.
     """
 
     log_probs: Tensor  # of the current policy, carries the gradient
-    old_log_probs: Tensor | None  # of the anchor of the trust region; None: the current ones, so every ratio is 1
+    old_log_probs: Tensor | None  # of the policy that anchors the ratio; None: the current one, so every ratio is 1
     advantages: Tensor
     response_mask: Tensor  # bool: the tokens that count; rejected ones do not
     entropy: Tensor | None = None  # nats per token, carries the gradient where entropy_coeff is not 0
@@ -47,13 +47,15 @@ class LossInputs:
     weights: Tensor | None = None  # importance weights of the off-policy correction, on the policy loss alone
     selected: Tensor | None = None  # bool: the tokens that mrl.algo.selection chose from the whole mini-batch
     teacher_log_probs: Tensor | None = None  # needed where distillation_coef is not 0, or both of these:
-    of_teacher_words: Tensor | None = None  # [batch, response_length, words], the teacher's of its likeliest words
-    of_words: Tensor | None = None  # the current policy's of the same words, carries the gradient
+    of_teacher_words: Tensor | None = None  # [batch, response_length, words]: the teacher's log-probs of its top words
+    of_words: Tensor | None = None  # the current policy's log-probs of the same words; carries the gradient
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: this micro-batch's share of the mini-batch's loss (shares add up). `metrics`: see mrl.algo.aggregate."""
+    """`loss` is this micro-batch's share of the mini-batch's loss; shares add up. `metrics` are parts
+    (mrl.algo.aggregate).
+    """
 
     loss: Tensor
     metrics: MetricParts
@@ -61,8 +63,9 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """All [batch, response_length]: the loss, and where it was clipped by the band
-    (or its counterpart) or by the dual clip.
+    """The loss of each token, and where the band (or its counterpart) or the dual clip clipped it.
+
+    All tensors are [batch, response_length].
     """
 
     values: Tensor
@@ -75,10 +78,10 @@ TOKEN_LOSSES: dict[str, TokenLossFunction] = {}
 
 
 def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]:
-    """Makes `function(parameters, inputs, log_ratio) -> TokenLoss` known under `name`; `log_ratio` is d, 0 outside the
+    """Registers `function(parameters, inputs, log_ratio) -> TokenLoss` under `name`. `log_ratio` is d, 0 outside the
     mask.
 
-    The function sees one micro-batch and must treat each sequence by itself, or the loss would depend on how a batch is
+    The function sees one micro-batch. It must treat each sequence by itself, or the loss would depend on how a batch is
     cut. Raises ConfigError for a name that is taken.
     """
 
@@ -92,8 +95,9 @@ def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, parameters: PolicyLossParameters) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic bound max(-A r, -A clip(r, 1 - low, 1 + high)),
-    and where the clipped side is the larger one.
+    """Returns PPO's pessimistic bound and where its clipped side is the larger one.
+
+    The bound is max(-A r, -A clip(r, 1 - low, 1 + high)).
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - parameters.clip_ratio_low, 1 + parameters.clip_ratio_high)
@@ -105,31 +109,31 @@ def _token_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """One of two numbers in the precision of `like`; torch.where alone would round them to float32."""
+    """Picks one of two numbers, in the precision of `like`. torch.where alone would round them to float32."""
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
 @register_loss("gspo")
 def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole, under the response's
-    mean advantage.
+    """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole.
 
-    The log ratio is bounded above by 10: a response that drifted past e^10 gives a large finite loss without gradient,
-    and not infinity. There is no bound below, where exp goes to 0 by itself. Neither is reached inside a band.
+    The advantage is the mean over the response. The log ratio is bounded above by 10. So a response that drifted past
+    e^10 gives a large finite loss without gradient, and not infinity. There is no bound below, where exp goes to 0 by
+    itself. Neither limit is reached inside a band.
     """
     ratio = torch.exp(sequence_mean(log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
     values, clipped = _clipped_surrogate(ratio, sequence_mean(inputs.advantages, inputs.response_mask), parameters)
-    # a sequence's loss stands on each of its tokens, so that the mean over them is the sequence's
+    # each token carries the loss of its sequence, so that the mean over the tokens is the sequence's loss
     return TokenLoss(values[:, None].expand_as(log_ratio), clipped[:, None].expand_as(log_ratio))
 
 
 @register_loss("gspo-token")
 def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]), s = exp(mean of d over
-    the response).
+    """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]).
 
-    Every token has the sequence's ratio as its value and its own log-probability's gradient. With one advantage for the
-    whole sequence this is the sequence form. Bounded as in `gspo`.
+    s = exp(mean of d over the response). Every token has the ratio of the sequence as its value, and the gradient of
+    its own log-probability. With one advantage for the whole sequence this equals the sequence form. It is bounded as
+    in `gspo`.
     """
     sequence_log_ratio = sequence_mean(log_ratio, inputs.response_mask).detach()[:, None]
     ratio = torch.exp(
@@ -140,11 +144,10 @@ def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: 
 
 @register_loss("vanilla")
 def vanilla(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO), d bounded to [-20, 20], and the dual clip
-    (arXiv:1912.09729, eq. 5).
+    """PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO) and the dual clip (arXiv:1912.09729, eq. 5).
 
-    The dual clip holds the loss of a token with A < 0 at -A clip_ratio_c, where a large ratio would otherwise make it
-    unbounded.
+    d is bounded to [-20, 20]. A large ratio would make the loss of a token with A < 0 unbounded. The dual clip holds it
+    at -A clip_ratio_c.
     """
     values, clipped = _clipped_surrogate(_token_ratio(log_ratio), inputs.advantages, parameters)
     ceiling = -inputs.advantages * parameters.clip_ratio_c
@@ -154,7 +157,7 @@ def vanilla(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Ten
 
 @register_loss("cispo")
 def cispo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """CISPO (arXiv:2506.13585): -sg[clip(r, 1 - low, 1 + high)] A log_probs; no token loses its gradient.
+    """CISPO (arXiv:2506.13585): -sg[clip(r, 1 - low, 1 + high)] A log_probs, so that no token loses its gradient.
 
     The paper has no lower bound (clip_ratio_low 1) and a wide upper one.
     """
@@ -165,10 +168,10 @@ def cispo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tenso
 
 @register_loss("geo_mean")
 def geo_mean(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """GMPO (arXiv:2507.20673): -A exp(mean of clipped d), one ratio a sequence, but each token clipped before the mean.
+    """GMPO (arXiv:2507.20673): -A exp(mean of clipped d): one ratio a sequence, and each token clipped before the mean.
 
-    The clip is in log space, d within [-low, high] on the side that the advantage's sign rewards. A is the sequence's
-    mean advantage.
+    The clip bounds d to [-low, high], on the side that the sign of the advantage rewards. A is the mean advantage of
+    the sequence.
     """
     sign = torch.sign(inputs.advantages)
     bounded = sign * log_ratio.clamp(-parameters.clip_ratio_low, parameters.clip_ratio_high)
@@ -180,9 +183,9 @@ def geo_mean(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Te
 
 @register_loss("sapo")
 def sapo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """SAPO (arXiv:2511.20347): -A (4 / tau) sigmoid(tau (r - 1)), tau_pos where A > 0, else tau_neg; slope 1 at r = 1.
+    """SAPO (arXiv:2511.20347): -A (4 / tau) sigmoid(tau (r - 1)), which has slope 1 at r = 1.
 
-    Clips nothing.
+    tau is tau_pos where A > 0, else tau_neg. Nothing is clipped.
     """
     tau = _either(inputs.advantages > 0, parameters.tau_pos, parameters.tau_neg, log_ratio)
     gate = 4.0 / tau * torch.sigmoid(tau * (_token_ratio(log_ratio) - 1))
@@ -191,9 +194,7 @@ def sapo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor
 
 @register_loss("clip_cov")
 def clip_cov(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """Clip-Cov (arXiv:2505.22617): PPO clipping, and selected tokens that it leaves alone give neither loss nor
-    gradient.
-    """
+    """Clip-Cov (arXiv:2505.22617): PPO clipping. Selected tokens that it did not clip have no loss and no gradient."""
     values, clipped = _clipped_surrogate(_token_ratio(log_ratio), inputs.advantages, parameters)
     dropped = _selected(inputs) & ~clipped
     return TokenLoss(torch.where(dropped, 0.0, values), clipped | dropped)
@@ -201,9 +202,9 @@ def clip_cov(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Te
 
 @register_loss("kl_cov")
 def kl_cov(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """KL-Cov (arXiv:2505.22617): -A r, and on selected tokens ppo_kl_coef |d| besides.
+    """KL-Cov (arXiv:2505.22617): -A r, plus ppo_kl_coef |d| on selected tokens.
 
-    Clips nothing; `clipped` is the selection.
+    Nothing is clipped; `clipped` marks the selected tokens.
     """
     picked = _selected(inputs)
     values = -inputs.advantages * _token_ratio(log_ratio)
@@ -220,8 +221,9 @@ def _selected(inputs: LossInputs) -> Tensor:
 
 @register_loss("dppo_tv")
 def dppo_tv(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """DPPO (arXiv:2602.04879) by total variation: a token leaves once its probability has moved by more than the clip,
-    A's way.
+    """DPPO (arXiv:2602.04879) by total variation.
+
+    A token is dropped once its probability has moved by more than the clip in the advantage's direction.
     """
     moved = torch.exp(inputs.log_probs.detach()) - torch.exp(inputs.old_log_probs)
     beyond = torch.where(moved > 0, moved > parameters.clip_ratio_high, -moved > parameters.clip_ratio_low)
@@ -230,8 +232,9 @@ def dppo_tv(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Ten
 
 @register_loss("dppo_kl")
 def dppo_kl(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """DPPO by KL(old || new) of the two-way choice between this token and any other; the clip bounds it,
-    high above and low below.
+    """DPPO by KL(old || new) of the binary choice between this token and any other.
+
+    The clip bounds the KL: by `high` where the probability grew, by `low` where it fell.
     """
     old = torch.exp(inputs.old_log_probs)
     new = torch.exp(inputs.log_probs.detach())
@@ -242,26 +245,29 @@ def dppo_kl(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Ten
 
 
 def _log1m(log_probs: Tensor) -> Tensor:
-    """log(1 - p), p held below 1 - 1e-6 so that it stays finite."""
+    """Returns log(1 - p). p is held below 1 - 1e-6, so that the result stays finite."""
     return torch.log1p(-torch.exp(log_probs).clamp(max=1 - 1e-6))
 
 
 def _divergence_masked(
     parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor, beyond: Tensor
 ) -> TokenLoss:
-    """-A sg[min(r, clip_ratio_c)] log_probs, without the tokens that are `beyond` and that A would push further."""
+    """Computes -A sg[min(r, clip_ratio_c)] log_probs. Tokens that are `beyond` are dropped where A would push them
+    further.
+    """
     weight = _token_ratio(log_ratio.detach()).clamp(max=parameters.clip_ratio_c)
     dropped = beyond & (inputs.advantages * log_ratio.detach() > 0)
     return TokenLoss(torch.where(dropped, 0.0, -inputs.advantages * weight * inputs.log_probs), dropped)
 
 
 def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominators: Denominators) -> LossOutput:
-    """pg_loss - entropy_coeff * entropy + kl_loss_coef * kl + distillation_coef * teacher's kl of one micro-batch, all
-    under the same aggregation.
+    """Computes the loss of one micro-batch from its four terms, all under the same aggregation.
 
-    `denominators` count the whole mini-batch over all data-parallel ranks, so gradients are to be summed over
-    micro-batches and ranks, not averaged. Raises ConfigError for an unknown name or an input that the coefficients need
-    and that is missing.
+      pg_loss - entropy_coeff * entropy + kl_loss_coef * kl + distillation_coef * (kl to the teacher)
+
+    `denominators` count the whole mini-batch over all data-parallel ranks. So gradients have to be summed over
+    micro-batches and ranks, not averaged. Raises ConfigError for an unknown name, or for a missing input that a
+    coefficient needs.
     """
     function = TOKEN_LOSSES.get(parameters.loss_mode)
     if function is None:
@@ -297,7 +303,9 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
 
 
 def _distilled(parameters: PolicyLossParameters, inputs: LossInputs) -> dict[str, Tensor]:
-    """The numerator of the teacher's term, by its metric's name; nothing without the teacher's log-probs."""
+    """Returns the numerator of the teacher's term under the name of its metric; nothing without the teacher's
+    log-probs.
+    """
     mode = parameters.distillation_mode
     if mode == OVER_WORDS and inputs.of_words is not None:
         values = kl_over_words(inputs.of_words, inputs.of_teacher_words)
@@ -311,9 +319,7 @@ def _distilled(parameters: PolicyLossParameters, inputs: LossInputs) -> dict[str
 
 
 def _anchored(inputs: LossInputs) -> LossInputs:
-    """The current log-probs in the place of old ones that are not given:
-    a ratio of exactly 1 that keeps its gradient.
-    """
+    """Takes the current log-probs where no old ones are given. The ratio is then exactly 1 and keeps its gradient."""
     if inputs.old_log_probs is not None:
         return inputs
     exercised(f"algorithm.anchor={ON_POLICY}")
@@ -321,8 +327,9 @@ def _anchored(inputs: LossInputs) -> LossInputs:
 
 
 def _without_padding(inputs: LossInputs) -> LossInputs:
-    """Zeros outside the mask before anything is computed: a NaN there would survive a later mask in the gradient
-    (0 x NaN).
+    """Writes zeros outside the mask before anything is computed.
+
+    A NaN there would survive a later mask in the gradient (0 x NaN).
     """
     given = {name: value for name, value in vars(inputs).items() if value is not None and name != "response_mask"}
     mask = inputs.response_mask
@@ -344,7 +351,7 @@ def _needed(numerators: dict[str, Tensor], name: str, field: str, coefficient: s
 
 @torch.no_grad()
 def _ratio_metrics(inputs: LossInputs, log_ratio: Tensor, token_loss: TokenLoss) -> MetricParts:
-    """Clip fractions and -d over tokens; first and second moment of the log sequence ratio over sequences."""
+    """Returns clip fractions and the mean of -d over tokens, and moments of the log sequence ratio over sequences."""
     mask = inputs.response_mask
     tokens = mask.sum()
     sequences = mask.any(-1).sum()
@@ -360,9 +367,9 @@ def _ratio_metrics(inputs: LossInputs, log_ratio: Tensor, token_loss: TokenLoss)
 
 
 def load_custom_loss(path: str, loss_mode: str) -> None:
-    """Runs the file at `path`, once a process, which must bind a function to `loss_mode` with @register_loss.
+    """Runs the file at `path` once in this process. It must bind a function to `loss_mode` with @register_loss.
 
-    Raises ConfigError.
+    Raises ConfigError where it does not, or cannot be loaded.
     """
     load_registered(path, CUSTOM_LOSS_KEY, "register_loss", loss_mode, TOKEN_LOSSES)
 
@@ -386,11 +393,10 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) -> Tensor:
-    """[batch, response_length] KL of each token; with a trailing `+` the value is the base estimator's and the gradient
-    k2's.
+    """Returns the KL of each token, [batch, response_length].
 
-    As a loss term k1 has a gradient that is zero on average, and k3 that of the reverse direction. k2's is the right
-    one on-policy.
+    With a trailing `+` in the name the value is the base estimator's and the gradient k2's. As a loss term k1 has a
+    gradient that is zero on average. k3 has the gradient of the reverse direction. On-policy, k2 has the right one.
     """
     spec = KL_TYPES.get(kl_loss_type)
     if spec is None:
@@ -404,9 +410,10 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) ->
 
 
 def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalty: str, kl_coef: float) -> np.ndarray:
-    """float64, of any shape: kl_coef x KL of each token under the policy before the update, to be taken off its reward.
+    """Returns kl_coef x KL of each token under the policy before the update, to be taken off its reward.
 
-    Only values matter in a reward, so a trailing `+` changes nothing.
+    The result is float64 and has the shape of the inputs. Only values matter in a reward, so a trailing `+` changes
+    nothing.
     """
     old, ref = (torch.from_numpy(np.asarray(x, dtype=np.float64)) for x in (old_log_probs, ref_log_probs))
     return kl_coef * kl_per_token(old, ref, kl_penalty).numpy()
@@ -415,22 +422,23 @@ def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalt
 # ---------------------------------------------------------------- KL to a teacher, from sampled tokens
 
 
-_LEAST_REST = 1e-6  # of probability beside the words: less of it has no log that float32 knows
+_LEAST_REST = 1e-6  # probability of all other words; float32 cannot tell a smaller one from 0, and has no log of it
 
 
 def kl_to_teacher(log_probs: Tensor, teacher_log_probs: Tensor, loss_mode: str) -> Tensor:
-    """Estimate of KL(student || teacher) at each token of the student's, in nats, of any shape.
+    """Estimates KL(student || teacher) at each token of the student, in nats, in the shape of the inputs.
 
-    The mean of k1 over the student's tokens is that KL, and -k1 is the advantage whose policy gradient is the KL's
+    The mean of k1 over the student's tokens is that KL. Used as an advantage, -k1 gives the KL's policy gradient
     (on-policy distillation, arXiv:2306.13649).
     """
     return kl_per_token(log_probs, teacher_log_probs, loss_mode)
 
 
 def kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """[...] KL(student || teacher) over the words [..., words] that both log-probs are of, and all others as one.
+    """Returns KL(student || teacher) [...] over the given words, with all other words taken as one.
 
-    It is 0 where they agree, never negative, at most the KL over all words, and that where the words are all.
+    Both log-probs are [..., words]. The result is never negative, and 0 where both agree. It is at most the KL over the
+    whole vocabulary, and equals it where the words are the whole vocabulary.
     """
     among = (log_probs.exp() * (log_probs - teacher_log_probs)).sum(-1)
     rest = _rest(log_probs)
@@ -438,15 +446,16 @@ def kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
 
 
 def _rest(log_probs: Tensor) -> Tensor:
-    """The probability of all words but those, held from 0."""
+    """Returns the probability of all other words, at least _LEAST_REST."""
     return (1 - log_probs.exp().sum(-1)).clamp(min=_LEAST_REST)
 
 
 def distilled(
     old_log_probs: np.ndarray, teacher_log_probs: np.ndarray, loss_mode: str, loss_max_clamp: float | None
 ) -> np.ndarray:
-    """float64, of any shape: `kl_to_teacher` under the policy before the update, within the bound on both sides, to be
-    taken off its advantages.
+    """Returns `kl_to_teacher` under the policy before the update, to be taken off the advantages.
+
+    The result is float64, has the shape of the inputs, and is clamped to +-`loss_max_clamp`.
     """
     old, teacher = (torch.from_numpy(np.asarray(x, dtype=np.float64)) for x in (old_log_probs, teacher_log_probs))
     values = kl_to_teacher(old, teacher, loss_mode).numpy()

@@ -1,4 +1,6 @@
-"""Python files of the user's that bind functions to names with a decorator: read off their text, and run. No torch."""
+"""Runs a user's Python files that bind functions to names with a decorator, and reads the names off their text. No
+torch.
+"""
 
 import ast
 import hashlib
@@ -10,15 +12,15 @@ from typing import Any
 
 from mrl.errors import ConfigError
 
-# what such a file imports without binding anything to a name of ours
+# modules that such a file may import and that register nothing
 _PLAIN = frozenset(sys.stdlib_module_names) | {"mrl", "numpy", "torch"}
 
 
 def registered_names(file: Path, decorator: str) -> tuple[str, ...] | None:
-    """The names that `file` gives to @`decorator`; None where its text does not tell, as where another module of the
-    user's is imported.
+    """Returns the names that `file` gives to @`decorator`, as far as its text shows them.
 
-    Raises SyntaxError for what is no Python, OSError for what cannot be read.
+    Returns None where the text does not show them, for instance where another module of the user is imported. Raises
+    SyntaxError where the file is no Python, OSError where it cannot be read.
     """
     try:
         tree = ast.parse(file.read_bytes(), str(file))
@@ -40,7 +42,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _imports(tree: ast.Module) -> set[str]:
-    """First parts of the modules that a file imports; those beside it are "."."""
+    """Returns the top-level names of the modules that a file imports; relative imports count as "."."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -51,9 +53,9 @@ def _imports(tree: ast.Module) -> set[str]:
 
 
 def load_registered(path: str, key: str, decorator: str, name: str, table: Mapping[str, Any]) -> None:
-    """Runs the file at `path`, once a process, which must bind a function to `name`, in `table`, with @`decorator`.
+    """Runs the file at `path` once in this process. It must bind a function to `name` in `table` with @`decorator`.
 
-    Raises ConfigError; `key`: of the configuration, for its message.
+    Raises ConfigError where it does not; the message names the configuration's `key`.
     """
     file = Path(path).resolve()
     module = f"mrl_{decorator}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"

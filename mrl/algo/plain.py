@@ -1,4 +1,4 @@
-"""What is said of losses without torch, whose import takes a second and which drivers and writers do not use."""
+"""Types of losses without torch: its import takes a second, and drivers and writers do without it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ import numpy as np
 
 from mrl.algo.spec import AGGREGATIONS
 
-FloatParts = dict[str, tuple[float, float]]  # MetricParts as plain numbers; of what is no mean: (value, 1)
+FloatParts = dict[str, tuple[float, float]]  # MetricParts as plain numbers; (value, 1) where a metric is no mean
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Response tokens, and sequences with at least one response token, of a whole mini-batch over all ranks."""
+    """Counts of a whole mini-batch over all ranks: response tokens, and sequences that have a response token."""
 
     tokens: int
     sequences: int
@@ -26,13 +26,13 @@ class Denominators:
         return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
 
     def of(self, loss_agg_mode: str) -> int:
-        """The count that divides this aggregation."""
+        """Returns the count that divides this aggregation."""
         return getattr(self, AGGREGATIONS[loss_agg_mode].denominator)
 
 
 @dataclass(frozen=True)
 class PolicyLossParameters:
-    """Which loss, and its constants; names are those of the configuration."""
+    """The loss and its constants, under their names in the configuration."""
 
     loss_mode: str = "gspo"
     loss_agg_mode: str = "seq-mean-token-mean"
@@ -43,7 +43,7 @@ class PolicyLossParameters:
     entropy_coeff: float = 0.0
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "low_var_kl"
-    distillation_coef: float = 0.0  # of a teacher's term in the loss
+    distillation_coef: float = 0.0  # weight of the teacher's term in the loss
     distillation_mode: str = "k2"
     distillation_clamp: float | None = None
     tau_pos: float = 1.0
@@ -58,7 +58,7 @@ class PolicyLossParameters:
 
 @dataclass(frozen=True)
 class ValueLossParameters:
-    """Constants of a critic's loss; names are those of the configuration's section `critic`."""
+    """Constants of a critic's loss, under their names in section `critic` of the configuration."""
 
     cliprange_value: float = 0.5
     loss_agg_mode: str = "token-mean"

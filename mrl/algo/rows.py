@@ -1,7 +1,8 @@
-"""Flat arrays of response tokens, rows end to end, and numbers a row: from one to the other. numpy.
+"""Conversion between flat arrays of response tokens, rows end to end, and numbers a row. numpy only.
 
-A row's sum is that of its own numbers alone, so it is the same whatever rows stand beside it, on whichever rank. Sums
-of all rows are made of the rows' sums by math.fsum, which rounds once, at the end: no order of rows changes a bit.
+The sum of a row uses the numbers of that row only. So it is the same whatever rows stand beside it, on whichever rank.
+Sums over all rows add the sums of rows with math.fsum, which rounds once, at the end. So the order of rows changes no
+bit.
 """
 
 import math
@@ -15,8 +16,9 @@ RowValues = dict[str, np.ndarray]
 
 
 def row_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[rows]: sums over each row of `values` [tokens]; `lengths` [rows] are tokens a row. 0 of an empty row;
-    of booleans int64 counts.
+    """Sums each row of `values` [tokens]; `lengths` [rows] is the number of tokens a row. An empty row has sum 0.
+
+    Booleans are counted as int64.
     """
     counted = values.astype(np.int64) if values.dtype == bool else values
     sums = np.zeros(len(lengths), counted.dtype)
@@ -28,17 +30,19 @@ def row_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def on_tokens(per_row: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[tokens]: each row's number on each of its tokens."""
+    """Repeats the number of each row on all its tokens, [tokens]."""
     return np.repeat(per_row, lengths)
 
 
 def places(lengths: np.ndarray) -> np.ndarray:
-    """int64 [tokens]: each token's place in its row, from 0."""
+    """Returns the position of each token in its row, counted from 0, int64 [tokens]."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def row_extremes(ufunc: np.ufunc, values: np.ndarray, lengths: np.ndarray, empty: float) -> np.ndarray:
-    """float64 [rows]: np.maximum or np.minimum over each row of `values` [tokens]; `empty` of a row without tokens."""
+    """Returns np.maximum or np.minimum over each row of `values` [tokens], float64 [rows]; `empty` for a row without
+    tokens.
+    """
     extremes = np.full(len(lengths), empty, np.float64)
     filled = lengths > 0
     starts = (np.cumsum(lengths) - lengths)[filled]
@@ -50,22 +54,24 @@ def row_extremes(ufunc: np.ufunc, values: np.ndarray, lengths: np.ndarray, empty
 def in_chunks(
     function: Callable[..., RowValues], columns: Sequence[np.ndarray], lengths: np.ndarray, tokens: int = 1 << 20
 ) -> RowValues:
-    """`function(*columns, lengths)`, which looks at one row at a time, over some rows after the others.
+    """Calls `function(*columns, lengths)` on some rows after the others, and joins the results.
 
-    What it computes of tokens on the way lies in memory for about `tokens` of them at once, and for one row at least.
+    The function has to treat each row by itself. A call gets about `tokens` tokens, and at least one row, so that its
+    temporary arrays stay small.
     """
     ends = np.cumsum(lengths)
     first = np.flatnonzero(np.diff(ends // tokens, prepend=0))
     rows = [*dict.fromkeys([0, *first.tolist()]), len(lengths)]
     parts = []
     for start, stop in pairwise(rows):
-        begin, end = (int(ends[row - 1]) if row else 0 for row in (start, stop))
+        begin = int(ends[start - 1]) if start else 0
+        end = int(ends[stop - 1]) if stop else 0
         parts.append(function(*(column[begin:end] for column in columns), lengths[start:stop]))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def total(values: np.ndarray) -> float:
-    """The exact sum, rounded once."""
+    """Returns the exact sum, rounded once."""
     return math.fsum(values.tolist())
 
 
@@ -83,10 +89,13 @@ def moments(values: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowVal
 
 
 def second_moment(m2: np.ndarray, sums: np.ndarray, other_sums: np.ndarray, counts: np.ndarray) -> float:
-    """Sum over all tokens of the product of two centred values, from rows' sums and products about their own means
-    (Chan et al., 1983).
+    """Sums the product of two centred values over all tokens (Chan et al., 1983).
+
+    `sums` and `other_sums` are sums of rows, `m2` their products about the row's own means.
     """
     filled = counts > 0
-    counts, everything = counts[filled], total(counts)
-    apart = [each[filled] / counts - total(each) / everything for each in (sums, other_sums)]
-    return total(m2) + total(counts * apart[0] * apart[1])
+    everything = total(counts)
+    counts = counts[filled]
+    offset = sums[filled] / counts - total(sums) / everything  # mean of a row less the mean of all
+    other_offset = other_sums[filled] / counts - total(other_sums) / everything
+    return total(m2) + total(counts * offset * other_offset)

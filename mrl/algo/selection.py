@@ -1,9 +1,10 @@
-"""Tokens that a loss treats apart, chosen from a whole mini-batch before it is cut into micro-batches; numpy.
+"""Tokens that a loss treats differently, chosen from a whole mini-batch before it is cut into micro-batches. numpy
+alone.
 
-Clip-Cov and KL-Cov (arXiv:2505.22617) act on tokens whose advantage and log-probability vary together the most. Chosen
-inside each micro-batch, as upstream does, the choice would change with the cut. Here the covariance is taken once a
-mini-batch, with the anchor's log-probabilities, which are known before the forward and equal the current ones at a
-rollout's first update.
+Clip-Cov and KL-Cov (arXiv:2505.22617) act on the tokens whose advantage and log-probability vary together the most.
+Upstream chooses them inside each micro-batch, so its choice changes with the cut. Here the covariance is taken once a
+mini-batch, with the anchor's log-probabilities. These are known before the forward pass, and equal the current ones at
+the first update of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +18,9 @@ from mrl.algo.rows import places, total
 
 @dataclass(frozen=True)
 class Means:
-    """Means of advantages and of the anchor's log-probabilities over the trained tokens of one mini-batch.
+    """Means of the advantages and of the anchor's log-probabilities over the trained tokens of one mini-batch.
 
-    `tokens`: how many there are.
+    `tokens` counts the trained tokens.
     """
 
     advantage: float
@@ -27,7 +28,7 @@ class Means:
     tokens: int
 
 
-# a number and bool, both [tokens]: those that may be chosen, by falling number
+# (numbers, allowed), both [tokens]: allowed tokens are chosen in falling order of their number
 Candidates = tuple[np.ndarray, np.ndarray]
 Selection = Callable[[PolicyLossParameters, np.ndarray, np.ndarray, np.ndarray, np.ndarray], Candidates]
 SELECTIONS: dict[str, Selection] = {}
@@ -56,24 +57,25 @@ def candidates(
     lengths: np.ndarray,
     means: Means,
 ) -> Candidates:
-    """Tokens of some rows of a mini-batch that its loss may select.
+    """Returns the tokens of some rows of a mini-batch that its loss may select.
 
-    Arrays are [tokens], rows end to end; `lengths` int [rows] are tokens a row.
+    Arrays are [tokens], rows end to end; `lengths` int [rows] is the number of tokens a row.
     """
     covariances = covariance(advantages, log_probs, mask, means)
     return SELECTIONS[parameters.loss_mode](parameters, covariances, log_probs, mask, lengths)
 
 
 def largest(parameters: PolicyLossParameters, found: Candidates, means: Means) -> np.ndarray:
-    """The numbers that may be among those of the chosen, falling: of a mini-batch's parts together they decide
-    (`least_chosen`).
+    """Returns the largest numbers of the candidates, in falling order, as many as a mini-batch selects.
+
+    `least_chosen` decides over those of all parts of a mini-batch together.
     """
     values, allowed = found
     return np.sort(values[allowed])[::-1][: _count(parameters, means)]
 
 
 def least_chosen(parameters: PolicyLossParameters, parts: Sequence[np.ndarray], means: Means) -> float | int | None:
-    """The smallest number that is chosen, from the `largest` of all parts; None: there is no candidate."""
+    """Returns the smallest number that is chosen, given the `largest` of all parts; None without a candidate."""
     picked = np.sort(np.concatenate(parts))[::-1][: _count(parameters, means)]
     if picked.size:
         return picked[-1]
@@ -81,7 +83,7 @@ def least_chosen(parameters: PolicyLossParameters, parts: Sequence[np.ndarray], 
 
 
 def chosen(found: Candidates, least: float | int | None) -> np.ndarray:
-    """bool [tokens]: candidates from `least` on; those tied with it are taken too."""
+    """Returns bool [tokens]: the candidates whose number is at least `least`. Ties with it are taken too."""
     values, allowed = found
     if least is None:
         return np.zeros(allowed.shape, bool)
@@ -99,7 +101,10 @@ def select(
     mask: np.ndarray,
     lengths: np.ndarray,
 ) -> np.ndarray | None:
-    """bool [tokens] for a loss that treats some tokens apart, else None; arrays are of a whole mini-batch."""
+    """Returns the tokens that the loss treats differently, bool [tokens]; None for a loss that has none.
+
+    The arrays hold a whole mini-batch.
+    """
     if parameters.loss_mode not in SELECTIONS:
         return None
     means = means_of(
@@ -110,7 +115,7 @@ def select(
 
 
 def means_of(advantages: float, log_probs: float, tokens: int) -> Means:
-    """Makes means of sums over the trained tokens."""
+    """Makes means from sums over the trained tokens."""
     return Means(advantages / max(tokens, 1), log_probs / max(tokens, 1), tokens)
 
 
@@ -122,8 +127,9 @@ def clip_cov(
     mask: np.ndarray,
     lengths: np.ndarray,
 ) -> Candidates:
-    """A random clip_cov_ratio of all tokens, at least one,
-    among those whose covariance lies between clip_cov_lb and clip_cov_ub.
+    """Chooses a random clip_cov_ratio of all tokens, at least one.
+
+    Only tokens whose covariance lies between clip_cov_lb and clip_cov_ub may be chosen.
     """
     return _lots(log_probs, lengths), mask & (covariances > parameters.clip_cov_lb) & (
         covariances < parameters.clip_cov_ub
@@ -138,13 +144,14 @@ def kl_cov(
     mask: np.ndarray,
     lengths: np.ndarray,
 ) -> Candidates:
-    """The kl_cov_ratio of all tokens, at least one, with the highest covariance."""
+    """Chooses the kl_cov_ratio of all tokens, at least one, with the highest covariance."""
     return covariances, mask
 
 
 def _lots(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """uint64 [tokens]: a token's lot, from its own log-probability's bits and its place in the response,
-    so that it moves with its row.
+    """Draws a random number for each token, uint64 [tokens].
+
+    It is made of the token's log-probability and its position in the response. So it moves with its row.
     """
     bits = np.ascontiguousarray(log_probs, dtype=np.float64).view(np.uint64)
     mixed = bits + (places(lengths) + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)

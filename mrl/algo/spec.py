@@ -1,7 +1,7 @@
-"""Names of advantages, losses, aggregations, KL estimators and corrections, with what holds for each; no torch.
+"""Tables of advantages, losses, aggregations, KL estimators and corrections, with their properties; no torch.
 
-Configuration and docs read these tables. The implementations bind to them by name, and a test compares the two sets, so
-a name stands here exactly when it runs. Names are verl's; ALIASES are what people call some of them elsewhere.
+Configuration and docs read these tables. The implementations bind to them by name, and a test compares the two sets. So
+every name here has an implementation. Names are verl's; ALIASES holds names that other projects use.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """`needs_group`: compares responses to one prompt, so one response a prompt leaves nothing to compare.
-    `needs_parts`: reads the parts of the reward that are named in algorithm.gdpo_reward_keys.
+    """An advantage estimator.
+
+    `needs_group`: it compares responses to one prompt, so it needs several of them. `needs_parts`: it reads the parts
+    of the reward that algorithm.gdpo_reward_keys names.
     """
 
     name: str
@@ -22,7 +24,10 @@ class AdvantageSpec:
 
 @dataclass(frozen=True)
 class AggregationSpec:
-    """`denominator`: which global count divides the sum. `needs_scale_factor`: wants `loss_scale_factor`."""
+    """An aggregation. `denominator` is the global count that divides the sum.
+
+    `needs_scale_factor`: it needs `loss_scale_factor`.
+    """
 
     name: str
     denominator: Literal["tokens", "sequences"]
@@ -32,12 +37,13 @@ class AggregationSpec:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """`aggregations`: those that keep the loss what its paper says. `clip_warning_above`: a clip ratio above it is a
-    likely mistake; `clips_tokens`: one below TOKEN_BAND is, because it was written for the ratio of a sequence.
+    """A policy loss.
 
-    `needs_rollout_anchor`: measures the step from generation's own probabilities, so it is that loss only under
-    `anchor: rollout`. `selects_tokens`: treats apart what mrl.algo.selection chooses of a whole mini-batch, before its
-    update, by the anchor's log-probs.
+    * `aggregations`: those under which the loss is that of its paper.
+    * `clip_warning_above`: a larger clip ratio is a likely mistake.
+    * `clips_tokens`: a clip ratio below TOKEN_BAND is a likely mistake, since it suits the ratio of a sequence.
+    * `needs_rollout_anchor`: it measures the change since generation, so it needs `anchor: rollout`.
+    * `selects_tokens`: it treats some tokens differently, which mrl.algo.selection chooses from a whole mini-batch.
     """
 
     name: str
@@ -52,9 +58,9 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class KlSpec:
-    """`estimator`: whose value is taken.
+    """A KL estimator. `estimator` gives the value.
 
-    `k2_gradient`: the gradient is k2's, whatever the value is (verl's trailing `+`).
+    With `k2_gradient` the gradient is k2's, whatever gives the value (verl's trailing `+`).
     """
 
     name: str
@@ -65,7 +71,7 @@ class KlSpec:
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """A published correction as a point on the two axes, with the bounds that its authors or users give."""
+    """A published correction as a point on the two axes, with the bounds of its authors or users."""
 
     level: str
     mode: str
@@ -136,12 +142,12 @@ AGGREGATIONS: dict[str, AggregationSpec] = _table(
 
 ANY_AGGREGATION = tuple(AGGREGATIONS)
 PER_SEQUENCE = ("seq-mean-token-mean",)
-# The sequence ratio's spread is a token's over sqrt(length): a band of 0.2 never clips; 0.02 is already wide at 4
-# tokens.
+# The ratio of a sequence spreads less than that of a token, by sqrt(length). A band of 0.2 never clips it, and 0.02 is
+# wide already for 4 tokens.
 SEQUENCE_BAND = 0.02
 TOKEN_BAND = 0.005  # a tenth of the narrowest in use (DPPO's 0.05); GSPO's 3e-4 would clip nearly every token
 
-# bound of a log ratio, in nats: exp beyond it says nothing more and overflows in half precision
+# bound of a log ratio, in nats: a larger one tells no more, and its exp overflows in half precision
 LOG_RATIO_LIMIT = 20.0
 
 LOSSES: dict[str, LossSpec] = _table(
@@ -221,7 +227,7 @@ KL_TYPES: dict[str, KlSpec] = _table(
     )
 )
 
-# KL to a teacher that needs more than the log-prob of the sampled token: over its likeliest words, the rest as one
+# KL to a teacher over its top words, with all other words taken as one; others need only the sampled token's log-prob
 OVER_WORDS = "reverse_kl_topk"
 
 LEVELS = ("token", "sequence", "geometric")
@@ -238,10 +244,10 @@ CORRECTIONS: dict[str, CorrectionSpec] = {
     ),
 }
 
-ON_POLICY = "on_policy"  # of the anchors the one that needs no pass: the current log-probs, detached
+ON_POLICY = "on_policy"  # the anchor that needs no forward pass: the current log-probs, detached
 ANCHORS = ("recompute", "rollout", ON_POLICY)
 
-# what people call a thing -> its name here; for the message that refuses the former
+# names elsewhere -> names here; the message that refuses one suggests the other
 ALIASES: dict[str, str] = {
     "ppo": "vanilla",
     "grpo": "vanilla",

@@ -12,19 +12,20 @@ from mrl.algo.plain import Denominators, ValueLossParameters
 
 @dataclass(frozen=True)
 class ValueInputs:
-    """One micro-batch; every tensor is [batch, response_length], whole sequences."""
+    """One micro-batch. Every tensor is [batch, response_length] and holds whole sequences."""
 
-    values: Tensor  # of the critic now, carries the gradient
-    old_values: Tensor  # before the step's first update
+    values: Tensor  # the critic's current values; carry the gradient
+    old_values: Tensor  # its values before the first update of the step
     returns: Tensor
     response_mask: Tensor  # bool: the tokens that count
 
 
 def value_loss(parameters: ValueLossParameters, inputs: ValueInputs, denominators: Denominators) -> LossOutput:
-    """This micro-batch's share of half the squared error, the larger of a value's own and that of the clipped value.
+    """Returns this micro-batch's share of the loss: half the squared error, the larger of the plain and the clipped
+    one.
 
-    A value is clipped where it has moved more than cliprange_value from what it was before the step. So has it PPO's
-    first code (openai/baselines, ppo2), and verl's `compute_value_loss`.
+    A value is clipped where it has moved more than cliprange_value since before the step. This is what PPO's first code
+    (openai/baselines, ppo2) and verl's `compute_value_loss` do.
     """
     mask = inputs.response_mask
     values = masked(inputs.values, mask)

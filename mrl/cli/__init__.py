@@ -1,5 +1,5 @@
-"""The subcommands of `mrl`, a file each: `add` registers the arguments and the function that answers.
+"""The commands of `mrl`, one file each. `add` registers a command's arguments and the function that runs it.
 
-The highest floor: may import everything, and nobody imports it. What a command does is in the rooms below; here are its
-arguments, what it prints and its exit code.
+This is the highest floor: it may import every room, and no room imports it. Rooms below do the work. Here stand
+arguments, output and exit codes.
 """

@@ -1,4 +1,4 @@
-"""`mrl compare`."""
+"""Implements `mrl compare`."""
 
 import argparse
 import json
@@ -9,8 +9,8 @@ def add(commands) -> None:
     """Registers the command."""
     compare = commands.add_parser(
         "compare",
-        help="runs side by side: settings that differ, curves, whether held-out scores differ by more than chance",
-        description="Holds every further run against the first one and writes one self-contained HTML file.",
+        help="compare runs: settings that differ, curves, and whether validation scores differ by more than chance",
+        description="Compares every further run with the first one and writes one self-contained HTML file.",
     )
     compare.add_argument("run_dirs", metavar="RUN", nargs="+", help="two run directories or more")
     compare.add_argument("-o", "--output", default="compare.html", help="file to write; default: compare.html")

@@ -1,4 +1,7 @@
-"""`mrl completion`: a script to complete commands, options, keys of --set, recipes, files. It does not call mrl."""
+"""Implements `mrl completion`, a shell script that completes commands, options, keys of --set, recipes and files.
+
+The script does not call mrl.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -47,7 +50,7 @@ def add(commands) -> None:
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """The whole script, for the commands of `parser`."""
+    """Returns the completion script for the commands of `parser`."""
     from mrl.config.schema import schema_keys
 
     commands = _commands(parser)
@@ -69,7 +72,7 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Parsers by name; argparse has no public way to walk them."""
+    """Returns parsers by name. argparse has no public way to list them."""
     return {
         name: p
         for action in parser._actions
@@ -79,13 +82,13 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """Names of a command's options, those of its own subcommands too."""
+    """Returns the names of a command's options, with those of its subcommands."""
     own = [text for action in parser._actions for text in action.option_strings if text.startswith("--")]
     return list(dict.fromkeys([*own, *(text for p in _commands(parser).values() for text in _options(p))]))
 
 
 def _values(commands: dict[str, argparse.ArgumentParser]) -> Iterator[tuple[str, list[str]]]:
-    """(case, words) of options that take one of a list."""
+    """Yields (case, words) for options that take one of a list."""
     from mrl.config.load import available_recipes
     from mrl.plan.devices import devices
 
@@ -98,7 +101,7 @@ def _values(commands: dict[str, argparse.ArgumentParser]) -> Iterator[tuple[str,
 
 
 def _choices(commands: dict[str, argparse.ArgumentParser]) -> Iterator[tuple[str, list[str]]]:
-    """(command, words) of what stands first behind a command that has a fixed list of it."""
+    """Yields (command, words) for commands whose first argument is one of a list."""
     for name, parser in commands.items():
         words = [
             str(c) for action in parser._actions if not action.option_strings and action.choices for c in action.choices

@@ -1,4 +1,4 @@
-"""Arguments that several commands have: those that name a configuration, and counts."""
+"""Arguments that several commands share: those that name a configuration, and counts."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from mrl.errors import ConfigError
 
 
 def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    """CONFIG, --recipe and --set; with `optional` CONFIG may be left out."""
+    """Adds CONFIG, --recipe and --set. With `optional` CONFIG may be left out."""
     parser.add_argument(
         "config", nargs="?" if optional else None, help="a YAML file, such as parallel_configs/tiny-moe/cpu.yaml"
     )
@@ -22,7 +22,7 @@ def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
 
 
 def positive(text: str) -> int:
-    """Reads a count, as argparse's `type`."""
+    """Reads a count of at least 1, as a `type` of argparse."""
     if not text.removeprefix("-").isdecimal() or len(text) > 9:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at most 9 digits")
     if int(text) < 1:
@@ -31,11 +31,10 @@ def positive(text: str) -> int:
 
 
 def resolved_config(options: argparse.Namespace, check_paths: bool = False):
-    """The ResolvedConfig that the arguments name.
+    """Returns the ResolvedConfig that the arguments name. Raises ConfigError.
 
-    Raises ConfigError; a refusal by the schema has the rules' violations too.
-
-    `check_paths`: those of the files that the rest of a refused configuration names as well.
+    A refusal by the schema also has the violations of the rules. With `check_paths` these include the files that the
+    rest of a refused configuration names.
     """
     from mrl.config.load import SchemaRefusal, load_config
     from mrl.config.yaml_tree import dump_value
@@ -53,8 +52,8 @@ def resolved_config(options: argparse.Namespace, check_paths: bool = False):
 
 
 def _in_our_words(refusal, overrides: list[str]):
-    """The refusal; a key of verl's or with a sign of hydra's that --set gives is answered with what it is here, each
-    for itself.
+    """Replaces violations for verl's keys, and keys with hydra's signs, by what the key is here. Each is judged
+    separately.
     """
     from mrl.config.load import COMMAND_LINE, SchemaRefusal
     from mrl.errors import Violation
@@ -73,22 +72,20 @@ def _in_our_words(refusal, overrides: list[str]):
 
 
 def _answer(key: str, value: str) -> str | None:
-    """What an unknown `key` is here; None where it is neither verl's nor one of ours with hydra's sign before it."""
+    """Says what an unknown `key` is here. None where it is neither verl's key nor one of mrl's behind hydra's sign."""
     from mrl.config.schema import schema_keys
     from mrl.tools.import_verl.one_key import in_our_words
 
     bare = key.lstrip("+")
     if bare in schema_keys():
-        return f"a key stands without hydra's {key.removesuffix(bare)}: --set {bare}={value}"
+        return f"write the key without hydra's {key.removesuffix(bare)}: --set {bare}={value}"
     return in_our_words(bare, value)
 
 
 def refuse_leftovers(options: argparse.Namespace, words: list[str]) -> None:
-    """Raises ConfigError where words that no option takes are settings in hydra's way: KEY=VALUE by itself, +KEY=VALUE,
-    ~KEY.
-    """
+    """Raises ConfigError where left-over words are settings in hydra's form: KEY=VALUE alone, +KEY=VALUE or ~KEY."""
     if hasattr(options, "overrides") and all(_is_hydras(word) for word in words):
-        raise ConfigError(f"a setting stands behind --set; {'; '.join(map(_behind_set, words))}")
+        raise ConfigError(f"a setting needs --set before it; {'; '.join(map(_behind_set, words))}")
 
 
 def _is_hydras(word: str) -> bool:
@@ -96,14 +93,14 @@ def _is_hydras(word: str) -> bool:
 
 
 def _behind_set(word: str) -> str:
-    """What a setting in hydra's way is here."""
+    """Rewrites a setting in hydra's form as one for --set."""
     from mrl.config.schema import schema_keys
     from mrl.tools.import_verl.one_key import in_our_words
 
     key, _, value = word.lstrip("+").partition("=")
     if key.startswith("~"):
         key = key.removeprefix("~")
-        return f"{key}: what is left out has its default; --set {key}=null, where it may be null"
+        return f"{key}: a key that is left out has its default; or --set {key}=null, where it may be null"
     said = None
     if key not in schema_keys():
         said = in_our_words(key, value)

@@ -1,4 +1,4 @@
-"""`mrl convert`."""
+"""Implements `mrl convert`."""
 
 import argparse
 import json
@@ -26,14 +26,14 @@ DEGREES = {
     "first": "num_layers_in_first_pipeline_stage",
     "last": "num_layers_in_last_pipeline_stage",
 }
-MOST_WORKERS = 8  # more of them wait for the disk
+MOST_WORKERS = 8  # more would only wait for the disk
 SHOWN = 3
 
 
 def add(commands) -> None:
     """Registers the command."""
     convert = commands.add_parser(
-        "convert", help="convert checkpoints between Hugging Face's form and ours, and between layouts"
+        "convert", help="convert checkpoints between Hugging Face's format and mrl's, and between layouts"
     )
     convert.set_defaults(parser=convert)
     conversions = convert.add_subparsers(dest="conversion", metavar="WHICH")
@@ -43,13 +43,13 @@ def add(commands) -> None:
         "--vision-from",
         type=Path,
         metavar="FOLDER",
-        help="a checkpoint of the model around a text model (Qwen3.5): write its form, with its vision tower byte for "
-        "byte; without it the text model is written by itself",
+        help="checkpoint of a model with a vision tower (Qwen3.5): write its form, with the tower copied byte for "
+        "byte; left out, the text model alone is written",
     )
     _add_common(to_hf, _megatron_to_hf)
-    lora = conversions.add_parser("lora-to-hf", help="write the adapters of a saved step in PEFT's form, or merged")
+    lora = conversions.add_parser("lora-to-hf", help="write the adapters of a saved step in PEFT's format, or merged")
     lora.add_argument("checkpoint", help="a step-N folder of a run with actor.lora, or a run directory for its newest")
-    lora.add_argument("--merged", action="store_true", help="write the full model that adapters and base make")
+    lora.add_argument("--merged", action="store_true", help="write the full model, with the adapters merged in")
     _add_base(lora)
     _add_common(lora, _lora_to_hf)
     from_hf = conversions.add_parser("hf-to-megatron", help="write Hugging Face weights as a checkpoint at a layout")
@@ -60,7 +60,7 @@ def add(commands) -> None:
         "megatron-to-megatron", help="write a saved step at another layout, optimizer state included"
     )
     _add_megatron_source(again)
-    again.add_argument("--weights-only", action="store_true", help="leave master weights, moments and schedule out")
+    again.add_argument("--weights-only", action="store_true", help="leave out master weights, moments and schedule")
     _add_target(again)
     _add_common(again, _megatron_to_megatron)
     tokenizer = conversions.add_parser(
@@ -85,14 +85,14 @@ def _add_megatron_source(parser: argparse.ArgumentParser) -> None:
 
 def _add_base(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="the model under a step's adapters, where it has moved"
+        "--base", type=Path, metavar="FOLDER", help="new place of the model under a step's adapters, where it has moved"
     )
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
-        "--layout", metavar="tp=2,pp=2,ep=2", help=f"degrees, of {', '.join(DEGREES)}; world defaults to the least"
+        "--layout", metavar="tp=2,pp=2,ep=2", help=f"degrees, from {', '.join(DEGREES)}; default of world: the smallest"
     )
     which.add_argument("--config", help="a configuration, for its actor.layout; its model must be the checkpoint's")
     which.add_argument(
@@ -101,7 +101,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--non-homogeneous-layers",
         action="store_true",
-        help="torch_dist keys by layer, for Megatron models that are built so",
+        help="torch_dist keys by layer, for Megatron models that are built that way",
     )
 
 
@@ -115,7 +115,9 @@ def _add_common(parser: argparse.ArgumentParser, run) -> None:
         "--workers", type=positive, default=cores, metavar="N", help=f"processes that write (default here: {cores})"
     )
     parser.add_argument(
-        "--verify", action="store_true", help="read all of it again and compare with the source before it gets its name"
+        "--verify",
+        action="store_true",
+        help="read the output again and compare it with the source before it gets its name",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -148,7 +150,7 @@ def _lora_to_hf(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"tensors": tensors, "output": options.output}))
     else:
-        print(f"wrote {tensors} tensors to {options.output}, in PEFT's form")
+        print(f"wrote {tensors} tensors to {options.output}, in PEFT's format")
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> None:
@@ -171,7 +173,7 @@ def _tokenizer(options: argparse.Namespace) -> None:
 
 
 def _open_megatron(options: argparse.Namespace):
-    """The checkpoint to convert: one of ours, or where it is trusted, of Megatron's own format."""
+    """Opens the checkpoint to convert: one of mrl's, or with --trust-checkpoint one in Megatron's own format."""
     from mrl.checkpoint.open_checkpoint import find_torch_dist, open_saved
 
     path = Path(options.checkpoint)
@@ -200,7 +202,7 @@ def _job_options(options: argparse.Namespace):
 
 
 def _writer(options: argparse.Namespace) -> Callable[[Any], Any]:
-    """Writes an opened checkpoint in the form that is asked for, and reports."""
+    """Returns the function that writes an opened checkpoint in the wanted format and reports."""
     if options.format is not None:
         return partial(_write_torch_dist, options)
     if options.non_homogeneous_layers:
@@ -221,14 +223,14 @@ def _write_torch_dist(options: argparse.Namespace, source: Any):
 
     if not options.trust_checkpoint:
         raise ConfigError(
-            "torch_dist is a format of pickles, which whoever loads it lets run; give --trust-checkpoint to write it, "
-            "or leave --format out and get safetensors"
+            "torch_dist contains pickles, which can run code when they are loaded; give --trust-checkpoint to write "
+            "it, or leave --format out and get safetensors"
         )
     return write_torch_dist(source, options.output, options.non_homogeneous_layers, _job_options(options))
 
 
 def _layout(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Degrees under the keys of actor.layout, and what --config expects of the checkpoint."""
+    """Returns degrees under the keys of actor.layout, and what --config expects of the checkpoint."""
     if options.layout is not None:
         return parse_layout(options.layout), None
     from mrl.checkpoint.convert import ExpectedModel
@@ -251,23 +253,26 @@ def _print_report(options: argparse.Namespace, report) -> None:
     rate = f"{report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s"
     if report.left_out:
         shown = ", ".join(report.left_out[:SHOWN]) + (", ..." if len(report.left_out) > SHOWN else "")
-        print(f"note: {len(report.left_out)} tensors of the source are no parameters and stay behind: {shown}")
+        print(f"note: {len(report.left_out)} tensors of the source are no parameters and are left out: {shown}")
     if report.left_out_layers:
         print(
-            f"note: the model's layers for multi-token prediction ({report.left_out_layers}) are not trained and stay "
-            "behind; config.json names none"
+            f"note: the model's layers for multi-token prediction ({report.left_out_layers}) are not trained and are "
+            "left out; config.json names none"
         )
     if report.left_out_critic:
-        print("note: the critic stays behind: only the source can be gone on from, which a run does at any layout")
+        print("note: the critic is left out: only the source can be resumed, which a run can do at any layout")
     if report.of_vision_tower:
         print(f"note: {report.of_vision_tower} tensors of the vision tower are copied as they are")
     if report.unchecked:
-        print(f"note: {report.unchecked} tensors carry no checksum; damage in them cannot be seen")
+        print(f"note: {report.unchecked} tensors have no checksum, so damage in them cannot be detected")
     print(f"wrote {report.tensors} tensors to {options.output} ({rate}{resumed}){verified}")
 
 
 def parse_layout(text: str) -> dict[str, int]:
-    """`tp=2,pp=2,ep=2` -> keys of actor.layout; the world is the least that both grids fit. Raises ConfigError."""
+    """Parses `tp=2,pp=2,ep=2` into keys of actor.layout. Raises ConfigError.
+
+    The default world is the smallest that both grids of ranks fit.
+    """
     from math import lcm, prod
 
     short: dict[str, int] = {}

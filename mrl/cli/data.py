@@ -1,4 +1,4 @@
-"""`mrl data`."""
+"""Implements `mrl data`."""
 
 import argparse
 import math
@@ -10,7 +10,7 @@ from mrl.errors import ConfigError
 def add(commands) -> None:
     """Registers the command."""
     data = commands.add_parser(
-        "data", help="convert a data set that you have into the parquet files that mrl reads (verl's schema)"
+        "data", help="convert a data set on your disk into the parquet files that mrl reads (verl's schema)"
     )
     data.add_argument(
         "source",
@@ -22,7 +22,7 @@ def add(commands) -> None:
     data.add_argument("-o", "--output", required=True, help="the .parquet file to write; must not exist")
     data.add_argument("--split", default="train", help="written into extra_info.split; default: train")
     data.add_argument(
-        "--max-bad-share", type=_share, default=0.01, help="more bad rows than this share write nothing; default: 0.01"
+        "--max-bad-share", type=_share, default=0.01, help="write nothing above this share of bad rows; default: 0.01"
     )
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
     data.set_defaults(run=_data, parser=data)
@@ -34,7 +34,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = math.nan
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no share: 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no share: give 0 to 1")
     return share
 
 

@@ -1,4 +1,4 @@
-"""`mrl doctor`."""
+"""Implements `mrl doctor`."""
 
 import argparse
 import json
@@ -9,20 +9,18 @@ from mrl.cli.config_arguments import positive
 from mrl.errors import EnvironmentFault
 from mrl.platforms import PLATFORMS
 
-PORTS = (6379, 8265)  # of a Ray head: itself, its dashboard
+PORTS = (6379, 8265)  # a Ray head's own port, and its dashboard's
 _DEEP_DEADLINE_S = 120.0
 
 
 def add(commands) -> None:
     """Registers the command."""
     doctor = commands.add_parser(
-        "doctor", help="is this host fit for a run? versions, devices, limits, Ray, engine; in seconds"
+        "doctor", help="check this host for a run: versions, devices, limits, Ray, engine; takes seconds"
     )
+    doctor.add_argument("--device", choices=PLATFORMS, help="check for runs on this device; default: what the host has")
     doctor.add_argument(
-        "--device", choices=PLATFORMS, help="judge the host as one for runs on this; default: what it shows"
-    )
-    doctor.add_argument(
-        "--port", type=_port, action="append", metavar="PORT", help="a port to look at; repeatable; default: 6379, 8265"
+        "--port", type=_port, action="append", metavar="PORT", help="a port to check; repeatable; default: 6379, 8265"
     )
     doctor.add_argument("--address", help="a Ray head to try, HOST:PORT; default: $RAY_ADDRESS")
     doctor.add_argument(
@@ -30,10 +28,10 @@ def add(commands) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="nodes of the run: with several, the network between them counts",
+        help="nodes of the run; with several, the network between them is checked",
     )
     doctor.add_argument(
-        "--deep", action="store_true", help="also import mbridge and vLLM, each in a process of its own (a minute)"
+        "--deep", action="store_true", help="also import mbridge and vLLM, each in a separate process (a minute)"
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)

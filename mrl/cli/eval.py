@@ -1,4 +1,4 @@
-"""`mrl eval`."""
+"""Implements `mrl eval`."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from mrl.cli.config_arguments import add_config, resolved_config
 def add(commands) -> None:
     """Registers the command."""
     evaluate = commands.add_parser(
-        "eval", help="answer and score the held-out sets (data.val_files) with rollout.val_kwargs"
+        "eval", help="answer and score the validation sets (data.val_files) with rollout.val_kwargs"
     )
     add_config(evaluate)
     which = evaluate.add_mutually_exclusive_group()
@@ -42,7 +42,7 @@ def _eval(options: argparse.Namespace) -> None:
     if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()
 
-    from mrl.train.evaluation import evaluate, table  # brings Ray, which takes seconds
+    from mrl.train.evaluation import evaluate, table  # imports Ray, which takes seconds
 
     output = Path(options.output or Path("evals") / _name(resolved.config.trainer.experiment_name, checkpoint))
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""`mrl import-verl`."""
+"""Implements `mrl import-verl`."""
 
 import argparse
 import json
@@ -10,16 +10,16 @@ from typing import Any
 
 from mrl.errors import ConfigError, MrlError
 
-# layouts from the search, fastest first, until one breaks no rule and fits with the rest of the configuration
+# most layouts of the search that are tried, fastest first, until one breaks no rule and fits
 _TRIED = 50
 
 
 def add(commands) -> None:
     """Registers the command."""
     parser = commands.add_parser(
-        "import-verl", help="write our configuration from a verl launch script, without running anything of it"
+        "import-verl", help="write a configuration from a verl launch script, without running any of it"
     )
-    what = "launch scripts, overrides behind one (its $@), or overrides alone"
+    what = "launch scripts, one script with overrides behind it (its $@), or overrides alone"
     parser.add_argument("source", nargs="+", metavar="SCRIPT|KEY=VALUE", help=what)
     parser.add_argument("-o", "--output", help="file to write (a folder for several scripts); default: print it")
     parser.add_argument(
@@ -28,25 +28,28 @@ def add(commands) -> None:
         default=[],
         metavar="NAME=VALUE",
         dest="given",
-        help="a shell variable of the script, or (with a dot) a key of ours; repeatable",
+        help="a shell variable of the script, or (with a dot) a key of mrl; repeatable",
     )
     parser.add_argument(
-        "--preset", help="whose layout a script without one gets; default: that of the nearest preset for its model"
+        "--preset",
+        help="preset whose layout is used for a script without one; default: the nearest preset of its model",
     )
     parser.add_argument(
         "--search",
         action="store_true",
-        help="give a script without a layout the fastest one that fits, not that of a preset (also done "
-        "where there is no preset)",
+        help="for a script without a layout, use the fastest layout that fits, not a preset's (also done where there "
+        "is no preset)",
     )
     parser.add_argument(
-        "--as-written", action="store_true", help="keep what means something else today; validation may then refuse it"
+        "--as-written", action="store_true", help="keep settings that mrl would change; validation may then refuse them"
     )
     parser.add_argument(
-        "--accept-losses", action="store_true", help="exit 0 though keys that change training are not carried over"
+        "--accept-losses",
+        action="store_true",
+        help="exit with 0 even if keys that change training are not carried over",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object: what became of every key, warnings, violations"
+        "--json", action="store_true", help="print one JSON object: the fate of every key, warnings, violations"
     )
     parser.set_defaults(run=_import)
 
@@ -54,7 +57,7 @@ def add(commands) -> None:
 def _import(options: argparse.Namespace) -> None:
     scripts, words = _sources(options.source)
     if len(scripts) > 1 and words:
-        raise ConfigError("overrides stand for one script's $@; give them with one script at a time")
+        raise ConfigError("overrides take the place of one script's $@; give them with one script at a time")
     if len(scripts) > 1:
         results = [_import_of_several(script, options) for script in scripts]
     else:
@@ -76,7 +79,7 @@ def _sources(given: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def _import_of_several(script: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Imports one script of several: one that cannot be carried over does not keep the others from it."""
+    """Imports one of several scripts. Its failure does not stop the import of the others."""
     try:
         return _import_script(script, [], options, several=True)
     except MrlError as error:
@@ -96,7 +99,7 @@ def _summary(results: list[dict[str, Any]]) -> str:
 
 
 def _import_script(script: Path | None, words: list[str], options: argparse.Namespace, several: bool) -> dict[str, Any]:
-    """Imports one script (or `words` alone), writes or prints the result and its report."""
+    """Imports one script (or `words` alone), and writes or prints the result and its report."""
     out = _translated(script, words, options)
     text = out.to_yaml()
     file = _written(options, script, text, several)
@@ -162,9 +165,9 @@ def _read(script: Path | None, words: list[str], variables: dict[str, str], **se
 
 
 def _searched(out, translated):
-    """The import with the fastest layout that breaks no rule and fits in every phase.
+    """Imports again with the fastest layout that breaks no rule and fits in every phase.
 
-    None where there is no such layout, or the model is not known.
+    Returns None where there is no such layout, or the model is not known.
     """
     from mrl.model import planning_model_spec
     from mrl.plan.memory import memory_section
@@ -197,7 +200,7 @@ def _searched(out, translated):
 
 
 def _recompute(out, recompute, device: str) -> None:
-    """What a layout that was searched for takes for granted; a script that recomputes anyway is left as it is."""
+    """Adds the recompute that a searched layout assumes. A script with recompute of its own is left as it is."""
     key = "model.override_transformer_config.recompute_"
     if recompute.granularity != "full" or f"{key}granularity" in out.values:
         return
@@ -206,14 +209,14 @@ def _recompute(out, recompute, device: str) -> None:
 
 
 def _of_every_shell() -> dict[str, str]:
-    """HOME, where this shell has it: every shell that runs the script sets it."""
+    """Returns HOME, where this shell has it, because every shell that runs the script sets it."""
     if home := os.environ.get("HOME"):
         return {"HOME": home}
     return {}
 
 
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(shell variables, keys of ours) that --set gives."""
+    """Returns (shell variables, keys of mrl) that --set gives."""
     from mrl.tools.import_verl.verl_command import hydra_value
 
     variables = _of_every_shell()
@@ -246,7 +249,7 @@ def _written(options: argparse.Namespace, script: Path | None, text: str, severa
 
 
 def _checked(file: Path | None, text: str) -> tuple[list, list[str]]:
-    """Violations of the result and remarks, as `mrl validate` gives them."""
+    """Returns violations and remarks about the result, as `mrl validate` gives them."""
     from mrl.cli.validate import check_config
     from mrl.config.load import SchemaRefusal
     from mrl.config.rules import with_rules
@@ -263,7 +266,7 @@ def _checked(file: Path | None, text: str) -> tuple[list, list[str]]:
 
 
 def _loaded(text: str, file: Path | None = None):
-    """The ResolvedConfig of `file`, or of `text` where none was written."""
+    """Returns the ResolvedConfig of `file`, or of `text` where no file was written."""
     from mrl.config.load import load_config
 
     if file is not None:

@@ -1,4 +1,4 @@
-"""`mrl init`: three questions, or flags, and a first configuration that is checked and planned."""
+"""Implements `mrl init`: asks three questions, or reads flags, and writes a first configuration that is planned."""
 
 import argparse
 import sys
@@ -53,7 +53,7 @@ def _init(options: argparse.Namespace) -> None:
 
 
 def _answers(options: argparse.Namespace) -> tuple[str, Any, list[str]]:
-    """(model, devices, data files) from flags, and from a person where there is one. Raises ConfigError."""
+    """Returns (model, devices, data files) from flags, or from a person at the terminal. Raises ConfigError."""
     missing = [name for name in _QUESTIONS if not getattr(options, name)]
     if missing and not sys.stdin.isatty():
         flags = " ".join(f"--{name}" for name in missing)
@@ -64,7 +64,7 @@ def _answers(options: argparse.Namespace) -> tuple[str, Any, list[str]]:
 
 
 def _asked(name: str, given: Any, check: Callable[[Any], Any]) -> Any:
-    """The checked answer; a person is asked again until it is one."""
+    """Returns the checked answer. Asks a person again until the answer is valid."""
     while not given:
         try:
             answer = input(_QUESTIONS[name]).strip()
@@ -91,10 +91,10 @@ def _devices(text: str):
 
 
 def _files(names: list[str]) -> list[str]:
-    """Files that are there must have the schema; one that is not there yet is noted later. Raises DataError."""
+    """Checks that existing files have the schema. Missing files are noted later. Raises DataError."""
     for name in names:
         if not name:
-            raise ConfigError("a file's name is wanted")
+            raise ConfigError("give the name of a file")
         if Path(name).suffix not in (".parquet", ".jsonl"):
             raise ConfigError(f"{name}: must end in .parquet or .jsonl; mrl data converts public data sets")
         _source_of(name)
@@ -102,7 +102,9 @@ def _files(names: list[str]) -> list[str]:
 
 
 def _source_of(name: str) -> str | None:
-    """data_source of the file's first usable row; None of a file that is not there. Raises DataError for none."""
+    """Returns data_source of the file's first usable row, or None for a missing file. Raises DataError for no usable
+    row.
+    """
     from mrl.data.dataset import BadRow, parse_row
     from mrl.data.row_files import read_rows
     from mrl.errors import DataError
@@ -127,12 +129,14 @@ def _first(path: str, count, train: list[str], val: list[str]):
     from mrl.model import planning_model_spec
     from mrl.tools.first_config import first_config
 
-    data = {"data.train_files": train} | ({"data.val_files": _files(val), "trainer.test_freq": 20} if val else {})
+    data: dict[str, Any] = {"data.train_files": train}
+    if val:
+        data |= {"data.val_files": _files(val), "trainer.test_freq": 20}
     return first_config(path, planning_model_spec(path)[0], count, data | _reward([*train, *val]))
 
 
 def _reward(files: list[str]) -> dict[str, Any]:
-    """Rows of a data source for which no rule is known are compared with their truth word for word, at first."""
+    """Chooses exact_match where no rule is known for a data source. It compares answers with the truth word by word."""
     from mrl.reward.builtin_rules import RULES, rule_name
 
     sources = {source for file in files if (source := _source_of(file)) is not None}
@@ -142,13 +146,13 @@ def _reward(files: list[str]) -> dict[str, Any]:
 
 
 def _lines(first, name: str) -> Iterator[str]:
-    """The file: every key on its own line under its section."""
+    """Yields the lines of the file, with every key on its own line below its section."""
     from mrl.config.yaml_tree import dump_value
 
     yield "# Made by mrl init; planned, not run."
-    yield f"# `mrl plan {name}` says what it takes, `mrl validate {name}` checks it after a change."
+    yield f"# `mrl plan {name}` shows memory and times, `mrl validate {name}` checks it after a change."
     yield "# All keys with their meaning: docs/configuration.md."
-    why = f"The layout is the fastest that the search finds and the whole plan holds: {first.why}."
+    why = f"The layout is the fastest one of the search that fits with the whole plan: {first.why}."
     yield from textwrap.wrap(why, 118, initial_indent="# ", subsequent_indent="# ")
     yield f"recipe: {first.recipe}"
     open_sections: list[str] = []
@@ -162,24 +166,24 @@ def _lines(first, name: str) -> Iterator[str]:
 
 
 def _common(one: list[str], other: list[str]) -> int:
-    """How many sections both begin with."""
+    """Returns how many leading sections both have in common."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _place(key: str, keys: list[str]) -> tuple[int, ...]:
-    """Sections stand where their first key stands."""
+    """Returns the sort key of a key: a section stands where its first key stands."""
     parts = key.split(".")
     return tuple(_first_below(".".join(parts[: n + 1]), keys) for n in range(len(parts)))
 
 
 def _first_below(prefix: str, keys: list[str]) -> int:
-    """The place of the first key that is `prefix` or lies in its section."""
+    """Returns the position of the first key that is `prefix` or lies in its section."""
     return next(place for place, key in enumerate(keys) if key == prefix or key.startswith(f"{prefix}."))
 
 
 def _planned(text: str) -> dict[str, Any]:
-    """The plan of the configuration as it will be read. Raises InvalidConfig where a rule is broken."""
+    """Returns the plan of the configuration as it will be read. Raises InvalidConfig where a rule is broken."""
     from mrl.cli.validate import check_config
     from mrl.config.load import load_config
     from mrl.model import planning_model_spec
@@ -199,7 +203,7 @@ def _planned(text: str) -> dict[str, Any]:
 def _write(output: Path, text: str) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("x", encoding="utf-8") as file:  # never over one that came meanwhile
+        with output.open("x", encoding="utf-8") as file:  # must not overwrite a file that appeared meanwhile
             file.write(text + "\n")
     except OSError as error:
         raise ConfigError(f"-o {output}: cannot be written: {error.strerror}") from None

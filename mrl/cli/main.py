@@ -1,6 +1,6 @@
-"""The command line: parse, call, print.
+"""The command line: parses arguments, calls the command and prints errors.
 
-Exit codes are those of mrl.errors; anything unforeseen keeps its traceback and ends with 1.
+Exit codes are those of mrl.errors. An unexpected error keeps its traceback and ends with 1.
 """
 
 import argparse
@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "afterwards": (report, compare, samples, convert),
     "shell": (completion,),
 }
-PASS_ON = ("train", "submit")  # which draw on a terminal, or pass on what a job prints
+PASS_ON = ("train", "submit")  # they draw on the terminal, or pass on what a job prints
 EXIT_CODES = (
     "exit codes: 0 done, 2 configuration or usage, 3 data, 4 environment, 5 stopped but resumable, 6 numbers that must "
     "not reach the optimizer, 1 a defect",
@@ -82,7 +82,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, leftovers
 
 
 class _Plain:
-    """A stream of text that a terminal only shows: names, messages and answers are other people's."""
+    """A text stream that makes control characters harmless. Names, messages and answers come from other people."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ class _Plain:
 
 
 class _Answer(_Plain):
-    """What a command prints: it ends quietly where nobody reads on, as behind `| head`."""
+    """The output of a command. The command ends quietly once nobody reads on, as behind `| head`."""
 
     def write(self, text: str) -> int:
         with self._ends_with_its_reader():
@@ -114,12 +114,12 @@ class _Answer(_Plain):
         try:
             yield
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # else the interpreter's flush complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # otherwise the interpreter's flush fails
             raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 class _Version(argparse.Action):
-    """Prints the row of versions and ends."""
+    """Prints the versions and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from mrl.cli.versions import version_lines
@@ -129,20 +129,20 @@ class _Version(argparse.Action):
 
 
 class _Group:
-    """Registers commands of one group; their lines of help stand under its title and not in argparse's one list."""
+    """Registers commands of one group, whose help lines stand under the group's title."""
 
     def __init__(self, title: str, commands: Any) -> None:
         self._commands = commands
         self.lines = [f"{title}:"]
 
     def add_parser(self, name: str, help: str, **options: Any) -> argparse.ArgumentParser:
-        """Adds a command as argparse does; its line in the list of commands also begins its own help."""
+        """Adds a command as argparse does. Its line in the list of commands also begins its own help."""
         self.lines.append(f"  {name:<13}{help}")
         return self._commands.add_parser(name, **{"description": help[0].upper() + help[1:] + "."} | options)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes the parser with all commands."""
+    """Builds the parser with all commands."""
     parser = argparse.ArgumentParser(
         prog="mrl",
         description="Reinforcement learning of large mixture-of-experts language models on Megatron.",
@@ -153,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--version",
         action=_Version,
         nargs=0,
-        help="the versions that are installed, beside those that were tested together",
+        help="print the installed versions, beside those that were tested together",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands, below in groups")
     groups = [_Group(title, commands) for title in GROUPS]

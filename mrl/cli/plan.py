@@ -1,4 +1,4 @@
-"""`mrl plan`: the answer of mrl.plan, as JSON or as text."""
+"""Implements `mrl plan`: prints the plan of mrl.plan as JSON or as text."""
 
 import argparse
 import json
@@ -12,23 +12,23 @@ from mrl.errors import ConfigError
 from mrl.units import GIB
 
 _ACTOR_ALONE = (
-    "counted for the actor alone; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
+    "only the actor is counted; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
 )
 
 
 def add(commands) -> None:
     """Registers the command."""
     plan = commands.add_parser(
-        "plan", help="memory, times and weight sync of a configuration, or layouts that would fit; no device needed"
+        "plan", help="show memory, times and weight sync of a configuration, or layouts that fit; needs no device"
     )
     add_config(plan, optional=True)
     plan.add_argument(
-        "--device", metavar="NAME", help="e.g. h100-80g; default: the smallest that cluster.device can mean"
+        "--device", metavar="NAME", help="such as h100-80g; default: the smallest one of the kind cluster.device"
     )
     plan.add_argument(
         "--megatron",
         metavar="VERSION",
-        help="of megatron-core; older ones refuse some layouts (default: the tested one)",
+        help="version of megatron-core; older ones refuse some layouts (default: the tested one)",
     )
     plan.add_argument("--run-dir", help="also write plan.json there; mrl train compares its own plan with it")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
@@ -99,7 +99,7 @@ def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, Any]:
-    """All messages of a weight sync from one rank to one worker. Raises ConfigError where there are no such two."""
+    """Returns all messages of a weight sync from one rank to one worker. Raises ConfigError for wrong numbers."""
     from mrl.config.rules import check
     from mrl.model.layout import TrainLayout
     from mrl.plan.run_plan import reshard_plan_of
@@ -112,18 +112,14 @@ def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, 
     for name, number, count in (("RANK", rank, plan.train.world_size), ("WORKER", worker, plan.rollout.world_size)):
         if not 0 <= number < count:
             raise ConfigError(f"--messages: {name} {number} must be from 0 to {count - 1}")
-    messages = [
-        {
-            "round": message.round,
-            "bytes": message.nbytes,
-            "boxes": [
+    messages = []
+    for message in plan.sends(rank):
+        if message.worker == worker:
+            boxes = [
                 {"tensor": copy.hf_name, "box": copy.hf_box.ranges, "from": copy.source_name, "to": copy.parameter}
                 for copy in message.copies
-            ],
-        }
-        for message in plan.sends(rank)
-        if message.worker == worker
-    ]
+            ]
+            messages.append({"round": message.round, "bytes": message.nbytes, "boxes": boxes})
     notes = [stand_in] if stand_in else []
     return {"rank": rank, "worker": worker, "messages": messages, "notes": notes, "hash": plan.hash}
 
@@ -173,7 +169,7 @@ def _model(path: str):
 
 
 def _resolved(options: argparse.Namespace):
-    """The configuration; --megatron is a shorter way to set its version."""
+    """Returns the configuration. --megatron is a short way to set its version."""
     if options.megatron is not None:
         options.overrides = [*options.overrides, f"cluster.versions.megatron-core={json.dumps(options.megatron)}"]
     return resolved_config(options)
@@ -190,7 +186,7 @@ def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
 
 
 def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
-    """Yields the plan in a screenful of lines."""
+    """Yields the plan as about a screen of text."""
     model = plan["model"]
     device = plan["device"]
     actor = plan["layout"]["actor"]
@@ -233,7 +229,7 @@ def _stage_sizes(layout: dict[str, Any]) -> list[int]:
 
 
 def _places(rows: Sequence[dict[str, Any]]) -> str:
-    """`node 0: 0-7, node 1: 8-15`: ranks or workers in order of their numbers."""
+    """Formats ranks or workers by node: `node 0: 0-7, node 1: 8-15`."""
     nodes: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
         nodes.setdefault(row["node"], []).append(number)
@@ -335,7 +331,7 @@ def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
 
 
 def _spread(who: str, does: str, sizes: Sequence[int]) -> str:
-    """What the members of one side have to do; one number where they have the same."""
+    """Says what the members of one side send or receive. It gives one number where all have the same."""
     least = min(sizes)
     most = max(sizes)
     how = _size(most) if least == most else f"{_size(least)} to {_size(most)} ({who} {sizes.index(most)})"
@@ -343,14 +339,14 @@ def _spread(who: str, does: str, sizes: Sequence[int]) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """A number of bytes in GB, or in MB below one."""
+    """Formats bytes in GB, below one GB in MB."""
     if nbytes >= 1e9:
         return f"{nbytes / 1e9:.2f} GB"
     return f"{nbytes / 1e6:.3g} MB"
 
 
 def message_lines(answer: dict[str, Any]) -> Iterator[str]:
-    """A line a message, and below it one a box: its part of the checkpoint's tensor, and where it goes."""
+    """Yields a line for each message, and below it one for each box with its tensor, range and target."""
     messages = answer["messages"]
     total = sum(message["bytes"] for message in messages)
     who = f"rank {answer['rank']} to worker {answer['worker']}"
@@ -363,7 +359,7 @@ def message_lines(answer: dict[str, Any]) -> Iterator[str]:
 
 
 def search_lines(result: dict[str, Any]) -> Iterator[str]:
-    """The best layouts, one paragraph each."""
+    """Yields the best layouts, two lines each, and why others were left out."""
     whole = ""
     if result["planned"]:
         whole = ", counting the actor alone; below, those that fit with the whole configuration"

@@ -1,4 +1,4 @@
-"""`mrl rehearse`."""
+"""Implements `mrl rehearse`."""
 
 import argparse
 import json
@@ -15,10 +15,9 @@ def add(commands) -> None:
     """Registers the command."""
     rehearse = commands.add_parser(
         "rehearse",
-        help="run a configuration in small on this machine's CPUs, with its own switches, before a cluster is rented",
-        description="Shrinks model, layout, lengths and batches, and runs `mrl train` on it: one step, a save, a "
-        "resume, one step. Then says which switches left a mark, which could not be exercised and why, "
-        "and what broke.",
+        help="run a small copy of a configuration on this machine's CPUs, with its switches, before renting a cluster",
+        description="Shrinks model, layout, lengths and batches, and runs `mrl train` on the result: one step, a save, "
+        "a resume, one step. Then reports which switches were exercised, which could not be and why, and what failed.",
     )
     add_config(rehearse)
     rehearse.add_argument(
@@ -44,7 +43,7 @@ def _rehearse(options: argparse.Namespace) -> None:
 
 
 def _answer(options: argparse.Namespace):
-    """Raises what `mrl validate` and `mrl train` raise of a configuration and of the user's own files."""
+    """Runs the rehearsal. Raises what `mrl validate` and `mrl train` raise for a configuration and the user's files."""
     from mrl.cli.validate import check_config
     from mrl.cluster.prerequisites import own_cpus
     from mrl.tools.rehearse.prepare import prepare
@@ -68,9 +67,9 @@ def _answer(options: argparse.Namespace):
 
 
 def _work_folder(path: str):
-    """An empty folder; what an earlier rehearsal left there is removed.
+    """Returns an empty folder. It removes the remains of an earlier rehearsal.
 
-    Raises ConfigError for one that holds something else.
+    Raises ConfigError for a folder that holds something else.
     """
     from mrl.tools.rehearse.compose import WorkFolder
 
@@ -79,7 +78,7 @@ def _work_folder(path: str):
         raise ConfigError(f"--work {path}: is a file")
     if work.path.is_dir() and any(work.path.iterdir()):
         if not work.marker.is_file():
-            raise ConfigError(f"--work {path}: holds something else than a rehearsal; give another folder")
+            raise ConfigError(f"--work {path}: holds something other than a rehearsal; give another folder")
         shutil.rmtree(work.path)
     try:
         work.path.mkdir(parents=True, exist_ok=True)

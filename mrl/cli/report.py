@@ -1,4 +1,4 @@
-"""`mrl report`."""
+"""Implements `mrl report`."""
 
 import argparse
 from pathlib import Path
@@ -8,10 +8,9 @@ def add(commands) -> None:
     """Registers the command."""
     report = commands.add_parser(
         "report",
-        help="one page about a run: verdict, curves, times, memory, the weight sync's proof, samples",
-        description="Writes one self-contained HTML file from what the run directory holds, whether the run goes on, "
-        "has ended or failed. "
-        "It asks no network for anything.",
+        help="write one page about a run: verdict, curves, times, memory, proof of the weight sync, samples",
+        description="Writes one self-contained HTML file from the run directory, whether the run goes on, has ended or "
+        "failed. It uses no network.",
     )
     report.add_argument("run_dir", metavar="RUN", help="a run directory, such as runs/first")
     report.add_argument("-o", "--output", help="file to write; default: RUN/report.html")

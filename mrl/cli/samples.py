@@ -1,4 +1,4 @@
-"""`mrl samples`."""
+"""Implements `mrl samples`."""
 
 import argparse
 import json
@@ -14,28 +14,30 @@ from mrl.errors import ConfigError
 
 def add(commands) -> None:
     """Registers the command."""
-    samples = commands.add_parser("samples", help="read the responses that a run trained on, also while it is on")
+    samples = commands.add_parser("samples", help="read the responses that a run trained on, also while it goes on")
     samples.add_argument("run_dir", metavar="RUN", help="run directory")
-    samples.add_argument("--step", type=positive, metavar="N", help="of this step; default: the newest with a file")
-    samples.add_argument("--prompt", type=int, metavar="ID", help="responses to this prompt alone")
+    samples.add_argument("--step", type=positive, metavar="N", help="step to read; default: the newest with a file")
+    samples.add_argument("--prompt", type=int, metavar="ID", help="only responses to this prompt")
     samples.add_argument("--worst", type=positive, metavar="K", help="the K with the lowest scores, lowest first")
     samples.add_argument(
         "--log-probs",
         action="store_true",
-        help="each response token with generation's log-prob and how far the trainer's is from it "
+        help="show each response token with the engine's log-prob and the trainer's difference from it "
         "(record.trainer_log_probs)",
     )
     samples.add_argument(
         "--turns",
         action="store_true",
-        help="turn by turn: what was sampled, what was called, and what was read (rollout.turns)",
+        help="show each turn: what was sampled, called and read (rollout.turns)",
     )
-    samples.add_argument("--jsonl", action="store_true", help="one JSON object a response, token ids and all, no text")
+    samples.add_argument(
+        "--jsonl", action="store_true", help="print one JSON object a response, with token ids, no text"
+    )
     samples.set_defaults(run=_samples)
 
 
 def _samples(options: argparse.Namespace) -> None:
-    """Raises ConfigError where the run, the step or the prompt has none."""
+    """Prints the samples. Raises ConfigError where the run, the step or the prompt has none."""
     from mrl.record.run_dir import RunDir
     from mrl.record.sample_files import StepFile, readable
 
@@ -82,15 +84,14 @@ def _step(folder: Path, asked: int | None) -> int:
     if asked is not None:
         return asked
     if not (steps := _steps(folder)):
-        raise ConfigError(f"{folder} has no files of samples: no run stands there, or record.samples is none")
+        raise ConfigError(f"{folder} has no files of samples: there is no run, or record.samples is none")
     return steps[-1]
 
 
 def _decoder(config: Path) -> Callable[[list[int]], str]:
-    """Makes the decoder of the run's token ids.
+    """Builds the decoder of the run's token ids. Raises ConfigError where the model's folder is not here.
 
-    Where the model has a tokenizer.json, that file alone is read, which takes less than a second. Raises ConfigError
-    where the model's folder is not here.
+    Where the model has a tokenizer.json, only that file is read, which takes less than a second.
     """
     from mrl.data.dataset import load_tokenizer
     from mrl.model.hub import local_folder
@@ -138,10 +139,9 @@ def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by
 
 
 def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
-    """Lines on each turn: what was sampled, its calls, and the context that they brought; and where another branch
-    begins, of which that context is no part.
+    """Returns the lines of each turn: what was sampled, its calls, the context that they brought, and new branches.
 
-    A response without turns counts as one turn.
+    A branch's own tokens do not count as that context. A response without turns counts as one turn.
     """
     turns = row.get("turns") or [{"first_token": 0, "stop_reason": row["stop_reason"], "calls": 0, "seconds": 0.0}]
     ids = row["response_ids"]
@@ -170,7 +170,7 @@ def _call(call: dict[str, Any]) -> str:
 
 
 def _table(row: dict[str, Any], gap: list[float] | None, decode: Callable[[list[int]], str]) -> str:
-    """A line a token; the third column is the trainer's log-prob less generation's."""
+    """Formats one line a token. The third column is the trainer's log-prob less generation's."""
     missing = []
     if gap is None:
         missing = ["(the trainer's are not kept: record.trainer_log_probs)"]

@@ -1,4 +1,4 @@
-"""`mrl submit`."""
+"""Implements `mrl submit`."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ DASHBOARD = "http://127.0.0.1:8265"
 def add(commands) -> None:
     """Registers the command."""
     submit = commands.add_parser(
-        "submit", help="run `mrl train` as a job of a Ray cluster and wait for it; exits as the run does"
+        "submit", help="run `mrl train` as a job of a Ray cluster and wait for it; exits with the run's exit code"
     )
     _add_own(submit)
     submit.add_argument(
@@ -44,13 +44,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="seconds that a stopped job has to save before it is killed; default: the YAML's, else 120",
     )
     parser.add_argument(
-        "--agent-timeout-s", type=float, default=120.0, help="how long to try while the head cannot start jobs yet"
+        "--agent-timeout-s", type=float, default=120.0, help="seconds to try while the head cannot start jobs yet"
     )
     parser.add_argument("--no-wait", action="store_true", help="return once the job is handed over")
 
 
 def _own_behind_config(options: argparse.Namespace) -> list[str]:
-    """The arguments of `mrl train` alone; own options that stand among them are set in `options`."""
+    """Returns the arguments of `mrl train`. Options of `mrl submit` that stand among them are set in `options`."""
     parser = argparse.ArgumentParser(prog="mrl submit", add_help=False, allow_abbrev=False)
     _add_own(parser)
     return parser.parse_known_args(options.train, options)[1]
@@ -61,7 +61,7 @@ def _submit(options: argparse.Namespace) -> None:
     from mrl.cluster.prerequisites import ask_for_token_authentication, check_token, refuse_open_ray
     from mrl.config.run_rules import run_dir
 
-    # what cannot be read, and what the job would not find, is told before anything is sent
+    # unreadable inputs, and files that the job would not find, are refused before anything is sent
     arguments = _own_behind_config(options)
     given = _train_options(arguments)
     config = resolved_config(given).config
@@ -81,7 +81,7 @@ def _submit(options: argparse.Namespace) -> None:
 
 
 def _usual_environment(device: str) -> Path:
-    """That of the checkout. Raises ConfigError elsewhere."""
+    """Returns the environment file of the checkout. Raises ConfigError outside a checkout."""
     from mrl.errors import ConfigError
 
     path = Path(f"launch/runtime_env.{device}.yaml")
@@ -93,7 +93,7 @@ def _usual_environment(device: str) -> Path:
 def _check_found(config, preset: str, environment: dict[str, Any], address: str) -> None:
     """Raises ConfigError for what the job's processes would not find.
 
-    These are files that its copy of the working directory lacks, and a run directory that no other host has.
+    These are files that its copy of the working directory lacks, and a run directory on this host only.
     """
     from mrl.cluster.job import not_sent
     from mrl.config.run_rules import named_paths, run_dir
@@ -119,7 +119,7 @@ def _is_here(address: str) -> bool:
 
 
 def _train_options(arguments: list[str]) -> argparse.Namespace:
-    """The options of `mrl train` in its arguments. Raises ConfigError for settings in hydra's way."""
+    """Returns the options of `mrl train` in its arguments. Raises ConfigError for settings in hydra's form."""
     parser = argparse.ArgumentParser(prog="mrl submit", usage="mrl submit [options] CONFIG [arguments of mrl train]")
     train.add_arguments(parser)
     options, leftovers = parser.parse_known_args(arguments)

@@ -1,4 +1,4 @@
-"""`mrl train`."""
+"""Implements `mrl train`."""
 
 import argparse
 import shlex
@@ -15,23 +15,23 @@ def add(commands) -> None:
 
 
 def add_arguments(train: argparse.ArgumentParser) -> None:
-    """CONFIG and options, which `mrl submit` hands on."""
+    """Adds CONFIG and the options of `mrl train`, which `mrl submit` passes on."""
     add_config(train)
-    train.add_argument("--run-dir", help="where the run writes (trainer.run_dir); default: runs/<experiment_name>")
+    train.add_argument("--run-dir", help="folder of the run (trainer.run_dir); default: runs/<experiment_name>")
     train.add_argument(
         "--resume",
         action="store_true",
         help="continue the run in the run directory from its newest complete checkpoint; a run that has all its "
-        "steps stays as it is (trainer.resume_mode: auto does so where there is a run, and begins one where "
+        "steps stays unchanged (trainer.resume_mode: auto resumes where there is a run, and begins one where "
         "there is none)",
     )
     train.add_argument(
         "--restarts",
         type=positive,
         metavar="N",
-        help="start the run again, up to N times, after exit code 5, death by a signal, or an end by Ray below Python; "
-        "never after another end, nor after a SIGTERM or Ctrl-C given to this command; three ends with no finished "
-        "step between them stop it",
+        help="restart the run, at most N times, after exit code 5, a kill by a signal, or a crash of Ray below Python; "
+        "never after another end, or after SIGTERM or Ctrl-C to this command; three ends without a finished step "
+        "between them stop it",
     )
 
 
@@ -48,13 +48,13 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _given(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Options with a value, of those that every start gets."""
+    """Returns options with a value, from those that every start gets."""
     named = [("--recipe", options.recipe), ("--run-dir", options.run_dir)]
     return [(name, value) for name, value in named if value is not None] + [("--set", one) for one in options.overrides]
 
 
 def _arguments_of_a_start(options: argparse.Namespace) -> list[str]:
-    """The arguments of this command that every start gets."""
+    """Returns the arguments of this command that every start gets."""
     given = [f"{name}={value}" for name, value in _given(options)]
     return [options.config, *given, *(["--resume"] if options.resume else [])]
 
@@ -78,12 +78,13 @@ def _train_once(options: argparse.Namespace) -> None:
         ask_for_token_authentication()
 
     from mrl.tools.report.write import ReportView, report_at_the_end
-    from mrl.train.assemble import open_run  # brings Ray, which takes seconds
+    from mrl.train.assemble import open_run  # imports Ray, which takes seconds
     from mrl.train.loop import due
     from mrl.train.preflight import run_dir_path
     from mrl.train.rank_restarts import train_on
 
-    trainer, folder = resolved.config.trainer, run_dir_path(resolved.config.trainer, resume)
+    trainer = resolved.config.trainer
+    folder = run_dir_path(trainer, resume)
     report = ReportView(folder, lambda step: due(trainer.save_freq, step, trainer.total_training_steps or 0))
     try:
         with open_run(resolved, resume, {"report": report}) as run:
@@ -98,6 +99,6 @@ def _train_once(options: argparse.Namespace) -> None:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """The command as it was given."""
+    """Returns the command as it was given."""
     given = [word for pair in _given(options) for word in pair]
     return shlex.join(["mrl", "train", options.config, *given, *(["--resume"] if options.resume else [])])

@@ -1,4 +1,4 @@
-"""`mrl validate`."""
+"""Implements `mrl validate`."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ def add(commands) -> None:
     validate.add_argument(
         "--check-paths",
         action="store_true",
-        help="also refuse files whose folders are not on this host, as mrl train does; else they are said",
+        help="also refuse files whose folders are not on this host, as mrl train does; otherwise they are only listed",
     )
     validate.add_argument(
         "--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all"
@@ -43,7 +43,7 @@ def _validate(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
-    """Violations, those of the schema too, and remarks. Raises what keeps the rules from being looked at."""
+    """Returns violations, those of the schema too, and remarks. Raises errors that keep the rules from being judged."""
     from mrl.config.load import SchemaRefusal
 
     try:
@@ -59,9 +59,10 @@ def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
 
 
 def _look(resolved, remarks: list[str], check_paths: bool) -> tuple[list, list[str]]:
-    """What the files that it names have against it, as `mrl train` finds it before it starts anything.
+    """Checks the files that the configuration names, as `mrl train` does before it starts anything.
 
-    Of those that are on this host; with `check_paths` all have been found there. Raises DataError and ConfigError.
+    It checks those on this host. With `check_paths` all have been found here. Returns violations and remarks. Raises
+    DataError and ConfigError.
     """
     from mrl.config.rules import seen_violations
     from mrl.config.run_rules import unseen_files
@@ -78,10 +79,10 @@ def _look(resolved, remarks: list[str], check_paths: bool) -> tuple[list, list[s
 
 
 def _look_at_weights(config, model, check_paths: bool) -> list[str]:
-    """Lines about folders of models on this host that have none: enough for a plan.
+    """Returns lines about model folders on this host without weights, which are enough for a plan.
 
-    Raises EnvironmentFault for weights that are not what the configuration beside them describes, and with
-    `check_paths` where there are none.
+    Raises EnvironmentFault for weights that differ from their configuration. With `check_paths` also for missing
+    weights.
     """
     from mrl.config.model_folders import folders_of_weights, model_in
     from mrl.model.hf_files import check_checkpoint, has_weights
@@ -96,7 +97,7 @@ def _look_at_weights(config, model, check_paths: bool) -> list[str]:
 
 
 def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
-    """Violations of a resolved configuration, and remarks: the batch in one line, notes."""
+    """Returns violations of a resolved configuration, and remarks: its batch in one line, and notes."""
     from mrl.config.describe import describe_batch
     from mrl.config.rules import notes, violations
     from mrl.model import planning_model_spec
@@ -112,7 +113,7 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
 
 
 def _as_row(error: MrlError, config: str) -> dict[str, Any]:
-    """An error that concerns no single key, as a violation."""
+    """Turns an error that concerns no single key into a violation."""
     return {"field": "", "where": config, "value": None, "rule": str(error), "why": "", "allowed": []}
 
 

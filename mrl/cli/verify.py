@@ -1,4 +1,4 @@
-"""`mrl verify`."""
+"""Implements `mrl verify`."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def add(commands) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="train, save, go on; resume the save, go on; compare weights, optimizer and metrics bit by bit",
+        help="train, save and go on; resume from the save and go on; compare weights, optimizer and metrics bit by bit",
     )
     parser.add_argument(
         "--steps",
@@ -31,23 +31,26 @@ def add(commands) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="without --resume: take every worker apart, not only those for which six seconds are enough",
+        help="without --resume: check every worker in full, not only as many as six seconds allow",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_verify)
 
 
 def _verify(options: argparse.Namespace) -> None:
-    answer, lines = (
-        (_resume_verdict(options), _resume_lines) if options.resume else (_sync_verdict(options), _sync_lines)
-    )
-    print(json.dumps(answer) if options.json else "\n".join(lines(answer)))
+    if options.resume:
+        answer = _resume_verdict(options)
+        lines = _resume_lines(answer)
+    else:
+        answer = _sync_verdict(options)
+        lines = _sync_lines(answer)
+    print(json.dumps(answer) if options.json else "\n".join(lines))
     if not answer["ok"]:
         raise SystemExit(1)
 
 
 def _sync_verdict(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises ConfigError for a configuration or a layout that is not legal."""
+    """Proves the weight sync. Raises ConfigError for a configuration or a layout that is not legal."""
     from mrl.config.rules import check
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
@@ -78,7 +81,10 @@ def _sync_verdict(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _resume_verdict(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises ConfigError for a configuration that is not legal, and what its runs end with."""
+    """Compares a resumed run with one that was not interrupted.
+
+    Raises ConfigError for a configuration that is not legal, and the errors of its runs.
+    """
     from mrl.config.rules import check
     from mrl.model import load_model_spec
     from mrl.tools.compare_runs import verify_resume
@@ -119,13 +125,13 @@ def _sync_lines(answer: dict[str, Any]) -> list[str]:
 
 
 def _ok(proof: dict[str, Any]) -> str:
-    """What was proved, and of how many workers in full; of the others it is their templates and the rehearsal."""
+    """Says what was proved, and for how many workers in full. Others are judged by templates and rehearsal."""
     workers = proof["workers"]
     of_workers = proof["of_workers"]
     proved = "every element arrives exactly once, from a shard that holds it"
     if workers == of_workers:
         return f"ok: {proved} ({workers} of {of_workers} workers in full)"
     return (
-        f"ok: of {workers} of {of_workers} workers, taken apart in full, {proved}; the others were judged by their "
-        "templates and the rehearsal (--all takes all of them apart)"
+        f"ok: for {workers} of {of_workers} workers, checked in full, {proved}; the others were judged by their "
+        "templates and the rehearsal (--all checks all of them in full)"
     )

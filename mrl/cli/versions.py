@@ -1,4 +1,4 @@
-"""What `mrl --version` prints: the installed row of versions beside the tested one."""
+"""Builds the output of `mrl --version`: the installed versions beside the tested ones."""
 
 import platform
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from mrl.platforms.versions import bare, installed_versions, row_of
 
 
 def version_lines(installed: Mapping[str, str] | None = None, device: str | None = None) -> list[str]:
-    """`mrl 0.1.0`, then a line a package of the device's row; nothing is imported of them."""
+    """Returns `mrl 0.1.0`, then a line for each package of the device's row. It imports none of them."""
     installed = installed_versions() if installed is None else installed
     row = row_of(device or detect_kind())
     own = installed.get("mrl", "not installed as a package")

@@ -1,4 +1,4 @@
-"""`mrl watch`."""
+"""Implements `mrl watch`."""
 
 import argparse
 from pathlib import Path
@@ -8,10 +8,10 @@ def add(commands) -> None:
     """Registers the command."""
     watch = commands.add_parser(
         "watch",
-        help="the report of a run that goes on, live in a browser on this machine",
-        description="Serves the page of `mrl report` on the loopback address, to who has the token in the address that "
-        "is printed; it takes in new steps by itself. From elsewhere: ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C ends it, "
-        "not the run.",
+        help="show the report of a running run, live in a browser on this machine",
+        description="Serves the page of `mrl report` on the loopback address. The printed address contains a token, "
+        "without which nobody can read it. New steps appear by themselves. From another host: ssh -L "
+        "PORT:127.0.0.1:PORT HOST. Ctrl-C ends the watch, not the run.",
     )
     watch.add_argument("run_dir", metavar="RUN", help="a run directory, such as runs/first")
     watch.add_argument("--port", type=_port, default=0, help="port to listen on; default: 0, a free one")
@@ -30,7 +30,7 @@ def _watch(options: argparse.Namespace) -> None:
 
     folder = Path(options.run_dir)
     try:
-        read_run(folder)  # what is no run is told at once
+        read_run(folder)  # a folder without a run is refused at once
     except NoStepYet as waiting:
         print(f"{waiting}; the page waits for it")
     server = LiveServer(folder, options.port)

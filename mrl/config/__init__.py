@@ -1,7 +1,7 @@
-"""The configuration of a run: which keys there are, how a run is composed of files, and which values go together.
+"""The configuration of a run: its keys, how it is composed of files, and which values go together.
 
-`schema.RunConfig` is a whole run, each key stated once with its meaning, limits, advice and verl's name;
-`load.load_config` gives a `ResolvedConfig` with the origin of every value; `rules.violations` lists what is wrong with
-it. It imports rooms of floor 1 and no torch, and reads no file but configurations and, when told to, those that they
-name.
+`schema.RunConfig` is a whole run. Each key is declared once with its meaning, limits, advice and verl's name.
+`load.load_config` returns a `ResolvedConfig` with the origin of every value. `rules.violations` lists what is wrong
+with it. This room imports rooms of floor 1 and no torch. It reads only configurations and, when asked to, the files
+that they name.
 """

@@ -1,9 +1,9 @@
-"""The actor: its layout, batches and token budgets, offload, recompute, experts, router replay, and the reference
-model.
+"""Rules of the actor and its reference model: layout, batches, token budgets, offload, recompute, experts, router
+replay.
 
-A micro-batch size is a limit: a rank's samples are cut evenly into as few micro-batches as it allows, equally many on
-every rank. Where an interleaved pipeline needs more of them, the cuts are finer and what is lacking is filled with
-micro-batches that count for nothing.
+A micro-batch size is an upper limit. A rank's samples are cut evenly into as few micro-batches as it allows, equally
+many on every rank. Where an interleaved pipeline needs more micro-batches, the cuts are finer. Empty micro-batches fill
+up the rest.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,16 +25,15 @@ _BATCH = "data.train_batch_size"
 _VLLM = "rollout.engine_kwargs.vllm"
 _IGNORED = "it would be ignored"
 
-# What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention
-# we do not build.
+# Modules that Megatron-core 0.16.1 accepts for selective recompute (TransformerConfig.__post_init__), without those of
+# attention that mrl does not build.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 # Megatron refuses allgather where sequences differ in length (TransformerConfig.__post_init__), as they always do here.
 _DISPATCHERS = ("alltoall", "flex")
-# "a2a+p2p" goes over process groups of two levels, which nobody makes.
+# "a2a+p2p" needs process groups of two levels, which mrl does not make.
 _CONTEXT_KINDS = ("p2p", "all_gather", "a2a")
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
-# vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and
-# why.
+# vLLM arguments that make the engine's routes wrong or incomplete: the right value of each, and the reason.
 # Sources: vllm-project/vllm PR 28284, PR 39917 and PR 48622.
 _ROUTES_NEED = {
     "pipeline_parallel_size": (1, "each stage sees the routes of its own layers only"),
@@ -45,7 +44,7 @@ _ROUTES_NEED = {
 
 
 def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
-    """Settings that are legal and cost something, or do nothing."""
+    """Yields notes on settings that are legal and cost something, or have no effect."""
     yield from _offload_notes(config)
     if config.ref != RefConfig() and not (config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward):
         yield (
@@ -94,7 +93,7 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _batches(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Each rule speaks only where those it builds on hold, so that one mistake is one line."""
+    """Checks the division of a batch. Later checks need earlier ones, so one mistake gives one message."""
     batch = config.data.train_batch_size
     mini = config.actor.ppo_mini_batch_size
     if batch % mini:
@@ -110,20 +109,19 @@ def _batches(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def longest_sample(config: RunConfig) -> int:
-    """Tokens of the longest sample as the actor computes it:
-    padded to the parts that tensor and context parallelism cut it into.
-    """
+    """Returns the tokens of the longest sample, padded for tensor and context parallelism."""
     parts = config.actor.layout.sequence_parts
     tokens = config.data.max_sample_length + padding_of_branches(config, config.actor.layout.context_parallel_size)
     return ceil(tokens / parts) * parts
 
 
 def padding_of_branches(config: RunConfig, context: int) -> int:
-    """Tokens that an agent's response takes beside its own, at most: each turn may begin another branch.
+    """Returns the most padding tokens that an agent's response can need beside its own tokens.
 
-    Context parallelism over `context` ranks pads each of them by itself; the last is padded with the pack.
+    Each turn may begin another branch. Context parallelism over `context` ranks pads each branch by itself. The last
+    branch is padded with the pack.
     """
-    rollout = getattr(config, "rollout", None)  # where it is refused, the sample itself is still judged
+    rollout = getattr(config, "rollout", None)  # a refused section is missing; the sample itself is still judged
     turns = getattr(rollout, "turns", None)
     if context == 1 or turns is None or not getattr(rollout, "endpoint", False):
         return 0
@@ -131,7 +129,7 @@ def padding_of_branches(config: RunConfig, context: int) -> int:
 
 
 def _smallest_budget(config: RunConfig) -> int:
-    """Tokens a device that hold the longest sample, which context parallelism cuts."""
+    """Returns the fewest tokens a device that hold the longest sample."""
     return ceil(longest_sample(config) / config.actor.layout.context_parallel_size)
 
 
@@ -144,7 +142,7 @@ def _transformer(config: RunConfig) -> dict[str, Any]:
 
 
 def _overlaps_exchange(config: RunConfig) -> bool:
-    """Whether stages exchange beside their work: as said, else wherever a pipeline is interleaved."""
+    """Whether stages exchange while they compute: the given value, else true in an interleaved pipeline."""
     if "overlap_p2p_comm" in _transformer(config):
         return _transformer(config)["overlap_p2p_comm"]
     return config.actor.layout.virtual_pipeline > 1
@@ -170,7 +168,7 @@ def _ref_alone_is_dynamic(config: RunConfig) -> bool:
 
 
 def _budget(field: str, switch: str, is_on: Callable[[RunConfig], bool]) -> Rule:
-    """The rule of one budget: it is used, and holds the longest sample."""
+    """Builds the rule of one token budget: its switch is on, and it holds the longest sample."""
 
     def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         value = leaf(config, field)
@@ -215,12 +213,12 @@ def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     kind = _transformer(config).get("cp_comm_type")
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is not None and not all(each in _CONTEXT_KINDS for each in kinds):
-        why = "these go over the one group of ranks that share a sequence"
+        why = "these use the one group of ranks that share a sequence"
         yield Violation(f"{_TRANSFORMER}.cp_comm_type", "is unknown, or needs groups of its own", why, _CONTEXT_KINDS)
 
 
 def storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Refuses what knows weights or gradients by their address: what leaves the device comes back elsewhere."""
+    """Refuses options that know weights or gradients by their address, which offloading changes."""
     moved = " and ".join(f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name))
     if moved and config.actor.override_ddp_config.get("nccl_ub"):
         why = "the communicator has registered the memory of the buffers"
@@ -233,7 +231,7 @@ def _full_recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         return
     if given.get("recompute_method") not in ("uniform", "block"):
         rule = "must say how with recompute_granularity: full"
-        why = "layers go in equal groups (uniform), or only the first of a stage do (block)"
+        why = "layers are recomputed in equal groups (uniform), or only the first ones of a stage (block)"
         yield Violation(f"{_TRANSFORMER}.recompute_method", rule, why, ("uniform", "block"))
     layers = given.get("recompute_num_layers")
     if not isinstance(layers, int) or layers < 1:
@@ -268,11 +266,11 @@ def _recomputed_modules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _dense(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     for name in _transformer(config):
         if name.startswith("moe_") and not model.is_moe:
-            yield Violation(f"{_TRANSFORMER}.{name}", "is of mixtures of experts, and the model is dense", _IGNORED)
+            yield Violation(f"{_TRANSFORMER}.{name}", "is for mixtures of experts, and the model is dense", _IGNORED)
 
 
 def _many(name: str, config: RunConfig) -> int | None:
-    """How many values a key of the transformer has; None for one that is no list, or that is not given."""
+    """Returns the number of values that a transformer field has, or None where it is no list."""
     value = _transformer(config).get(name)
     if isinstance(value, list | tuple):
         return len(value)
@@ -280,7 +278,7 @@ def _many(name: str, config: RunConfig) -> int | None:
 
 
 def _no_auxiliary_loss(config: RunConfig) -> float | list[float]:
-    """Coefficients of 0, as many as there are types."""
+    """Returns a coefficient of 0 for each load balancing type."""
     types = _many("moe_router_load_balancing_type", config)
     if types is None:
         return 0.0
@@ -295,7 +293,7 @@ def _balancing(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if not all(kind in _BALANCING for kind in (balancing if isinstance(balancing, list) else [balancing])):
         why = (
             "experts must be chosen by the highest scores, as engines choose them and as routes are recorded; "
-            "sinkhorn's choice is another"
+            "sinkhorn chooses others"
         )
         yield Violation(
             f"{_TRANSFORMER}.moe_router_load_balancing_type", "must keep the routers' own choice", why, _BALANCING
@@ -303,8 +301,10 @@ def _balancing(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _replay_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.actor.router_replay != "R3":
+        return
     given = config.rollout.vllm_kwargs
-    for name, (value, why) in _ROUTES_NEED.items() if config.actor.router_replay == "R3" else ():
+    for name, (value, why) in _ROUTES_NEED.items():
         if name in given and given[name] != value:
             rule = f"must be {'null' if value is None else str(value).lower()} with actor.router_replay R3"
             yield Violation(f"{_VLLM}.{name}", rule, why, (value,))
@@ -316,7 +316,7 @@ def _number(value: Any) -> float:
     return 0.0
 
 
-BATCH_RULES = (_batches, *_BUDGETS[:2])  # which a critic's section keeps too (critic_rules.py)
+BATCH_RULES = (_batches, *_BUDGETS[:2])  # a critic's section must keep them too (critic_rules.py)
 ACTOR_RULES = (
     _layout,
     _batches,
@@ -374,7 +374,7 @@ ACTOR_RULES = (
         f"{_OPTIMIZER}.decoupled_weight_decay",
         lambda c, m: _adam(c).get("optimizer_cpu_offload") and not _adam(c).get("decoupled_weight_decay", True),
         "must be true with optimizer_cpu_offload",
-        "Megatron's is an AdamW",
+        "Megatron's Adam on the host is an AdamW",
         (True,),
     ),
     *(
@@ -398,7 +398,7 @@ ACTOR_RULES = (
         f"{_OPTIMIZER}.use_precision_aware_optimizer",
         lambda c, m: _adam(c).get("optimizer_cpu_offload"),
         "must be false, or optimizer_cpu_offload true with it",
-        "Transformer Engine's Adam then has the float32 weights on the device, in forms of its own that no save holds",
+        "Transformer Engine's Adam then keeps the float32 weights on the device, in a format that no checkpoint holds",
     ),
     RuleRow(
         f"{_TRANSFORMER}.recompute_granularity",

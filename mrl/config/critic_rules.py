@@ -1,4 +1,4 @@
-"""A critic (algorithm.adv_estimator: gae): what it goes with, and that nothing is said of one that nobody reads."""
+"""Rules of a critic (algorithm.adv_estimator: gae): what it goes with, and that its keys are not set without one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ def _with(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig
 
 
 def _unread(config: RunConfig) -> Iterator[str]:
-    """Keys of a critic that are given."""
+    """Yields keys of a critic that have values of their own."""
     if _differs(config.critic, CriticConfig()):
         yield "critic"
     if config.trainer.critic_warmup:
@@ -29,7 +29,7 @@ def _unread(config: RunConfig) -> Iterator[str]:
 
 
 def _differs(given: Section, default: Section) -> bool:
-    """Whether a section says anything; where a key of it is refused, reading that one ends the rule."""
+    """Whether a section differs from its default. Raises UnknownValue where it reads a refused key."""
     for name in type(default).model_fields:
         value = getattr(given, name)
         usual = getattr(default, name)
@@ -39,7 +39,7 @@ def _differs(given: Section, default: Section) -> bool:
 
 
 def _is_read(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """One message for all that is said of a critic which there is not."""
+    """Gives one message for all keys that are set for a critic, where the estimator has none."""
     algorithm = config.algorithm
     if algorithm.needs_critic:
         return
@@ -50,7 +50,7 @@ def _is_read(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _of_critic(rule: Rule) -> Rule:
-    """A rule of the actor's section, for what the critic's section makes of it; once where both break it alike."""
+    """Applies a rule of the actor's section to the critic's. What both break in the same way is said once."""
 
     def judge(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         own = config.of_critic
@@ -65,7 +65,7 @@ def _of_critic(rule: Rule) -> Rule:
 
 
 def _renamed(text: str) -> str:
-    """The actor's keys in a text as those of the critic."""
+    """Replaces the actor's keys in a text by those of the critic."""
     for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "param_offload", "grad_offload"):
         text = text.replace(f"actor.{name}", f"critic.{name}")
     budget = text.replace("actor.log_prob_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu")
@@ -104,7 +104,7 @@ CRITIC_RULES = (
         "rollout.endpoint",
         _with(lambda c, m: c.rollout.endpoint),
         f"must be false with {_ESTIMATOR}: gae",
-        "an agent may go back in its conversation, and such a response is no one sequence that values follow",
+        "an agent may go back in its conversation, and such a response is not one sequence of values",
         (False,),
     ),
     RuleRow(

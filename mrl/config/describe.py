@@ -1,4 +1,4 @@
-"""What a run is, in a line each: what is optimised (it stands in every resolved configuration), and on what."""
+"""Describes a run in one line each: its loss, its batches, its layout. Every resolved configuration shows the loss."""
 
 from mrl.algo.spec import AGGREGATIONS, LOSSES
 from mrl.config.schema import RunConfig
@@ -7,8 +7,9 @@ from mrl.model.layout import TrainLayout
 
 
 def describe_loss(config: RunConfig) -> str:
-    """`gspo, seq-mean-token-mean, clip 0.0003/0.0004, 4 updates per rollout`,
-    with the KL and entropy terms where there are any.
+    """Describes the loss, such as `gspo, seq-mean-token-mean, clip 0.0003/0.0004, 4 updates per rollout`.
+
+    KL, entropy and other parts follow where they are used.
     """
     algorithm = config.algorithm
     loss = config.algorithm.policy_loss
@@ -30,7 +31,7 @@ def describe_loss(config: RunConfig) -> str:
 
 
 def _what_is_trained_on(config: RunConfig) -> list[str]:
-    """Estimator, anchor, correction, sampling and lengths, each where it is not the plain one."""
+    """Describes estimator, anchor, correction, sampling and lengths where they differ from the default."""
     algorithm = config.algorithm
     correction = config.algorithm.rollout_correction
     low = ""
@@ -50,7 +51,7 @@ def _what_is_trained_on(config: RunConfig) -> list[str]:
 
 
 def _teacher(config: RunConfig) -> list[str]:
-    """Where a teacher's KL stands, and the weight of rewards beside it."""
+    """Describes the teacher's part: where its KL is added, and the weight of rewards."""
     distillation = config.distillation
     if not distillation.enabled:
         return []
@@ -65,8 +66,10 @@ def _teacher(config: RunConfig) -> list[str]:
 
 
 def describe_batch(config: RunConfig) -> str:
-    """`256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 4: 256 samples a rank,
-    cut to 10240 tokens a device`.
+    """Describes how a step's samples are divided.
+
+    For example `256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 4: 256 samples a rank, cut to
+    10240 tokens a device`.
     """
     prompts = config.data.train_batch_size
     n = config.rollout.n
@@ -84,7 +87,9 @@ def describe_batch(config: RunConfig) -> str:
 
 
 def describe_layout(config: RunConfig, model: ModelSpec) -> str:
-    """`actor 2 x cpu (TP 2, EP 2), 1 engine x TP 1, separate`; degrees of 1 are left out."""
+    """Describes the layout, such as `actor 2 x cpu (TP 2, EP 2), 1 engine x TP 1, separate`. It leaves out degrees of
+    1.
+    """
     layout = TrainLayout.build(config.actor.layout, model)
     rollout = config.rollout
     device = config.cluster.device

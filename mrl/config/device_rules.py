@@ -1,5 +1,6 @@
-"""What a device and the versions on it can do: cluster.versions (what is not named is the tested row's),
-and what fails on Ascend NPUs.
+"""Rules of a device and of the versions installed on it, and of what fails on Ascend NPUs.
+
+Versions that cluster.versions does not name are those of the tested row.
 """
 
 from collections.abc import Iterator
@@ -31,14 +32,17 @@ _TOOLKIT = "CANN"
 
 
 def _tested(config: RunConfig) -> dict[str, str]:
-    """The version of everything in the row of the device."""
+    """Returns the version of each package in the tested row of the device."""
     row = row_of(config.cluster.device)
     return {**row.packages, **row.loose, **({_TOOLKIT: row.toolkit} if row.toolkit else {})}
 
 
 def _assumed(config: RunConfig) -> dict[str, str]:
-    """The versions that the cluster has; those that are named, where the device is not known."""
-    return ({} if leaf(config, "cluster.device") is None else _tested(config)) | config.cluster.versions
+    """Returns the versions that the cluster has. Without a known device these are only the ones that are named."""
+    tested = {}
+    if leaf(config, "cluster.device") is not None:
+        tested = _tested(config)
+    return tested | config.cluster.versions
 
 
 def _on_npu(config: RunConfig) -> bool:
@@ -51,7 +55,7 @@ def _names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in config.cluster.versions:
         if name not in tested:
             rule = f"{name} is no part of the {row.name} row; {did_you_mean(name, tested)}"
-            yield Violation(_KEY, rule, "what is named here has to be something that is compared", tuple(tested))
+            yield Violation(_KEY, rule, "only packages of the row are compared", tuple(tested))
     for name, version in config.cluster.versions.items():
         if name in tested and release_of(version) is None and name != _TOOLKIT:
             yield Violation(
@@ -60,7 +64,7 @@ def _names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def version_notes(config: RunConfig) -> Iterator[str]:
-    """Versions that differ from the row that mrl is tested with."""
+    """Yields a note where versions differ from the row that mrl is tested with."""
     row = row_of(config.cluster.device)
     off = {n: v for n, v in config.cluster.versions.items() if v != (row.packages | row.loose).get(n, row.toolkit)}
     if off:
@@ -84,7 +88,7 @@ def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _completed_on_cpu(name: str) -> Rule:
-    """The rule of a key of the engines that is 1 on CPU, but where mrl brings what vLLM's platform lacks."""
+    """Builds the rule that a parallel size is 1 on CPU, unless mrl adds what vLLM's CPU platform lacks."""
     able = [generation for generation in VLLM_GENERATIONS if generation.completed_on_cpu]
 
     def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -93,7 +97,7 @@ def _completed_on_cpu(name: str) -> Rule:
         if above and vllm_generation(version) not in (None, *able):
             needed = " or ".join(generation.name for generation in able)
             rule = f"above 1 on cpu needs vLLM {needed}, and {version} is to run"
-            why = "what vLLM's CPU platform lacks for it, mrl brings in ways of that release"
+            why = "mrl adds what vLLM's CPU platform lacks for it, in a way that depends on the release"
             yield Violation(f"rollout.{name}", rule, why, (1,))
 
     return judge
@@ -110,13 +114,15 @@ def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _release_for_routes(config: RunConfig) -> tuple[str, tuple[int, ...] | None]:
-    """vLLM's version and release where the routes of engines are replayed; else no release."""
+    """Returns vLLM's version, and its release where engines' routes are replayed, else None."""
     _name, version = vllm_package(_assumed(config))
-    return version, release_of(version) if config.actor.router_replay == "R3" else None
+    if config.actor.router_replay != "R3":
+        return version, None
+    return version, release_of(version)
 
 
 def _routes(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """What each generation needs to hand out the experts that it chose."""
+    """Checks that this release of vLLM returns the experts that it chose."""
     version, release = _release_for_routes(config)
     if release is None:
         return
@@ -149,7 +155,7 @@ def _routes_in_turn(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     version, release = _release_for_routes(config)
     if release is not None and release < ROUTES_BY_BLOCK and config.rollout.vllm_kwargs.get("async_scheduling"):
         key = "rollout.engine_kwargs.vllm.async_scheduling"
-        why = "the engine's buffer of routes is refused beside it"
+        why = "vLLM refuses its buffer of routes together with it"
         yield Violation(key, f"must be false with actor.router_replay R3 and vLLM {version}", why, (False,))
 
 
@@ -183,7 +189,7 @@ _BLOCK = 16  # numbers of 16 bits
 
 
 def npu_notes(config: RunConfig) -> Iterator[str]:
-    """What who trains on NPUs has to know."""
+    """Yields what users of NPUs have to know."""
     if _on_npu(config):
         yield (
             "cluster.device npu: written against the documented interfaces and never run on hardware; begin with few "
@@ -192,7 +198,7 @@ def npu_notes(config: RunConfig) -> Iterator[str]:
 
 
 def narrow_experts(config: RunConfig, model: ModelSpec) -> Iterator[str]:
-    """Warns of experts on NPUs that are cut to a width which is no whole number of their matrix unit's blocks."""
+    """Warns where experts on NPUs are cut to a width that is no multiple of the matrix unit's block."""
     if not _on_npu(config) or not model.is_moe:
         return
     rollout = config.rollout
@@ -211,7 +217,7 @@ def narrow_experts(config: RunConfig, model: ModelSpec) -> Iterator[str]:
 
 _CUT_OTHERWISE = "cut otherwise than the plan of the weight sync has them"
 _APART = "vllm-ascend starts with it only where prefill and decoding are engines of their own (vllm_ascend/platform.py)"
-# of vllm-ascend's additional_config: what it must be, and why
+# fields of vllm-ascend's additional_config: the value that each must have, and the reason
 _NEVER_ON_ASCEND: dict[str, tuple[Any, str]] = {
     "weight_nz_mode": (0, "weights in FRACTAL_NZ cannot be updated in place"),
     "enable_fused_mc2": (0, "it keeps copies of the expert weights that no update reaches"),
@@ -240,14 +246,14 @@ def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     key = f"{_VLLM}.additional_config"
     for name in sorted(additional.keys() - ADDITIONAL_CONFIG):
         rule = f"vllm-ascend {_assumed(config)['vllm-ascend']} ignores it; {did_you_mean(name, ADDITIONAL_CONFIG)}"
-        yield Violation(f"{key}.{name}", rule, "what stands here would have no effect, silently", ())
+        yield Violation(f"{key}.{name}", rule, "it would have no effect, and nothing would say so", ())
     for name, (value, why) in _NEVER_ON_ASCEND.items():
         if additional.get(name, value) != value:
             yield Violation(f"{key}.{name}", f"must be {value}, or left out", why, (value,))
 
 
 def _npu_flashcomm(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """What platform.py of vllm-ascend 0.23 asserts when an engine starts, after its weights are found."""
+    """Checks what vllm-ascend 0.23 (platform.py) asserts late, when an engine starts."""
     if not _on_npu(config):
         return
     rollout = config.rollout

@@ -1,4 +1,4 @@
-"""On-policy distillation: which teachers there can be, and what else makes no sense beside one."""
+"""Rules of on-policy distillation: which teachers are possible, and which settings do not go with one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +29,7 @@ _BUDGET = f"{_TEACHER}.log_prob_max_token_len_per_gpu"
 
 
 def distillation_notes(config: RunConfig) -> Iterator[str]:
-    """What is legal in a distillation and may still not be what was meant."""
+    """Yields notes on settings of a distillation that are legal and may be a mistake."""
     distillation = config.distillation
     if not distillation.enabled:
         if distillation != DistillationConfig():
@@ -50,7 +50,7 @@ def _with(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig
 
 
 def _estimator(config: RunConfig) -> str:
-    """The estimator of a name that is known; of another one the name."""
+    """Returns the estimator of a known loss_mode. For another one it returns the name itself."""
     name = config.distillation.distillation_loss.loss_mode
     if name in KL_TYPES:
         return KL_TYPES[name].estimator
@@ -58,13 +58,13 @@ def _estimator(config: RunConfig) -> str:
 
 
 def _has_no_gradient(config: RunConfig) -> bool:
-    """Whether the estimate as a loss has a gradient of mean 0, whoever the teacher is."""
+    """Whether the gradient of the estimate as a loss has mean 0 for every teacher."""
     spec = KL_TYPES.get(config.distillation.distillation_loss.loss_mode)
     return spec is not None and spec.estimator == "k1" and not spec.k2_gradient
 
 
 def _teacher_model(config: RunConfig, model: ModelSpec) -> ModelSpec | None:
-    """The teacher's sizes, as far as they can be known here. `model`: the actor's."""
+    """Returns the teacher's sizes, or None where they are not known. `model` is the actor's."""
     path = config.distillation.teacher_model.model_path
     if not config.distillation.enabled or path is None:
         return None
@@ -72,12 +72,12 @@ def _teacher_model(config: RunConfig, model: ModelSpec) -> ModelSpec | None:
         return model
     try:
         return planning_model_spec(path)[0]
-    except MrlError:  # which is said by itself
+    except MrlError:  # another rule reports it
         return None
 
 
 def _readable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """A teacher of which nothing is known."""
+    """Refuses a teacher whose checkpoint cannot be read."""
     path = config.distillation.teacher_model.model_path
     if not config.distillation.enabled or path in (None, config.model.path):
         return
@@ -104,7 +104,7 @@ def _positions(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """The teacher's layout is legal for it, and has the actor's ranks."""
+    """Checks that the teacher's layout is legal for its model and has the actor's ranks."""
     teacher = _teacher_model(config, model)
     if teacher is None:
         return
@@ -124,7 +124,7 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _budget(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """The teacher's micro-batches hold the longest sample, padded as its layout cuts it."""
+    """Checks that the teacher's micro-batches hold the longest sample, padded for its layout."""
     own = config.distillation.teacher_model.log_prob_max_token_len_per_gpu
     actor = config.actor
     teacher = _teacher_model(config, model)
@@ -146,7 +146,7 @@ def _budget(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _overrides(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """Fields of Megatron's that the teacher cannot have, as for the actor's model."""
+    """Refuses Megatron fields that the teacher cannot have, as for the actor's model."""
     teacher = _teacher_model(config, model)
     if teacher is None:
         return
@@ -158,11 +158,13 @@ def _overrides(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
             why = "MindSpeed adapts a process once, by what the actor has"
             yield Violation(f"{_FIELDS}.{name}", f"goes under {_OF_ACTOR}", why)
         elif name.startswith("moe_") and not teacher.is_moe:
-            yield Violation(f"{_FIELDS}.{name}", "is of mixtures of experts, and the teacher is dense", "it is ignored")
+            yield Violation(
+                f"{_FIELDS}.{name}", "is for mixtures of experts, and the teacher is dense", "it is ignored"
+            )
 
 
 def _as_the_actor(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """What the actor's rules say of the teacher's fields and layout, once where both break one alike."""
+    """Applies the actor's rules to the teacher's fields and layout. What both break in the same way is said once."""
     teacher = _teacher_model(config, model)
     if teacher is None:
         return
@@ -184,7 +186,7 @@ def _as_the_actor(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _is_adapted_otherwise(config: RunConfig) -> bool:
-    """Whether the teacher's layout needs patches that a process has by its actor's."""
+    """Whether the teacher's layout needs other patches than the actor's. A process is patched once, for the actor."""
     own = config.distillation.teacher_model.layout
     if own is None or not on_device(config, "npu"):
         return False
@@ -193,7 +195,7 @@ def _is_adapted_otherwise(config: RunConfig) -> bool:
 
 
 def _folder(config: RunConfig) -> Path | None:
-    """The folder of the teacher, where it is on this host."""
+    """Returns the teacher's folder where it is on this host."""
     path = config.distillation.teacher_model.model_path
     if not config.distillation.enabled or path is None or not Path(path).is_dir():
         return None
@@ -201,7 +203,7 @@ def _folder(config: RunConfig) -> Path | None:
 
 
 def _tokenizer(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Both tokenizers number the same tokens alike, where they are here."""
+    """Checks that both tokenizers give the same numbers to the same tokens, where their files are here."""
     teacher = _folder(config)
     actor = Path(config.model.path)
     if teacher is None or not actor.is_dir():
@@ -261,7 +263,7 @@ DISTILLATION_RULES = (
         f"{_LOSS}.use_policy_gradient",
         lambda c, m: c.distillation.over_words and c.distillation.in_advantages,
         f"must be false with loss_mode {OVER_WORDS}",
-        "an advantage is of the sampled token alone, and this KL is of words that were not sampled",
+        "an advantage belongs to the sampled token, and this KL is over words that were not sampled",
         (False,),
     ),
     RuleRow(
@@ -275,7 +277,7 @@ DISTILLATION_RULES = (
         f"{_LOSS}.use_policy_gradient",
         lambda c, m: c.distillation.in_advantages and c.algorithm.on_policy,
         "must be false with algorithm.anchor: on_policy",
-        "advantages are settled before the update, and the teacher's part by old log-probs; algorithm.anchor: "
+        "advantages are computed before the update, and the teacher's part needs old log-probs; algorithm.anchor: "
         "recompute makes the pass that it needs",
         (False,),
     ),

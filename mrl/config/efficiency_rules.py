@@ -1,7 +1,7 @@
-"""Switches that make an update faster, where they would fail after the model is built, or do nothing: kernels that a
-device lacks.
+"""Rules of switches that make an update faster.
 
-Sources are of Megatron-core 0.16.1, and the same in 0.17.0.
+They refuse switches that fail only after the model is built, or have no effect: the device lacks their kernels. Sources
+are Megatron-core 0.16.1, and 0.17.0 has the same.
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ EFFICIENCY_RULES = (
         _DISPATCHER,
         lambda c, m: _is_flex(c, m) and c.actor.layout.expert_model_parallel_size * c.actor.layout.expert_tensor == 1,
         "needs experts over several ranks",
-        "there is nobody to send tokens to, and Megatron's dispatcher asserts that there is",
+        "there is no other rank to send tokens to, and Megatron's dispatcher asserts that there is one",
         ("alltoall",),
     ),
     _flex_backend,

@@ -1,4 +1,4 @@
-"""The chat endpoint of engines and the agent that speaks to it: what goes together, and what an agent cannot have."""
+"""Rules of the chat endpoint and of the agent that talks to it: what goes together, and what an agent excludes."""
 
 from collections.abc import Iterator
 
@@ -58,14 +58,14 @@ ENDPOINT_RULES = (
         "actor.router_replay",
         lambda c, m: c.rollout.endpoint and c.actor.router_replay == "R3",
         "must not be R3 with rollout.endpoint: true",
-        "where an agent goes back to an earlier place, routes of what it kept have not been seen to be whole",
+        "where an agent goes back to an earlier place, the routes of kept tokens were never seen to be complete",
         ("disabled", "R2"),
     ),
     RuleRow(
         "trainer.partial_rollouts",
         lambda c, m: c.rollout.endpoint and c.trainer.partial_rollouts,
         "must be false with rollout.endpoint: true",
-        "what an agent did until then cannot be brought about again where its response goes on",
+        "what an agent did until then cannot be repeated where its response continues",
         (False,),
     ),
     RuleRow(

@@ -1,4 +1,4 @@
-"""What hybrids of gated delta and gated attention (Qwen3-Next) cannot do on a device, and what their engines cannot."""
+"""Rules of hybrids of gated delta and gated attention (Qwen3-Next): what devices and engines cannot do with them."""
 
 from collections.abc import Callable
 

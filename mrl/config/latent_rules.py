@@ -1,4 +1,4 @@
-"""What latent attention (DeepSeek-V3 and its kin) cannot do on a device, and what engines of its checkpoints cannot."""
+"""Rules of latent attention (DeepSeek-V3 and its relatives): what devices and engines cannot do with it."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from mrl.model import ModelSpec
 from mrl.platforms.versions import row_of, vllm_generation, vllm_package
 
 _VLLM = "rollout.engine_kwargs.vllm"
-_KERNEL = (512, 64)  # latent and rotated size that vLLM's CPU kernel is compiled for
+_KERNEL = (512, 64)  # latent size and rotary size that vLLM's CPU kernel is compiled for
 _GENERATION = (0, 32)
 
 
@@ -17,12 +17,12 @@ def _latent(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConf
 
 
 def on_device(config: RunConfig, device: str) -> bool:
-    """Whether a run is for that device; not where no device is known."""
+    """Whether a run is for that device. False where its device is not known."""
     return leaf(config, "cluster.device") == device
 
 
 def engine_is_old(config: RunConfig, _: ModelSpec) -> bool:
-    """Whether engines are older than those that the weight sync knows special attention of."""
+    """Whether engines are too old for the weight sync of latent and gated delta attention."""
     if leaf(config, "cluster.device") not in ("cpu", "cuda"):
         return False
     _, version = vllm_package(row_of(config.cluster.device).packages | config.cluster.versions)
@@ -31,7 +31,7 @@ def engine_is_old(config: RunConfig, _: ModelSpec) -> bool:
 
 
 def replicates_shared_experts(config: RunConfig) -> bool:
-    """Whether vLLM has shared experts whole on every worker of an engine, whose tokens it then cuts."""
+    """Whether vLLM holds shared experts whole on every worker of an engine, and cuts their tokens."""
     rollout = config.rollout
     degrees = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.expert_parallel_size)
     return min(degrees) > 1
@@ -42,7 +42,7 @@ LATENT_RULES = (
         f"{_VLLM}.load_format",
         lambda c, m: m.loads_by_sync and "load_format" in c.rollout.vllm_kwargs,
         "must be left out for a checkpoint in FP8 or with a vision tower",
-        "its engines get the weights that are trained by the first sync, and what vLLM would load is another model",
+        "its engines get the trained weights in the first sync, and vLLM would load another model",
     ),
     RuleRow(
         "cluster.device",
@@ -83,8 +83,7 @@ LATENT_RULES = (
         f"{_VLLM}.hf_overrides",
         lambda c, m: (m.is_latent or m.is_wrapped) and bool(c.rollout.vllm_kwargs.get("hf_overrides")),
         "must be left out for this model",
-        "mrl itself says there what the checkpoint's config.json may lack of its routers, or that the text model alone "
-        "is meant",
+        "mrl itself sets there what config.json may lack about routers, or that only the text model is used",
     ),
     RuleRow(
         f"{_VLLM}.attention_backend",

@@ -1,4 +1,4 @@
-"""Composing a run: preset < recipe < `--set`, and where every value came from.
+"""Composes a run's configuration: preset < recipe < `--set`, with the origin of every value.
 
 Loading imports no torch and takes well under a second.
 """
@@ -28,27 +28,30 @@ TIS = CORRECTIONS["TIS"]
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A whole configuration and, for every leaf (dotted key), where its value came from."""
+    """A whole configuration, with the origin of every value by its dotted key."""
 
     config: RunConfig
     origins: dict[str, Origin]
     recipe: str | None = None
-    files: tuple[str, ...] = ()  # every YAML file that was read, the lowest first
+    files: tuple[str, ...] = ()  # every YAML file that was read, lowest priority first
 
     def where(self, field: str) -> str:
-        """The origin of a key as text; of a section, the origin of its first leaf that is no default."""
+        """Returns the origin of a key as text. For a section it is the origin of its first value that is no default."""
         below = [o for key, o in self.origins.items() if key == field or key.startswith(field + ".")]
         return str(next((o for o in below if o != DEFAULT), below[0] if below else DEFAULT))
 
     def to_yaml(self) -> str:
-        """The configuration with every default written out and each value's origin beside it.
+        """Returns the configuration as YAML, with every default and with each value's origin as a comment.
 
-        `load_config` reads it back to an equal RunConfig: what a recipe said is written out, so it names none.
+        `load_config` reads it back to an equal RunConfig. It names no recipe, because the recipe's values are written
+        out.
         """
         return self._text(self.config.model_dump())
 
     def to_record(self) -> str:
-        """The configuration without secrets, as a run writes it down; one that is read from it wants them again."""
+        """Returns the configuration as YAML without secrets, as a run stores it. Whoever reads it has to set them
+        again.
+        """
         return self._text(without_secrets(self.config.model_dump()))
 
     def _text(self, values: dict[str, Any]) -> str:
@@ -61,7 +64,7 @@ class ResolvedConfig:
 
 
 class SchemaRefusal(InvalidConfig):
-    """A configuration of which the schema refuses a part. `rest`: the other part, for `rules.with_rules`."""
+    """Raised for a configuration that the schema refuses in part. `rest` is the other part, for `rules.with_rules`."""
 
     def __init__(self, violations: Iterable[Violation], rest: ResolvedConfig) -> None:
         super().__init__(violations)
@@ -70,7 +73,7 @@ class SchemaRefusal(InvalidConfig):
 
 @dataclass(frozen=True)
 class _Layer:
-    """One part of the composition. `recipe`: the name of the recipe that it is."""
+    """One part of the composition. `recipe` is its name where it is a recipe."""
 
     tree: Node
     file: str | None = None
@@ -78,12 +81,11 @@ class _Layer:
 
 
 def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Composes the preset at `path` (with what it names under `extends:` and `recipe:`), `recipe` and `overrides`
-    (`a.b=value`).
+    """Composes the preset at `path` (with its `extends:` and `recipe:`), `recipe` and `overrides` (`a.b=value`).
 
-    Later wins. A file's own keys win over the recipe it names, and that over the files it extends. `recipe` wins over
-    the whole preset and takes the place of the recipe it names. Raises ConfigError; SchemaRefusal lists everything that
-    the schema refuses.
+    Later ones win. A file's own keys win over the recipe that it names, and that recipe wins over the files it extends.
+    `recipe` wins over the whole preset and replaces the preset's recipe. Raises ConfigError. SchemaRefusal lists
+    everything that the schema refuses.
     """
     layers = _file_layers(Path(path), ())
     if recipe is not None:
@@ -106,14 +108,14 @@ def _resolved(config: RunConfig, tree: Node, recipe: str | None, files: tuple[st
 
 
 def available_recipes() -> tuple[str, ...]:
-    """Names of the recipes that come with the package."""
+    """Returns the names of the recipes that come with the package."""
     return tuple(sorted(file.stem for file in RECIPES.glob("*.yaml")))
 
 
 def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:
-    """The files that a preset extends, its recipe and the preset itself, lowest first.
+    """Returns the files that a preset extends, its recipe and the preset itself, lowest priority first.
 
-    `chain`: the files that led here.
+    `chain` holds the files that led to this one.
     """
     trail = " -> ".join(map(str, (*chain, path)))
     if path.resolve() in {p.resolve() for p in chain}:
@@ -156,7 +158,10 @@ def _base_paths(bases: Node | None, path: Path) -> list[Path]:
 
 
 def _shortest(path: Path) -> Path:
-    """`a/b/../c.yaml` as `a/c.yaml`, so that origins read well; left alone where b is a link and the two differ."""
+    """Shortens `a/b/../c.yaml` to `a/c.yaml`, so that origins are easy to read.
+
+    The path stays as it is where b is a link and the two differ.
+    """
     parts: list[str] = []
     for part in path.parts:
         if part == ".." and parts and parts[-1] not in ("..", "/"):
@@ -177,7 +182,7 @@ def _recipe_layer(name: Any, where: str) -> _Layer:
 
 
 def _with_last_recipe(layers: list[_Layer]) -> list[_Layer]:
-    """Recipes replace each other: two of them would mix one algorithm's clip with another's loss."""
+    """Keeps only the last recipe. Two of them would mix one algorithm's clip with another's loss."""
     named = [i for i, layer in enumerate(layers) if layer.recipe]
     return [layer for i, layer in enumerate(layers) if i not in named[:-1]]
 
@@ -195,19 +200,17 @@ def _at_origin(node: Node, origin: Origin) -> Node:
 
 
 def _with_derived(tree: Node, config: RunConfig) -> Node:
-    """What follows from another key unless it is set, written out here so that it stands in
-    the resolved configuration.
-    """
+    """Adds values that follow from other keys where they are not set, so that the resolved configuration shows them."""
     for path, value, key in _derived(config):
         tree = merge(tree, _nest(path, Node(value, Origin(key))))
     return tree
 
 
 def _derived(config: RunConfig) -> Iterator[tuple[tuple[str, ...], Any, str]]:
-    """Keys with their values and the keys that these follow from.
+    """Yields keys with their values, and the key that each follows from.
 
-    Dr.GRPO's constant divisor is the longest response; DAPO's buffer a fifth of it. Engines that hold other weights
-    than are trained have their gap corrected.
+    Dr. GRPO's divisor is the longest response, DAPO's buffer is a fifth of it. Quantised engines get a correction for
+    the gap to the trained weights.
     """
     length = "data.max_response_length"
     loss = config.algorithm.policy_loss
@@ -223,7 +226,7 @@ def _derived(config: RunConfig) -> Iterator[tuple[tuple[str, ...], Any, str]]:
 
 
 def _lacks_a_correction(config: RunConfig) -> bool:
-    """Whether nothing is said of a correction, and the loss can have one."""
+    """Whether no correction is set although the loss could have one."""
     algorithm = config.algorithm
     is_said = "level" in algorithm.rollout_correction.model_fields_set
     is_filtered = config.rollout.top_p != 1 or config.rollout.top_k != -1

@@ -1,4 +1,4 @@
-"""Low-rank adapters (actor.lora): which models and layouts have them, and what else makes no sense beside them."""
+"""Rules of low-rank adapters (actor.lora): which models and layouts can have them, and what does not go with them."""
 
 from collections.abc import Callable, Iterator
 from os.path import isdir
@@ -18,7 +18,7 @@ _FUSED = ("q_proj", "k_proj", "v_proj")
 
 
 def has_adapters(config: RunConfig) -> bool:
-    """Whether adapters are trained, and not the weights."""
+    """Whether adapters are trained instead of the weights."""
     return config.actor.lora.rank > 0
 
 
@@ -63,8 +63,10 @@ def _needs_rank(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _router_losses(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    if not has_adapters(config) or not model.is_moe:
+        return
     given = config.model.override_transformer_config
-    for name in _ROUTER_LOSSES if has_adapters(config) and model.is_moe else ():
+    for name in _ROUTER_LOSSES:
         value = given.get(name)
         coefficients = value if isinstance(value, list) else [value]
         if any(coefficients):
@@ -79,7 +81,7 @@ def _cuts_heads(config: RunConfig, model: ModelSpec) -> bool:
 
 
 def _adapter(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """The adapter that training starts from is one of this model's."""
+    """Checks that the adapter that training starts from was made for this model."""
     lora = config.actor.lora
     is_read = lora.adapters is not None and lora.path is not None and _is_covered(model)
     if not is_read or not isdir(lora.path) or not isdir(config.model.path):
@@ -132,15 +134,15 @@ LORA_RULES = (
         "actor.lora.base_dtype",
         _with(lambda c, m: c.actor.lora.base_dtype != "model.dtype"),
         "must be model.dtype",
-        "a quantised base needs products for Megatron's column-, row- and grouped layers on devices and on a CPU, and "
-        "its blocks unpacked alike where ranks merge and where exports read them, and no such library is kept here",
+        "a quantised base needs a library that multiplies and unpacks its weights in Megatron's column, row and "
+        "grouped layers, on devices and on a CPU, and mrl supports none",
         ("model.dtype",),
     ),
     RuleRow(
         "actor.lora.dropout",
         _with(lambda c, m: c.actor.lora.dropout > 0 and c.algorithm.on_policy),
         "must be 0 with algorithm.anchor on_policy",
-        "the pass that trains is the one that old log-probs are taken from, which are of the whole model",
+        "old log-probs come from the pass that trains, and they must be those of the model without dropout",
         (0.0,),
     ),
     RuleRow(

@@ -1,4 +1,6 @@
-"""Advantage, loss, aggregation, clip, correction and sampling: names that exist, and settings that go together."""
+"""Rules of advantage, loss, aggregation, clip, correction and sampling: names that exist, and settings that go
+together.
+"""
 
 from collections.abc import Collection, Iterator
 
@@ -29,7 +31,7 @@ _PENALISED = "reward"  # the part that is the score after penalties
 
 
 def loss_notes(config: RunConfig) -> Iterator[str]:
-    """What is legal in a loss and may still not be what was meant."""
+    """Yields notes on settings of a loss that are legal and may be a mistake."""
     algorithm = config.algorithm
     limit = _clip_limit(config)
     for name in _CLIPS if limit is not None else ():
@@ -125,7 +127,7 @@ def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if _compares_responses(config):
         name = config.algorithm.adv_estimator
         if not _teacher_alone(config):
-            why = "the advantage compares responses to one prompt; of a single one it says nothing"
+            why = "the advantage compares responses to one prompt, and a single one has nothing to be compared with"
             yield Violation("rollout.n", f"must be at least 2 with adv_estimator {name}", why, (2, 4, 8, 16))
     elif config.algorithm.filter_groups.enable:
         why = "dynamic sampling keeps groups whose responses differ, and one response does not"
@@ -138,7 +140,7 @@ def _compares_responses(config: RunConfig) -> bool:
 
 
 def _teacher_alone(config: RunConfig) -> bool:
-    """Whether advantages from rewards count nothing beside a teacher's."""
+    """Whether advantages from rewards have no weight beside a teacher's."""
     distillation = config.distillation
     return distillation.enabled and distillation.distillation_loss.reward_weight == 0
 
@@ -215,7 +217,7 @@ def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _exhaustion(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     groups = config.algorithm.filter_groups
     if groups.enable and groups.on_exhausted != "error" and groups.max_num_gen_batches == 0:
-        why = "0 generates without end, so what happens at the end is never asked"
+        why = "0 sets no limit, so the batches are never used up"
         yield Violation(
             f"{_GROUPS}.max_num_gen_batches",
             f"must be at least 1 with on_exhausted {groups.on_exhausted}",
@@ -289,7 +291,7 @@ def _token_clip(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _clip_limit(config: RunConfig) -> float | None:
-    """The widest sensible clip ratio of the loss, where it has such a limit."""
+    """Returns the widest sensible clip ratio of the loss, or None where it has no such limit."""
     loss = config.algorithm.policy_loss
     if loss.loss_mode in LOSSES:
         return LOSSES[loss.loss_mode].clip_warning_above
@@ -297,7 +299,7 @@ def _clip_limit(config: RunConfig) -> float | None:
 
 
 def _unless_forced(rule: Rule) -> Rule:
-    """A rule against a likely mistake, which algorithm.policy_loss.force lets pass."""
+    """Wraps a rule against a likely mistake, so that algorithm.policy_loss.force switches it off."""
 
     def judged(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         if config.algorithm.policy_loss.force:
@@ -348,21 +350,20 @@ LOSS_RULES = (
         f"{_CORRECTION}.level",
         lambda c, m: c.algorithm.rollout_correction.level is not None and c.algorithm.on_policy,
         f"does not go with {_ON_POLICY}",
-        "its weights, and what it rejects from the loss's denominators, are settled before the update, by old "
-        f"log-probs; {_PASS}",
+        f"its weights and rejections are computed before the update, from old log-probs; {_PASS}",
         (None,),
     ),
     on_only_where(
         "algorithm.use_kl_in_reward",
         lambda c, m: not c.algorithm.on_policy,
         f"does not go with {_ON_POLICY}",
-        f"rewards are settled before the update, and this KL by old log-probs; {_PASS}, use_kl_loss needs none",
+        f"rewards are computed before the update, and this KL needs old log-probs; {_PASS}, use_kl_loss needs none",
     ),
     on_only_where(
         "record.trainer_log_probs",
         lambda c, m: not c.algorithm.on_policy,
         f"does not go with {_ON_POLICY}",
-        f"the trainer's log-probs are known when the rows are gone; {_PASS}",
+        f"the trainer's log-probs are known only after the rows are gone; {_PASS}",
     ),
     _on_policy_selection,
     _on_policy_replay,

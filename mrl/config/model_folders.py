@@ -1,4 +1,4 @@
-"""Models that a configuration names by their name on the Hugging Face hub, brought to the node that asks."""
+"""Resolves models that a configuration names by their name on the Hugging Face hub to folders on this node."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ TEACHER = "distillation.teacher_model.model_path"
 
 
 def names_of_the_hub(config: RunConfig) -> list[str]:
-    """Paths among those of the model, the reference, the teacher and the critic that are no folders of this node."""
+    """Returns the paths of model, reference, teacher and critic that are names on the hub."""
     paths = [config.model.path, config.ref.path, config.critic.path]
     if config.distillation.enabled:
         paths.append(config.distillation.teacher_model.model_path)
@@ -18,7 +18,7 @@ def names_of_the_hub(config: RunConfig) -> list[str]:
 
 
 def with_model_folders(config: RunConfig) -> RunConfig:
-    """The configuration with folders of this node in their place. Raises EnvironmentFault where one cannot be had."""
+    """Replaces names on the hub by folders of this node. Raises EnvironmentFault where a model cannot be fetched."""
     if not names_of_the_hub(config):
         return config
     path = local_folder(config.model.path)
@@ -40,8 +40,9 @@ def _with_teacher_folder(distillation: DistillationConfig) -> DistillationConfig
 
 
 def folders_of_weights(config: RunConfig) -> dict[str, Path]:
-    """What a run loads weights from, by key, names on the hub left out: the model, a reference and a teacher where
-    they are asked, and a critic's start.
+    """Returns the folders that a run loads weights from, by key. Names on the hub are left out.
+
+    These are the model, a reference and a teacher where they are used, and a critic's start.
     """
     named = {"model.path": config.model.path}
     if config.algorithm.needs_reference and config.ref.path is not None:
@@ -54,9 +55,7 @@ def folders_of_weights(config: RunConfig) -> dict[str, Path]:
 
 
 def model_in(key: str, folder: Path, model: ModelSpec) -> ModelSpec:
-    """What the weights in `folder`, which `key` names, are to be of: the teacher is a model of its own, all others are
-    `model`.
-    """
+    """Returns the model that the weights in `folder` must belong to. It is `model`, except for a teacher's folder."""
     if key == TEACHER:
         return load_model_spec(folder)
     return model

@@ -1,8 +1,8 @@
-"""What each field of Megatron's configuration classes does, and so what a user may say of it.
+"""States what each field of Megatron's configuration classes does, and which values a user may set.
 
-Every field of the classes in upstream_fields.py that `override_*` reaches stands here, and MindSpeed's too; a release
-with a new one fails tests/unit/test_override_fields.py. Engines compute the model as its config.json describes it, so
-what changes the function that the actor computes may only say what is so anyway.
+All fields of classes in upstream_fields.py that `override_*` reaches stand here, and MindSpeed's too. A release with a
+new field fails tests/unit/test_override_fields.py. Engines compute the model as its config.json describes it. So a
+field that changes the actor's function may only have the model's own value.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ Values = tuple[Any, ...] | Callable[[ModelSpec], tuple[Any, ...]]
 
 
 class Effect(Enum):
-    """What another value of a field changes."""
+    """The effect of another value of a field, and whether such a value is accepted."""
 
     SPEED = "speed, memory, what is logged, or nothing: taken"
     ROUNDING = "how numbers are rounded: taken, and noted"
@@ -30,8 +30,10 @@ class Effect(Enum):
 
 @dataclass(frozen=True)
 class Field:
-    """One field. `why`: what follows from another value, of OURS what decides the field; `values`: the value that goes
-    without saying and others that mean the same.
+    """One field and the values that it may have.
+
+    `why` says what follows from another value; for OURS it says what decides the field. `values` holds the default and
+    other values that mean the same.
     """
 
     effect: Effect
@@ -39,9 +41,9 @@ class Field:
     values: Values = ()
 
     def usual(self, model: ModelSpec | None) -> tuple[Any, ...]:
-        """`values` for a model; () where they depend on a model that is not known.
+        """Returns `values` for a model, or () where they depend on an unknown model.
 
-        Raises UnknownValue for a part of it that is not known.
+        Raises UnknownValue where the part of the model that they depend on is unknown.
         """
         if not callable(self.values):
             return self.values
@@ -59,7 +61,7 @@ def _ours(decides: str, names: str) -> dict[str, Field]:
 
 
 def _with(effect: Effect, why: str, values: Mapping[str, Any] | None = None, /, **more: Any) -> dict[str, Field]:
-    """Fields with the one value, the tuple of values or the function of the model that goes without saying."""
+    """Builds fields from their usual values: one value, a tuple of values, or a function of the model."""
     given = {**(values or {}), **more}
     return {name: Field(effect, why, v if callable(v) or isinstance(v, tuple) else (v,)) for name, v in given.items()}
 
@@ -83,7 +85,7 @@ _GROUPED = (
     "have other names and shapes"
 )
 _CAPACITY = "tokens over an expert's capacity are dropped in training and not in generation: the log-probs would differ"
-_DELAYED = "nothing in the actor's schedule runs the postponed half, so gradients would be lost"
+_DELAYED = "nothing in the actor's schedule runs the delayed weight gradients, so they would be lost"
 _PLANNED = (
     "Megatron then asks the forward step for a plan of its layers' parts (core/pipeline_parallel/combined_1f1b.py, "
     "return_schedule_plan), which log-probs without logits and replayed routes do not have"
@@ -93,15 +95,15 @@ _SHAPES = (
     "cuda_graphs.py), and a micro-batch has as many tokens as its samples have; graphs of Transformer Engine also "
     "refuse packed sequences (core/transformer/transformer_layer.py)"
 )
-_OLD_NAME = "it is an old way to say another key, which plan and rules read"
-_INFERENCE = "it is of Megatron's own generation; here engines generate"
+_OLD_NAME = "it is an old name of another key, which plan and rules read"
+_INFERENCE = "it belongs to Megatron's own inference; here engines generate"
 _NO_MTP = "layers for multi-token prediction are neither built, trained nor exported"
 _FORMATS = "log-probs and pipeline stages take activations in the model's own format"
 _EIGHT_BIT_WEIGHTS = "checkpoints, the weight sync and offloading read weights in the model's own format"
 _FOUR_BIT = "Megatron 0.16.1 has it for pretraining on Blackwell alone; no row of mrl's can build it"
 _SCHEDULE = "mrl's forward step and its head of log-probs take no part in it, and an update would fail"
 _GROUPS = "mrl makes the process groups, and none for it"
-_BUFFERS = "nobody makes Transformer Engine's user buffers, which it needs in the first forward"
+_BUFFERS = "mrl does not make Transformer Engine's user buffers, which it needs in the first forward"
 _NO_TORCH = "no row's torch is built with torch.distributed.ring_exchange"
 _ONLY_FLOAT16 = "it is made for float16, and Transformer Engine refuses it unless its environment says so too"
 _ONE_SIDED = "what it compares of norms of queries and keys has a bias, which no model has that mrl trains"
@@ -109,14 +111,14 @@ _MICRO_BATCHES = "a rank has multiples of the pipeline's size of micro-batches; 
 _KITCHEN = "its package is in no row"
 _INITIAL = "weights come from the checkpoint"
 _MUON = "mrl trains with Adam, and it would be ignored"
-_ALIGNED = "gathers would begin where the schedule is told to begin them, and nobody tells it"
+_ALIGNED = "the pipeline schedule would have to start the gathers, and mrl does not tell it to"
 _WHOLE = (
     "checkpoints and the weight sync read parameters and optimizer shards as the plain "
     "distributed optimizer lays them out"
 )
 _STATES = "Megatron's Adam, on the device and on the host, keeps gradients and states in float32"
 _GATHER = "Megatron reads it from actor.override_ddp_config, which has a key of the same name"
-_GATHER_IN_STEP = "its gathers are begun inside Megatron's own optimizer step; ours leaves out what is not finite"
+_GATHER_IN_STEP = "Megatron's own optimizer step starts its gathers; mrl's step skips updates that are not finite"
 _SCALE = "gradients would be divided by a scale that the loss was never multiplied with"
 _FLOAT16 = "it scales losses in float16, which mrl does not train in, and would be ignored"
 
@@ -128,7 +130,7 @@ _MEANS = "gradients are summed over replicas in another order or format"
 
 
 def _scaling(model: ModelSpec) -> tuple[Any, ...]:
-    """The factors that leave a router's scores as the model has them; None and 1 are the same."""
+    """Returns the scaling factors that keep a router's scores as the model has them. None and 1 are the same."""
     factor = model.routed_scaling_factor
     if factor == 1.0:
         return (None, 1.0)
@@ -142,7 +144,7 @@ def _groups(model: ModelSpec, number: int) -> tuple[Any, ...]:
 
 
 def _linear_layers(model: ModelSpec) -> tuple[Any, ...]:
-    """What Megatron is told of the layers with gated delta attention; the list, as YAML has it."""
+    """Returns the list that tells Megatron which layers have gated delta attention."""
     if not model.is_hybrid:
         return (None,)
     return ([int(layer in model.linear_layers) for layer in range(model.num_layers)],)

@@ -1,6 +1,7 @@
-"""`override_*` and `engine_kwargs`: keys must be fields that upstream has, with values that mrl can run and under
-which the actor stays the model that the engines have (mrl/config/override_fields.py), and not ones that a key of ours
-already sets.
+"""Rules of `override_*` and `engine_kwargs`.
+
+Each key must be a field that upstream has and that no key of mrl already sets. Its value must be one that mrl can run
+and that keeps the actor equal to the engines' model (mrl/config/override_fields.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 
 _SYNC = "mrl itself, for the weight transfer"
 
-# argument of vLLM -> the key (or, where there is none, what else) that decides it
+# argument of vLLM -> the key of mrl that decides it, or whatever else does
 _VLLM_DECIDED_BY = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -59,7 +60,7 @@ _VLLM_DECIDED_BY = {
 
 _VLLM = {name: Field(Effect.OURS, decides) for name, decides in _VLLM_DECIDED_BY.items()}
 
-# key, upstream class, what is known of its fields: all of Megatron's, and those of vLLM's that are ours
+# key, upstream class, known fields: all of Megatron's, and those of vLLM's that mrl decides
 _TARGETS: tuple[tuple[str, str, Mapping[str, Field]], ...] = (
     ("model.override_transformer_config", "TransformerConfig", TRANSFORMER),
     ("actor.optim.override_optimizer_config", "OptimizerConfig", OPTIMIZER),
@@ -69,15 +70,13 @@ _TARGETS: tuple[tuple[str, str, Mapping[str, Field]], ...] = (
 
 
 def override_rules(config: RunConfig, model: ModelSpec | None) -> Iterator[Violation]:
-    """Keys handed on to Megatron and vLLM that are unknown there or that mrl decides,
-    and values that it cannot have.
-    """
+    """Refuses keys of Megatron and vLLM that are unknown there or decided by mrl, and values that cannot run."""
     for key, *_rest in _TARGETS:
         yield from override_faults(key, leaf(config, key) or {}, leaf(config, "cluster.device"), model)
 
 
 def override_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
-    """Fields of Megatron's that are legal, and under which log-probs or gradients are other ones than usual."""
+    """Yields notes on legal Megatron fields that change log-probs or gradients."""
     for key, _, fields in _TARGETS:
         given = _of_the_model(leaf(config, key) or {}, model)
         yield from _rounding_notes(key, given, fields)
@@ -90,7 +89,7 @@ def override_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
 
 
 def _rounding_notes(key: str, given: Mapping[str, Any], fields: Mapping[str, Field]) -> Iterator[str]:
-    """One for each reason, with all fields that it is said of."""
+    """Yields one note for each reason, with all fields that it applies to."""
     rounding = {n: fields[n] for n in given if n in fields and fields[n].effect is Effect.ROUNDING}
     others = {name: field for name, field in rounding.items() if given[name] not in field.usual(None)}
     for why in dict.fromkeys(field.why for field in others.values()):
@@ -130,18 +129,17 @@ OVERRIDE_RULES = (
 def override_faults(
     key: str, given: Mapping[str, Any], device: str | None, model: ModelSpec | None = None
 ) -> list[Violation]:
-    """What is wrong with fields given under one of the override keys on a device: `model.override_transformer_config`,
-    ...
+    """Returns what is wrong with the fields given under one override key, such as `model.override_transformer_config`.
 
-    `device` None: not known, and nothing is said of fields that some device has. `model` None: not known either, and
-    nothing is said of values that depend on it.
+    Without `device`, fields that only some devices have are accepted. Without `model`, values that depend on it are not
+    judged.
     """
     upstream, fields = next((upstream, fields) for target, upstream, fields in _TARGETS if target == key)
     return [*_names(key, upstream, fields, given, device), *_values(key, fields, _of_the_model(given, model), model)]
 
 
 def _of_the_model(given: Mapping[str, Any], model: ModelSpec | None) -> dict[str, Any]:
-    """The given fields, without those of mixtures where the model is dense; another rule speaks of those."""
+    """Drops fields for mixtures of experts where the model is dense. Another rule reports those."""
     try:
         dense = model is not None and not model.is_moe
     except UnknownValue:
@@ -150,7 +148,9 @@ def _of_the_model(given: Mapping[str, Any], model: ModelSpec | None) -> dict[str
 
 
 def decided_by(key: str, name: str) -> str | None:
-    """Our key (or what else) that decides a field of an override key; None where the field is the user's."""
+    """Returns the key of mrl (or whatever else) that decides a field of an override key. None where the user decides
+    it.
+    """
     field = next(fields.get(name) for target, _, fields in _TARGETS if target == key)
     if field is not None and field.effect is Effect.OURS:
         return field.why
@@ -158,9 +158,9 @@ def decided_by(key: str, name: str) -> str | None:
 
 
 def upstream_class(name: str, device: str | None) -> UpstreamClass:
-    """The class as the row of `device` has it: vllm-ascend goes with a vLLM of its own.
+    """Returns the class as the row of `device` has it, because vllm-ascend needs a vLLM of its own.
 
-    None: with the fields of all rows.
+    Without `device` the class has the fields of all rows.
     """
     usual = UPSTREAM_FIELDS[name]
     if device is not None:
@@ -172,7 +172,7 @@ def upstream_class(name: str, device: str | None) -> UpstreamClass:
 def _values(
     key: str, fields: Mapping[str, Field], given: Mapping[str, Any], model: ModelSpec | None
 ) -> Iterator[Violation]:
-    """Refuses values under which the actor would be another model, or could not run."""
+    """Refuses values that would make the actor another model, or that mrl cannot run."""
     for name, value in given.items():
         field = fields.get(name)
         if field is None or field.effect not in (Effect.FUNCTION, Effect.BARRED):

@@ -1,4 +1,4 @@
-"""Where a configuration's processes stand: nodes and devices of the actor's ranks and of the engines' workers."""
+"""Places the processes of a configuration: nodes and devices of the actor's ranks and the engines' workers."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +12,7 @@ from mrl.platforms.hosting import get_hosting
 
 @dataclass(frozen=True)
 class Deployment:
-    """The sections that say how many processes there are, and on what they stand."""
+    """The sections that say how many processes there are, and which devices they use."""
 
     cluster: ClusterConfig
     layout: LayoutConfig  # of the actor's ranks
@@ -20,7 +20,7 @@ class Deployment:
 
     @classmethod
     def of(cls, config: RunConfig) -> "Deployment":
-        """The deployment that a configuration asks for."""
+        """Returns the deployment that a configuration asks for."""
         return cls(config.cluster, config.actor.layout, config.rollout)
 
     @property
@@ -30,7 +30,7 @@ class Deployment:
 
     @property
     def devices(self) -> int:
-        """Devices of actor and engines: beside each other, or on the same ones."""
+        """Devices that actor and engines use together. Colocated, both use the same ones."""
         actor = self.layout.world_size
         engines = self.rollout.num_engines * self.rollout.workers_per_engine
         if self.is_colocated:
@@ -39,7 +39,7 @@ class Deployment:
 
 
 def rollout_layout(rollout: RolloutConfig) -> RolloutLayout:
-    """The engines' layout. Raises ConfigError for an expert_parallel_size that vLLM cannot have."""
+    """Returns the engines' layout. Raises ConfigError for an expert_parallel_size that vLLM cannot have."""
     return RolloutLayout(
         rollout.num_engines,
         rollout.tensor_model_parallel_size,
@@ -49,19 +49,19 @@ def rollout_layout(rollout: RolloutConfig) -> RolloutLayout:
 
 
 def cluster_shape(cluster: ClusterConfig) -> ClusterShape:
-    """Nodes and devices (on cpu: ranks) that the configuration states."""
+    """Returns the nodes, and the devices of each (on cpu: ranks), that the configuration states."""
     return ClusterShape(cluster.nnodes, cluster.n_gpus_per_node)
 
 
-_near_places = lru_cache(maxsize=4)(near_places)  # a plan asks several times
+_near_places = lru_cache(maxsize=4)(near_places)  # a plan calls it several times
 
 
 def rank_places(deployment: Deployment) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Places of the actor's ranks and of the engines' workers, in the order of their numbers.
+    """Returns the places of the actor's ranks and of the engines' workers, each in the order of their numbers.
 
-    Colocated, the workers of an engine stand on the devices of its node. Their order is one in which most of what they
-    need is there already (mrl/model/nearness.py). The n-th device that a process of the engine sees is its n-th
-    worker's. Raises ConfigError when the cluster is too small.
+    Colocated workers of an engine use the devices of its node. They are ordered so that most of the weights that they
+    need are there already (mrl/model/nearness.py). The n-th device that an engine's process sees belongs to its n-th
+    worker. Raises ConfigError when the cluster is too small.
     """
     cluster = cluster_shape(deployment.cluster)
     layout = deployment.layout

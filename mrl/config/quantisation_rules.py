@@ -1,4 +1,4 @@
-"""Engines that hold weights in FP8 (rollout.quantization): which models, devices and layouts have them."""
+"""Rules of engines that hold weights in FP8 (rollout.quantization): which models, devices and layouts can have them."""
 
 from collections.abc import Callable, Iterator
 
@@ -18,7 +18,7 @@ _VLLM = "rollout.engine_kwargs.vllm"
 
 
 def quantisation_notes(config: RunConfig) -> Iterator[str]:
-    """What generation then differs by, where nothing corrects it; and what computes on a CPU."""
+    """Yields notes on a gap to training that nothing corrects, and on what computes FP8 on a CPU."""
     if config.rollout.quantization is None:
         return
     algorithm = config.algorithm
@@ -43,7 +43,9 @@ def _is_on(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfi
 
 
 def _family(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    for why in quantised_faults(model) if config.rollout.quantization is not None else ():
+    if config.rollout.quantization is None:
+        return
+    for why in quantised_faults(model):
         yield Violation(_KEY, f"must be null for a model of the {model.family} family", why, (None,))
 
 
@@ -53,7 +55,7 @@ def _cuts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         return
     try:
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
-    except MrlError:  # which is said by itself
+    except MrlError:  # another rule reports it
         return
     if fault := cut_fault(model, train, rollout_layout(config.rollout), block):
         rule = f"needs cuts between blocks of {block} x {block}: {fault}"

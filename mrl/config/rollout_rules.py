@@ -1,6 +1,4 @@
-"""Rollout engines: their layout against the model and the cluster, what vLLM's CPU build can do,
-and how weights reach them.
-"""
+"""Rules of rollout engines: their layout on model and cluster, limits of vLLM's CPU build, and the weight sync."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,19 +22,19 @@ _TP = "rollout.tensor_model_parallel_size"
 _DP = "rollout.data_parallel_size"
 _EP = "rollout.expert_parallel_size"
 _VLLM = "rollout.engine_kwargs.vllm"
-_CPU_MULTIPLE = 32  # of vLLM's CPU kernels
+_CPU_MULTIPLE = 32  # block size of vLLM's CPU kernels
 _CPU_TENSOR = (1, 2)
 _UNFILTERED = {"top_p": 1.0, "top_k": -1}
 _RENORMALISED = (
     "a filter leaves words out and scales the rest up: the engine's log-probs are renormalised on the "
     "filtered set, training's are not"
 )
-# vLLM's argument: legal
+# vLLM's argument -> its only legal value
 _FIXED_EXPERTS = {"enable_eplb": False, "enable_elastic_ep": False, "expert_placement_strategy": "linear"}
 
 
 def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
-    """Number formats that differ between generation and training, and devices that are left idle."""
+    """Yields notes on number formats that differ between generation and training, and on idle devices."""
     dtype = config.rollout_dtype
     trained = config.model.dtype
     if dtype != trained:
@@ -65,7 +63,7 @@ def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
 
 
 def reshard_notes(config: RunConfig) -> Iterator[str]:
-    """A transport that the device does not have."""
+    """Yields a note where the device does not have the given transport."""
     reach = get_hosting(config.cluster.device).memory_reach
     if config.reshard.transport == "ipc" and reach != "node":
         between = "no other"
@@ -78,13 +76,14 @@ def reshard_notes(config: RunConfig) -> Iterator[str]:
 
 
 def cluster_devices(config: RunConfig) -> int:
-    """Devices of all nodes."""
+    """Returns the number of devices of all nodes."""
     return config.cluster.nnodes * config.cluster.n_gpus_per_node
 
 
 def engine_splits_heads(tensor: int, model: ModelSpec) -> bool:
-    """Whether each of `tensor` workers of an engine computes whole heads;
-    more workers than key/value heads share one.
+    """Whether each of an engine's `tensor` workers computes whole heads.
+
+    Several workers may share a key/value head.
     """
     heads = model.num_attention_heads
     kv = model.num_key_value_heads
@@ -150,8 +149,9 @@ def _cluster(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """An engine stands on one node, or each of its data-parallel ranks does;
-    spoken only where there are devices enough.
+    """Checks that each engine, or each of its data-parallel ranks, fits on one node.
+
+    It judges only clusters that have enough devices.
     """
     rollout = config.rollout
     cluster = ClusterShape(config.cluster.nnodes, config.cluster.n_gpus_per_node)
@@ -208,9 +208,7 @@ def _fixed_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.rollout.vllm_kwargs
     for name, legal in _FIXED_EXPERTS.items():
         if given.get(name, legal) != legal:
-            why = (
-                "experts would move between workers, or stand where the plan of the weight sync does not look for them"
-            )
+            why = "experts would move between workers, or be where the plan of the weight sync does not expect them"
             yield Violation(f"{_VLLM}.{name}", f"must be {str(legal).lower()}", why, (legal,))
 
 
@@ -230,26 +228,28 @@ def _engine_sequences(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _lacks_tokens(config: RunConfig) -> bool:
-    """Whether a step of an engine has a limit of tokens that the longest sample does not keep to."""
+    """Whether the longest sample exceeds the token limit of an engine step."""
     limit = config.rollout.max_num_batched_tokens
     return limit is not None and limit < config.data.max_sample_length
 
 
 def filters(rollout: RolloutConfig) -> dict[str, float]:
-    """Settings by which words are left out of training responses, with their values."""
+    """Returns the settings that exclude words from sampling training responses, with their values."""
     return {name: leaf(rollout, name) for name, neutral in _UNFILTERED.items() if leaf(rollout, name) != neutral}
 
 
 def _filters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Ratios against the engine's log-probs need the distribution that training computes."""
+    """Refuses filters where ratios are taken against the engine's log-probs. Both must have the same distribution."""
     loss_readers = log_prob_readers(config)[:-1]
-    for name in filters(config.rollout) if loss_readers else ():
+    if not loss_readers:
+        return
+    for name in filters(config.rollout):
         rule = f"must be {_UNFILTERED[name]:g} with {' and '.join(loss_readers)}"
         yield Violation(f"rollout.{name}", rule, _RENORMALISED, (_UNFILTERED[name],))
 
 
 def log_prob_readers(config: RunConfig) -> list[str]:
-    """What needs the engine's log-probs; the mismatch metrics, which nothing depends on, come last."""
+    """Returns what needs the engine's log-probs. The mismatch metrics, which nothing depends on, come last."""
     algorithm = config.algorithm
     corrected = algorithm.rollout_correction.level is not None
     anchored = algorithm.anchor == "rollout"
@@ -269,7 +269,9 @@ def _legal_response_length(config: RunConfig, model: ModelSpec) -> tuple[int, ..
 
 
 def _cpu_kernels(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    for name, size in _cpu_sizes(config, model) if _on_cpu(config) else ():
+    if not _on_cpu(config):
+        return
+    for name, size in _cpu_sizes(config, model):
         if size % _CPU_MULTIPLE:
             rule = f"has {name} = {size} on one worker, which must be a multiple of {_CPU_MULTIPLE}"
             yield Violation("model.path", rule, "vLLM's CPU kernels compute in blocks of that size")
@@ -308,7 +310,7 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 def _call_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
     if turns is not None and turns.timeout_s >= turns.max_seconds:
-        why = "no call that hangs would be answered by an error: its response would have ended before"
+        why = "a response would end before a call that hangs is answered by an error"
         rule = f"must be less than max_seconds = {turns.max_seconds:g}"
         yield Violation("rollout.turns.timeout_s", rule, why, (turns.max_seconds / 2,))
 
@@ -318,7 +320,7 @@ def _program_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]
     if turns is None or not (PYTHON in turns.tools or VERL_TOOLS in turns.environments):
         return  # of verl's tools one runs programs as well
     if turns.python.max_seconds >= turns.timeout_s:
-        why = "a program that hangs would not be ended by itself, but with the process that calls tools"
+        why = "a program that hangs would only be killed together with the process that calls tools"
         rule = f"must be less than timeout_s = {turns.timeout_s:g}"
         yield Violation("rollout.turns.python.max_seconds", rule, why, (turns.timeout_s / 2,))
 
@@ -328,7 +330,7 @@ def _rewards_environment(config: RunConfig) -> bool:
 
 
 def _parts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """Checks the reward parts that shipped environments declare; what others declare is not known here."""
+    """Checks the reward parts that shipped environments declare. Parts of other environments are not known here."""
     turns = config.rollout.turns
     if not (_rewards_environment(config) and turns and turns.environments) or turns.path is not None:
         return
@@ -352,10 +354,10 @@ def _read_parts(algorithm: AlgorithmConfig) -> Iterator[tuple[str, Sequence[str]
 def _names(
     field: str, names: Sequence[str], known: tuple[str, ...], path: str | None, kind: str
 ) -> Iterator[Violation]:
-    """Checks the names of tools, or of environments."""
+    """Checks the names of tools or of environments."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        yield Violation(field, f"names {twice[0]} twice", "nobody could say which is meant", ())
+        yield Violation(field, f"names {twice[0]} twice", "it is not clear which one is meant", ())
     unknown = [name for name in names if name not in known]
     if unknown and path is None:
         why = f"{unknown[0]} is not shipped; a {kind} of your own goes under rollout.turns.path"

@@ -1,4 +1,4 @@
-"""What a rule is: a function of the configuration and the model; a row where one condition has one violation."""
+"""Defines a rule: a function of configuration and model, or a row where one condition gives one violation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 
 @dataclass(frozen=True, eq=False)
 class RuleRow:
-    """A rule that `field` breaks where `broken` holds.
+    """A rule that `field` breaks where `broken` returns True.
 
     `rule` and `why` are formatted with c (configuration) and m (model). `allowed` may be a function of both.
     """
@@ -25,7 +25,7 @@ class RuleRow:
     allowed: tuple[Any, ...] | Callable[[RunConfig, ModelSpec], tuple[Any, ...]] = ()
 
     def __call__(self, config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-        """Yields the violation where there is one; raises UnknownValue where a key that it reads is refused."""
+        """Yields the violation where the rule is broken. Raises UnknownValue where it reads a refused key."""
         if self.broken(config, model):
             allowed = self.allowed(config, model) if callable(self.allowed) else self.allowed
             rule, why = (text.format(c=config, m=model) for text in (self.rule, self.why))
@@ -39,5 +39,5 @@ def on_only_where(
     why: str,
     allowed: tuple[Any, ...] = (False,),
 ) -> RuleRow:
-    """Makes the row of a key that may be on, not null, false or 0, only where `holds`."""
+    """Builds the row of a key that may be on (not null, false or 0) only where `holds` returns True."""
     return RuleRow(field, lambda c, m: leaf(c, field) and not holds(c, m), rule, why, allowed)

@@ -1,12 +1,9 @@
-"""Every rule for a value, between keys, or between a key and the model.
+"""Collects all rules for values, between keys, and between a key and the model. All are judged, so one look shows all.
 
-All are judged: one look shows all that is wrong.
-
-Rules stand in actor_rules.py, critic_rules.py, distillation_rules.py, efficiency_rules.py, endpoint_rules.py,
-lora_rules.py, loss_rules.py, rollout_rules.py, quantisation_rules.py, run_rules.py, override_rules.py and
-device_rules.py, each a row or a function (rule_row.py); a rule of one key stands at the key. Each is judged by itself:
-where the schema refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part
-still speak. A function ends where it reads what is refused, so it holds one rule, or rules that read the same keys.
+Each rule is a row or a function (rule_row.py) in one of the files `*_rules.py`. A rule of a single key stands at its
+key. Rules are judged one by one. Where the schema refuses a part of a configuration (mrl/config/schema_errors.py),
+rules that do not read that part are still judged. A function ends where it reads a refused key. So a function holds one
+rule, or rules that read the same keys.
 """
 
 from collections.abc import Iterator
@@ -37,13 +34,16 @@ from mrl.model import ModelSpec, planning_model_spec
 
 
 def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> list[Violation]:
-    """All broken rules; empty when the configuration is legal. `check_paths`: also look at the files that it names."""
+    """Returns all broken rules. The list is empty when the configuration is legal.
+
+    With `check_paths` the files that it names are looked at too.
+    """
     judged = (*RULES, *PATH_RULES) if check_paths else RULES
     return [_placed(violation, resolved) for rule in judged for violation in _judged(rule, resolved.config, model)]
 
 
 def seen_violations(resolved: ResolvedConfig, model: ModelSpec) -> list[Violation]:
-    """What can be seen to be wrong with the files that it names, on a host that may not be the run's."""
+    """Returns visible faults of the files that the configuration names, on a host that may not be the run's."""
     return [_placed(violation, resolved) for rule in SEEN_RULES for violation in _judged(rule, resolved.config, model)]
 
 
@@ -54,13 +54,13 @@ def check(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False)
 
 
 def with_rules(refusal: SchemaRefusal, check_paths: bool = False) -> SchemaRefusal:
-    """A refusal by the schema, and what the rules have against the rest of that configuration."""
+    """Adds to a refusal by the schema what the rules refuse in the rest of that configuration."""
     broken = violations(refusal.rest, _model_of(refusal.rest), check_paths)
     return SchemaRefusal([*refusal.violations, *broken], refusal.rest)
 
 
 def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
-    """What is legal and still worth a line at the start of a run."""
+    """Returns the notes on legal settings that are worth a line at the start of a run."""
     return [
         *loss_notes(resolved.config),
         *distillation_notes(resolved.config),
@@ -77,7 +77,7 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
 
 
 class _UnknownModel:
-    """Stands in for a model that cannot be read: rules that ask it for something are not judged."""
+    """Stands in for a model that cannot be read. Rules that read it are not judged."""
 
     def __getattr__(self, name: str) -> Any:
         raise UnknownValue(name)
@@ -96,7 +96,7 @@ def _judged(rule: Rule, config: RunConfig, model: ModelSpec) -> list[Violation]:
         for violation in rule(config, model):
             broken.append(violation)
     except UnknownValue:
-        pass  # what was said before that key was read holds
+        pass  # violations found before that key was read stay
     return broken
 
 

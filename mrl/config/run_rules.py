@@ -1,6 +1,6 @@
-"""The loop, the optimizer's schedule, names of rewards and loggers; and files that a configuration names.
+"""Rules of the loop, learning rate schedules, names of rewards and loggers, and of files that a configuration names.
 
-Files are looked for only where the run is to happen: a preset is legal on a machine without its data.
+Files are checked only where the run is to start: a preset is legal on a machine without its data.
 """
 
 import os
@@ -57,7 +57,7 @@ def _left_out(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     custom = config.reward.custom_reward_function
     for name, value in (custom.reward_kwargs if custom else {}).items():
         if value == HIDDEN:
-            rule = f"{name} is what a secret is written down as"
+            rule = f"{name} is the placeholder that a run stores in place of a secret"
             why = "give it again, or better a variable that reward.environment names and the function reads"
             yield Violation("reward.custom_reward_function.reward_kwargs", rule, why)
 
@@ -67,7 +67,7 @@ def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     files = config.data.train_files
     if weights and len(weights) != len(files):
         rule = f"has {len(weights)} weights for {len(files)} train_files"
-        yield Violation("data.train_weights", rule, "each file has one, in their order")
+        yield Violation("data.train_weights", rule, "each file needs one weight, in the same order")
 
 
 def _decay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -89,7 +89,7 @@ def _warmup(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("actor.optim.lr_warmup_steps", f"must be less than {total}", why, (0, total - 1))
 
 
-# of the actor's schedule, and of a critic's (critic_rules.py)
+# rules of the actor's learning rate schedule, which critic_rules.py applies to the critic's too
 OPTIM_RULES = (
     RuleRow(
         "actor.optim.min_lr",
@@ -138,14 +138,14 @@ RUN_RULES = (
         "trainer.resume_mode",
         lambda c, m: c.trainer.resume_mode != "resume_path" and c.trainer.resume_from_path is not None,
         "must be resume_path while trainer.resume_from_path is set",
-        "a checkpoint that is named would be passed over without a word",
+        "the named checkpoint would be ignored silently",
         ("resume_path",),
     ),
 )
 
 
 def run_dir(trainer: TrainerConfig) -> Path:
-    """Where the run writes: trainer.run_dir, else runs/<experiment_name>."""
+    """Returns the folder that the run writes into: trainer.run_dir, or else runs/<experiment_name>."""
     return Path(trainer.run_dir or Path("runs") / trainer.experiment_name)
 
 
@@ -199,7 +199,7 @@ def _tool_config_file(config: RunConfig) -> tuple[str, ...]:
 
 
 def _reference_folder(config: RunConfig) -> tuple[str, ...]:
-    """The reference model's folder, where one is asked for and it is no name on the hub."""
+    """Returns the reference model's folder where it is used and is no name on the hub."""
     path = None
     if config.algorithm.needs_reference:
         path = config.ref.path
@@ -209,7 +209,7 @@ def _reference_folder(config: RunConfig) -> tuple[str, ...]:
 
 
 def _teacher_folder(config: RunConfig) -> tuple[str, ...]:
-    """The teacher's folder, where there is one and it is no name on the hub."""
+    """Returns the teacher's folder where there is one and it is no name on the hub."""
     path = None
     if config.distillation.enabled:
         path = config.distillation.teacher_model.model_path
@@ -219,7 +219,7 @@ def _teacher_folder(config: RunConfig) -> tuple[str, ...]:
 
 
 def _critic_folder(config: RunConfig) -> tuple[str, ...]:
-    """The folder that a critic starts from, where it is another than the actor's and no name on the hub."""
+    """Returns the folder that a critic starts from, where it is given and is no name on the hub."""
     path = config.critic.path
     if not config.algorithm.needs_critic or path is None or hub_name(path) is not None:
         return ()
@@ -227,7 +227,7 @@ def _critic_folder(config: RunConfig) -> tuple[str, ...]:
 
 
 def _adapter_folder(config: RunConfig) -> tuple[str, ...]:
-    """The adapter's that training starts from."""
+    """Returns the folder of the adapter that training starts from."""
     lora = config.actor.lora
     if not lora.rank or lora.path is None:
         return ()
@@ -241,7 +241,7 @@ def _first_checkpoint(config: RunConfig) -> tuple[str, ...]:
     return (folder,)
 
 
-# the user's files that a run reads where it starts, by key
+# the user's files that a run reads at its start, by key
 _FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "data.train_files": lambda c: c.data.train_files,
     "data.val_files": lambda c: c.data.val_files,
@@ -253,7 +253,7 @@ _FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "rollout.turns.tool_config_path": _tool_config_file,
     "rollout.agent.path": _agent_file,
 }
-# and folders, model.path aside
+# the folders that it reads, except model.path
 _FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "ref.path": _reference_folder,
     "distillation.teacher_model.model_path": _teacher_folder,
@@ -265,7 +265,10 @@ _PATHS = _FILES | _FOLDERS
 
 
 def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Violation]:
-    """Paths of a key that cannot be read; `seen`: those alone whose folder is, or is not, on this host."""
+    """Yields a violation for each path of a key that cannot be read.
+
+    With `seen` only those are judged whose parent folder is (True) or is not (False) on this host.
+    """
     for path in _PATHS[field](config):
         if _is_there(field, path) or seen not in (None, _has_folder_here(path)):
             continue
@@ -289,7 +292,7 @@ def _has_folder_here(path: str) -> bool:
 
 
 def named_paths(config: RunConfig) -> list[tuple[str, str]]:
-    """(key, path) of every file and folder of the user's that a run reads where it starts, model.path aside."""
+    """Returns (key, path) of each file and folder that a run reads at its start, except model.path."""
     return [(field, path) for field, paths in _PATHS.items() for path in paths(config)]
 
 
@@ -298,8 +301,9 @@ def _path_rule(field: str, seen: bool | None) -> Rule:
 
 
 def unseen_files(config: RunConfig) -> list[str]:
-    """Lines about what is named in folders that are not on this host, of which nothing is known. One more where no file
-    of prompts is named.
+    """Returns lines about paths whose folders are not on this host, so that they could not be checked.
+
+    One more line says so where no file of prompts is named.
     """
     lines = []
     if not config.data.train_files:
@@ -334,7 +338,7 @@ def _registered_advantage(config: RunConfig, _: ModelSpec) -> Iterator[Violation
 
 
 def _registered(field: str, file: str, decorator: str, wanted: str) -> Iterator[Violation]:
-    """A file that is no Python, or binds other names than the wanted one, as far as its text tells."""
+    """Refuses a file that is no Python, or whose text registers other names than the wanted one."""
     try:
         names = registered_names(Path(file), decorator)
     except SyntaxError as error:
@@ -346,7 +350,7 @@ def _registered(field: str, file: str, decorator: str, wanted: str) -> Iterator[
 
 
 def _same_architecture(field: str) -> Rule:
-    """The rule that a model's folder which is here describes the actor's architecture."""
+    """Builds the rule that a model's folder on this host has the actor's architecture."""
 
     def judge(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         for folder in filter(os.path.isdir, _FOLDERS[field](config)):
@@ -380,8 +384,8 @@ _HERE = (
     *DISTILLATION_PATH_RULES,
     _writable,
 )
-# of the files and folders that a configuration names: where the run is to start, and on any host, which may not have
-# the folders that they are in
+# Rules of files and folders that a configuration names: PATH_RULES hold where the run is to start, SEEN_RULES on any
+# host, where parent folders may be missing.
 PATH_RULES = (
     RuleRow(
         "data.train_files",

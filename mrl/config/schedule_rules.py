@@ -1,4 +1,4 @@
-"""Generation ahead of training: the schedule that a configuration asks for, and which switches do not go with it."""
+"""Builds the schedule of generation that a configuration asks for, and refuses switches that do not go with it."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ _STALENESS = {"sync": 0, "one_step_off": 1}  # bounded: trainer.max_staleness
 
 
 def schedule_of(config: RunConfig) -> Schedule:
-    """The schedule that generation goes by."""
+    """Returns the schedule of generation."""
     trainer = config.trainer
     filtering = config.algorithm.filter_groups
     return Schedule(
@@ -42,7 +42,7 @@ def schedule_of(config: RunConfig) -> Schedule:
 
 
 def schedule_notes(config: RunConfig, _: ModelSpec) -> Iterator[str]:
-    """The bound, in one sentence; and what weighs tokens of older weights."""
+    """Yields the bound of staleness as one sentence, and what weighs tokens of older weights."""
     schedule = schedule_of(config)
     if schedule.is_synchronous:
         return
@@ -88,8 +88,8 @@ def _both_at_once(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if schedule_of(config).max_staleness > 0 and config.algorithm.anchor != "recompute":
         why = (
-            "it takes the weights that generated for those that a step begins with, and here they are older; "
-            "recompute has both apart"
+            "it treats the weights that generated as those that a step begins with, and here they are older; "
+            "recompute keeps both apart"
         )
         yield Violation(
             "algorithm.anchor", f"must be recompute with schedule: {config.trainer.schedule}", why, ("recompute",)
@@ -101,7 +101,7 @@ def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not trainer.partial_rollouts:
         if trainer.schedule == "bounded" and trainer.segment_tokens is not None:
             yield Violation(
-                "trainer.segment_tokens", "needs partial_rollouts", "a response is of one version without it", (None,)
+                "trainer.segment_tokens", "needs partial_rollouts", "without it a response has one version", (None,)
             )
         return
     if trainer.segment_tokens is not None and trainer.segment_tokens >= config.data.max_response_length:
@@ -109,12 +109,12 @@ def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(
             "trainer.segment_tokens",
             rule,
-            "no response would be of two versions",
+            "no response would have two versions",
             (config.data.max_response_length // 2, None),
         )
     if config.actor.router_replay == "R3":
         why = (
-            "of a response that is made in several requests vLLM's prefix cache leaves routes out; R2 "
+            "vLLM's prefix cache leaves out routes of a response that is made in several requests; R2 "
             "records the trainer's own"
         )
         yield Violation("actor.router_replay", "must not be R3 with trainer.partial_rollouts", why, ("disabled", "R2"))
@@ -125,10 +125,10 @@ def _order(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if trainer.schedule != "bounded":
         return
     if trainer.order == "in_order" and trainer.on_stale != "requeue":
-        why = "in_order a step waits for its groups, so that none ever is stale"
+        why = "with in_order a step waits for its groups, so no group is ever stale"
         yield Violation("trainer.on_stale", "must be requeue with trainer.order: in_order", why, ("requeue",))
     if trainer.order == "ready_first" and trainer.segment_tokens is not None:
-        why = "a response goes on by other weights where it is when they come, not after so many tokens"
+        why = "a response continues with new weights wherever it is when they arrive, not after a number of tokens"
         yield Violation("trainer.segment_tokens", "must be left out with trainer.order: ready_first", why, (None,))
 
 
@@ -149,7 +149,7 @@ def _draws(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _filter(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     filtering = config.algorithm.filter_groups
     if not schedule_of(config).is_synchronous and filtering.enable and filtering.on_exhausted != "error":
-        why = "groups that are filtered are replaced one by one, so that there is no last batch to make do with"
+        why = "filtered groups are replaced one by one, so batches are never used up"
         yield Violation(
             "algorithm.filter_groups.on_exhausted",
             f"must be error with schedule: {config.trainer.schedule}",

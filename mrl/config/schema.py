@@ -1,8 +1,7 @@
-"""The shape of a run's configuration: every key, its type, default and meaning. No torch, no file access.
+"""The complete schema of a run's configuration. It loads no torch and reads no file.
 
-Names are verl's wherever verl has the same thing, so that what people know carries over. Unknown keys are refused.
-The sections stand in schema_actor.py, schema_algorithm.py, schema_distillation.py, schema_rollout.py, schema_data.py
-and schema_run.py; everybody else imports them from here.
+Names are verl's wherever verl has the same option. The sections stand in schema_actor.py, schema_algorithm.py,
+schema_distillation.py, schema_rollout.py, schema_data.py and schema_run.py. Other modules import them from here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -77,7 +76,7 @@ OTHER_LAYOUTS = ("ref.layout", "distillation.teacher_model.layout")  # with the 
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """The configuration of a whole run."""
 
     model: ModelConfig
     actor: ActorConfig
@@ -95,24 +94,22 @@ class RunConfig(Section):
 
     @property
     def rollout_dtype(self) -> str:
-        """Number format of the engines' weights: rollout.dtype, else the model's."""
+        """Number format of the engines' weights: rollout.dtype, or model.dtype where that is left out."""
         return self.rollout.weights_dtype(self.model.dtype)
 
     @property
     def scores_before_update(self) -> bool:
-        """Whether a pass of log-probs comes before the update: the old policy's, a reference model's, the teacher's."""
+        """Whether a step computes log-probs before its update: of the old policy, a reference model or a teacher."""
         return self.algorithm.scores_before_update or self.distillation.enabled
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps on the responses of one training step."""
+        """Optimizer updates in one training step."""
         return -(-self.data.train_batch_size // self.actor.ppo_mini_batch_size)
 
     @property
     def total_updates(self) -> int | None:
-        """Optimizer steps of the whole run without those that train a critic alone; None when its length is given in
-        epochs.
-        """
+        """Optimizer updates of the actor in the whole run. None where the length is given in epochs."""
         steps = self.trainer.total_training_steps
         if steps is None:
             return None
@@ -120,7 +117,7 @@ class RunConfig(Section):
 
     @property
     def of_critic(self) -> "RunConfig | None":
-        """The run with the critic in the actor's place, whose steps are all trained; None without a critic."""
+        """The same run with the critic in the actor's place, or None without a critic. All its steps are trained."""
         if not self.algorithm.needs_critic:
             return None
         trainer = self.trainer.model_copy(update={"critic_warmup": 0})
@@ -130,7 +127,7 @@ class RunConfig(Section):
 
 
 def leaf(config: BaseModel, field: str) -> Any:
-    """The value of a dotted key; None where the path ends early."""
+    """Returns the value of a dotted key, or None where the path ends early."""
     value: Any = config
     for part in field.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -138,7 +135,10 @@ def leaf(config: BaseModel, field: str) -> Any:
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """The configuration with other values of dotted keys. Raises ValueError for what the schema does not take."""
+    """Returns a copy of the configuration with new values for dotted keys.
+
+    Raises ValueError where the schema does not accept a value.
+    """
     dumped = config.model_dump()
     for field, value in values.items():
         *path, last = field.split(".")
@@ -150,7 +150,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def schema_paths(root: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted path of the schema with its field, sections included."""
+    """Yields every dotted path of the schema with its field, sections included."""
     for name, field in root.model_fields.items():
         yield prefix + name, field
         section = section_of(field.annotation)
@@ -159,14 +159,14 @@ def schema_paths(root: type[Section] = RunConfig, prefix: str = "") -> Iterator[
 
 
 def schema_keys() -> dict[str, FieldInfo]:
-    """Every dotted key that holds a value."""
+    """Returns every dotted key that holds a value, with its field."""
     return {path: field for path, field in schema_paths() if section_of(field.annotation) is None}
 
 
 def verl_names() -> dict[str, str]:
-    """verl's keys that mean what a key here means and take the same values, and that key; none of OTHER_LAYOUTS.
+    """Maps verl's keys to keys of this schema that mean the same and take the same values.
 
-    Nor is one of `critic.optim`, which has the actor's fields.
+    Keys of OTHER_LAYOUTS and of `critic.optim` are left out, because they repeat the actor's.
     """
     others = (*(f"{name}." for name in OTHER_LAYOUTS), "critic.optim.")
     keys = {path: field for path, field in schema_keys().items() if not path.startswith(others)}

@@ -7,54 +7,52 @@ from mrl.config.section import Section, key, known_name
 
 
 class CustomLossConfig(Section):
-    """A user's loss: the Python file at `path` binds a function to `loss_mode` with @register_loss; what holds for it
-    stands here.
-    """
+    """A loss of your own. The Python file at `path` binds a function to `loss_mode` with @register_loss."""
 
-    path: str = key(..., "Python file that registers a loss of your own under the name in loss_mode.", is_path=True)
+    path: str = key(..., "Python file that registers your loss under the name in loss_mode.", is_path=True)
     aggregations: tuple[str, ...] = key(
         (),
-        "Aggregations it may be combined with; none named: all.",
+        "Aggregations that the loss may be combined with; empty: all.",
         rule=known_name(AGGREGATIONS, ALIASES),
     )
-    parameters: dict[str, float] = key({}, "Its constants.")
+    parameters: dict[str, float] = key({}, "Constants that the loss is given.")
 
 
 class PolicyLossConfig(Section):
-    """Policy loss; names and allowed pairs stand in mrl/algo/spec.py."""
+    """The policy loss. Its names and allowed pairs stand in mrl/algo/spec.py."""
 
-    loss_mode: str = key("gspo", "The policy loss.", advice="gspo for MoE; the list is below.")
+    loss_mode: str = key("gspo", "Name of the policy loss.", advice="gspo for models with experts. The list is below.")
     custom: CustomLossConfig | None = None
     loss_agg_mode: str = key(
         "seq-mean-token-mean",
-        "How token losses become one number.",
-        advice="seq-mean-token-mean with gspo (and the first GRPO), token-mean with DAPO and Dr. GRPO's "
-        "kin. It changes the size of gradients tenfold: never compare learning rates across it.",
+        "How the losses of tokens become one number.",
+        advice="seq-mean-token-mean with gspo and the first GRPO, token-mean with DAPO and Dr. GRPO's relatives. "
+        "Gradients change tenfold with it: never compare learning rates between aggregations.",
         rule=known_name(AGGREGATIONS, ALIASES),
     )
     clip_ratio_low: float = key(
         3e-4,
-        "Lower half of the trust region, below 1.",
+        "Distance of the trust region's lower bound from a ratio of 1.",
         ge=0,
-        advice="3e-4 for gspo, 0.2 for token-level losses. gspo with 0.2 never clips; mrl refuses the pair.",
+        advice="3e-4 for gspo, 0.2 for losses by token. gspo with 0.2 never clips, so mrl refuses the pair.",
         verl="actor_rollout_ref.actor.clip_ratio_low",
     )
     clip_ratio_high: float = key(
         4e-4,
-        "Upper half, above 1.",
+        "Distance of the trust region's upper bound from a ratio of 1.",
         ge=0,
-        advice="4e-4 for gspo, 0.28 for DAPO (it keeps entropy up), 0.2 for GRPO.",
+        advice="4e-4 for gspo, 0.28 for DAPO (it keeps entropy high), 0.2 for GRPO.",
         verl="actor_rollout_ref.actor.clip_ratio_high",
     )
     clip_ratio_c: float = key(
         10.0,
-        "Dual clip, of the losses that have one: bound of the loss where the advantage is negative.",
+        "Bound of the loss where the advantage is negative, for losses with a dual clip.",
         gt=1,
         verl="actor_rollout_ref.actor.clip_ratio_c",
     )
     loss_scale_factor: float | None = key(
         None,
-        "Divisor of seq-mean-token-sum-norm; left out: max_response_length.",
+        "Divisor of the aggregation seq-mean-token-sum-norm; left out: data.max_response_length.",
         gt=0,
         verl="actor_rollout_ref.actor.loss_scale_factor",
     )
@@ -64,22 +62,22 @@ class PolicyLossConfig(Section):
         gt=0,
         verl="actor_rollout_ref.actor.tau_pos",
     )
-    tau_neg: float = key(1.05, "sapo: temperature elsewhere.", gt=0, verl="actor_rollout_ref.actor.tau_neg")
+    tau_neg: float = key(1.05, "sapo: temperature of the gate elsewhere.", gt=0, verl="actor_rollout_ref.actor.tau_neg")
     clip_cov_ratio: float = key(
         2e-4,
-        "clip_cov: share of tokens left out.",
+        "clip_cov: share of tokens that are left out of the loss.",
         ge=0,
         le=1,
         verl="actor_rollout_ref.actor.policy_loss.clip_cov_ratio",
     )
     clip_cov_lb: float = key(
         1.0,
-        "clip_cov: covariance that a token must exceed to be left out.",
+        "clip_cov: a token is left out only where its covariance is above this.",
         verl="actor_rollout_ref.actor.policy_loss.clip_cov_lb",
     )
     clip_cov_ub: float = key(
         5.0,
-        "clip_cov: and stay below.",
+        "clip_cov: a token is left out only where its covariance is below this.",
         verl="actor_rollout_ref.actor.policy_loss.clip_cov_ub",
     )
     kl_cov_ratio: float = key(
@@ -95,133 +93,139 @@ class PolicyLossConfig(Section):
         ge=0,
         verl="actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
     )
-    force: bool = key(False, "Accepts a pair of loss and aggregation or clip that is refused as a likely mistake.")
+    force: bool = key(False, "Accepts a pair of loss and aggregation, or a clip, that mrl refuses as a likely mistake.")
 
 
 class RolloutCorrectionConfig(Section):
-    """Weights or rejections for the gap between generation's and training's probabilities; named points in
-    mrl/algo/spec.py.
+    """Weights or rejects tokens for the gap between the probabilities of engine and trainer.
+
+    Named combinations stand in mrl/algo/spec.py.
     """
 
     level: str | None = key(
         None,
         "Level at which the gap between engine and trainer is corrected; left out: no correction.",
-        advice="Look at training/rollout_log_probs_abs_diff_mean first: a large gap is a broken sync more often "
-        "than a matter of numerics.",
+        advice="Look at training/rollout_log_probs_abs_diff_mean first. A large gap comes more often from a broken "
+        "sync than from rounding.",
         rule=known_name(LEVELS, ALIASES),
     )
     mode: str = key("truncate", "What happens to a ratio outside the bounds.")
-    low: float | None = key(None, "Lower bound of the ratio training / generation; left out: none.", ge=0)
-    high: float = key(2.0, "Upper bound of the ratio.", gt=0)
+    low: float | None = key(
+        None, "Lower bound of the ratio, the trainer's probability over the engine's; left out: none.", ge=0
+    )
+    high: float = key(2.0, "Upper bound of the ratio, the trainer's probability over the engine's.", gt=0)
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling (DAPO): groups whose responses all have the same value are replaced by new prompts."""
+    """Dynamic sampling (DAPO): new prompts replace groups whose responses all have the same value."""
 
     enable: bool = key(
         False,
-        "Dynamic sampling: groups whose responses all have the same value are replaced by new ones.",
-        advice="DAPO's. They give no gradient, and cost generation.",
+        "Replaces groups whose responses all have the same value by new ones (dynamic sampling).",
+        advice="true with DAPO. Such groups give no gradient, and replacing them costs generation.",
         verl="algorithm.filter_groups.enable",
     )
     metric: str = key(
         "score",
-        "Which value is compared inside a group: score (as the reward function gave it), reward (after "
-        "penalties), or a part of the reward by name.",
+        "The value that is compared within a group. score: what the reward function returned. reward: the "
+        "score after penalties. Other names are parts of the reward.",
     )
     max_num_gen_batches: int = key(
         0,
-        "Batches of prompts that one step may generate; 0: without end.",
+        "Most batches of prompts that one step may generate; 0: no limit.",
         ge=0,
         advice="10.",
     )
     on_exhausted: Literal["error", "partial", "unfiltered"] = key(
         "error",
-        "What happens when they are used up. partial: trains on what there is; unfiltered: fills up with "
-        "groups that are all alike.",
+        "What happens when these batches are used up. error: ends the run. partial: trains on the groups so "
+        "far. unfiltered: fills up with groups whose values are equal.",
     )
 
 
 class OverlongBufferConfig(Section):
-    """Soft overlong penalty (DAPO): from 0 at data.max_response_length - len tokens down to -penalty_factor at
-    max_response_length.
+    """Soft penalty for long responses (DAPO).
+
+    It falls from 0 at data.max_response_length - len tokens to -penalty_factor at data.max_response_length.
     """
 
     enable: bool = key(
         False,
-        "A penalty that grows over the last tokens before the limit.",
-        advice="DAPO's; keeps length in bounds.",
+        "Adds a penalty that grows over the last tokens before data.max_response_length.",
+        advice="true with DAPO. It keeps responses from growing to the limit.",
     )
     len: int | None = key(
         None,
-        "Tokens over which it grows; left out: a fifth of data.max_response_length.",
+        "Tokens over which the penalty grows; left out: a fifth of data.max_response_length.",
         ge=1,
         unit="tokens",
-        advice="A fifth of max_response_length: 4096 of 20480.",
+        advice="A fifth of max_response_length, such as 4096 of 20480.",
     )
-    penalty_factor: float = key(1.0, "Penalty at the limit.", ge=0)
+    penalty_factor: float = key(1.0, "Penalty of a response that reaches the limit.", ge=0)
 
 
 class KlControlConfig(Section):
-    """KL in the reward."""
+    """The KL that is subtracted from the reward."""
 
-    kl_coef: float = key(1e-3, "Its weight.", ge=0, verl="algorithm.kl_ctrl.kl_coef")
+    kl_coef: float = key(
+        1e-3, "Weight of the KL in the reward, with use_kl_in_reward.", ge=0, verl="algorithm.kl_ctrl.kl_coef"
+    )
 
 
 class CustomAdvantageConfig(Section):
-    """A user's advantage: the Python file at `path` binds a function to `adv_estimator` with @register_advantage."""
+    """An advantage of your own. The file at `path` binds a function to `adv_estimator` with @register_advantage."""
 
-    path: str = key(
-        ..., "Python file that registers an advantage of your own under the name in adv_estimator.", is_path=True
-    )
-    parameters: dict[str, float] = key({}, "Its constants.")
+    path: str = key(..., "Python file that registers your advantage under the name in adv_estimator.", is_path=True)
+    parameters: dict[str, float] = key({}, "Constants that the advantage is given.")
 
 
 class AlgorithmConfig(Section):
-    """Advantage and loss."""
+    """Advantage, KL, corrections and loss."""
 
     adv_estimator: str = key(
         "grpo",
         "How rewards become advantages.",
-        advice="grpo; the list is below.",
+        advice="grpo. The list is below.",
         verl="algorithm.adv_estimator",
     )
     custom_advantage: CustomAdvantageConfig | None = None
     norm_adv_by_std_in_grpo: bool = key(
         True,
-        "Advantages are divided by the group's standard deviation.",
-        advice="false is Dr. GRPO.",
+        "Divides advantages by the standard deviation of their group.",
+        advice="true. Dr. GRPO has false.",
         verl="algorithm.norm_adv_by_std_in_grpo",
     )
     gdpo_reward_keys: tuple[str, ...] = key(
         (),
-        "gdpo: the parts of the reward that are normalised each for itself.",
+        "gdpo: parts of the reward, each of which is normalised separately.",
         verl="algorithm.gdpo_reward_keys",
     )
     gdpo_reward_weights: tuple[float, ...] = key(
         (),
-        "gdpo: their weights; none: all 1.",
+        "gdpo: weight of each part in gdpo_reward_keys; empty: all 1.",
         verl="algorithm.gdpo_reward_weights",
     )
     gamma: float = key(
         1.0,
-        "gae: discount of a reward for each token that it is away.",
+        "gae: discount of a reward per token of distance.",
         gt=0,
         le=1,
-        advice="1: the reward stands at the end of a response.",
+        advice="1, because the reward stands at the end of a response.",
     )
     lam: float = key(
         1.0,
-        "gae: discount of later temporal differences; 1 trusts rewards alone, 0 the critic alone.",
+        "gae: discount of later temporal differences. 1 trusts rewards alone, 0 trusts the critic alone.",
         ge=0,
         le=1,
-        advice="1, or 0.95 once critic/vf_explained_var is well above 0.",
+        advice="1. 0.95 once critic/vf_explained_var is well above 0.",
     )
     anchor: str = key(
         "recompute",
-        "Whose log-probs the trust region starts from: the trainer's, recomputed; the engine's own (rollout); those "
-        "of the step's one update itself (on_policy), without a pass for them.",
-        advice="on_policy where a step is one update: the same gradients as recompute, a forward pass less.",
+        "The log-probs that the trust region starts from. recompute: the trainer computes them before the "
+        "update. rollout: the engine's own. on_policy: those of the step's only update, without a separate "
+        "pass.",
+        advice="on_policy where a step has one update: the gradients equal those of recompute, and one forward pass "
+        "is saved.",
         rule=known_name(ANCHORS, ALIASES),
     )
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
@@ -229,59 +233,59 @@ class AlgorithmConfig(Section):
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     overlong_filter: bool = key(
         False,
-        "Responses cut off at the limit are not trained on, and neither are those whose tools' answers have no room in "
-        "it.",
+        "Leaves responses out of training that were cut off at the length limit. Responses whose tool answers "
+        "did not fit below the limit are left out, too.",
     )
     use_kl_in_reward: bool = key(
         False,
         "Subtracts the KL to the reference model from the reward.",
-        advice="PPO does; GRPO and DAPO do not.",
+        advice="true with PPO; GRPO and DAPO do not use it.",
         verl="algorithm.use_kl_in_reward",
     )
     kl_penalty: str = key(
-        "kl", "Estimator of that KL.", verl="algorithm.kl_penalty", rule=known_name(KL_TYPES, ALIASES)
+        "kl", "Estimator of the KL in the reward.", verl="algorithm.kl_penalty", rule=known_name(KL_TYPES, ALIASES)
     )
     kl_ctrl: KlControlConfig = KlControlConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     entropy_coeff: float = key(
         0.0,
-        "Weight of an entropy bonus.",
-        advice="0; a little of it drives long responses apart.",
+        "Weight of an entropy bonus in the loss.",
+        advice="0. Even a small bonus makes long responses drift.",
         verl="actor_rollout_ref.actor.entropy_coeff",
     )
     use_kl_loss: bool = key(
         False,
         "Adds the KL to a reference model to the loss.",
-        advice="GRPO's first form; DAPO, GSPO and Dr. GRPO go without.",
+        advice="true for the first form of GRPO. DAPO, GSPO and Dr. GRPO do not use it.",
         verl="actor_rollout_ref.actor.use_kl_loss",
     )
     kl_loss_coef: float = key(
         0.0,
-        "Its weight.",
+        "Weight of the KL in the loss, with use_kl_loss.",
         ge=0,
-        advice="From 0.001; more keeps rewards from being gamed, and exploration down.",
+        advice="From 0.001. A larger weight makes reward hacking harder, and lowers exploration.",
         verl="actor_rollout_ref.actor.kl_loss_coef",
     )
     kl_loss_type: str = key(
         "low_var_kl",
-        "Estimator of that KL.",
+        "Estimator of the KL in the loss.",
         verl="actor_rollout_ref.actor.kl_loss_type",
         rule=known_name(KL_TYPES, ALIASES),
     )
 
     @property
     def on_policy(self) -> bool:
-        """Whether the one update of a step gives the old log-probs itself, so that no pass is made for them."""
+        """Whether the only update of a step provides the old log-probs, so that no pass computes them."""
         return self.anchor == ON_POLICY
 
     @property
     def scores_before_update(self) -> bool:
-        """Whether there is a pass before the update, under the old policy, of a reference model or of a critic."""
+        """Whether the old policy, a reference model or a critic computes a pass before the update."""
         return not self.on_policy or self.needs_reference or self.needs_critic
 
     @property
     def needs_critic(self) -> bool:
-        """Whether advantages are estimated from the values of a critic."""
+        """Whether advantages are estimated from a critic's values."""
         return self.adv_estimator in NEEDS_CRITIC
 
     @property

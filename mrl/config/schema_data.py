@@ -1,4 +1,4 @@
-"""Keys of the prompts and of the rewards."""
+"""Keys of the prompts and the rewards."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,36 +11,37 @@ def _are_shares(weights: Sequence[float]) -> bool:
 
 
 class DataConfig(Section):
-    """Prompts, in verl's schema."""
+    """The prompts, in verl's schema."""
 
     train_files: tuple[str, ...] = key(
         (), "Parquet or JSONL files in verl's schema.", verl="data.train_files", is_path=True
     )
     train_weights: tuple[float, ...] = key(
         (),
-        "Share of each file in an epoch's prompts; none given: every prompt once.",
+        "Share of each file in the prompts of an epoch; empty: each prompt once.",
         rule=must_be(_are_shares, "must be at least 0, and one of them more", "they are shares of an epoch's prompts"),
     )
     val_files: tuple[str, ...] = key((), "Validation files, in the same schema.", verl="data.val_files", is_path=True)
     prompt_key: str = key(
         "prompt",
-        "Column with the chat.",
-        advice="prompt, unless your files say otherwise.",
+        "Column that holds the chat.",
+        advice="prompt, unless your files name it otherwise.",
         verl="data.prompt_key",
     )
     reward_fn_key: str = key(
         "data_source",
-        "Column that a reward function is given as data_source, and by which held-out scores are told apart.",
-        advice="data_source, unless your files say otherwise.",
+        "Column that a reward function gets as data_source. Validation scores are reported for each of its values.",
+        advice="data_source, unless your files name it otherwise.",
         verl="data.reward_fn_key",
     )
     train_batch_size: int = key(
         ...,
-        "Prompts per step; x rollout.n samples.",
+        "Prompts per step. A step has rollout.n times as many samples.",
         ge=1,
         le=1_000_000,
         unit="prompts",
-        advice="More makes generation more efficient and, at the same mini-batch size, training more off-policy.",
+        advice="A larger batch makes generation more efficient. At the same mini-batch size it makes training more "
+        "off-policy.",
         verl="data.train_batch_size",
     )
     gen_batch_size: int | None = key(
@@ -49,31 +50,32 @@ class DataConfig(Section):
         ge=1,
         le=1_000_000,
         unit="prompts",
-        advice="More saves rounds where few groups differ, and throws more responses away.",
+        advice="More prompts save rounds where few groups differ, and discard more responses.",
     )
     train_max_samples: int | None = key(
         None,
-        "Training prompts of all train_files together: a sample drawn by trainer.seed, of each file its share; with "
-        "shuffle off the first ones; left out: all.",
+        "Most training prompts from all train_files together; left out: all. trainer.seed draws the sample, "
+        "from each file its share. With shuffle off the first prompts are taken.",
         ge=1,
         unit="prompts",
-        advice="For a trial on less data. Another number, or another seed, is other data: such a run is not resumed.",
+        advice="For a trial on less data. With another number or another seed the data differ, so such a run cannot "
+        "be resumed.",
     )
     val_max_samples: int | None = key(
         None,
-        "Validation prompts of all val_files together: a sample, of each file its share, the same one in "
-        "every run; left out: all.",
+        "Most validation prompts from all val_files together; left out: all. The sample has each file's share "
+        "and is the same in every run.",
         ge=1,
         unit="prompts",
-        advice="The interval of a score shrinks with its root: 100 prompts of 50 % leave 10 points to "
-        "both sides, 1,000 leave 3.",
+        advice="The interval of a score shrinks with the root of this number. At a score of 50 %, 100 prompts leave "
+        "10 points to both sides and 1,000 leave 3.",
     )
     max_prompt_length: int = key(
         1024,
         "Longest prompt.",
         ge=1,
         unit="tokens",
-        advice="That of your data; less, with filter_overlong_prompts, when few are long.",
+        advice="The longest prompt of your data. Less, with filter_overlong_prompts, where few are long.",
         verl="data.max_prompt_length",
     )
     max_response_length: int = key(
@@ -81,31 +83,33 @@ class DataConfig(Section):
         "Longest response.",
         ge=1,
         unit="tokens",
-        advice="response_length/clip_ratio above 0.1 says that it is too short for what the model wants to say.",
+        advice="Raise it where response_length/clip_ratio is above 0.1: the model then needs longer responses.",
         verl="data.max_response_length",
     )
     filter_overlong_prompts: bool = key(
         True,
-        "Prompts over the limit are left out, and counted.",
+        "Leaves out prompts above max_prompt_length, and counts them.",
         verl="data.filter_overlong_prompts",
     )
     truncation: Literal["error", "left", "right", "middle"] = key(
         "error",
-        "What happens to those that are not filtered.",
+        "What happens to prompts above max_prompt_length that are not filtered. error: ends the run. left, "
+        "right, middle: where tokens are cut out.",
         advice="error: a prompt without its end asks another question.",
         verl="data.truncation",
     )
-    max_bad_row_share: float = key(0.01, "More bad rows than this share stop the run.", ge=0, le=1)
+    max_bad_row_share: float = key(0.01, "Largest share of bad rows in the data. Above it the run stops.", ge=0, le=1)
     shuffle: bool = key(
         True,
-        "Another order of prompts each epoch, the same for the same seed.",
+        "Shuffles the prompts anew in each epoch, by trainer.seed.",
         verl="data.shuffle",
     )
     drop_duplicates: bool = key(
         True,
-        "Of rows with the same prompt only the first is kept: over all training files, and in each validation file.",
+        "Keeps only the first of several rows with the same prompt: over all training files, and within each "
+        "validation file.",
     )
-    enable_thinking: bool | None = key(None, "The chat template's switch; left out: as the template has it.")
+    enable_thinking: bool | None = key(None, "Switch of the chat template; left out: the template's default.")
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Further arguments of the chat template.")
 
     @property
@@ -120,60 +124,61 @@ class DataConfig(Section):
 
 
 class CustomRewardConfig(Section):
-    """A user's reward function: `name` in the Python file at `path`, with verl's compute_score signature."""
+    """A reward function of your own: `name` in the file at `path`, with the signature of verl's compute_score."""
 
     path: str = key(
         ...,
-        "Python file with a reward function of your own.",
+        "Python file with your reward function.",
         verl=("custom_reward_function.path", "reward.custom_reward_function.path"),
         is_path=True,
     )
     name: str = key(
         "compute_score",
-        "The function in it: compute_score(data_source, solution_str, ground_truth, extra_info).",
+        "Name of the function in that file. Its signature is compute_score(data_source, solution_str, "
+        "ground_truth, extra_info).",
         verl=("custom_reward_function.name", "reward.custom_reward_function.name"),
     )
-    reward_kwargs: dict[str, Any] = key({}, "Further arguments for it.")
+    reward_kwargs: dict[str, Any] = key({}, "Further arguments that the function is given.")
 
 
 class RewardConfig(Section):
     """Scoring of responses, in worker processes that are killed and replaced when they hang."""
 
-    function: str = key("auto", "A built-in rule by name; auto: by each row's data_source.")
+    function: str = key("auto", "Name of a built-in rule; auto: the rule of each row's data_source.")
     reward_manager: Literal["naive", "dapo"] | None = key(
         None,
         "verl's name for whether the overlong penalty applies: dapo with algorithm.overlong_buffer, naive "
-        "without; left out: as that says.",
+        "without; left out: as algorithm.overlong_buffer.enable says.",
     )
-    bonus_rules: dict[str, float] = key({}, "Further built-in rules, and the weight of each in the sum.")
+    bonus_rules: dict[str, float] = key({}, "Further built-in rules, each with its weight in the sum.")
     custom_reward_function: CustomRewardConfig | None = None
     num_workers: int = key(
         2,
         "Processes that score, over all nodes with engines.",
         ge=1,
         le=10_000,
-        advice="Until timing_s/reward is small: scoring runs beside generation.",
+        advice="Raise it until timing_s/reward is small. Scoring runs beside generation.",
         verl=("reward.num_workers", "reward_model.num_workers"),
     )
     timeout_s: float = key(
         10.0,
-        "Deadline for the whole scoring of one sample; the process is then killed and replaced.",
+        "Longest time for scoring one sample. After it the process is killed and replaced.",
         gt=0,
         unit="s",
     )
     environment: tuple[str, ...] = key(
         (),
-        "Variables that scoring processes are given beside the usual ones (PATH, HOME, PYTHON*, ...), by name or "
-        "pattern: the keys of a judge, say.",
+        "Environment variables that scoring processes get beside the usual ones (PATH, HOME, PYTHON*, ...), "
+        "by name or pattern. One use is the key of a judge.",
     )
     network: bool = key(
         False,
-        "Whether scoring processes may reach beyond the machine, as a judge must. Off needs Linux.",
+        "Lets scoring processes reach other machines, as a judge must. false needs Linux.",
     )
     folders: tuple[str, ...] = key(
         (),
-        "Folders that scoring processes may write into, beside temporary ones: a cache, say. Needs Linux with "
-        "Landlock; without it they write wherever the user may, and their log says so.",
+        "Folders that scoring processes may write into beside temporary ones, such as a cache. The limit "
+        "needs Linux with Landlock. Without it they can write wherever the user can, and their log says so.",
         is_path=True,
     )
     max_memory_gib: float | None = key(
@@ -184,12 +189,13 @@ class RewardConfig(Section):
     )
     failure_score: float | None = key(
         None,
-        "Score of a sample whose reward raised, hung, returned NaN or died; null: the lowest of its data source "
-        "in the batch, at most 0.",
+        "Score of a sample whose reward function raised, hung, returned NaN or died. null: the lowest score "
+        "of its data source in the batch, at most 0.",
     )
     max_failure_share: float = key(
         0.2,
-        "More failures than this share of a step stop the run, and so do more responses without numbers as log-probs.",
+        "Largest share of a step whose scoring may fail. Above it the run stops. The same limit holds for "
+        "responses whose log-probs are not numbers.",
         ge=0,
         le=1,
     )

@@ -1,4 +1,4 @@
-"""Keys of on-policy distillation: the teacher that scores the responses, and how its scores enter the update."""
+"""Keys of on-policy distillation: the teacher that scores responses, and how its scores enter the update."""
 
 from typing import Any
 
@@ -8,28 +8,31 @@ from mrl.config.section import Section, key, known_name
 
 
 class TeacherConfig(Section):
-    """The teacher. It computes on the actor's ranks, in process groups of its own, and is never changed. `layout` has
-    the keys of actor.layout; left out, it lies as the actor, without the degrees of experts where it has none.
+    """The teacher. It computes on the actor's ranks, in process groups of its own, and is never changed.
+
+    `layout` has the keys of actor.layout. Left out, the teacher has the actor's layout, without expert degrees where it
+    has no experts.
     """
 
     model_path: str | None = key(
         None,
-        "Hugging Face checkpoint of the teacher, of any family and size that is known here and of the actor's "
-        "tokenizer: a folder, or a name on the hub as in model.path.",
-        advice="On storage that every node sees.",
+        "Hugging Face checkpoint of the teacher: a folder, or a name on the hub as in model.path. It may have "
+        "any known family and size, and must have the actor's tokenizer.",
+        advice="A folder on storage that every node sees.",
         is_path=True,
     )
     layout: LayoutConfig | None = None
     override_transformer_config: dict[str, Any] = key(
         {},
-        "Fields of Megatron's TransformerConfig for the teacher, as model.override_transformer_config has those of the "
-        "actor, which the teacher does not get.",
-        advice="What makes its passes fast: moe_permute_fusion: true for experts on accelerators.",
+        "Fields of Megatron's TransformerConfig for the teacher. model.override_transformer_config holds for "
+        "the actor alone.",
+        advice="Whatever makes its passes fast: moe_permute_fusion: true for experts on accelerators.",
     )
     param_offload: bool = key(
         False,
-        "The teacher's parameters are on the host when it is not asked.",
-        advice="true wherever it does not fit beside the update; it costs one way there and back a step.",
+        "Keeps the teacher's parameters on the host between its passes.",
+        advice="true where the teacher does not fit on the device during the update. Each step then copies it to the "
+        "device and back.",
     )
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
@@ -39,14 +42,14 @@ class TeacherConfig(Section):
     )
     log_prob_max_token_len_per_gpu: int | None = key(
         None,
-        "Tokens of one device in its micro-batches, with actor.use_dynamic_bsz; left out: the actor's.",
+        "Most tokens of one device in a micro-batch of the teacher, with actor.use_dynamic_bsz; left out: the actor's.",
         ge=1,
         unit="tokens",
     )
 
 
 class DistillationLossConfig(Section):
-    """What becomes of the teacher's log-probs."""
+    """The loss of a distillation: how the teacher's log-probs enter the update."""
 
     loss_mode: str = key(
         "k1",
@@ -57,41 +60,41 @@ class DistillationLossConfig(Section):
     )
     use_policy_gradient: bool = key(
         True,
-        "The estimate of each token, with its sign turned, is added to the token's advantage; false: it is a term of "
-        "the loss with a gradient of its own.",
-        advice="true, with a loss whose advantages may differ by token: gspo-token or vanilla. gspo takes the mean "
-        "over a response.",
+        "Adds each token's estimate, with its sign turned, to the token's advantage. false: the estimate is a "
+        "term of the loss with its own gradient.",
+        advice="true, with a loss whose advantages may differ by token, such as gspo-token or vanilla. gspo takes "
+        "the mean over a response.",
     )
     use_task_rewards: bool = key(
         True,
-        "Rewards count too; false: the teacher alone says what is learnt, and rewards are recorded only.",
+        "Lets rewards count too. false: the teacher alone decides what is learnt, and rewards are only recorded.",
     )
     task_rewards_coef: float = key(1.0, "Weight of the advantages that come from rewards.", ge=0)
     distillation_loss_coef: float = key(
         1.0,
         "Weight of the teacher's part.",
         gt=0,
-        advice="Advantages of grpo have a spread of 1 a response; the KL is in nats a token.",
+        advice="Compare both sizes: advantages of grpo have a spread of 1 a response, the KL is in nats a token.",
     )
     loss_max_clamp: float | None = key(
         None,
-        "Bound of a token's estimate, in nats, on both sides; left out: none.",
+        "Bound of a token's estimate on both sides, in nats; left out: none.",
         gt=0,
-        advice="10 where the teacher finds some tokens all but impossible.",
+        advice="10 where the teacher finds some tokens almost impossible.",
     )
 
     topk: int = key(
         32,
-        "Words of the teacher that loss_mode reverse_kl_topk is over; all others count as one.",
+        "Most likely words of the teacher that loss_mode reverse_kl_topk sums over. All other words count as one.",
         ge=1,
         unit="words",
-        advice="16 to 64; distillation/teacher_mass says what the teacher gives them together. Each takes 8 bytes a "
-        "token on hosts, and no logits are kept.",
+        advice="16 to 64. distillation/teacher_mass says how much probability the teacher gives them together. Each "
+        "word takes 8 bytes a token on the hosts. Logits are not kept.",
     )
 
     @property
     def reward_weight(self) -> float:
-        """What advantages from rewards are multiplied by."""
+        """Factor of the advantages that come from rewards."""
         return self.task_rewards_coef * self.use_task_rewards
 
 
@@ -100,7 +103,7 @@ class DistillationConfig(Section):
 
     enabled: bool = key(
         False,
-        "A teacher scores the responses, and the update draws the actor towards it.",
+        "Lets a teacher score the responses. The update then pulls the actor towards it.",
     )
     teacher_model: TeacherConfig = TeacherConfig()
     distillation_loss: DistillationLossConfig = DistillationLossConfig()
@@ -112,10 +115,10 @@ class DistillationConfig(Section):
 
     @property
     def over_words(self) -> bool:
-        """Whether the teacher's likeliest words are wanted, and not the sampled one alone."""
+        """Whether the loss needs the teacher's most likely words, not only the sampled one."""
         return self.enabled and self.distillation_loss.loss_mode == OVER_WORDS
 
     @property
     def in_loss(self) -> bool:
-        """Whether it is a term of the loss."""
+        """Whether the teacher's part is a term of the loss."""
         return self.enabled and not self.distillation_loss.use_policy_gradient

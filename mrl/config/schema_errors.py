@@ -1,6 +1,6 @@
-"""What the schema has against a configuration: the key, where it was written, what it may be.
+"""Describes what the schema refuses: which key, where it was written, what it may be.
 
-And the rest without those keys.
+It also builds the rest of the configuration without the refused keys.
 """
 
 import types
@@ -32,17 +32,18 @@ _Path = tuple[str, ...]
 
 
 def schema_violations(error: ValidationError, tree: Node) -> dict[_Path, Violation]:
-    """All of pydantic's complaints about `tree`, in the order of the schema, one for each path of keys."""
+    """Turns all of pydantic's complaints about `tree` into violations, one for each path of keys, in the schema's
+    order.
+    """
     by_path = dict(_violation(e["type"], e["loc"], tree) for e in reversed(error.errors()))
     return dict(reversed(by_path.items()))
 
 
 def rest_of(values: dict[str, Any], refused: Collection[_Path]) -> RunConfig:
-    """The configuration without the refused keys: reading one of them raises UnknownValue, rules on others can be
-    judged.
+    """Builds the configuration without the refused keys, so that rules about other keys can be judged.
 
-    `values`: the configuration as written; it is changed. Refused keys are replaced by something legal, so that all
-    others pass the schema as ever, and then removed.
+    Reading a refused key of it raises UnknownValue. `values` is the configuration as written, and is changed. Legal
+    stand-ins replace refused keys while the schema is checked, and are removed afterwards.
     """
     fields = {tuple(path.split(".")): field for path, field in schema_paths()}
     for path in refused:
@@ -61,7 +62,7 @@ def _at(values: dict[str, Any], path: _Path) -> dict[str, Any]:
 
 
 def _stand_in(field: FieldInfo) -> Any:
-    """Any value of a required key that the schema takes."""
+    """Returns some value that the schema accepts for a required key."""
     section = section_of(field.annotation)
     if section is not None:
         return {name: _stand_in(inner) for name, inner in section.model_fields.items() if inner.is_required()}
@@ -71,7 +72,7 @@ def _stand_in(field: FieldInfo) -> Any:
 
 
 def allowed_text(field: FieldInfo) -> str:
-    """What a field may be: `a number > 0`, `one of cpu, cuda, npu`, `a list, each text`."""
+    """Describes what a field may be: `a number > 0`, `one of cpu, cuda, npu`, `a list, each text`."""
     bounds = [
         f"{sign} {getattr(m, name):g}"
         for m in field.metadata
@@ -121,9 +122,9 @@ def _violation(kind: str, loc: Sequence[Any], tree: Node) -> tuple[_Path, Violat
 
 
 def _resolve(loc: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, int]:
-    """The section in which the path ends, the last field on it, and how many keys lead to that.
+    """Returns the section in which a path ends, the last field on it, and the number of its keys.
 
-    What follows on the path is inside a value.
+    Later parts of the path lie inside a value.
     """
     owner = RunConfig
     field = None

@@ -1,4 +1,4 @@
-"""Keys of the loop, the cluster and the weight sync."""
+"""Keys of the loop, the cluster, the weight sync and the records."""
 
 from typing import Literal
 
@@ -17,195 +17,200 @@ _SOME = must_be(
 
 
 class TrainerConfig(Section):
-    """The loop: how long, how often, where to."""
+    """The loop: its length, its schedule, what it saves and where it reports."""
 
     experiment_name: str = key(
         "default",
-        "Name of the run, and of its folder.",
-        advice="model, recipe, and what is tried: qwen3-30b-gspo-clip4e-4.",
+        "Name of the run and of its folder.",
+        advice="Model, recipe and what is tried, such as qwen3-30b-gspo-clip4e-4.",
         verl="trainer.experiment_name",
         rule=PLAIN_NAME,
     )
     run_dir: str | None = key(
         None,
-        "Where the run writes; left out: runs/<experiment_name>.",
-        advice="Absolute, on storage that every node sees.",
+        "Folder that the run writes into; left out: runs/<experiment_name>.",
+        advice="An absolute path, on storage that every node sees.",
         verl="trainer.default_local_dir",
         rule=PRINTABLE,
         is_path=True,
     )
     resume_mode: Literal["disable", "auto", "resume_path"] = key(
         "disable",
-        "What a start does without --resume. disable: begins a run, and refuses a folder that holds one; auto: goes on "
-        "with the run of the folder where it holds one; resume_path: begins a run in an empty folder from the "
-        "checkpoint resume_from_path.",
-        advice="auto for jobs that a scheduler starts again; disable otherwise: no run is then continued by mistake.",
+        "What a start without --resume does. disable: begins a run, and refuses a folder that holds one. "
+        "auto: resumes the run in the folder, where there is one. resume_path: begins a run in an empty "
+        "folder from the checkpoint in resume_from_path.",
+        advice="auto for jobs that a scheduler restarts. Otherwise disable, so that no run is resumed by mistake.",
         verl="trainer.resume_mode",
     )
     resume_from_path: str | None = key(
         None,
-        "With resume_path: a step-N folder, or a run whose newest is meant. Weights, optimizer, step and "
-        "place in the data are its.",
+        "With resume_path: a step-N folder, or a run, of which the newest checkpoint is taken. The new run "
+        "starts with its weights, optimizer state, step and position in the data.",
         verl="trainer.resume_from_path",
         is_path=True,
     )
     schedule: Literal["sync", "one_step_off", "bounded"] = key(
         "sync",
-        "Whether generation runs ahead of training. sync: in turn; one_step_off: the next step's responses are "
-        "generated while this one trains; bounded: up to max_staleness steps ahead.",
-        advice="sync until a run is understood; then one_step_off where generation and training take about as long.",
+        "How far generation runs ahead of training. sync: both take turns. one_step_off: the next step's "
+        "responses are generated while this step trains. bounded: generation is up to max_staleness steps "
+        "ahead.",
+        advice="sync until a run is understood. Then one_step_off, where generation and training take about the same "
+        "time.",
     )
     max_staleness: int = key(
         0,
-        "With bounded: updates that a token may be behind the weights that are trained with it.",
+        "With bounded: most updates that a token may lag behind the weights that train on it.",
         ge=0,
         unit="updates",
-        advice="1 or 2, with a rollout_correction; 0 is the synchronous order.",
+        advice="1 or 2, with a rollout_correction. 0 gives the synchronous order.",
     )
     partial_rollouts: bool = key(
         False,
-        "With bounded: a response may be begun by one version of the weights and go on by the next; each "
-        "token keeps its own log-prob.",
-        advice="true where a few long responses hold up the rest.",
+        "With bounded: a response may start with one version of the weights and continue with the next. Each "
+        "token keeps the log-prob of its own version.",
+        advice="true where a few long responses delay the rest.",
     )
     segment_tokens: int | None = key(
         None,
-        "With partial_rollouts: tokens of a response by each version before its last; left out: an equal share "
-        "of the longest response.",
+        "With partial_rollouts: tokens that each version but the last may add to a response; left out: an "
+        "equal share of the longest response.",
         ge=1,
         unit="tokens",
     )
     order: Literal["in_order", "ready_first"] = key(
         "in_order",
-        "With bounded: what a step trains on. in_order: the next prompts of the data, the same bits whatever the "
-        "engines' speed; ready_first: what is finished, while responses are held in the engines over an update of the "
-        "weights. Then no two runs are alike.",
-        advice="ready_first where engines wait too long at the borders of in_order, and no run has to be repeated.",
+        "With bounded: what a step trains on. in_order: the next prompts of the data, with the same bits "
+        "whatever the engines' speed. ready_first: whatever is finished, while engines keep unfinished "
+        "responses over an update. Then no two runs are equal.",
+        advice="ready_first where engines wait too long for each other with in_order, and no run has to be repeated.",
     )
     on_stale: Literal["requeue", "drop"] = key(
         "requeue",
-        "With ready_first: what becomes of a group whose oldest token is too old. requeue: its prompt is answered "
-        "anew; drop: nobody is trained on it.",
-        advice="requeue: dropping takes long responses away, which the metrics then show by their length.",
+        "With ready_first: what happens to a group whose oldest token is too old. requeue: its prompt is "
+        "answered again. drop: it is discarded.",
+        advice="requeue: dropping removes mostly long responses, which lowers the length metrics.",
     )
-    seed: int = key(0, "Of prompts' order, sampling and initial states.")
+    seed: int = key(0, "Seed of the prompts' order, of sampling and of initial states.")
     deterministic: bool = key(
         False,
-        "Ranks use deterministic kernels only, so that a resumed run repeats bit by bit.",
+        "Restricts ranks to deterministic kernels, so that a resumed run repeats bit by bit.",
     )
     total_epochs: int = key(1, "Passes over the prompts.", ge=1, verl="trainer.total_epochs")
     total_training_steps: int | None = key(
         None,
-        "Steps; wins over total_epochs.",
+        "Steps of the run; left out: total_epochs decides.",
         ge=1,
         unit="steps",
         verl="trainer.total_training_steps",
     )
     critic_warmup: int = key(
         0,
-        "With a critic: the first step that also updates the actor; the steps before it train the critic alone.",
+        "With a critic: the first step that also updates the actor. The steps before it train the critic alone.",
         ge=0,
         unit="steps",
-        advice="0, or 10 to 20 for a critic whose head is new: until then it says nothing of a token.",
+        advice="0. For a critic with a new head 10 to 20: until then its values carry no information.",
     )
     save_freq: int = key(
         -1,
         "Steps between checkpoints; -1: only at the end.",
         unit="steps",
-        advice="About an hour's worth: that is what a crash costs.",
+        advice="About an hour of training, because a crash loses as much.",
         rule=_EVERY,
     )
     test_freq: int = key(-1, "Steps between validations; -1: never.", unit="steps", rule=_EVERY)
     val_before_train: bool = key(
         True,
-        "Validates the untrained model too.",
-        advice="true: without it nobody knows what was gained.",
+        "Validates the untrained model, too.",
+        advice="true: it is the baseline for all later scores.",
         verl="trainer.val_before_train",
     )
     log_val_generations: int = key(
         0,
-        "Validation responses that loggers of text show; all are saved in any case.",
+        "Validation responses that loggers with text show. All of them are saved in any case.",
         ge=0,
-        advice="10 while a run is new: read them.",
+        advice="10 while a run is new, to read them.",
     )
-    max_actor_ckpt_to_keep: int = key(2, "Newest checkpoints that are kept.", ge=1)
+    max_actor_ckpt_to_keep: int = key(2, "Checkpoints that are kept, the newest first.", ge=1)
     async_save: bool = key(
         True,
-        "Checkpoints are written while training goes on; false: training waits for the disk. Either way "
-        "from a copy in host memory.",
-        advice="Off where a disk that is busy with a checkpoint slows training more than waiting "
-        "does. It saves no memory.",
+        "Writes checkpoints while training goes on. false: training waits for the disk. Both write from a "
+        "copy in host memory.",
+        advice="false only where the busy disk slows training more than waiting does. It saves no memory.",
     )
     max_failed_saves: int = key(
         10,
-        "So many saves in a row that the disk does not take stop the run, with exit code 4; 0: it goes on without end.",
+        "Failed saves in a row after which the run stops with exit code 4; 0: it never stops for them.",
         ge=0,
-        advice="What is trained after the last checkpoint is lost where the run ends: few, where steps are dear.",
+        advice="Few where steps are expensive: what is trained after the last checkpoint is lost when the run ends.",
     )
     max_skipped_updates: int = key(
         3,
-        "So many updates in a row that could not be applied (NaN or inf in loss or gradient) stop "
-        "the run with exit code 6.",
+        "Updates in a row that may be skipped for NaN or inf in loss or gradient. At this number the run "
+        "stops with exit code 6.",
         ge=1,
         unit="updates",
-        advice="One bad batch is passed over; a run of them means that the weights or the "
-        "learning rate are the trouble.",
+        advice="One bad batch is skipped. Several in a row point to broken weights or a learning rate that is too "
+        "high.",
     )
     restart_limit: int = key(
         3,
-        "Times that ranks which are killed or stand still are started again inside the run, from the newest intact "
-        "checkpoint, in 100 finished steps; past it their loss ends the run, which can be resumed. 0: it always does. "
-        "Ranks that go back since the last engine was lost behind an update count too, where engines are started "
-        "again.",
+        "Restarts inside the run, in 100 finished steps, of ranks that were killed or stand still. They start "
+        "from the newest intact checkpoint. After them, and always with 0, a loss ends the run, which can be "
+        "resumed. Where engines are restarted, ranks that go back because an update lost its last engine "
+        "count too.",
         ge=0,
         advice="0 where whoever submits the run restarts it anyway.",
     )
-    logger: tuple[str, ...] = key(("console", "tensorboard"), "Where metrics go, besides metrics.jsonl.")
+    logger: tuple[str, ...] = key(
+        ("console", "tensorboard"), "Loggers that get the metrics, beside the file metrics.jsonl."
+    )
     logger_timeout_s: float = key(
         60.0,
-        "A logger that is busy with one step for longer is left out from then on.",
+        "Longest time that a logger may take for one step. After it the logger is no longer used.",
         gt=0,
         unit="s",
     )
     project_name: str = key(
         "mrl",
-        "Under which hosted loggers file the run; its name there is experiment_name.",
+        "Project under which hosted loggers list the run. Its name there is experiment_name.",
         verl="trainer.project_name",
         rule=PLAIN_NAME,
     )
 
     @property
     def warmup_steps(self) -> int:
-        """Steps that train a critic and leave the actor as it is: those before step critic_warmup."""
+        """Steps that train a critic and leave the actor unchanged: those before step critic_warmup."""
         return max(self.critic_warmup - 1, 0)
 
 
 class ClusterConfig(Section):
-    """Where it runs."""
+    """The devices and nodes that the run uses."""
 
-    device: Literal["cpu", "cuda", "npu"] = key("cuda", "What it runs on.", verl="trainer.device")
-    nnodes: int = key(1, "Nodes.", ge=1, le=100_000, verl="trainer.nnodes")
+    device: Literal["cpu", "cuda", "npu"] = key(
+        "cuda", "Kind of device that ranks and engines run on.", verl="trainer.device"
+    )
+    nnodes: int = key(1, "Number of nodes.", ge=1, le=100_000, verl="trainer.nnodes")
     n_gpus_per_node: int = key(
         1,
-        "Devices of a node; on cpu: ranks. An Atlas A3 node has 16, an A2 node 8.",
+        "Devices of a node. On cpu: ranks of a node.",
+        advice="An Atlas A3 node has 16, an A2 node 8.",
         ge=1,
         le=1000,
         verl="trainer.n_gpus_per_node",
     )
     accelerator: str | None = key(
         None,
-        "Model of the devices, as `mrl plan --device` names it, that plans assume; left out: the smallest of its kind.",
+        "Model of the devices that plans assume, as `mrl plan --device` names it; left out: the smallest of its kind.",
     )
     versions: dict[str, str] = key(
         {},
-        "Packages of the cluster whose version is not that of the tested row; the rules are "
-        "then those of that version.",
-        advice="Leave it out and install the row; `mrl doctor` compares.",
+        "Versions of packages on the cluster where they differ from the tested set. Rules then follow these versions.",
+        advice="Leave it out and install the tested set; `mrl doctor` compares.",
     )
     placement: Literal["separate", "colocated"] = key(
         "separate",
-        "Engines on devices of their own, or on the actor's.",
-        advice="separate where there are enough devices; colocated when all of them must train and generate in turn.",
+        "Whether engines have devices of their own (separate) or share the actor's (colocated).",
+        advice="separate where there are enough devices. colocated where all of them must train and generate in turn.",
     )
     cpus_per_actor: float = key(1.0, "CPUs that Ray reserves for a rank.", gt=0)
     cpus_per_engine: float = key(
@@ -213,81 +218,82 @@ class ClusterConfig(Section):
     )
     address: str | None = key(
         None,
-        "HOST:PORT of a running Ray cluster; left out: $RAY_ADDRESS, else one is started for the run.",
+        "HOST:PORT of a running Ray cluster; left out: $RAY_ADDRESS, or else a cluster is started for the run.",
     )
     port: int | None = key(
         None,
-        "Where the actor's ranks meet, on the host of rank 0; left out: a free one.",
+        "Port on the host of rank 0 where the actor's ranks meet; left out: a free one.",
         ge=1024,
         le=65535,
     )
     start_timeout_s: float = key(
         600.0,
-        "Longest wait for ranks to start and load.",
+        "Longest wait until ranks have started and loaded the model.",
         gt=0,
         unit="s",
-        advice="Large models on slow storage need more.",
+        advice="More for large models on slow storage.",
     )
     step_timeout_s: float = key(
         3600.0,
-        "Longest wait for one call to ranks or engines. Left out: so long until a call of its kind has ended once, "
-        "then ten times the longest so far, 60 s at least.",
+        "Longest wait for one call to ranks or engines. Left out: 3600 s until a call of that kind has "
+        "finished once. After that ten times the longest so far, at least 60 s.",
         gt=0,
         unit="s",
     )
 
 
 class ReshardConfig(Section):
-    """How trained weights reach the engines."""
+    """The weight sync, which brings trained weights to the engines."""
 
     path: Literal["fast", "slow"] = key(
         "fast",
-        "How weights reach the engines: shard to shard by a plan, or full tensors through vLLM's own loader.",
+        "How weights reach the engines. fast: shard to shard, by a plan. slow: full tensors through vLLM's own loader.",
     )
     transport: Literal["auto", "shm", "p2p", "ipc"] = key(
         "auto",
-        "How two processes exchange bytes; auto: device memory as far as a process can open another's (on CUDA of "
-        "the whole node, on NPU of its own device), shared memory of the host on CPU, else p2p, which is "
-        "torch.distributed; ipc: the same, and shared memory in place of p2p within a node; shm: shared memory of "
-        "the host, which every byte crosses twice.",
-        advice="auto. Where devices of a node cannot reach each other's memory (no NVLink and no peer access), p2p.",
+        "How two processes exchange bytes. auto: device memory that a process can open from another (CUDA: "
+        "the whole node, NPU: its own device), host shared memory on CPU, else p2p. p2p: torch.distributed. "
+        "ipc: as auto, with host shared memory instead of p2p within a node. shm: host shared memory, which "
+        "every byte crosses twice.",
+        advice="auto. p2p where devices of a node cannot reach each other's memory (neither NVLink nor peer access).",
     )
     budget_mb: int = key(
         256,
-        "What a rank sends, or a worker receives, in one round; staging is twice that.",
+        "Most bytes that a rank sends, or a worker receives, in one round. Staging buffers take twice that.",
         ge=1,
         le=1_000_000,
         unit="MiB",
-        advice="256; less when memory is short, and more rounds. Every process has the plan of all of them: for 235B "
-        "60 MiB at 256, 150 at 16, 1.8 GiB at 1.",
+        advice="256. Less where memory is short, which makes more rounds. Every process holds the whole plan: for "
+        "235B 60 MiB at 256, 150 MiB at 16, 1.8 GiB at 1.",
     )
     verify_every: int = key(
         1,
-        "Syncs between two readings of what engines finally hold and what ranks hold in common; what an "
-        "engine received is proved every time.",
+        "Syncs between two readings of the weights that engines finally hold and that ranks hold in common. "
+        "What an engine received is checked in every sync.",
         ge=1,
         unit="syncs",
     )
-    timeout_s: float = key(300.0, "Longest wait for one peer.", gt=0, unit="s")
+    timeout_s: float = key(300.0, "Longest wait for another process in a sync.", gt=0, unit="s")
 
 
 class RecordConfig(Section):
-    """What a run keeps of its samples beside its metrics."""
+    """The samples that a run keeps, beside its metrics."""
 
     samples: int | Literal["all", "none"] = key(
         "all",
-        "Responses of a step that samples/ keeps: all, none, or so many, evenly over the step.",
-        advice="all while it fits: some 6 bytes a token. A number for runs of hundreds of large steps.",
+        "Responses of a step that are kept in samples/: all, none, or a number of them, spread evenly over the step.",
+        advice="all while there is disk space: about 6 bytes a token. A number for runs of hundreds of large steps.",
         rule=_SOME,
     )
     samples_max_gib: float | None = key(
         256.0,
-        "Of all files of samples/; beyond it the oldest steps' are removed. null: no limit.",
+        "Size of all files in samples/. Above it the files of the oldest steps are removed. null: no limit.",
         gt=0,
         unit="GiB",
     )
     trainer_log_probs: bool = key(
         False,
-        "Keeps of each response token in samples/ how far the trainer's log-prob before the update is from "
-        "generation's; not with algorithm.anchor on_policy, which knows none before.",
+        "Keeps in samples/, for each response token, the difference between the log-probs of trainer and "
+        "engine before the update. Refused with algorithm.anchor: on_policy, which computes none before the "
+        "update.",
     )

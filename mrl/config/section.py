@@ -1,5 +1,6 @@
-"""How a key of the configuration is stated: once, with meaning, limits, unit, advice,
-verl's name and rule beside it.
+"""Declares keys of the configuration.
+
+Each key is declared once, with its meaning, limits, unit, advice, verl's name and rule.
 """
 
 import os
@@ -14,10 +15,9 @@ from mrl.errors import UnknownValue, did_you_mean
 
 
 class Section(BaseModel):
-    """A mapping in the YAML file; immutable once built, unknown keys refused.
+    """A mapping in the YAML file. It is immutable once built and refuses unknown keys.
 
-    Where the schema refuses a key, the rest of the configuration lacks it (mrl/config/schema_errors.py): reading it
-    raises UnknownValue.
+    A section that misses a refused key raises UnknownValue where that key is read (mrl/config/schema_errors.py).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -25,8 +25,10 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """One text stands for a list of one; true and false are no numbers, although Python thinks so, and no number
-        and no text is beyond what files and other programs can hold. A path's `~` is the home of who starts the run.
+        """Prepares a value as it was written, before pydantic converts it.
+
+        A single text stands for a list of one. `~` in a path becomes the home of the user who starts the run. Raises
+        ValueError for booleans in place of numbers, for numbers beyond 64 bits, and for text that files cannot hold.
         """
         field = cls.model_fields[info.field_name]
         annotation = field.annotation
@@ -50,7 +52,10 @@ class Section(BaseModel):
 
 
 def _at_home(value: Any) -> Any:
-    """A path, or each of a list of them, with the user's home in place of `~`; as it is where nobody knows the home."""
+    """Replaces `~` by the user's home in a path, or in each path of a list.
+
+    A path stays as it is where the home is unknown.
+    """
     if isinstance(value, list | tuple):
         return tuple(_at_home(each) for each in value)
     if isinstance(value, str):
@@ -60,9 +65,10 @@ def _at_home(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What a value must be beyond its type and limits.
+    """A rule for one key, beyond its type and limits.
 
-    `faults` gives a text for each way in which it breaks the rule.
+    `faults` yields one text for each way in which a value breaks the rule. `why` is the reason, `allowed` lists values
+    that are allowed.
     """
 
     faults: Callable[[Any], Iterator[str]]
@@ -72,8 +78,9 @@ class KeyRule:
 
 @dataclass(frozen=True)
 class KeyNotes:
-    """What stands beside a key for readers. `verl`: verl's keys that mean the same and take the same values;
-    `is_path`: of a file or a folder, or of several.
+    """The notes on a key in the documentation, beside its meaning.
+
+    `verl` names verl's keys that mean the same and take the same values. `is_path` marks paths of files or folders.
     """
 
     advice: str = ""
@@ -94,40 +101,44 @@ def key(
     is_path: bool = False,
     **limits: float,
 ) -> Any:
-    """A key of a section; `default` ... is required. `limits`: ge, gt, le, lt."""
+    """Declares a key of a section. A default of `...` makes it required. `limits` are ge, gt, le and lt."""
     notes = KeyNotes(advice, unit, (verl,) if isinstance(verl, str) else verl, rule, is_path)
     return Field(default, description=meaning, json_schema_extra={"notes": notes}, **limits)
 
 
 def notes_of(field: FieldInfo) -> KeyNotes:
-    """What `key` was told; of a field that holds a section, nothing."""
+    """Returns what `key` was given. For a field that holds a section the notes are empty."""
     if field.json_schema_extra:
         return field.json_schema_extra["notes"]
     return KeyNotes()
 
 
 def section_from(keys: type) -> type[Section]:
-    """A section with the keys of a dataclass of a lower floor, whose fields' metadata are arguments of `key`.
+    """Builds a section whose keys are the fields of a dataclass of a lower floor.
 
-    It inherits from both, so that it is given wherever the dataclass is wanted, and has its properties.
+    Metadata of the fields are arguments of `key`. The section inherits from both classes. So it has the properties of
+    the dataclass and can be passed in its place.
     """
     declared = {f.name: (f.type, key(... if f.default is MISSING else f.default, **f.metadata)) for f in fields(keys)}
     return create_model(keys.__name__, __base__=(Section, keys), **declared)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The Section class of a field that holds one (or null), else None."""
+    """Returns the Section class of a field that holds one (or null), else None."""
     candidates = [annotation, *get_args(annotation)]
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
 
 
 def must_be(holds: Callable[[Any], bool], text: str, why: str, *allowed: Any) -> KeyRule:
-    """The rule `text` for values that do not hold."""
+    """Builds the rule `text`, which values break for which `holds` returns False."""
     return KeyRule(lambda value: iter(() if holds(value) else (text,)), why, allowed)
 
 
 def known_name(table: Collection[str], aliases: dict[str, str]) -> KeyRule:
-    """The value, or each of a list, is a name in `table`; null is left alone. `aliases`: what others call the names."""
+    """Builds the rule that a value, or each one of a list, is a name in `table`. It accepts null.
+
+    `aliases` maps names that other projects use to names in `table`.
+    """
 
     def faults(value: Any) -> Iterator[str]:
         for name in (value,) if isinstance(value, str) else value or ():
@@ -148,6 +159,6 @@ PLAIN_NAME = must_be(
 
 
 def unknown_name(name: str, table: Collection[str], aliases: dict[str, str]) -> str:
-    """What to say of a name that is not in `table`."""
+    """Returns the message for a name that is not in `table`."""
     alias = aliases.get(name)
     return f"unknown name; {f'it is called {alias} here' if alias in table else did_you_mean(name, table)}"

@@ -1,4 +1,4 @@
-"""The teacher of a configuration: what model it is, and how it lies on the actor's ranks."""
+"""Describes a configuration's teacher: its model, and its layout on the actor's ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class TeacherModel:
 
 
 def teacher_layout(config: RunConfig, model: ModelSpec) -> LayoutConfig:
-    """The teacher's degrees: its own, else the actor's, without those of experts where it has none."""
+    """Returns the teacher's degrees: its own, or else the actor's, without expert degrees where it has no experts."""
     own = config.distillation.teacher_model.layout
     if own is not None:
         return own
@@ -27,8 +27,9 @@ def teacher_layout(config: RunConfig, model: ModelSpec) -> LayoutConfig:
 
 
 def teacher_of(config: RunConfig, read: Callable[[str], ModelSpec]) -> TeacherModel | None:
-    """The teacher, whose config.json `read` reads; None without distillation. Raises ConfigError as TrainLayout.build
-    does, and what `read` raises.
+    """Returns the teacher, or None without distillation. `read` loads the ModelSpec of a path.
+
+    Raises ConfigError like TrainLayout.build, and whatever `read` raises.
     """
     if not config.distillation.enabled:
         return None

@@ -1,9 +1,7 @@
-"""YAML text -> a tree that remembers where every value was written.
+"""Parses YAML text into a tree that knows where every value was written.
 
-Only plain data is read: no tags, no duplicate keys, no merge keys.
-
-Plain scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `3e-4` is a number, `on` and `1:30` are text, dates
-stay text.
+It reads plain data only: no tags, no duplicate keys, no merge keys. Plain scalars follow the core schema of YAML 1.2,
+not PyYAML's 1.1. So `3e-4` is a number, `on` and `1:30` are text, and dates stay text.
 """
 
 import re
@@ -18,7 +16,7 @@ from mrl.errors import ConfigError
 
 MAX_NODES = 20_000  # after alias expansion; the largest real configuration has a few hundred
 MAX_DEPTH = 100
-MOST_DIGITS = 100  # of a whole number
+MOST_DIGITS = 100  # in a whole number
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 _SCALARS = (
@@ -32,9 +30,7 @@ _MERGE = "<<"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from: a file with its line, a recipe, the command line, another key,
-    or the schema's default.
-    """
+    """Where a value comes from: a file with its line, a recipe, the command line, another key, or the default."""
 
     name: str
     line: int | None = None
@@ -47,7 +43,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Node:
-    """A value with its origin; a mapping holds further nodes, everything else is plain data."""
+    """A value with its origin. A mapping holds further nodes, everything else is plain data."""
 
     value: "dict[str, Node] | Any"
     origin: Origin
@@ -57,13 +53,13 @@ class Node:
         return isinstance(self.value, dict)
 
     def plain(self) -> Any:
-        """The value without origins."""
+        """Returns the value without origins."""
         if self.is_mapping:
             return {key: child.plain() for key, child in self.value.items()}
         return self.value
 
     def find(self, path: Iterable[Any]) -> tuple["Node", int]:
-        """The deepest node along `path` and how many steps of it exist."""
+        """Returns the deepest node along `path`, and how many steps of the path exist."""
         node = self
         steps = 0
         for key in path:
@@ -75,7 +71,7 @@ class Node:
 
 
 def merge(below: Node, above: Node) -> Node:
-    """`above` wins; two mappings merge key by key, everything else (lists too) replaces."""
+    """Merges two trees. `above` wins. Mappings merge key by key, everything else (lists too) is replaced."""
     if not (below.is_mapping and above.is_mapping):
         return above
     merged = dict(below.value)
@@ -86,9 +82,9 @@ def merge(below: Node, above: Node) -> Node:
 
 @lru_cache(maxsize=64)  # a preset and its recipe are read again for every layout or variant that is tried
 def parse_yaml(text: str, name: str, with_lines: bool = True) -> Node:
-    """Parses one document; an empty one is an empty mapping. `name` stands in origins and messages. Raises ConfigError.
+    """Parses one document. An empty document is an empty mapping. Raises ConfigError.
 
-    The tree is shared by all who ask for the same text, and changed by nobody.
+    `name` appears in origins and messages. Calls with the same text share one tree, so nobody may change it.
     """
     try:
         root = _Loader(text).get_single_node()
@@ -107,7 +103,7 @@ def parse_yaml(text: str, name: str, with_lines: bool = True) -> Node:
 
 
 def dump_value(value: Any) -> str:
-    """A value on one line of YAML that `parse_yaml` reads back as the same value."""
+    """Writes a value as one line of YAML, which `parse_yaml` reads back as the same value."""
     if value is None or isinstance(value, str | int):
         return _dump_again(value)
     return _dump(value)
@@ -118,13 +114,13 @@ def _dump(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-# PyYAML sets up a writer for each value, and a configuration has some hundred, most of them the same as in any other.
-# Floats are left out, as 0.0 and -0.0 are equal and not written alike.
+# PyYAML builds a writer for each value. A configuration has hundreds, and most of them appear in others too.
+# Floats are not cached: 0.0 and -0.0 are equal, but their texts differ.
 _dump_again = lru_cache(maxsize=4096, typed=True)(_dump)
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes (nothing is constructed by PyYAML) and refuses every explicit tag."""
+    """Composes nodes and refuses every explicit tag. PyYAML constructs no objects."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own name for its table
     composed = depth = 0
@@ -132,14 +128,14 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         self.composed += 1
-        if self.composed > MAX_NODES:  # before all of a long text is held as nodes
+        if self.composed > MAX_NODES:  # ends before a long text fills memory with nodes
             raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES} values", problem_mark=event.start_mark)
         if getattr(event, "tag", None) is not None:
             raise yaml.MarkedYAMLError(
                 problem=f"the tag {event.tag} is refused, only plain data is read", problem_mark=event.start_mark
             )
         self.depth += 1
-        if self.depth > MAX_DEPTH:  # the reader's time grows with the square of it
+        if self.depth > MAX_DEPTH:  # the reader's time grows with the square of the depth
             raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -147,7 +143,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what the loader above would read as something else."""
+    """Puts text in quotes that the loader above would read as something else."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012
 
@@ -188,7 +184,7 @@ def _int(text: str) -> int:
 
 
 class _Builder:
-    """Turns PyYAML's nodes into ours, counting them so that nested aliases cannot blow up."""
+    """Converts PyYAML's nodes to Node. It counts them, so that nested aliases cannot grow without bound."""
 
     def __init__(self, name: str, with_lines: bool) -> None:
         self.name = name
@@ -250,7 +246,7 @@ def _plain(value: Any) -> Any:
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested mappings. Keys below engine_kwargs and the like have no dots in themselves."""
+    """Turns dotted keys into nested mappings. Keys inside engine_kwargs and the like contain no dots."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *sections, last = key.split(".")

@@ -1,10 +1,10 @@
-"""What clients of chat endpoints send, in OpenAI's or in Anthropic's form, as one kind of request; answers in both.
+"""Requests of chat clients in OpenAI's or Anthropic's form, read into one kind of request, and answers in both forms.
 
     POST /v1/chat/completions   {"model", "messages", "tools", "max_tokens", "stream", ...}      OpenAI
     POST /v1/messages           {"model", "system", "messages", "tools", "max_tokens", ...}      Anthropic
 
-Text alone: a message that holds anything else is refused. Sampling that a client asks for is read, so that it can be
-counted, and used by nobody. JSON in, JSON out: no socket and no clock.
+Messages hold text only; anything else is refused. Sampling options of a client are read and counted, but not followed.
+JSON in, JSON out: no socket and no clock.
 """
 
 import json
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 ROLES = ("system", "user", "assistant", "tool")
-# what a client may say of sampling, with the value that asks for nothing
+# sampling options of clients, each with the value that asks for nothing
 SAMPLING = {
     "temperature": None, "top_p": None, "top_k": -1, "n": 1, "stop": None, "stop_sequences": None, "logit_bias": None,
     "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "seed": None,
@@ -25,12 +25,12 @@ _NOTHING = (None, [], {}, "")
 
 
 class BadRequest(ValueError):
-    """A client asked for what cannot be answered; the message says why."""
+    """A request that cannot be answered; the message says why."""
 
 
 @dataclass(frozen=True)
 class ChatCall:
-    """One call of a tool in a message of the assistant."""
+    """One tool call in a message of the assistant."""
 
     id: str
     name: str
@@ -39,32 +39,32 @@ class ChatCall:
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """One message, in whichever form it came."""
+    """One message, from either form."""
 
     role: str  # of ROLES
     content: str
-    calls: tuple[ChatCall, ...] = ()  # of the assistant
-    call_id: str = ""  # of a tool's: the call that it answers
-    thought: str = ""  # of the assistant, before it; clients keep it or not
+    calls: tuple[ChatCall, ...] = ()  # in a message of the assistant
+    call_id: str = ""  # in a message of a tool: the call that it answers
+    thought: str = ""  # reasoning of the assistant before the message; a client may drop it
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What two messages have in common that say the same: clients write arguments, ids and space anew."""
+        """Equal for two messages that say the same. Clients rewrite arguments, ids and white space."""
         calls = tuple((call.name, json.dumps(_plain(call.arguments), sort_keys=True)) for call in self.calls)
         return self.role, self.content.strip(), calls
 
     @property
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        said: dict[str, Any] = {"role": self.role, "content": self.content}
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
             functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in self.calls]
-            said["tool_calls"] = [{"type": "function", "function": each} for each in functions]
-        return said
+            message["tool_calls"] = [{"type": "function", "function": each} for each in functions]
+        return message
 
 
 def _plain(value: Any) -> Any:
-    """JSON with whole numbers as such: a client in JavaScript writes 1.0 as 1."""
+    """Writes whole numbers as integers. A client in JavaScript writes 1.0 as 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -76,38 +76,38 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a client asks: the conversation as it sees it, up to what is to be answered."""
+    """A client's request: the conversation as the client sees it, up to the message to be answered."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # in OpenAI's form, as chat templates take them
     max_tokens: int | None = None
     stream: bool = False
-    wants_usage: bool = False  # at the end of a stream
+    wants_usage: bool = False  # token counts at the end of a stream
     model: str = ""
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # of SAMPLING, what asks for something
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # options of SAMPLING that ask for something
 
     def overridden(self, own: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of what is sampled otherwise than asked; `own`: values by which it is sampled."""
+        """Returns the names of sampling options that are not followed. `own`: the values by which the run samples."""
         return tuple(name for name, value in self.sampling.items() if name not in own or own[name] != value)
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What the model said, for a client."""
+    """The model's answer to a client."""
 
-    number: int  # of the answer in its session
-    message: ChatMessage  # which the client is expected to send back
-    is_cut: bool  # by the number of tokens
+    number: int  # number of the answer in its session
+    message: ChatMessage  # the client is expected to send it back
+    is_cut: bool  # the limit of tokens ended it
     prompt_tokens: int
     tokens: int
 
 
 class Api(NamedTuple):
-    """One form: how requests are read, and answers and errors written."""
+    """One form: how requests are read, and how answers and errors are written."""
 
     parse: Callable[[Any], ChatRequest]
     whole: Callable[[ChatAnswer, ChatRequest], dict[str, Any]]
-    events: Callable[[ChatAnswer, ChatRequest], Iterator[tuple[str, Any]]]  # of a stream: names ("" for none) and data
+    events: Callable[[ChatAnswer, ChatRequest], Iterator[tuple[str, Any]]]  # a stream: (name or "", data)
     error: Callable[[int, str], dict[str, Any]]
 
 
@@ -118,7 +118,7 @@ def parse_openai(body: Any) -> ChatRequest:
     """Reads a request for a chat completion. Raises BadRequest."""
     _check_mapping(body)
     if body.get("functions") is not None or body.get("function_call") is not None:
-        raise BadRequest("`functions` is the form of before tools; send `tools`")
+        raise BadRequest("`functions` is OpenAI's older form; send `tools`")
     messages = [_openai_message(message) for message in _list(body, "messages")]
     tools = [_openai_tool(tool) for tool in _list(body, "tools")]
     limit = _whole_number(body, "max_completion_tokens") or _whole_number(body, "max_tokens")
@@ -175,7 +175,7 @@ def parse_anthropic(body: Any) -> ChatRequest:
 
 
 def _anthropic_messages(message: Any) -> list[ChatMessage]:
-    """What one message holds: results of tools are messages of their own, before its text."""
+    """Splits one message: the results of tools become messages of their own, before its text."""
     _check_mapping(message)
     role = message.get("role")
     if role not in ("user", "assistant"):
@@ -186,7 +186,7 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
     blocks = _list(message, "content")
     for block in blocks:
         _check_mapping(block)
-    told = [
+    results = [
         ChatMessage("tool", _text(block.get("content")), call_id=_word(block.get("tool_use_id")))
         for block in blocks
         if block.get("type") == "tool_result"
@@ -194,9 +194,9 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
     calls = [_anthropic_call(block) for block in blocks if block.get("type") == "tool_use"]
     known = ("tool_result", "tool_use", "thinking", "redacted_thinking")
     texts = [block for block in blocks if block.get("type") not in known]
-    if told and not texts:
-        return told
-    return [*told, ChatMessage(role, _text(texts), tuple(calls))]
+    if results and not texts:
+        return results
+    return [*results, ChatMessage(role, _text(texts), tuple(calls))]
 
 
 def _anthropic_call(block: Mapping[str, Any]) -> ChatCall:
@@ -215,14 +215,14 @@ def _checked(
     if not messages:
         raise BadRequest("there is no message")
     if messages[-1].role not in ("user", "tool"):
-        raise BadRequest(f"the last message is of the role {messages[-1].role}; it has to be of a user or of a tool")
-    said = {name: body[name] for name, nothing in SAMPLING.items() if _asks(body.get(name), nothing)}
-    if said.get("tool_choice") == {"type": "auto"}:
-        del said["tool_choice"]
+        raise BadRequest(f"the last message has the role {messages[-1].role}; it has to be user or tool")
+    sampling = {name: body[name] for name, nothing in SAMPLING.items() if _asks(body.get(name), nothing)}
+    if sampling.get("tool_choice") == {"type": "auto"}:
+        del sampling["tool_choice"]
     model = body.get("model")
     model = model if isinstance(model, str) else ""
     stream = bool(body.get("stream"))
-    return ChatRequest(_in_order_of_calls(messages), tuple(tools), limit, stream, wants_usage, model, said)
+    return ChatRequest(_in_order_of_calls(messages), tuple(tools), limit, stream, wants_usage, model, sampling)
 
 
 def _asks(value: Any, nothing: Any) -> bool:
@@ -230,25 +230,25 @@ def _asks(value: Any, nothing: Any) -> bool:
 
 
 def _in_order_of_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The messages; results of tools that follow a message with calls stand in the order of these."""
-    found: list[ChatMessage] = []
+    """Orders the results of tools as their calls stand in the message before."""
+    ordered: list[ChatMessage] = []
     order: dict[str, int] = {}
-    told: list[ChatMessage] = []
+    results: list[ChatMessage] = []
     for message in messages:
         if message.role == "tool":
-            told.append(message)
+            results.append(message)
             continue
-        found += _sorted(told, order)
-        found.append(message)
-        told = []
+        ordered += _sorted(results, order)
+        ordered.append(message)
+        results = []
         order = {call.id: number for number, call in enumerate(message.calls)}
-    return (*found, *_sorted(told, order))
+    return (*ordered, *_sorted(results, order))
 
 
-def _sorted(told: list[ChatMessage], order: Mapping[str, int]) -> list[ChatMessage]:
-    if all(message.call_id in order for message in told):
-        return sorted(told, key=lambda message: order[message.call_id])
-    return told
+def _sorted(results: list[ChatMessage], order: Mapping[str, int]) -> list[ChatMessage]:
+    if all(message.call_id in order for message in results):
+        return sorted(results, key=lambda message: order[message.call_id])
+    return results
 
 
 def _check_mapping(value: Any) -> None:
@@ -283,24 +283,24 @@ def _word(value: Any) -> str:
 
 
 def _text(content: Any) -> str:
-    """The text of a content: a text, or a list of parts that are texts."""
+    """Returns the text of a content, which is a text or a list of text parts."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest(f"a content is {type(content).__name__}, expected a text or a list of them")
+        raise BadRequest(f"`content` is {type(content).__name__}, expected a text or a list of texts")
     texts = []
     for part in content:
         _check_mapping(part)
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadRequest(f"a part of a message is of the type {str(part.get('type'))[:40]!r}; text alone is known")
+            raise BadRequest(f"a part of a message has the type {str(part.get('type'))[:40]!r}; only text is supported")
         texts.append(part["text"])
     return "".join(texts)
 
 
 def _tool(function: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
-    """One tool in OpenAI's form, with the three keys that templates read."""
+    """Writes one tool in OpenAI's form, with the three keys that templates read."""
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise BadRequest("a tool has no name")
@@ -309,18 +309,18 @@ def _tool(function: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
     properties = schema.get("properties") or {}
     _check_mapping(properties)
     schema = {**schema, "properties": properties}
-    said = {"name": name, "description": _word(function.get("description")), "parameters": schema}
-    return {"type": "function", "function": said}
+    described = {"name": name, "description": _word(function.get("description")), "parameters": schema}
+    return {"type": "function", "function": described}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def openai_whole(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
-    """Writes a chat completion."""
+    """Writes an answer as a chat completion."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.message.content or None}
     if answer.message.calls:
-        message["tool_calls"] = [_openai_told(call) for call in answer.message.calls]
+        message["tool_calls"] = [_openai_call_out(call) for call in answer.message.calls]
     elif not answer.message.content:
         message["content"] = ""
     if answer.message.thought:
@@ -330,11 +330,11 @@ def openai_whole(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
 
 
 def openai_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[tuple[str, Any]]:
-    """Yields the chunks of a stream: all that was said at once, then why it ended."""
+    """Yields an answer as chunks of a stream: the whole text in one, then the finish reason."""
     head = _openai_head(answer, request, "chat.completion.chunk")
     delta: dict[str, Any] = {"role": "assistant", "content": answer.message.content}
     if answer.message.calls:
-        delta["tool_calls"] = [{"index": i, **_openai_told(call)} for i, call in enumerate(answer.message.calls)]
+        delta["tool_calls"] = [{"index": i, **_openai_call_out(call)} for i, call in enumerate(answer.message.calls)]
     if answer.message.thought:
         delta["reasoning_content"] = answer.message.thought
     for part, finish in ((delta, None), ({}, _openai_finish(answer))):
@@ -348,7 +348,7 @@ def _openai_head(answer: ChatAnswer, request: ChatRequest, kind: str) -> dict[st
     return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": 0, "model": request.model}
 
 
-def _openai_told(call: ChatCall) -> dict[str, Any]:
+def _openai_call_out(call: ChatCall) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
@@ -367,12 +367,12 @@ def _openai_usage(answer: ChatAnswer) -> dict[str, int]:
 
 
 def openai_error(status: int, why: str) -> dict[str, Any]:
-    """Writes an error."""
+    """Writes an error in OpenAI's form."""
     return {"error": {"message": why, "type": _ERRORS.get(status, "api_error"), "param": None, "code": None}}
 
 
 def anthropic_whole(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
-    """Writes a message."""
+    """Writes an answer as a message in Anthropic's form."""
     usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens}
     return _anthropic_head(answer, request) | {
         "content": _anthropic_blocks(answer),
@@ -382,9 +382,9 @@ def anthropic_whole(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
 
 
 def anthropic_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[tuple[str, Any]]:
-    """Yields the events of a stream: each block at once."""
-    begun = _anthropic_head(answer, request) | {"usage": {"input_tokens": answer.prompt_tokens, "output_tokens": 0}}
-    yield _event("message_start", message=begun)
+    """Yields an answer as events of a stream, each block in one delta."""
+    head = _anthropic_head(answer, request) | {"usage": {"input_tokens": answer.prompt_tokens, "output_tokens": 0}}
+    yield _event("message_start", message=head)
     for index, block in enumerate(_anthropic_blocks(answer)):
         if block["type"] == "text":
             empty = {"type": "text", "text": ""}
@@ -429,7 +429,7 @@ def _anthropic_finish(answer: ChatAnswer) -> str:
 
 
 def anthropic_error(status: int, why: str) -> dict[str, Any]:
-    """Writes an error."""
+    """Writes an error in Anthropic's form."""
     return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": why}}
 
 

@@ -1,19 +1,19 @@
-"""Where in a conversation that is kept a client's request belongs: it goes on from a turn, asks one again, or branches.
+"""Finds where a client's request belongs in a kept conversation: it extends a turn, retries one, or branches.
 
-A client sends the whole conversation as it sees it. What of it the model said, or was told before, is found among the
-turns that are kept, by what the messages say (ChatMessage.key); the rest is new, and that alone becomes tokens. An
-example, u for a user's message, a for an answer of the model, t for a tool's:
+A client sends the whole conversation as it sees it. Messages that the kept turns hold already are found by their
+content (ChatMessage.key). The rest is new, and only that becomes tokens. An example, with u for a user's message, a for
+an answer of the model, t for a tool's:
 
     kept turns                    a request              where it belongs
     1: u1 -> a1                   u1 a1 t2               EXTENDS 1: t2 is new
-    2: t2 -> a2, behind 1         u1 a1 t2               RETRIES 2: what it said is replaced
+    2: t2 -> a2, behind 1         u1 a1 t2               RETRIES 2: its answer is replaced
                                   u1 a1 t2 a2 t3         EXTENDS 2
                                   u1 a1 t2'              BRANCHES from 1: "edited"
                                   u1 a1' t2              BRANCHES from the beginning: "forged", the model said a1
                                   u9                     BRANCHES from the beginning: "other"
 
-A turn with others behind it is not replaced: who asks it again branches ("asked again"). Immutable: numbers of turns,
-whose tokens somebody else keeps.
+A turn that others follow is not replaced: a request that asks it again branches ("asked again"). The objects are
+immutable. They know turns by number only; their tokens are kept elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from mrl.data.chat_api import BadRequest, ChatMessage, ChatRequest
 
 
 class Move(StrEnum):
-    """What a request does to the conversation."""
+    """The effect of a request on the conversation."""
 
     BEGINS = "begins"
     EXTENDS = "extends"
@@ -34,18 +34,18 @@ class Move(StrEnum):
 
 
 class Why(StrEnum):
-    """Why a request does not go on from the turn before."""
+    """The reason why a request does not extend the turn before."""
 
-    EDITED = "edited"  # a message of the client's is another than before, or is gone
-    FORGED = "forged"  # a message of the model's is another than it said
-    TOOLS = "tools"  # other tools, which stand in the prompt
-    ASKED_AGAIN = "asked again"  # the same, behind which the conversation has gone on
+    EDITED = "edited"  # a message of the client has changed, or is gone
+    FORGED = "forged"  # a message of the model is not what it said
+    TOOLS = "tools"  # the tools have changed, and they are part of the prompt
+    ASKED_AGAIN = "asked again"  # the same request, but the conversation has gone on behind it
     OTHER = "other"  # another conversation
 
 
 @dataclass(frozen=True)
 class KeptTurn:
-    """What the model was told since the turn before, and what it said to it."""
+    """One turn: the messages since the turn before, and the model's answer to them."""
 
     number: int
     parent: int | None  # None: it begins with the prompt
@@ -56,12 +56,12 @@ class KeptTurn:
 
 @dataclass(frozen=True)
 class ChatPlace:
-    """Where a request belongs."""
+    """The place of a request in the kept conversation."""
 
     move: Move
-    parent: int | None  # the turn that it goes on from; None: it begins with a prompt of its own
-    messages: tuple[ChatMessage, ...]  # that are new behind it
-    why: Why | None = None  # of a branch
+    parent: int | None  # the turn that it continues; None: it begins with a prompt of its own
+    messages: tuple[ChatMessage, ...]  # new messages behind that turn
+    why: Why | None = None  # reason of a branch
     replaced: int | None = None  # the turn that a retry asks again
 
 
@@ -70,10 +70,10 @@ class KeptTurns:
     """The turns of one session, in the order in which they were said."""
 
     turns: tuple[KeptTurn, ...] = ()
-    said: int = 0  # turns so far, replaced ones too: the next has the number after
+    said: int = 0  # turns so far, replaced ones included; the next turn gets the next number
 
     def place(self, asked: ChatRequest) -> ChatPlace:
-        """Where a request belongs. Raises BadRequest where it has nothing new to answer."""
+        """Finds where a request belongs. Raises BadRequest where it has nothing new to answer."""
         parent, known = self._deepest(asked, None, 0)
         new = asked.messages[known:]
         if not new:
@@ -91,7 +91,7 @@ class KeptTurns:
         return ChatPlace(Move.BRANCHES, parent, new, self._why(asked, parent, known))
 
     def with_turn(self, asked: ChatRequest, place: ChatPlace, said: ChatMessage) -> "KeptTurns":
-        """With what the model said to a request; a turn that it replaces is gone."""
+        """Returns the turns with the model's answer to a request added, and without the turn that it replaces."""
         turn = KeptTurn(self.said + 1, place.parent, asked.tools, place.messages, said)
         kept = tuple(each for each in self.turns if each.number != place.replaced)
         return replace(self, turns=(*kept, turn), said=turn.number)
@@ -102,7 +102,7 @@ class KeptTurns:
         return [turn.number for turn in self.turns if not self._has_children(turn.number)]
 
     def path(self, number: int) -> list[int]:
-        """Numbers of the turns that lead to one from the beginning, itself included."""
+        """Returns the numbers of the turns from the beginning to turn `number`, itself included."""
         parents = {turn.number: turn.parent for turn in self.turns}
         path = []
         at: int | None = number
@@ -112,8 +112,9 @@ class KeptTurns:
         return path
 
     def _deepest(self, asked: ChatRequest, parent: int | None, known: int) -> tuple[int | None, int]:
-        """The last turn that the request has whole, by the longest way, then the newest; and how many messages it has
-        up to there.
+        """Finds the deepest turn whose messages all stand in the request; the newest of several.
+
+        Returns it with the number of messages of the request up to there.
         """
         found = (parent, known)
         for turn in self._behind(parent, asked):
@@ -127,7 +128,7 @@ class KeptTurns:
         return found
 
     def _behind(self, parent: int | None, asked: ChatRequest) -> list[KeptTurn]:
-        """Turns that follow another one, with the request's tools."""
+        """Returns the turns that follow another one and have the tools of the request."""
         return [turn for turn in self.turns if turn.parent == parent and turn.tools == asked.tools]
 
     def _has_children(self, number: int) -> bool:
@@ -147,7 +148,9 @@ class KeptTurns:
 
 
 def _says_another(new: Sequence[tuple[Any, ...]], told: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether an answer follows what the model was told: another than it gave, or it would have been found."""
+    """Returns whether another answer than the model's follows the messages of a turn. The model's own would have been
+    found.
+    """
     return new[: len(told)] == told and new[len(told)][0] == "assistant"
 
 

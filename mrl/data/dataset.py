@@ -1,9 +1,14 @@
-"""Validated, tokenised prompts in verl's schema, with a report of every row that was set aside.
+"""Validated, tokenised prompts in verl's schema, with a report of every rejected row.
 
-Schema: `data_source` (`reward_fn_key`) str; the prompt (`prompt_key`), a list of {role, content} or one string, which
-is a single user message; `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Rows with something
-in `images` or `videos` are refused; other columns are not read.
-At the end: the tokenizer.
+The schema has these columns; others are not read:
+
+* `data_source` (`reward_fn_key`): a string.
+* The prompt (`prompt_key`): a list of {role, content}, or one string, which is a single user message.
+* `reward_model`: {ground_truth, style}.
+* `extra_info`: an optional mapping.
+* `images` and `videos`: have to be empty or missing.
+
+The last part of this file loads the tokenizer.
 """
 
 import hashlib
@@ -23,10 +28,10 @@ from mrl.data.row_files import OTHER_THAN_TEXT, RawRow, read_rows
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 EXAMPLES = 10
-MOST_BAD_ROWS = 10_000  # that are told of one by one
-WHY = 500  # characters of what is said of one
-SAMPLED = 2  # the last number of a sample's random stream, so that none of the epochs' orders is its
-THINKING = "enable_thinking"  # the name that Qwen3's templates, and those after them, give the switch
+MOST_BAD_ROWS = 10_000  # so many are reported one by one
+WHY = 500  # characters of the reason that is reported
+SAMPLED = 2  # last number of a sample's random stream, which makes it differ from those of all epochs
+THINKING = "enable_thinking"  # the switch's name in the templates of Qwen3 and of models after it
 RESERVED_TEMPLATE_KEYS = (
     "add_generation_prompt",
     "tokenize",
@@ -39,26 +44,26 @@ RESERVED_TEMPLATE_KEYS = (
 
 
 class ChatTokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that makes prompts."""
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> Any: ...
 
 
 class ToolOffer(Protocol):
-    """What the model may call; mrl.environments.offer has it."""
+    """The tools that the model may call, as mrl.environments.offer implements them."""
 
-    agent: bool  # an agent is told of rows, their messages too
+    agent: bool  # an agent gets rows with their messages
 
     def schemas(self, extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Schemas of what a row's responses may call. Raises ValueError for a row that names something unknown."""
+        """Returns the schemas of what a row's responses may call. Raises ValueError for a row with an unknown name."""
 
     def needs_row(self, extra_info: Mapping[str, Any]) -> bool:
-        """Whether an engine is to be told of the row, and not of its prompt alone."""
+        """Returns whether an engine needs the row itself and not only its prompt."""
 
 
 @dataclass(frozen=True)
 class PromptParameters:
-    """How rows become prompts; names are those of the `data` section."""
+    """How rows become prompts, under the names of section `data`."""
 
     prompt_key: str = "prompt"
     max_prompt_length: int = 1024  # tokens
@@ -72,8 +77,8 @@ class PromptParameters:
     tools: ToolOffer | None = None  # what the model may call
 
     def template_arguments(self, extra_info: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-        """Arguments that the chat template is called with beside the messages. Raises BadRow where a row names unknown
-        ones.
+        """Returns the arguments of the chat template beside the messages. Raises BadRow where the row names unknown
+        tools.
         """
         switch = {}
         if self.enable_thinking is not None:
@@ -94,7 +99,7 @@ class PromptParameters:
 
 @dataclass(frozen=True)
 class SetAside:
-    """A row that cannot be used, and why."""
+    """A row that cannot be used, and the reason."""
 
     file: str
     row: int
@@ -112,15 +117,15 @@ class SetAside:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of the rows read: rows = kept + bad + overlong filtered + duplicates."""
+    """Counts of the rows read: rows = kept + bad + filtered + duplicates."""
 
     rows: int
     kept: int
     bad: int
     filtered: int  # over max_prompt_length, left out
     truncated: int  # over max_prompt_length, cut; among the kept
-    duplicates: int  # the same prompt as a row before
-    examples: tuple[SetAside, ...]  # the first bad rows, one of each reason and file
+    duplicates: int  # the same prompt as an earlier row
+    examples: tuple[SetAside, ...]  # the first bad rows, one for each reason and file
     shortest: int | None = None  # tokens of the shortest prompt over max_prompt_length
     texts: int = 0  # rows whose prompt is one string
     bad_rows: tuple[SetAside, ...] = ()  # all of them, MOST_BAD_ROWS at most
@@ -137,22 +142,22 @@ class LoadReport:
 
 
 class BadRow(Exception):
-    """A row cannot become a prompt; the message says why."""
+    """A row that cannot become a prompt; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class PromptDataset(Sequence[Prompt]):
     """Prompts by position.
 
-    `prompt_id` is the row's number over all files, bad rows counted, so it finds the row again.
+    `prompt_id` is the row's number over all files, bad rows counted, so it leads back to the row.
     """
 
     store: PromptStore  # tokens, and as JSON text prompt_id, data_source, ground_truth, extra_info
-    report: LoadReport  # of the files, whatever was sampled of them
-    data_sources: frozenset[str]  # all that occur, for checking that each has a reward function
-    fingerprint: str  # of prompt ids and tokens: an order can be resumed only on the same data
-    sizes: tuple[int, ...]  # prompts of each file; they stand one file after another
-    places: np.ndarray | None = None  # int64, of the prompts in the store that were sampled; None: all
+    report: LoadReport  # covers the whole files, also where only a part was sampled
+    data_sources: frozenset[str]  # all that occur; each must have a reward function
+    fingerprint: str  # hash of prompt ids and tokens: an order can be resumed only on the same data
+    sizes: tuple[int, ...]  # prompts of each file, in the order of the files
+    places: np.ndarray | None = None  # int64: positions in the store of the sampled prompts; None: all
 
     @classmethod
     def load(
@@ -162,14 +167,13 @@ class PromptDataset(Sequence[Prompt]):
         parameters: PromptParameters,
         files_apart: bool = False,
     ) -> "PromptDataset":
-        """All usable prompts of all files.
+        """Loads all usable prompts of all files.
 
-        `files_apart`: a prompt is a duplicate of prompts of its own file alone, so that each of several test sets stays
-        whole.
+        With `files_apart` a prompt duplicates only prompts of its own file. So each of several test sets stays whole.
 
-        Raises DataError for unusable files, more bad rows than `max_bad_row_share`, prompts over length with truncation
-        `error`, or nothing left. Raises EnvironmentFault where TMPDIR has no room. Raises ConfigError for template
-        arguments that are not the user's to set, or a thinking switch that the template lacks.
+        Raises DataError for unusable files, more bad rows than `max_bad_row_share`, or no prompt left. It does so too
+        for prompts over length with truncation `error`. Raises EnvironmentFault where TMPDIR has no space. Raises
+        ConfigError for template arguments that users must not set, or a thinking switch that the template lacks.
         """
         _check_template_arguments(tokenizer, parameters)
         loader = _Loader(tokenizer, parameters)
@@ -184,10 +188,10 @@ class PromptDataset(Sequence[Prompt]):
             raise
 
     def sample(self, count: int | None, seed: int | None) -> "PromptDataset":
-        """`count` of the prompts, in their order; all where there are no more or `count` is None.
+        """Returns `count` of the prompts, in their order; all where there are no more or `count` is None.
 
-        Drawn by `seed`, of each file its share, so that no file drops out for standing behind others; without a seed
-        the first ones.
+        With a seed they are drawn from each file in proportion to its size, so that every file is represented. Without
+        a seed they are the first ones.
         """
         if count is None or count >= len(self):
             return self
@@ -212,7 +216,7 @@ class PromptDataset(Sequence[Prompt]):
 
 
 def _drawn(sizes: Sequence[int], count: int, seed: int) -> np.ndarray:
-    """int64 [count], ascending: places of a sample without replacement, of each file in proportion to its size."""
+    """Draws positions without replacement, from each file in proportion to its size, int64 [count], ascending."""
     starts = np.cumsum((0, *sizes[:-1]))
     shares = epoch_counts(count, sizes)
     parts = [
@@ -223,7 +227,7 @@ def _drawn(sizes: Sequence[int], count: int, seed: int) -> np.ndarray:
 
 
 class _Loader:
-    """Takes rows one by one and keeps what can be used."""
+    """Takes rows one by one and keeps the usable ones."""
 
     def __init__(self, tokenizer: ChatTokenizer, parameters: PromptParameters):
         self.tokenizer = tokenizer
@@ -233,7 +237,7 @@ class _Loader:
         self.examples: dict[tuple[str, str], SetAside] = {}  # by file and reason
         self.bad_rows: list[SetAside] = []
         self.overlong: dict[tuple[str, str], SetAside] = {}
-        self.shortest: int | None = None  # of those over length, tokens
+        self.shortest: int | None = None  # tokens of the shortest prompt over length
         self.texts = 0
         self.data_sources: set[str] = set()
         self.seen = SeenPrompts()
@@ -241,7 +245,7 @@ class _Loader:
         self.hash = hashlib.sha256()
 
     def begin_file(self, apart: bool) -> None:
-        """What comes from here on is of the next file; `apart`: what came before duplicates nothing in it."""
+        """Begins the next file. With `apart` its rows are not compared with those of earlier files."""
         self.sizes.append(0)
         if apart:
             self.seen = SeenPrompts()
@@ -252,8 +256,8 @@ class _Loader:
             messages, rest = parse_row(raw, self.parameters.prompt_key, self.parameters.reward_fn_key)
             self.texts += isinstance(raw.value[self.parameters.prompt_key], str)
             acts = self._acts(rest["extra_info"])
-            told_apart = [messages, self.rows] if acts else messages
-            if self.parameters.drop_duplicates and not self.seen.add(json.dumps(told_apart)):
+            identity = [messages, self.rows] if acts else messages
+            if self.parameters.drop_duplicates and not self.seen.add(json.dumps(identity)):
                 self.duplicates += 1
                 return
             tokens = self._tokenise(messages, rest["extra_info"])
@@ -265,13 +269,15 @@ class _Loader:
             return
         tokens = self._fit(tokens, raw)
         if tokens is not None:
-            told = {"acts": True} if acts else {}
+            acting = {"acts": True} if acts else {}
             if acts and self.parameters.tools.agent:
-                told["messages"] = messages
-            self._keep(tokens, {"prompt_id": self.rows - 1, **rest, **told})
+                acting["messages"] = messages
+            self._keep(tokens, {"prompt_id": self.rows - 1, **rest, **acting})
 
     def _acts(self, extra_info: Mapping[str, Any]) -> bool:
-        """Such a row is no duplicate of another with the same prompt: an environment may begin otherwise."""
+        """Returns whether responses act on the row. Two such rows with equal prompts may begin differently: no
+        duplicates.
+        """
         return self.parameters.tools is not None and self.parameters.tools.needs_row(extra_info)
 
     def finish(self) -> PromptDataset:
@@ -310,7 +316,7 @@ class _Loader:
         return ids
 
     def _fit(self, ids: list[int], raw: RawRow) -> list[int] | None:
-        """The prompt within max_prompt_length; None where it is left out."""
+        """Returns the prompt within max_prompt_length; None where it is left out."""
         limit = self.parameters.max_prompt_length
         if len(ids) <= limit:
             return ids
@@ -342,19 +348,22 @@ class _Loader:
 def parse_row(
     raw: RawRow, prompt_key: str, source_key: str = "data_source"
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    """Messages, and the prompt's other fields. Values that JSON does not know (dates, decimals) become their text."""
+    """Returns the messages of a row, and the prompt's other fields. Raises BadRow.
+
+    Values that JSON does not have (dates, decimals) become text.
+    """
     if raw.problem:
         raise BadRow(raw.problem)
     row = raw.value
     if seen := next((name for name in OTHER_THAN_TEXT if _has_some(row.get(name))), None):
-        raise BadRow(f"{seen} is not empty: prompts are of text alone, leave such rows out")
+        raise BadRow(f"{seen} is not empty: only prompts of text are supported, leave such rows out")
     if not isinstance(row[source_key], str):
         raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string")
     reward_model = row["reward_model"]
     truth = None
     if isinstance(reward_model, dict):
         truth = reward_model.get("ground_truth")
-    if truth is None or truth != truth:  # NaN is what tables have where nothing stands
+    if truth is None or truth != truth:  # tables have NaN where a value is missing
         raise BadRow("reward_model.ground_truth is missing")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
@@ -370,10 +379,10 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
         raise BadRow(f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}")
     for message in prompt:
         if kind := _other_kind(message):
-            raise BadRow(f"{key} holds a part of the type {kind[:40]!r}: prompts are of text alone")
+            raise BadRow(f"{key} holds a part of the type {kind[:40]!r}: only prompts of text are supported")
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise BadRow(f"{key} holds a message that is not {{role: text, content: text}}: {str(message)[:200]}")
-    # parquet gives every struct field to every message; a null one was not written
+    # parquet gives every message all fields of the struct; a null one was not written
     return [{k: v for k, v in message.items() if v is not None} for message in prompt]
 
 
@@ -382,7 +391,7 @@ def _has_some(value: Any) -> bool:
 
 
 def _other_kind(message: Any) -> str:
-    """The type of a message's first part that is not text, such as image_url; empty where there is none."""
+    """Returns the type of a message's first part that is not text, such as image_url; empty where there is none."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return ""
     kinds = (str(part.get("type")) for part in message["content"] if isinstance(part, dict))
@@ -390,8 +399,9 @@ def _other_kind(message: Any) -> str:
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """`limit` tokens: `left` cuts at the left, `right` at the right, `middle` keeps both ends
-    (the right one is the longer).
+    """Cuts a prompt to `limit` tokens: `left` and `right` cut at that side, `middle` keeps both ends.
+
+    With an odd limit the right end is the longer one.
     """
     if side == "middle":
         head = limit // 2
@@ -453,10 +463,10 @@ def _why_none(report: LoadReport, parameters: PromptParameters) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Hugging Face tokenizer of a local checkpoint folder; code shipped with a checkpoint is never run.
+    """Loads the Hugging Face tokenizer of a local checkpoint folder. Code that a checkpoint brings is never run.
 
-    Raises ConfigError if there is no such folder or it has no chat template, EnvironmentFault if its tokenizer cannot
-    be read.
+    Raises ConfigError if there is no such folder or no chat template in it. Raises EnvironmentFault if the tokenizer
+    cannot be read.
     """
     if not Path(path).is_dir():
         raise ConfigError(f"model.path: {path} is no folder; give the folder of a Hugging Face checkpoint")
@@ -464,7 +474,7 @@ def load_tokenizer(path: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises anything from OSError to a plain Exception of its Rust half
+    except Exception as error:  # transformers raises anything from OSError to a plain Exception from Rust
         raise EnvironmentFault(
             f"model.path: the tokenizer in {path} cannot be read: {type(error).__name__}: {error}"
         ) from error

@@ -1,18 +1,18 @@
-"""How a model's family writes calls of tools and reads their answers: token ids in, token ids out.
+"""Tool calls and answers in the form of a model's family: token ids in, token ids out.
 
-    sampled ids  --calls-->   what was called, and what is wrong with a call
-    answers      --context--> ids that go behind the sampled ones, so that the model may go on
+    sampled ids  --calls-->   the calls, and the problem of a call that cannot be read
+    answers      --context--> ids that follow the sampled ones, up to where the model continues
 
-The next prompt is all tokens so far and the context behind them: nothing that was sampled is decoded and tokenised
-again. An example of Hermes, with a bracket around each token of the family's own:
+The next prompt is all tokens so far, followed by the context. Sampled tokens are never decoded and tokenised again. An
+example of Hermes, with a bracket around each token of the family's own:
 
     sampled   [<tool_call>] {"name": "calculator", "arguments": {"expression": "12*34"}} [</tool_call>] [<|im_end|>]
     context   \\n [<|im_start|>] user\\n [<tool_response>] \\n408\\n [</tool_response>] [<|im_end|>] \\n [<|im_start|>]
               assistant\\n
 
-A call is one where the model sampled the family's own token, and the text of an answer is plain characters, whatever it
-says: `<|im_end|>` in it ends nothing. That alone differs from what the template makes of such an answer. A dialect is
-found by what the tokenizer's own template writes of a conversation, not by the name of the model.
+A call begins where the model sampled the family's own token. The text of an answer is plain characters, whatever it
+contains: `<|im_end|>` in it ends nothing. Only in this does the context differ from what the template would write. A
+dialect is recognised by what the tokenizer's own template writes, not by the name of the model.
 """
 
 import json
@@ -27,13 +27,13 @@ from tokenizers import Tokenizer
 from mrl.data.dataset import ChatTokenizer
 from mrl.errors import ConfigError
 
-# of each tool its parameters, each the JSON schema of its value
+# tool -> parameter -> JSON schema of its value
 Parameters = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as the model wrote it. `problem`: what is wrong with it, for the model; it then calls nothing."""
+    """One call as the model wrote it. A call with a `problem` calls nothing; the problem is told to the model."""
 
     name: str = ""
     arguments: Mapping[str, Any] | None = None
@@ -50,28 +50,28 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """What a family's template writes around the answers of tools."""
+    """The text that a family's template writes around the answers of tools."""
 
     end: str  # the token that a turn with calls ends with
     begin: str  # before the first answer
-    before: str  # each answer
-    after: str
-    close: str  # how what is behind the last begins
+    before: str  # before each answer
+    after: str  # after each answer
+    close: str  # beginning of the text behind the last answer
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How the models of a family write calls: the frame, and how the text inside <tool_call> is read."""
+    """The form in which models of a family write calls: the frame, and a reader of the text inside <tool_call>."""
 
     name: str
     frame: Frame
     read: Callable[[str, Parameters], ToolCall]
-    mark: str  # what the template writes of a call to `tool` with the argument `key`
-    example: str  # of a call in the family's form
+    mark: str  # text that the template writes for a call to `tool` with the argument `key`
+    example: str  # a call in the family's form
 
 
 class ToolTokenizer(ChatTokenizer, Protocol):
-    """What is needed of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that dialects use."""
 
     backend_tokenizer: Tokenizer
 
@@ -87,16 +87,18 @@ class Dialect:
     """One family, in the tokens of one tokenizer."""
 
     def __init__(self, family: CallForm, tokenizer: Tokenizer, goes_on: str):
-        """`goes_on`: what the template writes behind the answers. Raises ConfigError where a token is missing."""
+        """`goes_on`: the text that the template writes behind the answers. Raises ConfigError where a token is
+        missing.
+        """
         self.name = family.name
         self.family = family
         self.goes_on = goes_on
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token.content: number for number, token in added.items()}
-        self._ends = {number for number, token in added.items() if token.special}  # of any turn
+        self._ends = {number for number, token in added.items() if token.special}  # tokens that may end a turn
         self._plain = _without_added_tokens(tokenizer)
-        # the longest first, so that none is taken for a part of another
+        # the longest first, so that no token matches as a part of another
         self._own = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
         missing = [token for token in (OPEN, CLOSE, family.frame.end) if token not in self._added]
         if missing:
@@ -116,16 +118,18 @@ class Dialect:
         return sorted(self._added, key=len, reverse=True)
 
     def calls(self, ids: Sequence[int], parameters: Parameters) -> list[ToolCall]:
-        """What a turn calls, in order; calls that it thought of, before the last </think>, are none."""
+        """Returns the calls of a turn, in order. Calls in its thoughts, before the last </think>, do not count."""
         _, ids = self._without_thought(ids)
-        found = []
+        calls = []
         while self._added[OPEN] in ids:
             ids = ids[ids.index(self._added[OPEN]) + 1 :]
-            found.append(self._call(self._until_closed(ids), parameters))
-        return found
+            calls.append(self._call(self._until_closed(ids), parameters))
+        return calls
 
     def said(self, ids: Sequence[int], parameters: Parameters) -> Said:
-        """A turn as a message: its thoughts, its text, in which calls that cannot be read stay, and the other calls."""
+        """Returns a turn as a message: its thoughts, its text and its calls. Calls that cannot be read stay in the
+        text.
+        """
         thought, ids = self._without_thought(ids)
         if ids and ids[-1] in self._ends:
             ids = ids[:-1]
@@ -147,7 +151,7 @@ class Dialect:
         return Said(self._text(thought).replace(THINK, "").strip(), content.strip(), tuple(calls))
 
     def _without_thought(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Tokens before the last </think>, and those behind it."""
+        """Returns the tokens before the last </think>, and those behind it."""
         ids = list(ids)
         thought = self._added.get(THOUGHT)
         if thought not in ids:
@@ -159,7 +163,7 @@ class Dialect:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _until_closed(self, ids: list[int]) -> list[int] | None:
-        """The tokens of one call; None where another call begins, or the turn ends, before this one is closed."""
+        """Returns the tokens of one call; None where another call begins, or the turn ends, before it is closed."""
         for place, number in enumerate(ids):
             if number == self._added[CLOSE]:
                 return ids[:place]
@@ -179,21 +183,21 @@ class Dialect:
         return ToolCall(problem=f"This call cannot be read: {why}. A call has the form {self.family.example}")
 
     def context(self, ids: Sequence[int], answers: Sequence[str]) -> list[int]:
-        """Ids behind a turn `ids`: the answers of its tools, in the order of its calls, and where the model goes on.
+        """Returns the ids that follow a turn `ids`: the answers of its tools, up to where the model continues.
 
-        A turn that did not end with the family's token is closed by it first. Half a character, as JSON may have it and
-        no tokenizer takes it, is a question mark.
+        The answers are in the order of the calls. A turn that did not end with the family's token is closed by it
+        first. A lone surrogate, which JSON may hold and no tokenizer takes, becomes a question mark.
         """
         frame = self.family.frame
         ended = len(ids) > 0 and ids[-1] == self.end
         parts = [(frame.begin if ended else frame.end + frame.begin, True)]
         for answer in answers:
-            whole = answer.encode("utf-8", "replace").decode()
-            parts += [(frame.before, True), (whole, False), (frame.after, True)]
+            valid = answer.encode("utf-8", "replace").decode()
+            parts += [(frame.before, True), (valid, False), (frame.after, True)]
         return self.encoded([*parts, (self.goes_on, True)])
 
     def encoded(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
-        """Encodes texts one behind the other; only in marked ones do tokens of the family stand for themselves."""
+        """Encodes texts one behind the other. Only in marked ones do the family's tokens stand for themselves."""
         ids: list[int] = []
         plain = ""
         for text, has_tokens in parts:
@@ -207,7 +211,9 @@ class Dialect:
         return ids + self._plainly(plain)
 
     def _plainly(self, text: str) -> list[int]:
-        """Encodes text without any token of the family's own; where a vocabulary has one as a word, that is cut."""
+        """Encodes text without any token of the family's own. Where a vocabulary holds one as a word, that word is
+        cut.
+        """
         if not text:
             return []
         ids = self._plain.encode(text, add_special_tokens=False).ids
@@ -223,20 +229,20 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def dialect_of(tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]) -> Dialect:
-    """The dialect whose frame the tokenizer's template writes around answers.
+    """Returns the dialect whose frame the tokenizer's template writes around answers.
 
-    Raises ConfigError for a frame that is not known. It does so too where the template writes a turn with calls
-    otherwise once it is answered: the next prompt would not go on from the tokens before it.
+    Raises ConfigError for an unknown frame. It does so too where the template rewrites a turn with calls once it is
+    answered: the next prompt would not continue the tokens before it.
     """
     call = {"type": "function", "function": {"name": "tool", "arguments": {"key": 1}}}
-    # thoughts too: a template may write a turn without any otherwise while it is the last
+    # with thoughts: without any, a template may write the last turn differently
     turn = {"role": "assistant", "content": "", "reasoning_content": "thought", "tool_calls": [call] * 2}
-    asked = [{"role": "user", "content": "question"}, turn]
-    told = [{"role": "tool", "content": answer} for answer in _ANSWERS]
+    conversation = [{"role": "user", "content": "question"}, turn]
+    answers = [{"role": "tool", "content": answer} for answer in _ANSWERS]
     try:
-        before = tokenizer.apply_chat_template(asked, tokenize=False, **template_arguments)
+        before = tokenizer.apply_chat_template(conversation, tokenize=False, **template_arguments)
         after = tokenizer.apply_chat_template(
-            asked + told, tokenize=False, add_generation_prompt=True, **template_arguments
+            conversation + answers, tokenize=False, add_generation_prompt=True, **template_arguments
         )
     except Exception as error:  # a template may raise anything
         raise ConfigError(
@@ -248,16 +254,16 @@ def dialect_of(tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]) 
             return Dialect(family, tokenizer.backend_tokenizer, goes_on)
     raise ConfigError(
         "model.path: the chat template writes answers of tools in no form that is known "
-        f"({', '.join(family.name for family in FAMILIES)}), or does not go on from the turn that called"
+        f"({', '.join(family.name for family in FAMILIES)}), or rewrites the turn with the calls once it is answered"
     )
 
 
 def _goes_on(frame: Frame, before: str, after: str) -> str | None:
-    """What stands behind the answers, where `after` is `before` and the frame; None where it is not."""
+    """Returns the text behind the answers, where `after` is `before` followed by the frame; None where it is not."""
     stem = before.rstrip("\n").removesuffix(frame.end)
-    told = frame.end + frame.begin + "".join(frame.before + answer + frame.after for answer in _ANSWERS)
-    goes_on = after.removeprefix(stem + told)
-    if after.startswith(stem + told) and goes_on.startswith(frame.close):
+    answered = frame.end + frame.begin + "".join(frame.before + answer + frame.after for answer in _ANSWERS)
+    goes_on = after.removeprefix(stem + answered)
+    if after.startswith(stem + answered) and goes_on.startswith(frame.close):
         return goes_on
     return None
 
@@ -268,19 +274,19 @@ def _goes_on(frame: Frame, before: str, after: str) -> str | None:
 def _read_json(text: str, parameters: Parameters) -> ToolCall:
     """Reads a call of the form {"name": ..., "arguments": {...}}."""
     try:
-        said = _json_of(text)
+        call = _json_of(text)
     except (ValueError, RecursionError) as error:
         return ToolCall(problem=f"it is no JSON ({str(error) or type(error).__name__})")
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(problem='it is no object with a "name"')
-    arguments = said.get("arguments", {})
+    arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return ToolCall(problem='its "arguments" are no object')
-    return ToolCall(said["name"], arguments)
+    return ToolCall(call["name"], arguments)
 
 
 def _json_of(text: str) -> Any:
-    """The value of a text of JSON. Raises ValueError for numbers that JSON cannot write, and RecursionError."""
+    """Parses JSON. Raises ValueError for numbers that JSON cannot write, and RecursionError."""
     return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
 
 
@@ -301,7 +307,7 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 
 def _read_functions(text: str, parameters: Parameters) -> ToolCall:
-    """<function=NAME>, a line <parameter=KEY>, the value, </parameter>, ..., </function>"""
+    """Reads a call of the form <function=NAME>, lines of <parameter=KEY>, a value and </parameter>, </function>."""
     function = _FUNCTION.fullmatch(text)
     if function is None:
         return ToolCall(problem="it is no <function=...> that ends with </function>")
@@ -309,7 +315,7 @@ def _read_functions(text: str, parameters: Parameters) -> ToolCall:
 
 
 def _read_pairs(text: str, parameters: Parameters) -> ToolCall:
-    """NAME, then <arg_key>KEY</arg_key> and <arg_value>VALUE</arg_value> for each argument"""
+    """Reads a call of the form NAME, then <arg_key>KEY</arg_key> and <arg_value>VALUE</arg_value> for each argument."""
     name, mark, rest = text.partition("<arg_key>")
     if not name.strip():
         return ToolCall(problem="it has no name")
@@ -317,7 +323,7 @@ def _read_pairs(text: str, parameters: Parameters) -> ToolCall:
 
 
 def _of_pairs(name: str, text: str, pair: re.Pattern[str], parameters: Parameters) -> ToolCall:
-    """Reads a call whose values are texts; those of parameters of another type are read as JSON."""
+    """Reads a call whose values are texts. Values of parameters that are no strings are read as JSON."""
     left = pair.sub("", text).strip()
     if left:
         return ToolCall(problem=f"{left[:60]!r} stands between its arguments")

@@ -1,6 +1,6 @@
 """The order of prompts as a pure function of (seed, epoch), and a position in it that is two integers.
 
-Several files with weights are mixed: who comes when, and which prompt of it, is a function of (seed, epoch) as well.
+Files with weights are mixed. Which file comes when, and which of its prompts, is a function of (seed, epoch) as well.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from mrl.errors import DataError
 
 @dataclass(frozen=True)
 class DataCursor:
-    """Where the next batch begins: `index` prompts of `epoch` have been drawn. `vars()` of it is its JSON."""
+    """The position of the next batch: `index` prompts of `epoch` have been drawn. `vars()` of it is its JSON."""
 
     epoch: int = 0
     index: int = 0
@@ -23,10 +23,10 @@ class DataCursor:
 
 @dataclass(frozen=True)
 class PromptStream:
-    """Batches of prompts without end; an epoch's rest that does not fill a batch is dropped.
+    """Batches of prompts without end. The rest of an epoch that does not fill a batch is dropped.
 
-    With `weights`, the sources, `sizes` prompts each and one after another in `prompts`, are mixed in these shares. An
-    epoch is as many draws as there are prompts, whatever the weights.
+    With `weights` the sources are mixed in these shares. They have `sizes` prompts each and stand one after another in
+    `prompts`. An epoch has as many draws as there are prompts, whatever the weights.
     """
 
     prompts: Sequence[Prompt]
@@ -60,13 +60,13 @@ class PromptStream:
         return len(self.prompts) // self.batch_size
 
     def batch_number(self, cursor: DataCursor) -> int:
-        """The number of the batch at `cursor`, counted from the beginning of the run."""
+        """Returns the number of the batch at `cursor`, counted from the beginning of the run."""
         if cursor.index + self.batch_size > len(self.prompts):
             return (cursor.epoch + 1) * self.steps_per_epoch
         return cursor.epoch * self.steps_per_epoch + cursor.index // self.batch_size
 
     def next_batch(self, cursor: DataCursor) -> tuple[list[Prompt], DataCursor]:
-        """The batch at `cursor` and the cursor after it, whose epoch is the batch's."""
+        """Returns the batch at `cursor` and the cursor after it, which has the epoch of the batch."""
         size = len(self.prompts)
         if cursor.index + self.batch_size > size:
             cursor = DataCursor(cursor.epoch + 1, 0)
@@ -74,7 +74,7 @@ class PromptStream:
         return [self.prompts[int(i)] for i in picked], DataCursor(cursor.epoch, cursor.index + self.batch_size)
 
     def _order(self, epoch: int) -> np.ndarray:
-        """int64 [number of prompts]: the epoch's."""
+        """Returns the order of an epoch, int64 [number of prompts]."""
         if self.weights:
             return mixed_order(self.seed, epoch, self.sizes, self.weights, self.shuffle)
         if self.shuffle:
@@ -83,9 +83,9 @@ class PromptStream:
 
 
 def permutation(key: Sequence[int], size: int) -> np.ndarray:
-    """int64 [size].
+    """Returns a permutation that depends on `key` only, int64 [size].
 
-    Sorts raw words of PCG64, a stream that numpy guarantees never to change; `Generator.permutation` is allowed to.
+    It sorts raw words of PCG64, a stream that numpy guarantees never to change. `Generator.permutation` may change.
     """
     words = np.random.PCG64(np.random.SeedSequence(list(key))).random_raw(size)
     return np.argsort(words, kind="stable")
@@ -93,15 +93,16 @@ def permutation(key: Sequence[int], size: int) -> np.ndarray:
 
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
-    """int64 [size], read-only: the epoch's permutation."""
+    """Returns the permutation of an epoch, int64 [size], read-only."""
     order = permutation((seed, epoch), size)
     order.flags.writeable = False
     return order
 
 
 def epoch_counts(total: int, weights: Sequence[float]) -> list[int]:
-    """How many of an epoch's `total` prompts each source gives: largest remainders, so that they add up;
-    ties go to the first.
+    """Returns how many of an epoch's `total` prompts each source gives, in proportion to `weights`.
+
+    Shares are rounded by largest remainders, so that they add up. Ties go to the first source.
     """
     shares = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in shares]
@@ -113,11 +114,11 @@ def epoch_counts(total: int, weights: Sequence[float]) -> list[int]:
 
 @lru_cache(maxsize=2)
 def mixed_order(seed: int, epoch: int, sizes: tuple[int, ...], weights: tuple[float, ...], shuffle: bool) -> np.ndarray:
-    """int64 [sum of sizes], read-only: prompt positions of an epoch, where source k holds `sizes[k]` positions, one
-    source after another.
+    """Returns the prompt positions of a mixed epoch, int64 [sum of sizes], read-only.
 
-    Each source is gone through in passes of its own, every prompt of it once before any comes again, also across
-    epochs. Without shuffle a pass is in file order and the sources alternate as evenly as their weights allow.
+    Source k holds `sizes[k]` positions, one source after another. Each source runs in passes of its own, also across
+    epochs: no prompt comes again before all others of its source. Without shuffle a pass is in file order, and the
+    sources alternate as evenly as their weights allow.
     """
     counts = epoch_counts(sum(sizes), weights)
     starts = np.cumsum([0, *sizes[:-1]])
@@ -135,12 +136,12 @@ def mixed_order(seed: int, epoch: int, sizes: tuple[int, ...], weights: tuple[fl
 
 
 def _drawn(seed: int, source: int, first: int, count: int, size: int, shuffle: bool) -> np.ndarray:
-    """The draws `first` to `first + count` of one source's endless stream of passes."""
+    """Returns the draws `first` to `first + count` of one source's endless stream of passes."""
     if count == 0:
         return np.empty(0, np.int64)
     passes = range(first // size, (first + count - 1) // size + 1)
-    whole = np.concatenate(
-        [permutation((seed, source, number, 1), size) if shuffle else np.arange(size) for number in passes]
-    )
+    orders = []
+    for number in passes:
+        orders.append(permutation((seed, source, number, 1), size) if shuffle else np.arange(size))
     begin = first - passes[0] * size
-    return whole[begin : begin + count]
+    return np.concatenate(orders)[begin : begin + count]

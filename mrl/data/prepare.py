@@ -1,11 +1,13 @@
-"""From a user's local copy of a data set to a parquet file in verl's schema,
-with a report of what became of every row.
+"""Converts a user's local copy of a data set to a parquet file in verl's schema.
+
+A report says what became of every row.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,16 +34,16 @@ SCHEMA = pa.schema(
 
 @dataclass
 class PrepareReport:
-    """What became of the rows: read = written + bad + duplicates.
+    """Counts of the rows: read = written + bad + duplicates.
 
-    Lengths are characters of the prompt's messages together.
+    Lengths are characters of all messages of a prompt together.
     """
 
     read: int = 0
     written: int = 0
     bad: int = 0
     duplicates: int = 0
-    conflicts: int = 0  # duplicates that bring a truth not seen with their prompt before
+    conflicts: int = 0  # duplicates with a ground truth that was not seen with their prompt before
     data_sources: Counter = field(default_factory=Counter)
     abilities: Counter = field(default_factory=Counter)
     roles: Counter = field(default_factory=Counter)
@@ -51,7 +53,7 @@ class PrepareReport:
     first: dict = field(default_factory=dict)  # the first row written
 
     def to_json(self) -> dict:
-        """Plain data."""
+        """Returns the report as plain data."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     def __str__(self) -> str:
@@ -76,9 +78,9 @@ def _counts(counter: Counter) -> str:
 def prepare(
     source: Source, files: Sequence[str], output: Path, split: str, max_bad_share: float = 0.01
 ) -> PrepareReport:
-    """Converts `files` into `output`, which appears whole or not at all; the report of it.
+    """Converts `files` into `output`, which appears whole or not at all, and returns a report.
 
-    Raises DataError for unusable files, an output that is there already, more bad rows than allowed, or none left.
+    Raises DataError for unusable files, an existing output, more bad rows than allowed, or none left.
     """
     if output.exists():
         raise DataError(f"{output} is there already; give another --output or remove it")
@@ -96,10 +98,10 @@ def prepare(
 
 
 def _rows(source: Source, files: Sequence[str], split: str, report: PrepareReport) -> Iterator[dict]:
-    """Rows to write, in order; the report is filled on the way."""
+    """Yields the rows to write, in order, and fills the report on the way."""
     seen = SeenPrompts()
     pairs = SeenPrompts()
-    for raw in (raw for file in files for raw in read_foreign_rows(file)):
+    for raw in chain.from_iterable(map(read_foreign_rows, files)):
         report.read += 1
         try:
             if raw.problem:
@@ -108,7 +110,8 @@ def _rows(source: Source, files: Sequence[str], split: str, report: PrepareRepor
             _check_text(row)
         except BadSourceRow as problem:
             report.bad += 1
-            report.examples += [f"{raw.file}, row {raw.row}: {problem}"] if len(report.examples) < EXAMPLES else []
+            if len(report.examples) < EXAMPLES:
+                report.examples.append(f"{raw.file}, row {raw.row}: {problem}")
             continue
         key = json.dumps(row.prompt)
         new_pair = pairs.add(f"{key} {row.ground_truth}")
@@ -120,7 +123,7 @@ def _rows(source: Source, files: Sequence[str], split: str, report: PrepareRepor
 
 
 def _check_text(row: SourceRow) -> None:
-    """Raises BadSourceRow where half of a character stands, which no file of text can hold."""
+    """Raises BadSourceRow for a lone surrogate, which no file of text can hold."""
     try:
         json.dumps(asdict(row), ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:

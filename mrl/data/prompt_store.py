@@ -1,5 +1,5 @@
-"""Prompts that cost little memory: kept in a temporary file (8 bytes each), remembered as seen
-(16 to 32 bytes each).
+"""Prompts that take little memory: kept in a temporary file (8 bytes each), remembered as seen (16 to 32 bytes
+each).
 """
 
 import contextlib
@@ -14,25 +14,24 @@ import numpy as np
 from mrl.errors import EnvironmentFault
 
 TOKEN = np.dtype("<i4")
-LENGTH_BYTES = 4  # in front of a prompt's tokens, their number
+LENGTH_BYTES = 4  # the number of a prompt's tokens, which stands before them
 
 
 class PromptStore:
     """Takes prompts, then gives them back by position.
 
-    The file lies in TMPDIR and goes with the process, however that ends.
-
-    Read with pread and not mapped: pages of a mapping count as the process's memory, all of them after one epoch.
+    The file lies in TMPDIR and disappears with the process, however that ends. It is read with pread and not mapped.
+    Pages of a mapping count as the process's memory, and after one epoch these would be all of them.
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  as long as the store lives
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  stays open as long as the store lives
         self._ends = array("q")  # bytes: where each prompt's record ends
 
     def add(self, tokens: list[int], rest: str) -> None:
-        """One prompt: its token ids, and everything else as text.
+        """Adds one prompt: its token ids, and all other fields as text.
 
-        Raises EnvironmentFault when there is no room for it.
+        Raises EnvironmentFault where the disk has no space for it.
         """
         ids = np.array(tokens, TOKEN)
         text = rest.encode()
@@ -41,15 +40,15 @@ class PromptStore:
         self._ends.append((self._ends[-1] if self._ends else 0) + len(record))
 
     def finish(self) -> None:
-        """Makes everything readable; nothing is added any more. Raises EnvironmentFault."""
+        """Makes all prompts readable; no more can be added. Raises EnvironmentFault."""
         self._written(self._file.flush)
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __getitem__(self, index: int) -> tuple[tuple[int, ...], str]:
-        """Token ids and text of a prompt."""
-        place = range(len(self))[index]  # counts from the end where it is negative, and refuses what is beyond
+        """Returns token ids and text of a prompt."""
+        place = range(len(self))[index]  # a negative index counts from the end; one beyond raises IndexError
         start = 0
         if place:
             start = self._ends[place - 1]
@@ -58,8 +57,8 @@ class PromptStore:
         return tuple(np.frombuffer(record[LENGTH_BYTES:text], TOKEN).tolist()), record[text:].decode()
 
     def close(self) -> None:
-        """Gives the file up. May be called twice."""
-        # closing writes what is buffered: where there was no room, there is none still
+        """Closes and deletes the file. May be called twice."""
+        # closing writes the buffer, which fails again on a full disk
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -75,9 +74,9 @@ class PromptStore:
 
 
 class SeenPrompts:
-    """Which prompts came before: a hash table with open addressing; a Python set of digests needs some 100 bytes each.
+    """Remembers which prompts came before. Two of 2 million different prompts are taken for one with a chance of 1e-7.
 
-    Two of 2 million different prompts are taken for one with a chance of 1e-7.
+    This is a hash table with open addressing. A Python set of digests would need some 100 bytes each.
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ class SeenPrompts:
         self._count = 0
 
     def add(self, text: str) -> bool:
-        """Whether the text is new."""
+        """Adds a text and returns whether it is new."""
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         key = int.from_bytes(digest, "big") or 1  # 0 marks a free slot
         slot = self._slot(key)
@@ -98,7 +97,7 @@ class SeenPrompts:
         return True
 
     def _slot(self, key: int) -> int:
-        """Where the key is, or belongs."""
+        """Returns the slot that holds the key, or else the free one where it belongs."""
         slot = key % len(self._table)
         while self._table[slot] not in (0, key):
             slot = (slot + 1) % len(self._table)

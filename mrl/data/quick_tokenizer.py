@@ -1,7 +1,7 @@
-"""A model's tokenizer read without transformers, whose import takes seconds: for prompts, and for texts of responses.
+"""Reads a model's tokenizer without transformers, whose import takes seconds: for prompts, and for texts of responses.
 
-Only where transformers would give the same tokens: those of tokenizer.json as it stands, under a chat template in one
-piece and settings that are known. Anything else is left to transformers.
+It does so only where transformers would give the same tokens. That needs tokenizer.json as it stands, a chat template
+in one piece, and known settings. All other tokenizers are left to transformers.
 """
 
 import json
@@ -22,14 +22,14 @@ _SETTINGS_BYTES = 64 * MIB
 _TOKENIZER_BYTES = 256 * MIB
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
-_WITHOUT_EFFECT = (  # on the tokens of a prompt
+_WITHOUT_EFFECT = (  # settings that do not change the tokens of a prompt
     "add_bos_token", "add_eos_token", "backend", "clean_up_tokenization_spaces", "errors", "is_local",
     "local_files_only", "model_input_names", "model_max_length", "padding_side", "truncation_side",
 )  # fmt: skip
-_CLEANS = "clean_up_tokenization_spaces"  # changes texts: of these only where it is said to be off
+_CLEANS = "clean_up_tokenization_spaces"  # changes texts of responses, so it has to be off for these
 _MUST_BE_OFF = ("add_prefix_space", "split_special_tokens")
 _KNOWN = {*_NAMED, *_EXTRA, *_WITHOUT_EFFECT, *_MUST_BE_OFF, "added_tokens_decoder", "chat_template", "tokenizer_class"}
-# of transformers' own apply_chat_template, which are no variables of a template
+# parameters of transformers' apply_chat_template itself, not variables of a template
 _PARAMETERS = {
     "chat_template",
     "documents",
@@ -41,11 +41,11 @@ _MORE_FILES = ("added_tokens.json", "special_tokens_map.json", "additional_chat_
 _FAMILIES = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "glm4_moe_lite"}
 _AS_IT_STANDS = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 _QWEN = {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
-_ALWAYS_QWEN = {"qwen2"}  # families whose tokenizer is of Qwen's class whatever the settings say
-_QWEN_DEFAULTS = ("eos_token", "pad_token", "unk_token")  # which that class has, where they are not named, as
+_ALWAYS_QWEN = {"qwen2"}  # families whose tokenizer has Qwen's class, whatever the settings say
+_QWEN_DEFAULTS = ("eos_token", "pad_token", "unk_token")  # that class sets these to _QWEN_TOKEN by default
 _QWEN_TOKEN = "<|endoftext|>"
 _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-# what that class builds around vocabulary and merges, whatever tokenizer.json has
+# parts that the class builds around vocabulary and merges, whatever tokenizer.json says
 _QWEN_PARTS = {
     "normalizer": {"type": "NFC"},
     "pre_tokenizer": {
@@ -69,7 +69,7 @@ _QWEN_MODEL = {"type": "BPE", "dropout": None, "fuse_unk": False, "byte_fallback
 
 
 class QuickTokenizer:
-    """What is needed of a tokenizer to make prompts, and to read responses."""
+    """The part of a tokenizer that makes prompts and reads responses."""
 
     def __init__(self, core: Tokenizer, template: Template, text: str, named: Mapping[str, str]):
         """`named`: special tokens that the template may write, by name."""
@@ -86,22 +86,25 @@ class QuickTokenizer:
         return_dict: bool = False,
         **more: Any,
     ) -> list[int] | str:
-        """Token ids of the conversation as the template writes it, or its text; `more`: its other names."""
+        """Returns the token ids of the conversation as the template writes it, or its text.
+
+        `more`: further variables of the template.
+        """
         text = self._template.render(messages=conversation, tools=tools, documents=None, **{**self._named, **more})
         if tokenize:
             return self.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return text
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Text of the tokens; where `quick_decoder` made it, the one that transformers gives."""
+        """Returns the text of the tokens. It equals transformers' text where `quick_decoder` made this object."""
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def quick_tokenizer(folder: Path, arguments: Collection[str] = ()) -> QuickTokenizer | None:
     """Makes a tokenizer of tokenizer.json alone.
 
-    None where transformers might read something else, or nothing at all and then says why. `arguments`: names that the
-    template is to be given beside the usual ones.
+    Returns None where transformers might read something else, or refuses the files and says why. `arguments`: names of
+    further variables that the template will get.
     """
     if not _PARAMETERS.isdisjoint(arguments):
         return None
@@ -122,13 +125,15 @@ def quick_tokenizer(folder: Path, arguments: Collection[str] = ()) -> QuickToken
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.add_tokens(_to_add(settings, core, named))
         return QuickTokenizer(tokenizer, _environment().from_string(text), text, named)
-    except Exception:  # a damaged file, and what the Rust half raises of one: transformers says what is wrong with it
+    except Exception:  # a damaged file, for which Rust raises many types; transformers then says what is wrong
         return None
 
 
 def quick_decoder(folder: Path) -> QuickTokenizer | None:
-    """Makes a tokenizer for texts of responses; None as `quick_tokenizer`, and where transformers might clean texts up
-    or put tokens together otherwise.
+    """Makes a tokenizer for texts of responses.
+
+    Returns None where `quick_tokenizer` does. It does so too where transformers might clean up texts, or join tokens in
+    another way.
     """
     if (made := quick_tokenizer(folder)) is None:
         return None
@@ -156,12 +161,12 @@ def _is_of_qwens_class(settings: dict[str, Any], family: str) -> bool:
 
 
 def _tokens_agree(settings: dict[str, Any], core: dict[str, Any]) -> bool:
-    """Whether the settings list the tokens of tokenizer.json with the same flags, or none."""
+    """Returns whether the settings list the tokens of tokenizer.json with the same flags, or list none."""
     listed = settings.get("added_tokens_decoder")
     if listed is None:
         return True
-    own = {str(token["id"]): _flags(token) for token in core["added_tokens"]}
-    return {number: _flags(token) for number, token in listed.items()} == own
+    added = {str(token["id"]): _flags(token) for token in core["added_tokens"]}
+    return {number: _flags(token) for number, token in listed.items()} == added
 
 
 def _flags(token: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +174,10 @@ def _flags(token: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_as_qwens_class_builds(settings: dict[str, Any], core: dict[str, Any]) -> bool:
-    """Whether tokenizer.json has what the class makes of it; further tokens it numbers behind the vocabulary."""
+    """Returns whether tokenizer.json equals what Qwen's class makes of it.
+
+    The class numbers further tokens behind the vocabulary.
+    """
     model = core["model"]
     if any(core.get(part) != wanted for part, wanted in _QWEN_PARTS.items()):
         return False
@@ -185,7 +193,7 @@ def _is_as_qwens_class_builds(settings: dict[str, Any], core: dict[str, Any]) ->
 
 
 def _is_usual(token: dict[str, Any]) -> bool:
-    """Whether a special token has the flags that the class gives it when it adds it again."""
+    """Returns whether a special token has the flags that the class gives it when it adds it again."""
     return token["special"] and not any(token[flag] for flag in ("lstrip", "rstrip", "normalized", "single_word"))
 
 
@@ -204,7 +212,7 @@ def _extra(settings: dict[str, Any]) -> list[str]:
 
 
 def _to_add(settings: dict[str, Any], core: dict[str, Any], named: Mapping[str, str]) -> list[AddedToken]:
-    """Special tokens of the settings that tokenizer.json has in its vocabulary alone."""
+    """Returns the special tokens of the settings that tokenizer.json holds only in its vocabulary."""
     known = {token["content"] for token in core["added_tokens"]}
     wanted = dict.fromkeys([*named.values(), *_extra(settings)])
     return [AddedToken(text, special=True) for text in wanted if text not in known]
@@ -219,7 +227,7 @@ def _template_text(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Where templates run: as transformers has it, but for what marks a model's own turns."""
+    """Returns the environment of templates as transformers makes it, but without its marks for generated text."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     made.filters["tojson"] = _as_json
     made.globals["raise_exception"] = _raise

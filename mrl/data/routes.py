@@ -1,10 +1,8 @@
-"""Routes: which experts the engine's routers chose for each token of a sample, to be chosen again in training (R3).
+"""Routes: the experts that the engine's routers chose for each token, which training chooses again (R3). numpy only.
 
-Plain numpy.
-
-A sample's routes are [tokens, MoE layers, topk], prompt then response. Of a (token, layer) of which nothing is known
-all are `missing_in` their dtype: -1, in a byte without a sign 255. A router never names an expert twice, so 255
-throughout is no route of 256 experts, of which at least two are chosen. Nobody knows those of the last token, which was
+A sample's routes are [tokens, MoE layers, topk], prompt then response. Where a (token, layer) is unknown, all its
+entries are `missing_in` their dtype: -1, or 255 in an unsigned byte. 255 throughout is never a real route of 256
+experts: at least two are chosen, and a router never names one twice. The last token has no known routes, since it was
 sampled and never computed.
 """
 
@@ -17,39 +15,39 @@ import numpy as np
 
 from mrl.errors import DataError
 
-MISSING = -1  # where there is a sign, and in what an engine tells
-ASKED = "mrl_routes"  # marks requests to an engine whose routes are wanted, where mrl collects them itself
+MISSING = -1  # in signed dtypes, and in the routes that an engine returns
+ASKED = "mrl_routes"  # marks requests whose routes are wanted, where mrl itself collects them in the engine
 
 
 def missing_in(dtype: Any) -> int:
-    """What stands for an unknown route in integers of a NumPy or torch dtype."""
+    """Returns the number that stands for an unknown route in an integer dtype of NumPy or torch."""
     if str(dtype).endswith("uint8"):
         return 255
     return MISSING
 
 
 def is_missing(routes: Any) -> Any:
-    """bool [...]: of which nothing is known, of routes [..., topk], arrays of NumPy or torch tensors."""
+    """Returns bool [...]: true where routes [..., topk] are unknown. Takes arrays of NumPy or tensors of torch."""
     return (routes == missing_in(routes.dtype)).all(-1)
 
 
 def recoded(routes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Writes routes in another dtype that holds all their experts: a checkpoint may have them in a wider one."""
+    """Writes routes in another dtype that holds all their experts. A checkpoint may have them in a wider one."""
     if routes.dtype == dtype:
         return routes
     return np.where(is_missing(routes)[..., None], missing_in(dtype), routes.astype(np.int64)).astype(dtype)
 
 
 def end_to_end(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Routes of tokens one after the other, in the dtype of the first part."""
+    """Joins routes of tokens, one after the other, in the dtype of the first part."""
     return np.concatenate([recoded(part, parts[0].dtype) for part in parts])
 
 
 @dataclass(frozen=True)
 class RoutesHere:
-    """Routes of some of a batch's tokens: those that a rank computes, in the layers that it has."""
+    """The routes of those tokens of a batch that a rank computes, in the layers that it has."""
 
-    places: np.ndarray  # int64 [tokens of the batch]: row of `values`; -1: not here
+    places: np.ndarray  # int64 [tokens of the batch]: row of `values`; -1: not on this rank
     values: np.ndarray  # [tokens here, layers here, topk]
 
 
@@ -68,16 +66,16 @@ class HasExperts(Protocol):
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What a model's routes look like."""
+    """The shape and dtype of a model's routes."""
 
-    num_layers: int  # of the model; engines tell of all of them
-    moe_layers: tuple[int, ...]  # numbers (from 0) of the layers that have experts
+    num_layers: int  # layers of the model; engines return routes of all of them
+    moe_layers: tuple[int, ...]  # numbers (from 0) of the layers with experts
     topk: int
     num_experts: int
 
     @classmethod
     def of(cls, model: HasExperts) -> "RouteShape":
-        """The shape of routes through all of the model's layers with experts."""
+        """Returns the shape of routes through all layers of a model that have experts."""
         return cls(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
 
     @property
@@ -87,12 +85,14 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype:
-        """The narrowest that holds every expert and tells what is missing: a step of a large model has gigabytes of
-        routes.
+        """The narrowest dtype that holds every expert and the mark of missing ones.
+
+        A step of a large model has gigabytes of routes.
         """
         if self.num_experts <= 128:
             return np.dtype(np.int8)
-        return np.dtype(np.uint8 if self.num_experts < 256 or (self.num_experts == 256 and self.topk > 1) else np.int16)
+        fits_a_byte = self.num_experts < 256 or (self.num_experts == 256 and self.topk > 1)
+        return np.dtype(np.uint8 if fits_a_byte else np.int16)
 
     @property
     def token_bytes(self) -> int:
@@ -100,10 +100,10 @@ class RouteShape:
         return prod(self.per_token) * self.dtype.itemsize
 
     def from_engine(self, given: np.ndarray | None, tokens: int, whose: str) -> np.ndarray | None:
-        """Routes of a sample of `tokens` tokens, prompt and response, from an engine's [tokens - 1, layers of the
-        model, topk].
+        """Makes the routes of a sample of `tokens` tokens, prompt and response, from those of an engine.
 
-        None stays None. Raises DataError that names `whose` and says what is wrong.
+        `given` is [tokens - 1, layers of the model, topk], or None, which stays None. Raises DataError that names
+        `whose` and says what is wrong.
         """
         if given is None:
             return None
@@ -125,7 +125,7 @@ class RouteShape:
         return np.concatenate([self.checked(of_moe, tokens - 1, whose), last])
 
     def checked(self, routes: np.ndarray, tokens: int, whose: str) -> np.ndarray:
-        """Checks routes [tokens, MoE layers, topk], MISSING where they are, and returns them in `dtype`.
+        """Checks routes [tokens, MoE layers, topk], MISSING where unknown, and returns them in `dtype`.
 
         Raises DataError that names `whose` and says what is wrong.
         """
@@ -142,7 +142,7 @@ class RouteShape:
             wrong = (routes >= self.num_experts) | (routes < MISSING)
             allowed = f"no expert of 0 to {self.num_experts - 1}, nor {MISSING} for a missing route"
             raise DataError(f"{whose}: {self._at(routes, wrong)} is {allowed}")
-        # as narrow as can be before they are sorted, and with a sign
+        # signed and as narrow as possible, so that sorting is quick
         signed = routes.astype(np.promote_types(self.dtype, np.int8))
         ordered = np.sort(signed, axis=-1)
         repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & (ordered[..., 0] != MISSING)
@@ -150,9 +150,9 @@ class RouteShape:
         for wrong, what in ((partly, "is missing in part"), (repeated, "names an expert twice")):
             if wrong.any():
                 raise DataError(f"{whose}: the route {self._at(routes, wrong)} {what}")
-        return signed.astype(self.dtype)  # of a byte without a sign -1 is 255
+        return signed.astype(self.dtype)  # -1 becomes 255 in an unsigned byte
 
     def _at(self, routes: np.ndarray, wrong: np.ndarray) -> str:
-        """The first of what is wrong and where it stands."""
+        """Returns the first wrong value and where it stands."""
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         return f"{routes[where].tolist()} at token {where[0]}, layer {self.moe_layers[where[1]]}"

@@ -1,6 +1,6 @@
-"""Columns of rows: what each has a number of, and how rows are taken out and joined, written once for all of them.
+"""Columns of rows: which things each has a number of, and how rows are taken out and joined, written once for all.
 
-See mrl.data.samples for an example.
+An example stands in mrl.data.samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,31 +11,33 @@ import numpy as np
 
 from mrl.data.routes import end_to_end, missing_in
 
-NAME = np.dtype("S64")  # of tools and parts, which mrl.environments keeps within
+NAME = np.dtype("S64")  # names of tools and parts; mrl.environments refuses longer ones
 
 
 def of(what: str, dtype: type | None = None) -> dict[str, Any]:
-    """Marks a field as one number, or one sub-array, for each row, token, response token, span or turn."""
+    """Marks a field as one number, or one sub-array, for each row, token, response token, span, turn and so on."""
     return {"metadata": {"of": what, "dtype": dtype}}
 
 
 class Columns:
-    """What every dataclass of columns can do."""
+    """The common methods of all dataclasses of columns."""
 
-    prompt_lengths: np.ndarray  # each has these two: one number a row
+    prompt_lengths: np.ndarray  # every class has these two, with one number a row
     response_lengths: np.ndarray
-    branch_counts: np.ndarray | None  # and these three, of branches
+    branch_counts: np.ndarray | None  # and these three columns of branches
     branch_starts: np.ndarray | None
     branch_prompts: np.ndarray | None
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens of each row, prompt and response."""
+        """Tokens of each row, prompt and response, int64 [rows]."""
         return self.prompt_lengths + self.response_lengths
 
     @property
     def sequence_lengths(self) -> np.ndarray:
-        """int64 [branches]: tokens of each sequence that a model computes by itself; a row without branches is one."""
+        """Tokens of each sequence that a model computes by itself, int64 [branches]. A row without branches is one
+        sequence.
+        """
         if self.branch_counts is None:
             return self.lengths
         lengths = self._branch_lengths
@@ -44,7 +46,7 @@ class Columns:
 
     @property
     def longest_responses(self) -> np.ndarray:
-        """int64 [rows]: tokens behind the prompt of each row's longest branch."""
+        """Tokens behind the prompt in the longest branch of each row, int64 [rows]."""
         if self.branch_counts is None or not len(self):
             return self.response_lengths
         return np.maximum.reduceat(self._branch_lengths - self.branch_prompts, self._first_branches)
@@ -56,13 +58,13 @@ class Columns:
 
     @property
     def _branch_lengths(self) -> np.ndarray:
-        """int64 [branches]: response tokens of each."""
+        """Response tokens of each branch, int64 [branches]."""
         ends = np.append(self.branch_starts[1:], 0).astype(np.int64)
         ends[np.cumsum(self.branch_counts) - 1] = self.response_lengths
         return ends - self.branch_starts
 
     def counts(self) -> dict[str, np.ndarray]:
-        """int64 [rows] by kind: how many numbers each row has in a column of that kind."""
+        """Returns by kind, int64 [rows]: how many numbers each row has in a column of that kind."""
         counts = {"row": np.ones_like(self.prompt_lengths)}
         if self.branch_counts is not None:
             counts["branch"] = self.branch_counts.astype(np.int64)
@@ -73,7 +75,7 @@ class Columns:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The columns that there are, by name; `type(self)(**arrays)` is the same again."""
+        """The columns that are not None, by name; `type(self)(**arrays)` makes the same object."""
         return {f.name: array for f in fields(self) if (array := getattr(self, f.name)) is not None}
 
     @property
@@ -82,7 +84,7 @@ class Columns:
         return sum(array.nbytes for array in self.arrays.values())
 
     def rows(self, index: np.ndarray | slice) -> Self:
-        """The given rows alone. Of consecutive ones (a slice) the columns are views, else copies."""
+        """Takes the given rows. For a slice of consecutive ones the columns are views, else copies."""
         counts = self.counts()
         if isinstance(index, slice) and index.step in (None, 1):
             chosen = {what: _span(each, index) for what, each in counts.items()}
@@ -96,7 +98,7 @@ class Columns:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, in their order. Raises ValueError where there is no part."""
+        """Joins the rows of all parts, in their order. Raises ValueError where there is no part."""
         if not parts:
             raise ValueError("no parts to join")
         columns = {}
@@ -107,7 +109,10 @@ class Columns:
 
 
 def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns]) -> np.ndarray | None:
-    """One column of all parts. None where all are; else missing routes, or one turn a row, stand for one that is."""
+    """Joins one column of all parts; None where all are None.
+
+    Else a part without the column gets missing routes, or the values of one turn or one branch a row.
+    """
     if all(array is None for array in arrays):
         return None
     if which.name == "routes":
@@ -120,7 +125,7 @@ def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns
 
 
 def with_missing_routes(routes: Sequence[np.ndarray | None], tokens: Sequence[int]) -> np.ndarray | None:
-    """Routes of so many tokens each, end to end; missing ones of those that are None. None where all are."""
+    """Joins routes of `tokens` tokens each. Where some are None, missing ones stand in; where all are, returns None."""
     known = next((each for each in routes if each is not None), None)
     if known is None:
         return None
@@ -134,7 +139,7 @@ def with_missing_routes(routes: Sequence[np.ndarray | None], tokens: Sequence[in
 
 
 def positions(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """int64: where the numbers of `rows` stand in a flat column that has `counts` [all rows] of each row."""
+    """Returns where the numbers of `rows` stand in a flat column, int64. `counts` [all rows]: how many each row has."""
     picked = counts[rows]
     starts = np.cumsum(counts) - counts
     ends = np.cumsum(picked)
@@ -142,18 +147,18 @@ def positions(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _span(counts: np.ndarray, rows: slice) -> slice:
-    """Where consecutive rows stand in a flat column."""
+    """Returns where consecutive rows stand in a flat column."""
     first, last, _ = rows.indices(len(counts))
     ends = np.concatenate([[0], np.cumsum(counts)])
     return slice(int(ends[first]), int(ends[max(first, last)]))
 
 
 def all_sampled(rows: Columns) -> np.ndarray:
-    """bool [response tokens]: as of rows without context."""
+    """Returns true for every response token, bool [response tokens]: rows without context."""
     return np.ones(len(rows.rollout_log_probs), bool)
 
 
-# of rows without the columns of turns: what stands in those of one turn each, in which all is sampled
+# values that rows without columns of turns get: each row is one turn, in which all tokens are sampled
 ONE_TURN: dict[str, Callable[[Any], np.ndarray]] = {
     "sampled": all_sampled,
     "sampled_counts": lambda rows: rows.response_lengths,
@@ -174,7 +179,7 @@ ONE_TURN: dict[str, Callable[[Any], np.ndarray]] = {
 }
 
 
-# of rows without the columns of branches; they are added to such rows alone as are joined to others that have them
+# values that rows without columns of branches get when they are joined to rows that have them
 ONE_BRANCH: dict[str, Callable[[Any], np.ndarray]] = {
     "branch_counts": lambda rows: np.ones(len(rows), np.int32),
     "branch_starts": lambda rows: np.zeros(len(rows), np.int32),

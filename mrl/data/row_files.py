@@ -1,5 +1,6 @@
-"""Rows out of parquet and JSONL files, a record batch at a time,
-so that a large file is never Python objects all at once.
+"""Reads rows of parquet and JSONL files in record batches.
+
+So a large file is never in memory as Python objects all at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,26 +16,26 @@ from mrl.plain_files import parse_json, read_json
 from mrl.units import MIB
 
 ROWS_AT_ONCE = 1024
-ROW_BYTES = 16 * MIB  # of a line of JSON; the longest prompts have a few
+ROW_BYTES = 16 * MIB  # limit of a line of JSON; the longest prompts have a few MiB
 BATCH_BYTES = 256 * MIB
-ARRAY_BYTES = 2048 * MIB  # of a JSON array, which is held whole
-OTHER_THAN_TEXT = ("images", "videos")  # columns in which verl's rows have what is no text
-_READ_TOO = ("extra_info", *OTHER_THAN_TEXT)  # where they are there
-BUFFER_BYTES = MIB  # of each column, so that a file of one large row group is not read whole
+ARRAY_BYTES = 2048 * MIB  # limit of a JSON array, which is held whole
+OTHER_THAN_TEXT = ("images", "videos")  # columns of verl's rows that hold no text
+_READ_TOO = ("extra_info", *OTHER_THAN_TEXT)  # optional columns
+BUFFER_BYTES = MIB  # a buffer for each column, so that a file of one large row group is not read whole
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """One row as it stands in a file; `row` counts from 0 (in JSONL: the line number less one)."""
+    """One row as it stands in a file. `row` counts from 0; in JSONL it is the line number less one."""
 
     file: str
     row: int
-    value: Any  # a mapping where the file is right
-    problem: str | None = None  # why there is no value
+    value: Any  # a mapping, unless there is a problem
+    problem: str | None = None  # why the row is unusable
 
 
 def read_rows(files: Sequence[str], prompt_key: str, source_key: str = "data_source") -> Iterator[RawRow]:
-    """All rows of all files in order.
+    """Yields all rows of all files in order.
 
     Raises DataError for a file that is missing, unreadable, of another kind or without the columns.
     """
@@ -51,7 +52,7 @@ def read_rows(files: Sequence[str], prompt_key: str, source_key: str = "data_sou
 
 
 def read_foreign_rows(file: str) -> Iterator[RawRow]:
-    """All rows of a parquet, JSONL or JSON file, whatever its columns.
+    """Returns all rows of a parquet, JSONL or JSON file, whatever its columns.
 
     Raises DataError for a file that is missing or unreadable.
     """
@@ -72,7 +73,7 @@ def read_foreign_rows(file: str) -> Iterator[RawRow]:
 
 
 def _json_array_rows(path: Path) -> Iterator[RawRow]:
-    """The objects of one JSON array, which has to fit into memory."""
+    """Yields the objects of one JSON array, which has to fit into memory."""
     try:
         values = read_json(path, ARRAY_BYTES, strict=False)
     except ValueError as error:
@@ -85,7 +86,7 @@ def _json_array_rows(path: Path) -> Iterator[RawRow]:
 
 
 def missing_columns(found: Sequence[str], expected: Sequence[str]) -> str | None:
-    """Says which expected columns are not among those found; None if all are."""
+    """Returns a message about the expected columns that are missing; None if none is."""
     missing = [name for name in expected if name not in found]
     if not missing:
         return None
@@ -105,7 +106,7 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
                 raise DataError(f"{path}: {problem}")
             columns = [name for name in names if name in (*expected, *_READ_TOO)] if expected else names
             row = 0
-            for group in range(parquet.num_row_groups):  # one reader over all groups keeps what it read of them
+            for group in range(parquet.num_row_groups):  # one reader over all groups would keep them in memory
                 at_once = _rows_at_once(parquet.metadata.row_group(group))
                 for batch in parquet.iter_batches(at_once, row_groups=[group], columns=columns, use_threads=False):
                     for value, problem in _values(batch):
@@ -116,14 +117,16 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
 
 
 def _rows_at_once(group: pq.RowGroupMetaData) -> int:
-    """Fewer where rows are long, so that a batch of them is no more than BATCH_BYTES."""
+    """Returns the rows of a batch: fewer where rows are long, so that it has at most BATCH_BYTES."""
     mean = group.total_byte_size // max(1, group.num_rows)
     return max(1, min(ROWS_AT_ONCE, BATCH_BYTES // max(1, mean)))
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[tuple[Any, str | None]]:
-    """The batch's rows as Python values; one that is no UTF-8 costs itself only,
-    since arrow checks none of it before. One that is too long costs itself, too.
+    """Yields the rows of a batch as Python values, each with its problem or None.
+
+    Arrow does not check UTF-8 before, so rows are read one by one after an error: only the wrong row is lost. The same
+    holds for a row that is too long.
     """
     if batch.nbytes > ROW_BYTES and len(batch) > 1:
         for i in range(len(batch)):
@@ -143,8 +146,9 @@ def _values(batch: pa.RecordBatch) -> Iterator[tuple[Any, str | None]]:
 
 
 def _jsonl_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
-    """Line by line with the json module: pyarrow's reader refuses a whole file for one bad line or one answer of
-    another type.
+    """Reads line by line with the json module.
+
+    pyarrow's reader refuses a whole file for one bad line, or for one answer of another type.
     """
     with path.open("rb") as file:
         for row, line in enumerate(_lines(file)):
@@ -155,7 +159,7 @@ def _jsonl_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Lines one after another, None for one that is longer than a row may be, of which no more is held."""
+    """Yields one line after another; None for a line beyond ROW_BYTES, which is never in memory as a whole."""
     while line := file.readline(ROW_BYTES + 1):
         if len(line) <= ROW_BYTES:
             yield line

@@ -9,30 +9,30 @@ An example: the prompt 7 8 answered with 1 2 3, and with 4.
     a number a span         span_starts 0 2 | 0   span_versions 5 6 | 6   span_counts 2 1: the first response was
                             begun with the weights of version 5, and has those of 6 from its token 2 on
 
-A response of several turns has context between what was sampled: answers of tools, the chat template's own tokens.
+A response of several turns has context between its sampled tokens: answers of tools, and tokens of the chat template.
 
-    sampled                 T T F F T | ...        which is which, as it was appended; never derived from text
-    a number a turn         turn_starts 0 4        a turn is what was sampled, then the context that its calls brought
-    a number a call         call_names b"guess"    of all turns, one after another; see TurnCall
-    a number a part         part_names b"won"      what an environment says of its rewards
+    sampled                 T T F F T | ...        which tokens were sampled; recorded, never derived from text
+    a number a turn         turn_starts 0 4        a turn is sampled tokens, then the context that its calls brought
+    a number a call         call_names b"guess"    calls of all turns, one after another (TurnCall)
+    a number a part         part_names b"won"      the parts of an environment's reward
 
-Context has no log-prob: 0 stands in the column, and nobody reads it. Where no response has context the columns of turns
-are not there; where another one has, such a response is one turn.
+Context has no log-prob: 0 stands in the column, and nobody reads it. Without any context the columns of turns are
+missing. Beside a response with context, one without it is one turn.
 
-A response whose agent went back has branches (mrl.schedule.branches). They are one row, of one outcome and one length,
-and each is a sequence of its own to a model: it begins with a prompt, and what it has in common with one before is
-context.
+A response whose agent went back has branches (mrl.schedule.branches). They are one row, with one outcome and one
+length. To a model each branch is a sequence of its own. It begins with a prompt, and the tokens that it shares with an
+earlier branch are context.
 
     token_ids               7 8 1 2 5 3 | 7 8 1 2 6 4      3 was said to 5; then the agent went back, and said 6
     sampled                     T T F T   F F F F F T
-    a number a branch       branch_starts 0 4   branch_prompts 0 2     of response tokens, 7 8 at the second among them
+    a number a branch       branch_starts 0 4   branch_prompts 0 2     in response tokens; the second prompt is 7 8
 
-Where no row has several the columns of branches are not there.
+Where no row has several branches, the columns of branches are missing.
 
-`SampleRows` are numbers a response, all that a driver keeps; `Sequences` are what a model computes; `Samples` are both;
-a `TrainBatch` (mrl.data.batch) is sequences with what a loss takes of each token. A column says in its field what it
-has a number of, so `rows` and `joined` are written once for all of them. A response becomes a row where it was
-generated (`packed`); the same columns travel to training and stand in the files of `samples/`
+`SampleRows` are numbers a response, all that a driver keeps. `Sequences` are what a model computes. `Samples` are both.
+A `TrainBatch` (mrl.data.batch) is sequences with the loss's inputs for each token. The field of a column says which
+things it has a number of. So `rows` and `joined` are written once for all columns. A response becomes a row where it
+was generated (`packed`). The same columns travel to training and stand in the files of `samples/`
 (mrl.record.sample_files).
 """
 
@@ -50,46 +50,46 @@ from mrl.errors import DataError
 _ID_BYTES = 4
 _LOG_PROB_BYTES = 4
 # why a response ended: vLLM's names, then those of conversations (mrl.schedule.conversation); a row holds the index
-LEFT_OUT = "environment"  # the environment failed, and nobody judges the response: its reward's reason too
-NOT_FINITE = "not_finite"  # nobody judges the response: a log-prob of it is no number
-UNJUDGED = (LEFT_OUT, NOT_FINITE)  # reasons of rewards that nobody gave
+LEFT_OUT = "environment"  # the environment failed, so the response is not judged; also the reason of its reward
+NOT_FINITE = "not_finite"  # a log-prob is not finite, so the response is not judged
+UNJUDGED = (LEFT_OUT, NOT_FINITE)  # reasons of rewards of responses that are not judged
 STOP_REASONS = ("stop", "length", "turns", "seconds", "context", "closed", LEFT_OUT)
 # how a call ended; a row holds the index
 CALL_REASONS = (
     "ok", "refused", "raised", "timeout", "died", "out_of_memory", "wrong_type", "not_a_number", "differs", "unread",
     "not_called", "unanswered", "fell",
-    "overridden", "retry", "branch",  # what an agent asked for: sampling of another kind, a turn again, another branch
-    "untrained",  # a branch that an agent left, and that has no room in the row
+    "overridden", "retry", "branch",  # an agent asked for other sampling, for a turn again, for another branch
+    "untrained",  # an agent left a branch, which does not fit into the row
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A part of a response: what one answer of the model sampled, then the context that its calls brought."""
+    """A part of a response: the sampled tokens of one answer, then the context that its calls brought."""
 
-    start: int  # response token that it begins with
+    start: int  # its first response token
     stop_reason: str  # why sampling ended
-    calls: int = 0  # of tools
-    seconds: float = 0.0  # that their answers took
-    reward: float = 0.0  # that an environment gave for it
+    calls: int = 0  # tool calls
+    seconds: float = 0.0  # until all answers to the calls were there
+    reward: float = 0.0  # from an environment
 
 
 @dataclass(frozen=True)
 class TurnCall:
-    """One call of a turn. `name`: empty where it could not be read, or names what there is not."""
+    """One call of a turn. `name` is empty where the call could not be read, or names an unknown tool."""
 
     name: str
-    reason: str  # of CALL_REASONS
+    reason: str  # one of CALL_REASONS
     seconds: float = 0.0
-    reply: int = 0  # digest of what it brought, by which an environment that is begun anew is compared; 0: of nothing
+    reply: int = 0  # digest of the reply, compared when an environment is replayed; 0: no reply
 
 
-TurnCalls = Sequence[TurnCall]  # of one turn, or of a row's turns one after another
+TurnCalls = Sequence[TurnCall]  # of one turn, or of all turns of a row
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response on its way into columns. Token ids in, token ids out: nothing is ever re-tokenised."""
+    """One response before it becomes columns. Token ids in, token ids out: nothing is ever re-tokenised."""
 
     prompt_id: int  # position of the prompt's row in the data set
     group_id: int  # samples of one group share a prompt within one step
@@ -99,18 +99,21 @@ class Sample:
     response_ids: Sequence[int] | np.ndarray
     rollout_log_probs: Sequence[float] | np.ndarray  # processed, at the sampling temperature; one per response token
     stop_reason: str
-    weight_version: int  # that it was begun with
-    # see mrl.data.routes; None: the engine told of none
+    weight_version: int  # version of the weights at its first token
+    # as in mrl.data.routes; None: the engine returned none
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
     later_versions: tuple[tuple[int, int], ...] = ()  # (response token, version from there on)
-    sampled: Sequence[bool] | np.ndarray | None = None  # one per response token: false of context; None: all are
-    turns: tuple[Turn, ...] = ()  # in order; none: it is one turn
-    calls: tuple[TurnCall, ...] = ()  # of all turns, in order
-    parts: Mapping[str, float] = field(default_factory=dict)  # of an environment's rewards
+    sampled: Sequence[bool] | np.ndarray | None = None  # one per response token: false for context; None: all true
+    turns: tuple[Turn, ...] = ()  # in order; empty: one turn
+    calls: tuple[TurnCall, ...] = ()  # calls of all turns, in order
+    parts: Mapping[str, float] = field(default_factory=dict)  # parts of an environment's reward
 
 
 def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0) -> int:
-    """Bytes of one response, or of many, without numbers of whole rows; `route_bytes`: of one token's routes."""
+    """Returns the bytes of the token columns of one response, or of many. Numbers of whole rows are not counted.
+
+    `route_bytes`: bytes of one token's routes.
+    """
     return (prompt_tokens + response_tokens) * (_ID_BYTES + route_bytes) + response_tokens * _LOG_PROB_BYTES
 
 
@@ -122,16 +125,16 @@ class Sequences(Columns):
     response_lengths: np.ndarray = field(**of("row", np.int64))
     token_ids: np.ndarray = field(**of("token", np.int32))
     rollout_log_probs: np.ndarray = field(**of("response token", np.float32))
-    # [tokens, MoE layers, topk]; see mrl.data.routes
+    # [tokens, MoE layers, topk], as in mrl.data.routes
     routes: np.ndarray | None = field(default=None, kw_only=True, **of("token"))
     sampled: np.ndarray | None = field(default=None, kw_only=True, **of("response token", np.bool_))  # None: all are
-    branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # see SampleRows
+    branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # as in SampleRows
     branch_starts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
     branch_prompts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
 
     @property
     def is_sampled(self) -> np.ndarray:
-        """bool [response tokens]: false of context."""
+        """Which response tokens were sampled, bool [response tokens]; false for context."""
         if self.sampled is None:
             return all_sampled(self)
         return self.sampled
@@ -140,35 +143,37 @@ class Sequences(Columns):
         return super().counts() | {"token": self.lengths, "response token": self.response_lengths}
 
     def prompts(self) -> Iterator[np.ndarray]:
-        """Each row's prompt, int32 [prompt_length], a view."""
+        """Returns the prompt of each row, int32 [prompt_length], a view."""
         starts = np.cumsum(self.lengths) - self.lengths
         return (self.token_ids[start:end] for start, end in zip(starts, starts + self.prompt_lengths, strict=True))
 
     def responses(self) -> Iterator[np.ndarray]:
-        """Each row's response, int32 [response_length], a view."""
+        """Returns the response of each row, int32 [response_length], a view."""
         ends = np.cumsum(self.lengths)
         return (self.token_ids[start:end] for start, end in zip(ends - self.response_lengths, ends, strict=True))
 
     def spoken_last(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Prompt and response of each row's last branch, int32, views: what people and reward functions read."""
+        """Returns prompt and response of the last branch of each row, int32, views. People and reward functions read
+        these.
+        """
         rows = zip(self.prompts(), self.responses(), strict=True)
         if self.branch_counts is None:
             return rows
         last = np.cumsum(self.branch_counts) - 1
         starts = self.branch_starts[last].tolist()
-        own = zip(rows, starts, self.branch_prompts[last].tolist(), strict=True)
+        branches = zip(rows, starts, self.branch_prompts[last].tolist(), strict=True)
         return (
             (response[start : start + length], response[start + length :]) if length else (prompt, response)
-            for (prompt, response), start, length in own
+            for (prompt, response), start, length in branches
         )
 
 
-_MAY_BE_ABSENT = ("sampled_counts", "branch_counts")  # of SampleRows, with all columns behind it
+_MAY_BE_ABSENT = ("sampled_counts", "branch_counts")  # columns of SampleRows that may be missing, with all later ones
 
 
 @dataclass(frozen=True)
 class SampleRows(Columns):
-    """What generation knows of each response, without its tokens; names are those of Sample."""
+    """The numbers that generation knows of each response, without its tokens. Names are those of Sample."""
 
     prompt_lengths: np.ndarray = field(**of("row", np.int64))
     response_lengths: np.ndarray = field(**of("row", np.int64))
@@ -178,21 +183,21 @@ class SampleRows(Columns):
     seed: np.ndarray = field(**of("row", np.int64))
     stop_reason: np.ndarray = field(**of("row", np.uint8))  # index into STOP_REASONS
     span_counts: np.ndarray = field(**of("row", np.int32))  # at least 1
-    span_starts: np.ndarray = field(**of("span", np.int32))  # response token that the span begins with
-    span_versions: np.ndarray = field(**of("span", np.int64))  # of the weights
-    routed: np.ndarray = field(**of("row", np.bool_))  # some route of it is known
-    finite: np.ndarray = field(**of("row", np.bool_))  # so are all its log-probs
+    span_starts: np.ndarray = field(**of("span", np.int32))  # first response token of the span
+    span_versions: np.ndarray = field(**of("span", np.int64))  # version of its weights
+    routed: np.ndarray = field(**of("row", np.bool_))  # at least one of its routes is known
+    finite: np.ndarray = field(**of("row", np.bool_))  # all its log-probs are finite
     sampled_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int64))  # None: all tokens
     turn_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 1 each
     call_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 0 each
-    call_names: np.ndarray | None = field(default=None, kw_only=True, **of("call", NAME))  # see TurnCall
+    call_names: np.ndarray | None = field(default=None, kw_only=True, **of("call", NAME))  # as in TurnCall
     call_reasons: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.uint8))  # index: CALL_REASONS
     call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
-    # of rows with several branches; None: 1 each
+    # None: 1 each
     branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))
-    # response token that the branch begins with
+    # first response token of the branch
     branch_starts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
-    # response tokens that are its prompt; 0 of a row's first
+    # response tokens that repeat the prompt; 0 for the first branch of a row
     branch_prompts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
 
     def counts(self) -> dict[str, np.ndarray]:
@@ -203,20 +208,21 @@ class SampleRows(Columns):
 
     @property
     def sampled_lengths(self) -> np.ndarray:
-        """int64 [rows]: response tokens of each row that were sampled; the others are context."""
+        """Sampled response tokens of each row, int64 [rows]; the others are context."""
         if self.sampled_counts is None:
             return self.response_lengths
         return self.sampled_counts
 
     @property
     def context_lengths(self) -> np.ndarray:
-        """int64 [rows]: the other response tokens of each row."""
+        """Response tokens of each row that are context, int64 [rows]."""
         return self.response_lengths - self.sampled_lengths
 
     def to_bytes(self) -> bytes:
-        """All columns, packed: some 80 bytes of a row alone, some 30 a row of many.
+        """Packs all columns: some 80 bytes for a single row, some 30 a row for many.
 
-        Those of turns come behind the others, and those of branches last, so that their absence is an earlier end.
+        Columns of turns come behind the others, and those of branches last. Where they are missing, the bytes end
+        earlier.
         """
         given = [f for f in fields(SampleRows) if getattr(self, f.name) is not None]
         columns = (np.ascontiguousarray(getattr(self, f.name), f.metadata["dtype"]) for f in given)
@@ -224,55 +230,57 @@ class SampleRows(Columns):
         return zlib.compress(b"".join([sizes.tobytes(), *(column.tobytes() for column in columns)]))
 
     @staticmethod
-    def from_bytes(told: bytes) -> "SampleRows":
-        """What `to_bytes` made; columns are views that cannot be written to."""
-        told = zlib.decompress(told)
-        rows, spans = np.frombuffer(told, np.int64, 2).tolist()
+    def from_bytes(content: bytes) -> "SampleRows":
+        """Reads the bytes of `to_bytes`. The columns are read-only views."""
+        data = zlib.decompress(content)
+        rows, spans = np.frombuffer(data, np.int64, 2).tolist()
         columns = {}
         start = 16
         for f in fields(SampleRows):
-            if f.name in _MAY_BE_ABSENT and start == len(told):
+            if f.name in _MAY_BE_ABSENT and start == len(data):
                 break
             count = {"span": spans, "row": rows}.get(f.metadata["of"])
-            if count is None:  # of calls or branches, whose counts stand before them
+            if count is None:  # calls or branches: their counts stand before them
                 count = int(columns[f"{f.metadata['of']}_counts"].sum())
-            columns[f.name] = np.frombuffer(told, f.metadata["dtype"], count, start)
+            columns[f.name] = np.frombuffer(data, f.metadata["dtype"], count, start)
             start += columns[f.name].nbytes
         return SampleRows(**columns)
 
     def as_context(self, rows: np.ndarray) -> Self:
-        """Takes rows for context, which counts nowhere; `rows`: bool [rows]."""
+        """Marks rows as context, which counts nowhere; `rows`: bool [rows]."""
         if not rows.any():
             return self
         return replace(self, sampled_counts=np.where(rows, 0, self.sampled_lengths))
 
     @property
     def truncated(self) -> np.ndarray:
-        """bool [rows]: cut off at the longest length that was allowed."""
+        """True for responses that the length limit cut off, bool [rows]."""
         return self.stop_reason == STOP_REASONS.index("length")
 
     @property
     def overlong(self) -> np.ndarray:
-        """bool [rows]: no token of that length was left, to the model or to the answers that it asked for."""
+        """True for responses that used up the length limit, by the model's tokens or by answers of tools, bool
+        [rows].
+        """
         return self.truncated | (self.stop_reason == STOP_REASONS.index("context"))
 
     @property
     def weight_version(self) -> np.ndarray:
-        """int64 [rows]: version of the weights that each response was begun with."""
+        """Version of the weights at the first token of each response, int64 [rows]."""
         counts = self.span_counts.astype(np.int64)
         return self.span_versions[np.cumsum(counts) - counts]
 
 
 @dataclass(frozen=True)
 class Samples(Sequences, SampleRows):
-    """Responses, whole. The columns of turns are all there, or none."""
+    """Whole responses. The columns of turns are all there, or none is."""
 
-    turn_starts: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))  # see Turn
+    turn_starts: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))  # as in Turn
     turn_stops: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.uint8))  # index: STOP_REASONS
     turn_calls: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))
     turn_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
     turn_rewards: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
-    call_replies: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.uint64))  # see TurnCall
+    call_replies: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.uint64))  # as in TurnCall
     part_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 0 each
     part_names: np.ndarray | None = field(default=None, kw_only=True, **of("part", NAME))
     part_values: np.ndarray | None = field(default=None, kw_only=True, **of("part", np.float32))
@@ -286,10 +294,10 @@ class Samples(Sequences, SampleRows):
         return counts
 
     def as_context(self, rows: np.ndarray) -> Self:
-        own = super().as_context(rows)
-        if own is self:
+        marked = super().as_context(rows)
+        if marked is self:
             return self
-        return replace(own, sampled=self.is_sampled & ~np.repeat(rows, self.response_lengths))
+        return replace(marked, sampled=self.is_sampled & ~np.repeat(rows, self.response_lengths))
 
     @property
     def numbers(self) -> SampleRows:
@@ -298,13 +306,13 @@ class Samples(Sequences, SampleRows):
 
 
 def with_turns(samples: Samples) -> Samples:
-    """Adds all columns of turns; rows that had none are one turn each."""
+    """Adds all columns of turns. Rows without them become one turn each."""
     absent = [name for name in ONE_TURN if getattr(samples, name) is None]
     return replace(samples, **{name: ONE_TURN[name](samples) for name in absent})
 
 
 def with_branches(samples: Samples) -> Samples:
-    """Adds the columns of branches; rows that had none are one branch each."""
+    """Adds the columns of branches. Rows without them become one branch each."""
     absent = [name for name in ONE_BRANCH if getattr(samples, name) is None]
     return replace(samples, **{name: ONE_BRANCH[name](samples) for name in absent})
 
@@ -312,14 +320,14 @@ def with_branches(samples: Samples) -> Samples:
 def with_outcome(
     one: Samples, calls: Sequence[TurnCalls], rewards: Sequence[float], parts: Mapping[str, float], seconds: float
 ) -> Samples:
-    """One row with the outcome of its calls: calls and reward of each turn, one after another.
+    """Adds the outcome of its turns to one row: the calls and the reward of each turn, in order.
 
-    `seconds`: that the calls of the last turn took, where it has some. Raises DataError for more or fewer turns than
-    the row has.
+    `seconds`: duration of the last turn's calls, if there are any. Raises DataError where the row has another number of
+    turns.
     """
     one = with_turns(one)
     if not len(calls) == len(rewards) == one.turn_counts[0]:
-        raise DataError(f"a response of {one.turn_counts[0]} turns is told of {len(calls)}")
+        raise DataError(f"a response has {one.turn_counts[0]} turns, and calls are given for {len(calls)}")
     every = [call for of_turn in calls for call in of_turn]
     times = one.turn_seconds.copy()
     times[-1] = seconds
@@ -353,7 +361,7 @@ def _parts_of(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
 
 
 def packed(samples: Sequence[Sample]) -> Samples:
-    """The responses as rows, in the given order. Raises DataError for a stop reason that is not known."""
+    """Makes rows of the responses, in the given order. Raises DataError for an unknown stop reason."""
     prompts = [len(s.prompt_ids) for s in samples]
     responses = [len(s.response_ids) for s in samples]
     spans = [((0, s.weight_version), *s.later_versions) for s in samples]
@@ -389,7 +397,7 @@ def _is_finite(sample: Sample) -> bool:
 
 
 def _turns_of(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The columns of turns; none where no sample has several or context."""
+    """Returns the columns of turns; none where no sample has several turns, calls or context."""
     if not any(sample.sampled is not None or len(sample.turns) > 1 or sample.calls for sample in samples):
         return {}
     of_each = [sample.turns or (Turn(0, sample.stop_reason),) for sample in samples]
@@ -414,5 +422,6 @@ def _turns_of(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _stop_reason(sample: Sample, reason: str) -> int:
     if reason not in STOP_REASONS:
-        raise DataError(f"sample {sample.sample_id} ended for {reason!r}; known: {', '.join(STOP_REASONS)}")
+        known = ", ".join(STOP_REASONS)
+        raise DataError(f"sample {sample.sample_id} has the unknown stop reason {reason!r}; known: {known}")
     return STOP_REASONS.index(reason)

@@ -1,6 +1,5 @@
-"""Rows of public data sets, as their authors publish them, turned into verl's schema.
-
-The data itself is the user's own copy.
+"""Converts rows of public data sets, in the form of their authors, to verl's schema. The data is the user's own
+copy.
 """
 
 import re
@@ -22,7 +21,7 @@ TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class BadSourceRow(Exception):
-    """The row is not what its data set promises; the message says how."""
+    """A row that lacks what its data set promises; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,13 @@ class SourceRow:
 
 
 def _text(row: Mapping[str, Any], *names: str) -> str:
-    """The first of the named fields that is there, whatever its capitals; numbers as text. Raises BadSourceRow."""
+    """Returns the first of the named fields that has a value, whatever its capitals; numbers become text.
+
+    Raises BadSourceRow where there is none.
+    """
     fields = {key.lower(): value for key, value in row.items()}
     value = next((fields[name] for name in names if fields.get(name) is not None), None)
-    # NaN: nothing stands there in a table
+    # tables have NaN where a value is missing
     if not isinstance(value, str | int | float) or value != value or not str(value).strip():
         raise BadSourceRow(f"no text under {' or '.join(names)}; found: {', '.join(row)}")
     return str(value).strip()
@@ -52,7 +54,7 @@ def _ask(content: str) -> list[dict[str, str]]:
 
 
 def gsm8k(row: Mapping[str, Any], file_stem: str) -> SourceRow:
-    """`question`, `answer` with the number behind `####`."""
+    """Reads a row of GSM8K: `question`, and `answer` with the number behind `####`."""
     question = _text(row, "question")
     solution = _text(row, "answer")
     _, mark, number = solution.rpartition("####")
@@ -72,7 +74,10 @@ def math500(row: Mapping[str, Any], file_stem: str) -> SourceRow:
 
 
 def aime(row: Mapping[str, Any], file_stem: str) -> SourceRow:
-    """`problem` (or `question`) and `answer`, an integer from 0 to 999; or rows that are in verl's schema already."""
+    """Reads a row of AIME: `problem` (or `question`), and `answer`, an integer from 0 to 999.
+
+    Rows that are in verl's schema already stay as they are.
+    """
     if "reward_model" in row:
         return ready_made(row, file_stem)
     problem = _text(row, "problem", "question")
@@ -87,8 +92,8 @@ def aime(row: Mapping[str, Any], file_stem: str) -> SourceRow:
 
 
 def dapo_math(row: Mapping[str, Any], file_stem: str) -> SourceRow:
-    """verl's schema as DAPO-Math-17k has it, or the processed copy with `prompt` as text and
-    `solution` as the answer.
+    """Reads a row of DAPO-Math-17k in verl's schema, or of its processed copy: `prompt` as text, `solution` as the
+    answer.
     """
     if "reward_model" in row:
         return ready_made(row, file_stem)
@@ -98,7 +103,7 @@ def dapo_math(row: Mapping[str, Any], file_stem: str) -> SourceRow:
 
 
 def ready_made(row: Mapping[str, Any], file_stem: str) -> SourceRow:
-    """A row of verl's schema, as it is."""
+    """Reads a row that is in verl's schema already."""
     reward = row.get("reward_model")
     prompt = row.get("prompt")
     truth = None
@@ -120,7 +125,7 @@ def ready_made(row: Mapping[str, Any], file_stem: str) -> SourceRow:
 
 
 def dianjin(row: Mapping[str, Any], file_stem: str) -> SourceRow:
-    """DianJin-R1's multiple choice: `instruction`, and `output` whose `<answer>` boxes the letters."""
+    """Reads a multiple-choice row of DianJin-R1: `instruction`, and `output` whose `<answer>` boxes the letters."""
     question = _text(row, "instruction")
     output = _text(row, "output")
     tagged = TAGGED_ANSWER.findall(output)
@@ -134,7 +139,7 @@ def dianjin(row: Mapping[str, Any], file_stem: str) -> SourceRow:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set by its name on the command line."""
+    """A data set under its name on the command line."""
 
     name: str
     title: str

@@ -1,6 +1,6 @@
-"""Carries a response from the engine that made it to the gradient that it gives.
+"""Carries a response from the engine that made it to the gradient that comes from it.
 
-A response's way; in brackets the file that holds each type:
+The steps of a response, with the file of each type in brackets:
 
     engine's process      Response           columns of tokens and numbers             [data/samples.py: Samples]
          | finished rows (outbox.py), blocks by reference (request_streams.py)
@@ -16,14 +16,15 @@ A response's way; in brackets the file that holds each type:
          | the model's outputs, as whole sequences
     rank                  LossInputs         what a loss sees: [batch, response]       [algo/losses.py]
 
-Back come numbers a row alone: RankBatch makes them of its tokens, StepBatch puts all replicas' into the step's order.
-Tokens never pass through the driver. Files are written from where the responses lie too (sample_writer.py,
-group_writer.py, generations.py).
+Only numbers a row come back. RankBatch computes them from its tokens, StepBatch puts those of all replicas into the
+step's order. Tokens never pass through the driver. Files are written where the responses are stored, too
+(sample_writer.py, group_writer.py, generations.py).
 
-A row is one prompt and one response. Of one that was made in several turns (conversations.py, in the engine's process)
-a column says which tokens were sampled and which are context, and context counts in nothing that is made of tokens.
-The model talks with partners (partners.py): tools and environments, or an agent (agents.py) that speaks to it over
-HTTP (endpoint.py).
+A row is one prompt and one response. A response may have several turns (conversations.py, in the engine's process). A
+column then says which tokens were sampled and which are context. Context counts in nothing that is computed from
+tokens. The model talks with partners (partners.py): tools and environments, or an agent (agents.py) that talks to it
+over HTTP (endpoint.py).
 
-May import vllm, megatron, checkpoint, remote, config and what lies below them; never cluster, which uses this room.
+This room may import vllm, megatron, checkpoint, remote, config and rooms below them. It must not import cluster, which
+uses it.
 """

@@ -1,14 +1,14 @@
-"""An agent of the user's as the partner of a model: it asks over the chat endpoint, and what it asks is what is told.
+"""Lets a user's agent talk with the model. Its requests to the chat endpoint are what the model reads.
 
     agent's process                 endpoint                     conversation
     messages  --POST-->             session.ask  -- queued -->   begin: the first prompt; acted: the turn's answer
               <--the model's-----   answered     <-------------  sampled
 
-A turn ends with what the model says; all that the agent does until it asks again, or ends, is that turn's one call. Of
-its messages those that are kept stay the tokens that they are (mrl.data.chat_turns). Where it goes back to an earlier
-place the response goes on from there. A turn that is asked again is replaced. By other messages a branch begins: the
-row that is trained has all branches (mrl.schedule.branches), as far as they have room in it, the newest first. Which
-sampling it asked for in vain, retries and branches stand among the turn's calls.
+A turn ends with the model's answer. All that the agent does until its next request, or its end, is that turn's only
+call. Messages that the agent repeats keep their tokens (mrl.data.chat_turns). Where it goes back to an earlier place,
+the response continues from there. A repeated request replaces its turn. Other messages begin a branch. The row that
+is trained has all branches (mrl.schedule.branches) that fit into it, the newest first. The turn's calls also record
+retries, branches, and sampling parameters that the agent asked for and did not get.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from mrl.schedule.conversation import Conversation, ConversationState, Stop
 from mrl.schedule.segments import continuation_seed
 from mrl.vllm.requests import Request, Sampling
 
-START_S = 60.0  # that a process for an agent may take to be there
+START_S = 60.0  # longest start of an agent's process
 OVER = "the conversation is over: {}"
 
 
 class Agents:
-    """The agents of one engine: its endpoint, and who may run at once."""
+    """The agents of one engine: their endpoint, and a limit of how many run at once."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Agents:
         tokenizer: ToolTokenizer,
         clock: Callable[[], float],
     ):
-        """Takes a port. Raises EnvironmentFault where there is none."""
+        """Reserves a port. Raises EnvironmentFault where none is free."""
         self.spec = spec
         self.pool = pool
         self.text = ChatText(dialect, tokenizer, spec.template_arguments)
@@ -58,12 +58,12 @@ class Agents:
         self.free = asyncio.Semaphore(spec.num_workers)
 
     def partner(self, request: Request, sampling: Sampling) -> "AgentPartner":
-        """The agent of one response."""
+        """Returns the agent of one response."""
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return AgentPartner(self, request, own)
 
     def close(self) -> None:
-        """Ends the endpoint."""
+        """Closes the endpoint."""
         self.endpoint.close()
 
 
@@ -80,21 +80,21 @@ class _Asked:
         return self.answer.cancelled()
 
     def give(self, answer: ChatAnswer) -> None:
-        """Answers, where anybody still waits."""
+        """Sends the answer, unless nobody waits for it."""
         if not self.answer.done():
             self.answer.set_result(answer)
 
     def refuse(self, why: str) -> None:
-        """Answers by an error."""
+        """Sends an error as the answer."""
         if not self.answer.done():
             self.answer.set_exception(BadRequest(why))
 
 
 class AgentPartner:
-    """The agent of one response, and the session that it has at the endpoint."""
+    """The agent of one response, and its session at the endpoint."""
 
     def __init__(self, agents: Agents, request: Request, sampled_by: Mapping[str, float]):
-        """`sampled_by`: how the engine samples, under the names that clients have for it."""
+        """`sampled_by` holds the engine's sampling parameters under the names that clients use."""
         self.record = CallRecord()
         self._agents = agents
         self._request = request
@@ -106,25 +106,25 @@ class AgentPartner:
         self._over: str | None = None  # why nothing is answered any more
         self._given: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()  # the reward
         self._spoken = SpokenTurns()
-        self._asked: _Asked | None = None  # what is to be answered
-        self._place: ChatPlace | None = None  # where that belongs
+        self._asked: _Asked | None = None  # the request to be answered
+        self._place: ChatPlace | None = None  # its place among earlier turns
         self._ids: list[int] = []  # its new messages, or its prompt, as tokens
-        self._repeats = 0  # times that something was asked again
-        self._marks: list[TurnCall] = []  # of the turn that is sampled next
-        self._before: Line | None = None  # the response before what is asked
+        self._repeats = 0  # requests that did not extend the newest turn
+        self._marks: list[TurnCall] = []  # calls to record with the turn that is sampled next
+        self._before: Line | None = None  # the response before the request
 
     # --- the endpoint's side
 
     async def ask(self, asked: ChatRequest) -> ChatAnswer:
-        """The model's answer, once those that were asked before have theirs. Raises BadRequest.
+        """Returns the model's answer, after the answers to earlier requests. Raises BadRequest.
 
-        Cancelled, it is sampled for nobody, or no further.
+        When this call is cancelled, sampling for it ends or does not begin.
         """
         if self._over is not None:
             raise BadRequest(OVER.format(self._over))
         waiting = _Asked(asked)
         self._waiting.put_nowait(waiting)
-        return await waiting.answer  # which is cancelled with who waits for it
+        return await waiting.answer  # is cancelled together with this call
 
     def reward(self, reply: Reply) -> None:
         """Takes the response's reward. Raises BadRequest for a second one."""
@@ -136,11 +136,11 @@ class AgentPartner:
 
     @property
     def leaves(self) -> asyncio.Future:
-        """Is done once the client has hung up whose request is sampled."""
+        """Future that is done once the client has hung up whose request is being sampled."""
         return self._asked.answer
 
     async def begin(self, line: Line) -> Line | None:
-        """Starts the agent once it may run, and waits for what it asks first; None where it asks for nothing."""
+        """Starts the agent once it may run, and waits for its first request. Returns None where none comes."""
         agents = self._agents
         self._before = line
         await agents.endpoint.serve()
@@ -163,7 +163,7 @@ class AgentPartner:
         return None
 
     async def _next(self, deadline: float) -> bool:
-        """Waits for a request that can be answered; whether one came before the agent ended, or time was up."""
+        """Waits for a request that can be answered. Returns False where the agent ended first or time was up."""
         while True:
             asked = asyncio.ensure_future(self._waiting.get())
             left_s = max(0.0, deadline - self._agents.clock())
@@ -181,11 +181,11 @@ class AgentPartner:
                 self._place = self._spoken.place(self._asked.chat)
                 self._ids = self._tokens()
                 return True
-            except (ValueError, TypeError, RecursionError) as error:  # a client's data end no run
+            except (ValueError, TypeError, RecursionError) as error:  # a client's data must not end the run
                 self._asked.refuse(str(error))
 
     def _tokens(self) -> list[int]:
-        """What is new of the request, as tokens: the messages behind a turn, or a prompt. Raises BadRequest."""
+        """Tokenizes what is new in the request: the messages behind a turn, or a prompt. Raises BadRequest."""
         chat = self._asked.chat
         parent = self._place.parent
         if parent is not None:
@@ -198,7 +198,9 @@ class AgentPartner:
         return ids
 
     def asked(self, talk: Conversation, line: Line) -> Request:
-        """The next request: what is asked again by another seed, and no more tokens than the client wants."""
+        """Builds the next request. A repeated one gets another seed. It asks for at most as many tokens as the client
+        wants.
+        """
         most = min(talk.max_tokens, self._asked.chat.max_tokens or talk.max_tokens)
         request = going_on(replace(line.request, max_tokens=most), line.made)
         is_again = self._place.move is Move.RETRIES or self._place.why is Why.ASKED_AGAIN
@@ -207,7 +209,7 @@ class AgentPartner:
         return request
 
     def sampled(self, talk: Conversation, line: Line, asked: Request) -> Conversation:
-        """The conversation after a turn, which the client is told."""
+        """Returns the conversation after a turn, and sends the turn to the client."""
         added = int(line.made.response_lengths[0]) - talk.tokens
         is_cut = bool(line.made.truncated[0])
         if is_cut and added < asked.max_tokens:
@@ -228,7 +230,9 @@ class AgentPartner:
         return after
 
     def left(self, talk: Conversation) -> tuple[Conversation, Line]:
-        """The response as it was before the request; what the agent does next belongs to the turn before."""
+        """Returns conversation and response as they were before the request. The agent's next act belongs to the
+        earlier turn.
+        """
         self.record.calls = []
         self._marks = []
         if self._spoken.said:
@@ -240,7 +244,7 @@ class AgentPartner:
         return after, self._before
 
     async def acted(self, talk: Conversation) -> Conversation:
-        """After the agent has asked again or ended, or time is up."""
+        """Returns the conversation once the agent has sent another request or ended, or time is up."""
         calls = self._marks
         self._marks = []
         if talk.state is ConversationState.ACTING:
@@ -254,7 +258,7 @@ class AgentPartner:
         return talk
 
     async def _waited(self, talk: Conversation) -> tuple[Conversation, str]:
-        """The conversation, and how the agent's part of the turn ended."""
+        """Waits for the agent. Returns the conversation, and how the agent's part of the turn ended."""
         clock = self._agents.clock
         timeout_s = self._agents.spec.timeout_s
         if await self._next(min(talk.acting_since + timeout_s, talk.deadline)):
@@ -272,7 +276,7 @@ class AgentPartner:
         return self._failed(f"it asked for nothing within {timeout_s:g} s", acted), TIMEOUT
 
     def told(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
-        """With the new messages behind the turn that they follow, or another prompt in the place of all."""
+        """Appends the new messages behind the turn that they follow, or starts anew with another prompt."""
         place = self._place
         self._mark(place)
         self._before = line
@@ -294,7 +298,7 @@ class AgentPartner:
         return after, Line(replace(line.request, prompt_ids=prompt), made)
 
     def _mark(self, place: ChatPlace) -> None:
-        """Notes where the client went back, among the calls of the turn that it then asks for."""
+        """Records where the client went back, among the calls of the turn that it then asks for."""
         if place.move is Move.RETRIES:
             self._marks.append(TurnCall(AGENT, "retry"))
         if place.move is Move.BRANCHES:
@@ -302,7 +306,7 @@ class AgentPartner:
         self._repeats += place.move is not Move.EXTENDS
 
     async def ended(self, talk: Conversation) -> Conversation:
-        """The conversation with its reward, which is waited for where one is needed."""
+        """Returns the conversation with its reward. Waits for the reward where one is needed."""
         self._over = self._over or talk.stop
         self._refuse_all()
         needed = self._agents.spec.needs_reward and talk.stop is not Stop.ENVIRONMENT
@@ -320,7 +324,7 @@ class AgentPartner:
         return talk
 
     def whole(self, talk: Conversation, line: Line) -> Samples:
-        """The row of all branches; of a response that failed, and that nobody trains on, the last alone."""
+        """Returns the row of all branches. A failed response is not trained on and has only its last branch."""
         if talk.stop is Stop.ENVIRONMENT:
             self.record.completed(int(with_turns(line.made).turn_counts[0]))
             return line.made
@@ -332,7 +336,7 @@ class AgentPartner:
         return as_one_row([replace(each.branch, row=_after(each.branch.row, each.seconds)) for each in branches])
 
     def _failed(self, why: str, talk: Conversation | None = None) -> Conversation | None:
-        """Writes down why; the conversation has then failed."""
+        """Logs the reason, and returns the conversation as failed."""
         self._over = Stop.ENVIRONMENT
         self._agents.pool.log(f"agent: {why}".replace(self._key, "[key]"))
         if talk is not None:
@@ -340,7 +344,7 @@ class AgentPartner:
         return None
 
     def _refuse_all(self) -> None:
-        """Answers what still waits."""
+        """Refuses all requests that still wait."""
         waiting = [] if self._asked is None else [self._asked]
         while not self._waiting.empty():
             waiting.append(self._waiting.get_nowait())
@@ -348,7 +352,7 @@ class AgentPartner:
             each.refuse(OVER.format(self._over))
 
     def close(self) -> None:
-        """Ends agent and session, without waiting for it."""
+        """Ends agent and session. Does not wait for the agent."""
         self._over = self._over or "ended"
         self._refuse_all()
         if self._key is not None:
@@ -361,7 +365,7 @@ class AgentPartner:
 
 
 def _after(row: Samples, seconds: float) -> Samples:
-    """The row with the seconds that the agent took after its last turn."""
+    """Adds to the row the seconds that the agent took after its last turn."""
     row = with_turns(row)
     times = row.turn_seconds.copy()
     times[-1] = seconds

@@ -1,6 +1,6 @@
-"""Who reads what a turn calls: the dialect of the model's family, or the reader that the environment names.
+"""Chooses what reads the calls in a turn: the dialect of the model's family, or a class named by the environment.
 
-MRL_CALL_READER, as MODULE:NAME, names a class in its place; all processes of a run inherit it.
+The variable MRL_CALL_READER (MODULE:NAME) names that class. All processes of a run inherit it.
 """
 
 import os
@@ -15,30 +15,33 @@ VARIABLE = "MRL_CALL_READER"
 
 
 class CallReader(Protocol):
-    """Reads calls; made with a dialect and what conversations may do."""
+    """Reads the calls in a turn. It is built from a dialect and the limits of conversations."""
 
     def calls(self, turn: int, ids: Sequence[int], functions: Mapping[str, Mapping[str, Any]]) -> list[ToolCall]:
-        """What a turn, counted from 1, calls. `functions`: what may be called, by name, as a chat template takes it."""
+        """Returns the calls in a turn; turns count from 1.
+
+        `functions` are those that may be called, by name, in the form that chat templates take.
+        """
 
 
 class DialectReader:
-    """Reads what was sampled."""
+    """Reads the calls that the model sampled."""
 
     def __init__(self, dialect: Dialect, spec: TurnsSpec):
         self._dialect = dialect
 
     def calls(self, turn: int, ids: Sequence[int], functions: Mapping[str, Mapping[str, Any]]) -> list[ToolCall]:
-        """What a turn calls, as the model wrote it."""
+        """Returns the calls in a turn, as the model wrote them."""
         return self._dialect.calls(ids, parameters_of(functions))
 
 
 def parameters_of(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The parameters of each function, which calls of some families are read by."""
+    """Returns the parameters of each function. Some families need them to read calls."""
     return {name: function["parameters"]["properties"] for name, function in functions.items()}
 
 
 def call_reader(dialect: Dialect, spec: TurnsSpec) -> CallReader:
-    """Makes the reader of a run."""
+    """Builds the call reader of a run."""
     named = os.environ.get(VARIABLE)
     if named is None:
         return DialectReader(dialect, spec)

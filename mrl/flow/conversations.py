@@ -1,16 +1,17 @@
-"""In an engine's process: responses of several turns, each until it has ended.
+"""Runs conversations (responses of several turns) in an engine's process, each until it has ended.
 
     request --> engine: a turn --> its calls --Acting--> answers --> context behind the response --+
                    ^                                                                               |
                    +---- all tokens so far, a seed of its own, what is left of the budget ---------+
 
-The engine is asked with the ids of the stored row up to there, and nothing else: what it sampled is never decoded and
-tokenised again. While tools work, the engine answers others. A row's environment begins while the first turn is
-sampled. One that is held, at a border of the weights or because the engine gave it back, is a row that can go on, at
-whichever engine gets it next: its environment is brought to where it was by the calls that the row has.
-mrl.schedule.conversation decides, mrl.data.dialects reads and writes, mrl.environments acts, mrl.schedule.segments puts
-together; here they meet. Who the model talks with is a partner (partners.py): tools and environments, or an agent that
-speaks to the endpoint (agents.py).
+Each request has exactly the token ids of the row so far. Sampled tokens are never decoded and tokenized again. While
+tools work, the engine answers other requests. A row's environment starts while the first turn is sampled. A response
+can be held, at a border of the weights or because the engine gave it back. Any engine can continue it later. Its
+environment is rebuilt by repeating the calls in the row.
+
+This file connects other parts: mrl.schedule.conversation decides, mrl.data.dialects reads and writes,
+mrl.environments acts, mrl.schedule.segments joins. The model talks with a partner (partners.py): tools and
+environments, or an agent at the endpoint (agents.py).
 """
 
 import asyncio
@@ -41,7 +42,7 @@ _NONE: Mapping[int, Samples] = MappingProxyType({})
 
 
 class Generates(Protocol):
-    """What is needed of an engine."""
+    """The part of an engine that conversations need."""
 
     def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[Samples]:
         """Yields responses as they finish."""
@@ -50,7 +51,7 @@ class Generates(Protocol):
 class Conversations:
     """The conversations of one engine.
 
-    Raises ConfigError where the tokenizer's family, tools or environments are not known.
+    Raises ConfigError where the tokenizer's family, a tool or an environment is unknown.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Conversations:
         folder: str | None = None,
         reader: Callable[[Dialect, TurnsSpec], CallReader] = DialectReader,
     ):
-        """Starts a first process for tools, environments or agents; what they print goes to `log_path`. `slots`:
-        requests that the engine has at most. `environment`, `folder`: see EnvironmentPool. `reader`: of calls in what
-        was sampled.
+        """Starts a first process for tools, environments or agents, which prints to `log_path`.
+
+        `slots` is the most requests that the engine computes at once. `environment` and `folder` go to EnvironmentPool.
+        `reader` builds the reader of calls.
         """
         self.spec = spec
         self._clock = clock
@@ -84,21 +86,22 @@ class Conversations:
         except BaseException:
             self._pool.close()
             raise
-        self._under_way: dict[asyncio.Task, int | None] = {}  # and the handles of their requests
-        self._waiting = 0  # of them that wait for tools or environments
+        self._under_way: dict[asyncio.Task, int | None] = {}  # task -> handle of its request
+        self._waiting = 0  # tasks that wait for tools or environments
 
     @property
     def all_act(self) -> bool:
-        """Whether there are some, and the engine has nothing to do for any of them."""
+        """Whether conversations are under way and all of them wait for tools or environments."""
         return 0 < len(self._under_way) == self._waiting
 
     async def generate(
         self, engine: Generates, requests: Sequence[Request], sampling: Sampling, kept: Mapping[int, Samples] = _NONE
     ) -> AsyncIterator[Samples]:
-        """Yields whole responses as they finish, one row each, what there is of those that are held, and nothing of
-        those that were ended. `kept`: by sample_id, the row that a response goes on from.
+        """Yields whole responses as they finish, one row each.
 
-        Raises what the engine raises, and EnvironmentFault where no process for tools starts.
+        A held response is yielded as far as it got. One that was ended yields nothing. `kept` maps a sample_id to the
+        row that its response continues. Raises what the engine raises, and EnvironmentFault where no process for tools
+        starts.
         """
         tasks = [self._started(engine, request, sampling, kept.get(request.sample_id)) for request in requests]
         try:
@@ -117,8 +120,9 @@ class Conversations:
         return task
 
     async def end(self, handles: Collection[int] | None = None) -> None:
-        """Ends conversations by the handles of their requests, all for None, whatever they are at: the engine is asked
-        for nothing more, and tools that work for them are killed. Nothing is yielded of them.
+        """Ends the conversations of the given request handles, or all for None. They yield nothing.
+
+        The engine gets no more requests of theirs, and tools that work for them are killed.
         """
         ended = [task for task, handle in self._under_way.items() if handles is None or handle in handles]
         for task in ended:
@@ -184,14 +188,16 @@ class Conversations:
         return _with_stop(made, Stop.LENGTH if talk.state is ConversationState.HELD else talk.stop)
 
     async def _unspoken(self, engine: Generates, request: Request, sampling: Sampling) -> Samples:
-        """The row of a conversation that failed before it began: one token, so that it is of a version as all rows."""
+        """Returns the row of a conversation that failed before it began. It has one token, because every row needs a
+        version.
+        """
         async with self._gate.slot(is_first=True):
             line = await _added(engine, replace(request, max_tokens=1), Line(request), sampling)
         return _with_stop(with_outcome(line.made, [()], [0.0], {}, 0.0), Stop.ENVIRONMENT)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Among those that wait for tools or environments."""
+        """Counts a conversation among those that wait for tools or environments."""
         self._waiting += 1
         try:
             yield
@@ -213,7 +219,7 @@ async def _unless_ended(task: asyncio.Task[Samples]) -> Samples | None:
 
 
 async def _unless_left(added: Coroutine[Any, Any, Line], leaves: asyncio.Future | None) -> Line | None:
-    """What is added, None where nobody waits for it any more: the engine is then asked for nothing more."""
+    """Returns what the engine adds, or None once nobody waits for it. The engine then stops."""
     if leaves is None:
         return await added
     task = asyncio.ensure_future(added)
@@ -230,7 +236,7 @@ async def _unless_left(added: Coroutine[Any, Any, Line], leaves: asyncio.Future 
 
 
 async def _added(engine: Generates, asked: Request, line: Line, sampling: Sampling) -> Line:
-    """The response with what one more request adds to it."""
+    """Returns the response with what one more request adds to it."""
     rows = [batch async for batch in engine.generate([asked], sampling)]
     (more,) = rows
     if line.made is None:

@@ -1,12 +1,12 @@
-"""The chat endpoint of an engine: HTTP on loopback, with a key a session.
+"""Serves the chat endpoint of an engine: HTTP on loopback, with one key a session.
 
     POST /v1/chat/completions, /v1/messages   --> the session's conversation is asked, and its answer written
     POST /v1/reward {"reward", "parts"}       --> the session's reward, once
     GET  /v1/models                           --> one name, for clients that look
 
-Who comes by another name than this host's is turned away (403), and so is who has no key of a session that is there
-(401); a body may be BODY_BYTES long (413). What a session cannot answer is a 400, which clients do not repeat. A stream
-is written whole. It serves in the event loop of its engine.
+Requests for another host name are refused (403), and so are keys of no open session (401). A body has at most
+BODY_BYTES (413). A request that a session cannot answer gets a 400, which clients do not repeat. A stream is written
+at once, when the answer is complete. The endpoint runs in the event loop of its engine.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ REWARD_PATH = "/v1/reward"
 
 
 class ChatSession(Protocol):
-    """Whose conversation a key stands for."""
+    """The conversation that a key stands for."""
 
     async def ask(self, asked: ChatRequest) -> ChatAnswer:
-        """The model's answer. Cancelled where nobody waits for it any more. Raises BadRequest."""
+        """Returns the model's answer. It is cancelled once nobody waits for it. Raises BadRequest."""
 
     def reward(self, reply: Reply) -> None:
-        """Takes the response's reward. Raises BadRequest where it has one."""
+        """Takes the response's reward. Raises BadRequest for a second one."""
 
 
 _SESSION = web.RequestKey("session", ChatSession)
@@ -46,7 +46,7 @@ class Endpoint:
     """One address, and the sessions behind it."""
 
     def __init__(self, port: int = 0):
-        """Takes a port of loopback, by default one that is free. Raises EnvironmentFault where it is taken."""
+        """Binds a port of loopback, by default a free one. Raises EnvironmentFault where it is taken."""
         self._socket = socket.socket()
         try:
             self._socket.bind((HOST, port))
@@ -60,11 +60,11 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Its address, without /v1."""
+        """The address, without /v1."""
         return f"http://{HOST}:{self.port}"
 
     async def serve(self) -> None:
-        """Begins to listen, in this event loop. Safe to call twice."""
+        """Starts to listen, in the running event loop. Safe to call twice."""
         async with self._starting:
             if self._server is not None:
                 return
@@ -73,26 +73,26 @@ class Endpoint:
                 app.router.add_post(path, _handler(api))
             app.router.add_post(REWARD_PATH, _rewarded)
             app.router.add_get("/v1/models", _models)
-            # who hangs up is waited for no longer
+            # handlers of clients that hang up are cancelled
             runner = web.AppRunner(app, access_log=None, handle_signals=False, handler_cancellation=True)
             await runner.setup()
             self._server = await asyncio.get_running_loop().create_server(runner.server, sock=self._socket)
 
     def open(self, session: ChatSession) -> str:
-        """The key of a session, which holds until it is closed."""
+        """Returns the key of a new session. It is valid until `close_session`."""
         key = secrets.token_urlsafe(32)
         self._sessions[_digest(key)] = session
         return key
 
     def close_session(self, key: str) -> None:
-        """The key is of nobody from here on."""
+        """Makes the key invalid."""
         self._sessions.pop(_digest(key), None)
 
     @web.middleware
     async def _guarded(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Turns strangers away, and writes what goes wrong in the form of the path."""
+        """Refuses foreign requests, and writes errors in the format of the request's path."""
         try:
             if request.host not in (f"{HOST}:{self.port}", f"localhost:{self.port}"):
                 return _refused(request, 403, f"this is {HOST}:{self.port}, and no other host")
@@ -107,7 +107,7 @@ class Endpoint:
             return _refused(request, error.status, error.reason)
 
     def close(self) -> None:
-        """Takes no more connections. Safe to call twice."""
+        """Stops accepting connections. Safe to call twice."""
         self._sessions.clear()
         if self._server is not None and not self._server.get_loop().is_closed():
             self._server.close()
@@ -115,7 +115,7 @@ class Endpoint:
 
 
 def _digest(key: str) -> bytes:
-    """What is looked up of a key, so that how long it takes says nothing of it."""
+    """Hashes a key for the lookup, so that the time of the lookup reveals nothing about the key."""
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
@@ -149,7 +149,7 @@ def _handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _event(name: str, data: Any) -> str:
-    """One event of a stream."""
+    """Formats one event of a stream."""
     text = data
     if not isinstance(data, str):
         text = json.dumps(data)

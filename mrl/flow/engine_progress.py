@@ -1,10 +1,10 @@
-"""Engines that hold requests and make no tokens.
+"""Watches for engines that hold requests and produce no tokens.
 
-A response of twenty thousand tokens is not late; an engine that stands still is. One whose responses all wait for tools
-has none to make.
+A long response is not late, but an engine that stands still is. An engine whose responses all wait for tools has no
+tokens to produce.
 
-Each engine that has requests is asked from time to time for its meters: how many tokens it has made (one that does not
-answer has made none), and how full its KV cache is, which is what the rate of requests goes by.
+Each engine with requests is asked from time to time for its meters. One says how many tokens it has produced; no answer
+counts as none. The other says how full its KV cache is, which controls the rate of requests.
 """
 
 import time
@@ -18,35 +18,38 @@ from mrl.schedule.progress import ProgressWatch
 from mrl.schedule.rate import Observation
 from mrl.vllm.requests import EngineReading
 
-ASK_S = 5.0  # between two questions, where the limit is longer than some of them
+ASK_S = 5.0  # longest time between two questions to an engine
 NONE_YET = -1
 
 
 class EngineProgress:
-    """When each engine last made a token."""
+    """When each engine last produced a token."""
 
     def __init__(
         self, ask: Callable[[str], ray.ObjectRef], limit_s: float, clock: Callable[[], float] = time.monotonic
     ):
-        """`ask`: an engine for its EngineReading, an answer to come."""
+        """`ask` requests the EngineReading of an engine, and returns a reference to it."""
         self._ask = ask
         self._clock = clock
         self._watch = ProgressWatch(limit_s)
         self._every = min(ASK_S, limit_s / 4)
         self._asked: dict[str, float] = {}
         self._to_come: dict[str, ray.ObjectRef] = {}
-        self._readings: dict[str, EngineReading] = {}  # of engines that have requests, since `observed` said something
+        self._readings: dict[str, EngineReading] = {}  # newest of each engine since `observed` last returned one
         self._observed_at = clock()
-        self._preemptions: dict[str, int] = {}  # of each engine, that were told
+        self._preemptions: dict[str, int] = {}  # by engine, as far as `observed` has reported them
         self._is_paused = False
 
     def begin(self, engine: str) -> None:
-        """Begins an engine's time: it gets requests and had none."""
+        """Starts the time of an engine that gets its first requests."""
         if engine in self._asked:
             self._forget(engine)
 
     def check(self, holding: Iterable[str]) -> None:
-        """`holding`: engines that have requests. Raises LostProcess naming those that made no token for too long."""
+        """Raises LostProcess naming engines that produced no token for too long.
+
+        `holding` are the engines that have requests.
+        """
         if self._is_paused:
             return
         now = self._clock()
@@ -59,16 +62,17 @@ class EngineProgress:
         self._take_answers(now)
         for engine in holding:
             if engine not in self._to_come and now - self._asked[engine] >= self._every:
-                self._to_come[engine], self._asked[engine] = self._ask(engine), now
+                self._to_come[engine] = self._ask(engine)
+                self._asked[engine] = now
         if late := self._watch.late(now):
             silent = LostProcess(f"generation: no token within {self._watch.limit_s:g} s from {', '.join(late)}")
             raise concerning(silent, *late)
 
     def observed(self, under_way: int) -> Observation | None:
-        """What engines' meters said since this was last told; None where nothing is to be told.
+        """Returns what the engines' meters said since the last report, or None where there is nothing to report.
 
-        It is told at most once in the time in which each of them is asked: a cache that is full counts once.
-        `under_way`: responses.
+        It reports at most once in the time in which each engine is asked, so a full cache counts once. `under_way` is
+        the number of responses.
         """
         now = self._clock()
         readings = self._readings
@@ -83,11 +87,11 @@ class EngineProgress:
         return Observation(fullest, more, under_way)
 
     def pause(self) -> None:
-        """All engines stand still for a reason, and are not watched until `resume`."""
+        """Stops watching until `resume`, because all engines stand still for a known reason."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Begins the engines' time anew."""
+        """Restarts the engines' time."""
         self._is_paused = False
         self._watch.excuse(self._clock())
 
@@ -98,7 +102,7 @@ class EngineProgress:
         self._watch.forget(engine)
 
     def _take_answers(self, now: float) -> None:
-        """An engine that failed tells so where it is asked what finished, and better there."""
+        """Takes the readings that have arrived. Failed engines are reported by other calls, with better messages."""
         for engine, answer in list(self._to_come.items()):
             if ray.wait([answer], timeout=0)[0]:
                 del self._to_come[engine]

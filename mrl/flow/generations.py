@@ -1,6 +1,4 @@
-"""Held-out responses for people and for audits: a line of JSON each, written where a tokenizer is,
-from where they lie.
-"""
+"""Writes validation responses as lines of JSON for readers and audits, in a process that has a tokenizer."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from mrl.record.run_dir import json_line
 from mrl.reward.items import RewardResult
 from mrl.whole_file import appears_whole
 
-ROWS_AT_ONCE = 64  # that are held in memory
+ROWS_AT_ONCE = 64  # held in memory
 
 
 def write_generations(
@@ -27,9 +25,9 @@ def write_generations(
     results: Sequence[RewardResult],
     shown: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """A line a response; the file appears whole or not at all. Returns the rows `shown`, by number, in that order.
+    """Writes one line a response. The file appears complete or not at all.
 
-    `prompts` are by group, `results` by row.
+    `prompts` are by group, `results` by row. Returns the rows with the numbers `shown`, in that order.
     """
     kept: dict[int, dict[str, Any]] = {}
     wanted = set(shown)
@@ -53,8 +51,10 @@ def _rows(
 def _some_rows(
     tokenizer: Any, prompts: Sequence[Prompt], stored: ResponseStore, results: Sequence[RewardResult]
 ) -> Iterator[dict[str, Any]]:
-    """`input` and `output` keep special tokens, `gts` is the truth, as verl names it; both are of what was spoken
-    last.
+    """Yields rows as plain data.
+
+    `input` and `output` belong to the turn that was sampled last, and keep special tokens. `gts` is the ground truth,
+    under verl's name.
     """
     samples = stored.read()
     columns = (samples.group_id, samples.seed, samples.stop_reason, samples.weight_version)

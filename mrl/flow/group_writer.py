@@ -1,7 +1,7 @@
-"""Files of groups are written by processes of their own, one group at a time, from where the responses are.
+"""Writes files of groups in separate processes, one group at a time, from where the responses are stored.
 
-One writes; another is started when what waits is a quarter of what may wait for each of them. Beyond that bound nothing
-is queued: what waits holds its responses in the object store.
+A second writer starts when a quarter of what may wait for each writer is waiting. Above the limit no group is queued,
+because waiting groups hold their responses in the object store.
 """
 
 import os
@@ -21,29 +21,29 @@ from mrl.remote.calls import gather_all
 from mrl.remote.helper_actors import on_node
 from mrl.reward.items import RewardResult
 
-MOST_WRITERS = 4  # a processor each while they write
-MOST_WAITING = 256 * 1024**2  # bytes of responses that wait for one writer, at most
+MOST_WRITERS = 4  # each takes a processor while it writes
+MOST_WAITING = 256 * 1024**2  # most bytes of responses that wait for one writer
 RESTARTS = 3
 
 
 @dataclass(frozen=True)
 class GroupParts:
-    """One attempt at a group while its responses are in object stores."""
+    """One attempt at a group, while its responses are in object stores."""
 
     number: int
     attempt: int
-    responses: Mapping[int, ResponseStore]  # by index in the group, one row each; of those that have tokens
-    results: Mapping[int, RewardResult]  # by index; of those that are judged
+    responses: Mapping[int, ResponseStore]  # by index in the group, one row each; only those that have tokens
+    results: Mapping[int, RewardResult]  # by index; only those that are scored
 
     def bytes(self, route_bytes: int) -> int:
-        """Upper bound of the bytes of its responses' columns. `route_bytes`: of a token's routes."""
+        """Upper bound of the bytes of the responses' columns. `route_bytes` is the size of one token's routes."""
         rows = [part.rows for part in self.responses.values()]
         return sum(column_bytes(int(r.prompt_lengths[0]), int(r.response_lengths[0]), route_bytes) for r in rows)
 
     @property
     def joined(self) -> ResponseStore | None:
-        """Joins the group's responses, under its number and their index in it: ids of requests are an accident of
-        order.
+        """Joins the group's responses under its number and their index in it. Request ids depend on the order of
+        arrival.
         """
         if not self.responses:
             return None
@@ -53,7 +53,7 @@ class GroupParts:
 
 
 def record_of(parts: GroupParts) -> GroupRecord:
-    """All of it in this process, routes and long texts of rewards too."""
+    """Fetches the whole group into this process, with routes and long texts of rewards."""
     joined = parts.joined
     results = dict(parts.results)
     whole = dict(zip(results, with_texts(list(results.values())), strict=True))
@@ -61,7 +61,7 @@ def record_of(parts: GroupParts) -> GroupRecord:
 
 
 class _Writer:
-    """A process that writes."""
+    """The process that writes."""
 
     def write(self, path: Path, parts: GroupParts) -> dict[str, Any]:
         return write_group(path, record_of(parts))
@@ -69,7 +69,7 @@ class _Writer:
 
 @dataclass
 class _Queue:
-    """What one writer has been given, and its bytes."""
+    """The files given to one writer, with their bytes."""
 
     writer: Any
     under_way: dict[ray.ObjectRef, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class _Queue:
         return sum(self.under_way.values())
 
     def look(self) -> None:
-        """Forgets what is written."""
+        """Removes files that are written."""
         every = list(self.under_way)
         if every:
             for ref in ray.wait(every, num_returns=len(every), timeout=0)[0]:
@@ -88,20 +88,17 @@ class _Queue:
 
 
 class GroupWriter:
-    """Writes beside generation and training, on the node of this process. One thread at a time may use it."""
+    """Writes beside generation and training, on this process's node. Only one thread at a time may use it."""
 
     def __init__(self, timeout_s: float, route_bytes: int):
-        """`route_bytes`: of a token's routes, as they come with responses."""
+        """`route_bytes` is the size of one token's routes, as they arrive with responses."""
         self._timeout_s = timeout_s
         self._route_bytes = route_bytes
         self._most = min(MOST_WRITERS, os.cpu_count() or 1)
         self._queues: list[_Queue] = []
 
     def begin(self, path: Path, parts: GroupParts) -> ray.ObjectRef | None:
-        """Begins with a file as soon as those before it are written; facts of it to come.
-
-        None where too much waits already.
-        """
+        """Queues a file behind earlier ones. Returns a reference to its facts, or None where too much waits already."""
         size = parts.bytes(self._route_bytes)
         for queue in self._queues:
             queue.look()
@@ -120,9 +117,9 @@ class GroupWriter:
         return self._queues[-1]
 
     def facts(self, under_way: Mapping[str, ray.ObjectRef]) -> dict[str, dict[str, Any]]:
-        """Size and digest of each file, by name, once all are written.
+        """Waits until all files are written, and returns size and digest of each by name.
 
-        Raises EnvironmentFault for a full disk, Interrupted when they take too long or responses are lost.
+        Raises EnvironmentFault for a full disk. Raises Interrupted when writing takes too long or responses are lost.
         """
         return gather_all(dict(under_way), self._timeout_s, "writing groups")
 

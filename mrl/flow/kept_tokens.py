@@ -1,7 +1,9 @@
-"""In an engine's process: responses that go on from tokens which were generated before, maybe by another engine.
+"""Continues responses, in an engine's process, from tokens that were generated earlier, maybe by another engine.
 
-kept row, fetched by reference --> request: prompt and kept tokens, what they may add, a seed of its own
-what the engine adds           --> one row again: log-probs, versions and routes of kept tokens as they were
+    kept row, fetched by reference --> request: prompt and kept tokens, what they may add, a seed of its own
+    what the engine adds           --> one row again
+
+Log-probs, versions and routes of kept tokens stay as they were.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from mrl.vllm.requests import Request
 
 
 async def fetched(kept: Mapping[int, tuple[ResponseBlock, int]]) -> dict[int, Samples]:
-    """One row a sample_id, under that id, from references to blocks and places in them."""
+    """Fetches one row a sample_id, under that id, from references to blocks and rows in them."""
     wanted = list({block for block, _ in kept.values()})
     blocks = dict(zip(wanted, await asyncio.gather(*map(_whole, wanted)), strict=True))
     rows = {number: blocks[block].rows(slice(place, place + 1)) for number, (block, place) in kept.items()}
@@ -32,7 +34,7 @@ async def _whole(block: ResponseBlock) -> Samples:
 
 
 def going_on(request: Request, kept: Samples | None) -> Request:
-    """The request with what is kept behind its prompt; `max_tokens` are those that it may add."""
+    """Appends the kept tokens to the request's prompt. `max_tokens` then limits the tokens that it may add."""
     if kept is None:
         return request
     more = continuation(kept, 0, request.max_tokens)
@@ -40,7 +42,7 @@ def going_on(request: Request, kept: Samples | None) -> Request:
 
 
 def with_kept(kept: Mapping[int, Samples], batch: Samples) -> Samples:
-    """The rows of `batch`, each behind what was kept of it."""
+    """Joins each row of `batch` to what was kept of it."""
     if not kept:
         return batch
     rows = (batch.rows(slice(i, i + 1)) for i in range(len(batch)))

@@ -1,11 +1,11 @@
-"""In an engine's process: responses that finished, until the driver was told of them and their blocks were taken.
+"""Holds finished responses in an engine's process until the driver knows of them and has taken their blocks.
 
     calls                            Outbox                                    driver
     responses as they finish  -->    held, a hundredth of what they took  -->  told: numbers of all of them, once
                                      blocks                               -->  taken: an object each, by one call
 
-A message or a call costs the driver more than all that it does with a response. So responses wait for others, however
-many calls they are answers of. Many that are held, and the last of all, wait for nobody.
+A message or a call costs the driver more than all that it does with a response. So responses wait for others, also for
+those of other calls. A large number of them is sent at once, and so is the last of all.
 """
 
 import asyncio
@@ -19,32 +19,32 @@ from mrl.data.samples import SampleRows, Samples
 from mrl.errors import Interrupted
 from mrl.flow.response_store import in_blocks
 
-SHARE = 0.01  # of the time that a response took: so much longer a freed place of an engine is empty
-HELD_S = 2.0  # at most
-MANY = 20  # rows; what is told of them is below the kilobyte that Ray sends along with an answer
+SHARE = 0.01  # longest wait as a share of a response's time: an engine's free slot stays empty that much longer
+HELD_S = 2.0  # longest wait
+MANY = 20  # rows; their numbers take less than the kilobyte that Ray sends inline with an answer
 
 
 class FinishedRows(NamedTuple):
-    """What the driver is told."""
+    """The message to the driver about finished rows."""
 
-    rows: bytes  # of SampleRows.to_bytes, of all blocks
+    rows: bytes  # SampleRows.to_bytes of all blocks
     sizes: tuple[int, ...]  # rows of each block
-    routed: bool  # their routes lie beside them
-    ticket: int  # by which the blocks can be taken
-    ended: tuple[int, ...]  # calls that have told of all of their responses
-    held_s: float  # at most so many seconds the first of them waited
+    routed: bool  # their routes are stored beside them
+    ticket: int  # with which the blocks can be taken
+    ended: tuple[int, ...]  # calls all of whose responses have been reported
+    held_s: float  # most seconds that the first of them waited
 
 
 class Outbox:
-    """What finished for one client, which asks again and again; one of its questions waits at a time."""
+    """The finished responses of one client. The client asks again and again, one question at a time."""
 
     def __init__(self):
-        self._calls: dict[int, float] = {}  # under way, and when each was begun, of time.monotonic
+        self._calls: dict[int, float] = {}  # calls under way, with the time.monotonic of their start
         self._ended: set[int] = set()
         self._error: Exception | None = None
         self._held: list[Samples] = []
         self._routed = False
-        self._until = math.inf  # they are held, of time.monotonic
+        self._until = math.inf  # time.monotonic until which responses are held
         self._waits_s = 0.0
         self._blocks: dict[int, list[Samples]] = {}
         self._tickets = 0
@@ -53,12 +53,12 @@ class Outbox:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, to be told or to be taken, and nobody asks."""
+        """Whether no call is under way, nothing is left to report or take, and nobody asks."""
         return not (self._calls or self._ended or self._blocks or self._error or self._is_asked)
 
     @contextmanager
     def call(self, number: int) -> Iterator[None]:
-        """Counts a call as under way, and tells of an error that ends it."""
+        """Counts a call as under way, and reports an error that ends it."""
         self._calls[number] = time.monotonic()
         try:
             yield
@@ -73,7 +73,7 @@ class Outbox:
             self._changed.set()
 
     def add(self, number: int, batch: Samples, routed: bool) -> None:
-        """Responses to a call. `routed`: routes were asked for."""
+        """Adds responses to a call. `routed` says whether routes were asked for."""
         if not self._held:
             now = time.monotonic()
             self._waits_s = min(HELD_S, SHARE * (now - self._calls[number]))
@@ -83,9 +83,10 @@ class Outbox:
         self._changed.set()
 
     async def told(self, awaited: Collection[int]) -> FinishedRows:
-        """What finished, as soon as it was held for long enough. Raises the error of a call, after what came before it.
+        """Returns what finished, once it was held long enough.
 
-        `awaited`: calls that the client knows to be under way; they may not have begun here.
+        `awaited` are calls that the client knows to be under way; they may not have begun here. Raises the error of a
+        call, after the responses before it.
         """
         self._is_asked = True
         try:
@@ -109,7 +110,7 @@ class Outbox:
         return bool(self._held) and (many or time.monotonic() >= self._until)
 
     def _tell(self) -> FinishedRows:
-        # as long as a call has not ended for the client it asks again, and so hears the error
+        # the client asks again while it has an open call, so it gets the error then
         ended = set() if self._error else self._ended
         blocks = in_blocks(self._held)
         numbers = [batch.numbers for batch in self._held]
@@ -127,17 +128,17 @@ class Outbox:
         return told
 
     def taken(self, ticket: int) -> list[Samples]:
-        """The blocks of one answer of `told`, once."""
+        """Returns the blocks of one answer of `told`, once."""
         return self._blocks.pop(ticket)
 
 
 class Outboxes:
-    """The outboxes of all clients, by their numbers. An idle one is forgotten."""
+    """The outboxes of all clients, by number. Idle ones are removed."""
 
     def __init__(self):
         self._boxes: dict[int, Outbox] = {}
 
     def of(self, client: int) -> Outbox:
-        """The outbox of a client, a new one where it has none."""
+        """Returns the outbox of a client, a new one where it has none."""
         self._boxes = {number: box for number, box in self._boxes.items() if number == client or not box.is_idle}
         return self._boxes.setdefault(client, Outbox())

@@ -1,10 +1,10 @@
-"""Who a model talks with while it answers, as a conversation sees them; tools and environments are one kind.
+"""Defines partners: whoever a model talks with while it answers. Tools and environments are one kind of partner.
 
     begin --> what the engine is asked first --> sampled --> acted --> told --> what the engine is asked next --> ...
                                                                          ended <-- whatever ended it
 
-A partner moves the conversation (mrl.schedule.conversation) by what it did, keeps the record of its calls, and appends
-what the model reads next. The loop, slots of the engine and what becomes of a row are of mrl.flow.conversations.
+A partner moves the conversation (mrl.schedule.conversation) on, records its calls, and appends what the model reads
+next. The loop, the engine's slots and the finished row are the business of mrl.flow.conversations.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ UNANSWERED = "unanswered"
 
 
 class Line(NamedTuple):
-    """A response on its way: the request for all of it, and the row so far."""
+    """A response under way: the request for all of it, and the row so far."""
 
     request: Request
     made: Samples | None = None
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 @dataclass
 class CallRecord:
-    """The outcomes of a response's calls: a list a turn."""
+    """The outcomes of a response's calls, as one list a turn."""
 
     calls: list[list[TurnCall]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class CallRecord:
 
     @classmethod
     def of(cls, kept: Samples) -> "CallRecord":
-        """The record of a row that goes on, without the turn that it is at."""
+        """Returns the record of a row that is continued, without its current turn."""
         turns = kept.turn_calls.tolist()[:-1]
         calls = _calls_of(kept)
         ends = np.cumsum([0, *turns]).tolist()
@@ -58,14 +58,14 @@ class CallRecord:
         )
 
     def add(self, calls: Sequence[ToolCall], answers: Mapping[int, CallAnswer], known: Collection[str]) -> None:
-        """Records a turn, with answers of those calls that were made; `known`: names that can be called."""
+        """Records a turn, with the answers to calls that were made. `known` are names that can be called."""
         self.calls.append([_call(call, answers.get(i), known) for i, call in enumerate(calls)])
         self.rewards.append(math.fsum(answers[i].reward for i in sorted(answers)))
         for i in sorted(answers):
             self.parts |= answers[i].parts
 
     def completed(self, turns: int) -> None:
-        """Adds turns that called nothing, up to so many."""
+        """Adds turns without calls, up to the given number of turns."""
         while len(self.calls) < turns:
             self.add((), {}, ())
 
@@ -89,44 +89,44 @@ def _calls_of(row: Samples) -> list[TurnCall]:
 
 
 class Partner(Protocol):
-    """Who answers what the model says in one response."""
+    """Answers what the model says in one response."""
 
     record: CallRecord
 
     @property
     def leaves(self) -> asyncio.Future | None:
-        """Is done once nobody waits for what is sampled; None: that is not known, and all is sampled."""
+        """Future that is done once nobody waits for what is sampled. None where that cannot happen."""
 
     async def begin(self, line: Line) -> Line | None:
-        """What the engine is asked first; None: nothing, and the conversation has failed."""
+        """Returns the first request to the engine. None where there is none, and the conversation has failed."""
 
     def asked(self, talk: Conversation, line: Line) -> Request:
-        """The next request: all tokens so far, and what it may add."""
+        """Returns the next request: all tokens so far, and how many it may add."""
 
     def sampled(self, talk: Conversation, line: Line, asked: Request) -> Conversation:
-        """The conversation after the engine has answered `asked`, of which `line` has the tokens."""
+        """Returns the conversation after the engine's answer to `asked`. `line` has its tokens."""
 
     def left(self, talk: Conversation) -> tuple[Conversation, Line]:
-        """The conversation after nobody waited for what was asked, and the response without it."""
+        """Returns conversation and response without the last request, for which nobody waited."""
 
     async def acted(self, talk: Conversation) -> Conversation:
-        """After what was called has been done, or time is up; the turn is recorded once it has ended."""
+        """Returns the conversation once all calls are done, or time is up. Records the turn when it has ended."""
 
     def told(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
-        """With what the model reads next behind the response, where it leaves room for more."""
+        """Appends what the model reads next to the response, where it leaves room for more."""
 
     async def ended(self, talk: Conversation) -> Conversation:
-        """The conversation, with another reason where the partner has failed whatever ended it."""
+        """Returns the conversation, as failed where the partner has failed."""
 
     def whole(self, talk: Conversation, line: Line) -> Samples:
-        """All that was said as one row, of whose turns the record then is."""
+        """Returns all turns as one row. The record then covers the row's turns."""
 
     def close(self) -> None:
-        """Ends what was begun for the response, without waiting for it."""
+        """Ends what was started for the response, without waiting for it."""
 
 
 class ToolPartner:
-    """Tools, and the row's environment, which begins while the first turn is sampled."""
+    """Tools, and the row's environment, which starts while the first turn is sampled."""
 
     leaves = None
 
@@ -138,18 +138,18 @@ class ToolPartner:
         clock: Callable[[], float],
         kept: Samples | None,
     ):
-        """`kept`: the row that the response goes on from."""
+        """`kept` is the row that the response continues."""
         self.record = CallRecord()
         self._acting = acting
         self._reader = reader
         self._dialect = dialect
         self._clock = clock
         self._kept = kept
-        self._turn = np.zeros(0, np.int32)  # what was sampled of the last one
-        self._calls: list[ToolCall] = []  # in it
+        self._turn = np.zeros(0, np.int32)  # sampled tokens of the last turn
+        self._calls: list[ToolCall] = []  # calls in that turn
 
     async def begin(self, line: Line) -> Line:
-        """Begins the environment without waiting for it, by what was done to it before."""
+        """Starts the environment without waiting for it, and repeats what was done to it before."""
         if self._kept is None:
             self._acting.begin(())
             self.record = CallRecord(parts=dict(self._acting.parts))
@@ -159,7 +159,7 @@ class ToolPartner:
         return line
 
     def _steps(self, kept: Samples) -> list[Step]:
-        """What was done to the environment, in order: the calls are read again from what was sampled."""
+        """Returns what was done to the environment, in order. It reads the calls again from the sampled tokens."""
         turns = enumerate(sampled_turns(kept)[:-1], start=1)
         read = [call for number, turn in turns for call in self._read(number, turn)]
         pairs = zip(read, _calls_of(kept), strict=True)
@@ -173,11 +173,11 @@ class ToolPartner:
         return self._reader.calls(number, turn, self._acting.functions)
 
     def asked(self, talk: Conversation, line: Line) -> Request:
-        """The next request."""
+        """Returns the next request."""
         return going_on(replace(line.request, max_tokens=talk.max_tokens), line.made)
 
     def sampled(self, talk: Conversation, line: Line, asked: Request) -> Conversation:
-        """The conversation after a turn, whose calls are read."""
+        """Returns the conversation after a turn, and reads the turn's calls."""
         self._turn = sampled_turns(line.made)[-1]
         self._calls = self._read(talk.turn, self._turn)
         added = int(line.made.response_lengths[0]) - talk.tokens
@@ -185,11 +185,11 @@ class ToolPartner:
         return talk.sampled(added, self._clock(), problems, bool(line.made.truncated[0]))
 
     def left(self, talk: Conversation) -> tuple[Conversation, Line]:
-        """Raises RuntimeError: tools wait for whatever is sampled."""
+        """Raises RuntimeError, because tools wait for whatever is sampled."""
         raise RuntimeError("tools do not leave a conversation")
 
     async def acted(self, talk: Conversation) -> Conversation:
-        """After all open calls are made and answered."""
+        """Returns the conversation after all open calls are made and answered."""
         if talk.state is ConversationState.HELD:
             return talk
         known = self._acting.functions
@@ -208,7 +208,9 @@ class ToolPartner:
         return talk
 
     async def _answered(self, talk: Conversation) -> tuple[Conversation, dict[int, CallAnswer]]:
-        """With the answers of the calls that were made, by their numbers; UNANSWERED where time was up before."""
+        """Returns the conversation, and answers by the number of their call. UNANSWERED marks calls that ran out of
+        time.
+        """
         waiting: dict[asyncio.Future[CallAnswer], int] = {}
         answers: dict[int, CallAnswer] = {}
         for number in talk.open_calls:
@@ -232,7 +234,7 @@ class ToolPartner:
         return talk, answers
 
     def told(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
-        """With the answers behind the response."""
+        """Appends the answers to the response."""
         context = self._dialect.context(self._turn.tolist(), talk.answers)
         after = talk.told(len(context))
         if after.stop is Stop.CONTEXT:
@@ -240,9 +242,9 @@ class ToolPartner:
         return after, line._replace(made=followed(line.made, context, len(talk.answers), talk.acting_s))
 
     async def ended(self, talk: Conversation) -> Conversation:
-        """The conversation, with the reason `environment` where the environment never began.
+        """Returns the conversation, as failed where the environment did not start.
 
-        The model may not have acted on it then.
+        The model may have ended before it acted on the environment.
         """
         if self._acting.ready is None:
             return talk
@@ -252,7 +254,7 @@ class ToolPartner:
         return talk
 
     def whole(self, talk: Conversation, line: Line) -> Samples:
-        """The row as it is; the turn that it is at may have called nothing."""
+        """Returns the row unchanged. The current turn may have called nothing."""
         self.record.completed(int(with_turns(line.made).turn_counts[0]))
         return line.made
 
@@ -262,12 +264,12 @@ class ToolPartner:
 
 
 def followed(made: Samples, context: Sequence[int], calls: int, seconds: float) -> Samples:
-    """The row with context behind it; `calls` and `seconds` are of the turn that ends."""
+    """Appends context to the row. `calls` and `seconds` belong to the turn that ends."""
     return with_context(made, [np.array(context, np.int32)], np.array([calls]), np.array([seconds]))
 
 
 def sampled_turns(made: Samples) -> list[np.ndarray]:
-    """int32: what was sampled of each turn."""
+    """Returns the sampled tokens of each turn, int32 [tokens]."""
     made = with_turns(made)
     (response,) = made.responses()
     starts = made.turn_starts[1:]

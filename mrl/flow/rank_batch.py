@@ -1,12 +1,12 @@
-"""What a rank holds of a step: its replica's rows, fetched once, and what is computed of each of their tokens.
+"""Holds a rank's part of a step: its replica's rows, fetched once, and what is computed for each token.
 
     log-probs --> mismatch of rows;  reference's and teacher's --> ;  corrected: mask, weights, anchor, penalties, KL to
     the teacher --> numbers a row
     critic's values --> ;  estimated: advantages and returns of tokens from numbers a response --> numbers a row
     advantages: from numbers a response --> numbers a row;  selected: tokens that a loss treats apart
 
-Every formula is mrl.algo's and looks at one row at a time, so rows lie where they like. What takes all rows, a mean or
-a count, the driver makes of numbers a row (mrl/train/update.py). Only the model's passes talk to other ranks.
+Formulas stand in mrl.algo and look at one row at a time, so any replica may have any row. Means and counts over all
+rows are computed by the driver, from numbers a row (mrl/train/update.py). Only the model's passes talk to other ranks.
 """
 
 from collections.abc import Mapping
@@ -34,16 +34,16 @@ from mrl.megatron.batching import RowLengths, RowResult
 from mrl.megatron.cut import ReplicaCut
 
 if TYPE_CHECKING:
-    from mrl.megatron.actor import MegatronActor  # the driver imports this module, and has no use for Megatron
+    from mrl.megatron.actor import MegatronActor  # the driver imports this module and must not load Megatron
 
-# how far generation's log-probs are from the rows'; sum and count of their entropies
+# numbers a row about the gap between log-probs of engine and trainer; sum and count of entropies
 Scored = tuple[RowValues, tuple[float, float]]
 
 ALL = "all ranks"
 LAST_STAGE = "ranks of the last pipeline stage"
 RESULT = "the rank of the replica that hands out its results"
 
-VERBS: Mapping[str, str] = MappingProxyType(  # what the driver may ask, and which ranks compute it
+VERBS: Mapping[str, str] = MappingProxyType(  # what the driver may ask -> which ranks compute it
     {
         "log_probs": ALL,
         "ref_log_probs": ALL,
@@ -65,9 +65,9 @@ VERBS: Mapping[str, str] = MappingProxyType(  # what the driver may ask, and whi
 
 
 class RankBatch:
-    """Rows of the newest step; `batch` gains what is computed. Arrays a token are flat, rows end to end.
+    """Rows of the newest step. `batch` collects what is computed. Arrays by token are flat, rows end to end.
 
-    Ranks before the last pipeline stage have no log-probs, and compute nothing of tokens.
+    Ranks before the last pipeline stage have no log-probs and compute nothing by token.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RankBatch:
         cut: ReplicaCut,
         routes: RoutesHere | None = None,
     ):
-        """`own`, bool [rows]: which rows the replica trains on; the others are there for fillers."""
+        """`own`, bool [rows], marks rows that the replica trains on. The others are there for fillers."""
         self._actor = actor
         self._algorithm = actor.config.algorithm
         self._distillation = actor.config.distillation
@@ -89,13 +89,13 @@ class RankBatch:
         self._penalties: np.ndarray | None = None  # float64 [response tokens]: KL in the reward
         self._distilled: np.ndarray | None = None  # float64 [response tokens]: a teacher's KL in the advantages
         self._estimates: np.ndarray | None = None  # float64 [response tokens]: advantages by a critic's values
-        self._candidates: list[tuple[np.ndarray, Candidates]] = []  # rows and what is found of them, a mini-batch each
+        self._candidates: list[tuple[np.ndarray, Candidates]] = []  # rows and their candidates, one entry a mini-batch
 
     @classmethod
     def fetched(
         cls, actor: "MegatronActor", stored: ResponseStore, own: np.ndarray, cut: ReplicaCut, readers: Readers
     ) -> "RankBatch":
-        """Fetches the rows, and of their routes this rank's part. `readers`: of routes, by node."""
+        """Fetches the rows, and this rank's part of their routes. `readers` are those of routes, by node."""
         blocks = stored.fetched([block.samples for block in stored.blocks])
         samples = stored.assembled(blocks)
         samples = as_counted(stored, samples)
@@ -106,9 +106,9 @@ class RankBatch:
         return cls(actor, samples, own, cut, routes)
 
     def do(self, verb: str, *arguments: Any) -> Any:
-        """Answers one of VERBS. None on ranks that do not compute it, and on those whose peer hands out the same.
+        """Answers one of VERBS. Raises ValueError for another name.
 
-        Raises ValueError for another name.
+        Returns None on ranks that do not compute it, and on ranks whose answer another rank returns.
         """
         if verb not in VERBS:
             raise ValueError(f"a rank was asked to {verb}, which is none of {', '.join(VERBS)}")
@@ -121,17 +121,17 @@ class RankBatch:
         return None
 
     def log_probs(self) -> Scored | None:
-        """Computes the old policy's log-probs, which stay here."""
+        """Computes the old policy's log-probs and keeps them here. Returns their gap to generation's."""
         return self._scored(self._actor.policy_log_probs(self.batch, self._cut.log_probs))
 
     def ref_log_probs(self) -> None:
-        """Computes the reference model's log-probs, which stay here."""
+        """Computes the reference model's log-probs and keeps them here."""
         result = self._actor.reference_log_probs(self.batch, self._cut.reference)
         if result is not None:
             self.batch = replace(self.batch, ref_log_probs=self._of_all_rows(result))
 
     def take_teacher(self, numbers: np.ndarray, *parts: TeacherRows) -> None:
-        """Takes over the teacher's log-probs, which stay here. `numbers` [rows], ascending: of the rows in the step."""
+        """Takes over the teacher's log-probs. `numbers` [rows] are the rows' numbers in the step, ascending."""
         tokens = len(self.batch.rollout_log_probs)
         names = {"log_probs": "teacher_log_probs"}
         if self._distillation.over_words:
@@ -149,41 +149,42 @@ class RankBatch:
         self.batch = replace(self.batch, **columns)
 
     def values(self) -> None:
-        """Computes the critic's values, which stay here."""
+        """Computes the critic's values and keeps them here."""
         result = self._actor.critic.values(self.batch, self._cut.values)
         if result is not None:
             values = self._on_sampled(result.rows, result.values)
             self.batch = replace(self.batch, critic_values=values)
 
     def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The old log-probs of each given row of this replica, one a token; 0 for context."""
+        """Returns the old log-probs of each given row of this replica, one a token; 0 for context."""
         return [self.batch.old_log_probs[self.batch.places_of(np.array([row]))] for row in rows]
 
     def differences(self, rows: np.ndarray) -> np.ndarray:
-        """float16 [response tokens] of the given rows of this replica: the trainer's log-prob less generation's.
+        """Returns the trainer's log-prob less generation's, float16 [response tokens], 0 for context.
 
-        0 of context.
+        `rows` are rows of this replica.
         """
         places = self.batch.places_of(rows)
         differences = self.batch.old_log_probs[places] - self.batch.rollout_log_probs[places]
         return np.where(self.batch.is_sampled[places], differences, 0.0).astype(np.float16)
 
     def correct(self, counted: np.ndarray | None = None) -> RowValues:
-        """Takes out what the over-long filter and the rollout correction reject, weighs the rest, chooses the anchor.
+        """Masks what the overlong filter and the rollout correction reject, weights the rest, and chooses the anchor.
 
-        `counted`, bool [rows]: the others are taken out whole, and are in no group's mean either; None: all.
+        `counted`, bool [rows], marks rows that take part; None means all. Other rows are masked completely and do not
+        count in the mean of their group. Tokens that are rejected here leave only the loss. Their score stays in the
+        mean and standard deviation of their group, as in DAPO, whose filter masks the loss. On policy no log-probs are
+        known yet, so only the filter has an effect.
 
-        What is rejected is out of the loss alone. Its score stays in its group's mean and standard deviation, as in
-        DAPO, whose filter masks the loss. Returns `trained` tokens, `penalties` where KL is in the reward, what
-        `correction_metrics` takes where there is a correction, and what `_take_anchor` does. On policy no log-probs are
-        known yet, and only the filter has something to do.
+        Returns `trained` tokens, `penalties` where KL is in the reward, and what `_take_anchor` returns. With a
+        correction it also returns the inputs of `correction_metrics`.
         """
         algorithm = self._algorithm
         batch = self.batch
         lengths = self._lengths
         of_rows: RowValues = {}
         if algorithm.use_kl_in_reward:
-            from mrl.algo.losses import kl_in_reward  # brings torch, which the driver has no use for
+            from mrl.algo.losses import kl_in_reward  # loads torch, which the driver must not load
 
             control = algorithm.kl_ctrl.kl_coef
             penalties = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty, control)
@@ -206,9 +207,9 @@ class RankBatch:
         return self._of_own(of_rows | {"trained": row_sums(mask, lengths)} | self._take_anchor())
 
     def _compare_with_teacher(self, mask: np.ndarray) -> RowValues:
-        """How far the policy is from the teacher on the tokens of `mask`, by row; keeps what goes into advantages.
+        """Measures the distance of policy and teacher on the tokens of `mask`, by row. Keeps what goes into advantages.
 
-        Nothing but `not_finite` on policy, where the policy's log-probs are not known yet.
+        On policy it returns only `not_finite`, because the policy's log-probs are not known yet.
         """
         batch = self.batch
         lengths = self._lengths
@@ -224,7 +225,7 @@ class RankBatch:
         of_rows |= gaps_of_rows(batch.old_log_probs, batch.teacher_log_probs, mask, lengths)
         if not self._distillation.in_advantages:
             return of_rows
-        from mrl.algo.losses import distilled  # brings torch, which the driver has no use for
+        from mrl.algo.losses import distilled  # loads torch, which the driver must not load
 
         loss = self._distillation.distillation_loss
         values = distilled(batch.old_log_probs, batch.teacher_log_probs, loss.loss_mode, loss.loss_max_clamp)
@@ -233,7 +234,7 @@ class RankBatch:
         return of_rows | distilled_of_rows(self._distilled, mask, lengths)
 
     def _take_anchor(self) -> RowValues:
-        """Returns `anchor`: sums over the trained tokens; nothing on policy."""
+        """Chooses the anchor's log-probs. Returns `anchor`, their sums over trained tokens; nothing on policy."""
         if self._algorithm.on_policy:
             return {}
         if self._algorithm.anchor == "rollout":
@@ -243,9 +244,10 @@ class RankBatch:
         return {"anchor": row_sums(trained.astype(np.float64), self._lengths)}
 
     def estimate(self, scores: np.ndarray) -> RowValues:
-        """Advantages and returns of tokens from the critic's values and `scores` [rows], penalties taken off.
+        """Computes advantages and returns of tokens from the critic's values, and keeps them here.
 
-        They stay here; returns `value_moments` of the trained tokens.
+        `scores` [rows] have no penalties in them; these are subtracted here. Returns `value_moments` of the trained
+        tokens.
         """
         batch = self.batch
         algorithm = self._algorithm
@@ -256,12 +258,12 @@ class RankBatch:
         return self._of_own(value_moments(made.returns, batch.critic_values, batch.loss_mask, self._lengths))
 
     def moments(self, advantages: TokenAdvantages) -> RowValues:
-        """`mrl.algo.rows.moments` over trained tokens of what is to be whitened."""
+        """Returns `mrl.algo.rows.moments` of the values to be whitened, over trained tokens."""
         values = advantages.values(self._lengths, self._penalties, self._estimates)
         return self._of_own(moments(values, self.batch.loss_mask, self._lengths))
 
     def set_advantages(self, advantages: TokenAdvantages) -> RowValues:
-        """Advantages of tokens; returns their moments over trained tokens."""
+        """Sets the tokens' advantages. Returns their moments over trained tokens."""
         values = advantages.of_tokens(self._lengths, self.batch.loss_mask, self._penalties, self._estimates)
         if self._distillation.enabled:
             values = self._with_teacher(values)
@@ -269,7 +271,7 @@ class RankBatch:
         return self._of_own(moments(values.astype(np.float64), self.batch.loss_mask, self._lengths))
 
     def _with_teacher(self, values: np.ndarray) -> np.ndarray:
-        """float32 [tokens]: advantages from rewards under their weight, less the teacher's KL where it goes there."""
+        """Returns weighted advantages from rewards, less the teacher's KL where it is used there; float32 [tokens]."""
         loss = self._distillation.distillation_loss
         weighted = loss.reward_weight * values.astype(np.float64)
         if self._distilled is not None:
@@ -277,9 +279,9 @@ class RankBatch:
         return weighted.astype(np.float32)
 
     def find(self, means: list[Means]) -> list[np.ndarray]:
-        """Finds the tokens of this replica's rows that the loss may select, mini-batch by mini-batch.
+        """Finds the tokens of this replica's rows that the loss may select, one mini-batch after the other.
 
-        Returns the largest numbers of tokens that may be selected. `means`: over all replicas.
+        `means` are over all replicas. Returns the largest numbers of tokens that may be selected.
         """
         parameters = self._actor.loss_parameters
         self._candidates = []
@@ -294,28 +296,28 @@ class RankBatch:
         ]
 
     def select(self, least: list[float | int | None]) -> None:
-        """Selects the tokens from `least` of each mini-batch on."""
+        """Selects, in each mini-batch, the tokens whose numbers are at least those in `least`."""
         selected = np.zeros(len(self.batch.rollout_log_probs), bool)
         for (rows, found), bound in zip(self._candidates, least, strict=True):
             selected[self.batch.places_of(rows)] = chosen(found, bound)
         self.batch = replace(self.batch, selected=selected)
 
     def update_critic(self, counts: list[Denominators]) -> list[FloatParts]:
-        """Updates the critic with the step's rows, every rank at once, and returns its sums of metrics."""
+        """Updates the critic with the step's rows on every rank at once. Returns its sums of metrics."""
         parts = self._actor.critic.update_replica(self.batch, self._cut.critic, counts)
         self.batch = replace(self.batch, critic_values=None, returns=None)
         return parts
 
     def forget(self) -> None:
-        """Lets go of the rows."""
+        """Drops the rows."""
         self.batch = self._penalties = self._distilled = self._estimates = None
         self._candidates = []
 
     def update(self, counts: list[Denominators]) -> tuple[list[FloatParts], Scored | None]:
-        """Updates the weights with the step's rows, every rank at once, and returns its sums of metrics.
+        """Updates the weights with the step's rows on every rank at once. Returns its sums of metrics.
 
-        On policy it also returns log-probs of the weights before the update. The rows are gone afterwards: memory is
-        free while the next ones are generated.
+        On policy it also returns log-probs of the weights before the update. It then drops the rows, so that their
+        memory is free while the next ones are generated.
         """
         result = self._actor.update_replica(self.batch, self._cut.mini_batches, counts)
         scored = self._scored(result.old)
@@ -327,12 +329,12 @@ class RankBatch:
         return self.batch.response_lengths
 
     def _scored(self, result: RowResult | None) -> Scored | None:
-        """Takes over log-probs of the same weights under the trainer's numerics; how far generation's are from them."""
+        """Keeps the trainer's old log-probs. Returns how far generation's are from them."""
         if result is None:
             return None
         log_probs = self._of_all_rows(result)
         self.batch = replace(self.batch, old_log_probs=log_probs)
-        # of dozens of float64 a token
+        # in chunks, because mismatch takes dozens of float64 a token
         lengths = self._lengths
         sampled = self.batch.is_sampled
         both = self.batch.rollout_log_probs[sampled], log_probs[sampled]
@@ -343,7 +345,7 @@ class RankBatch:
         return self._on_sampled(result.rows, result.log_probs)
 
     def _on_sampled(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """float32 [response tokens]: `values` of the sampled tokens of `rows`, 0 of context."""
+        """Returns `values` at the sampled tokens of `rows` and 0 elsewhere; float32 [response tokens]."""
         flat = np.zeros(len(self.batch.rollout_log_probs), np.float32)
         flat[self.batch.sampled_places_of(rows)] = values
         return flat

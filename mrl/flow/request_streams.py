@@ -1,13 +1,13 @@
-"""Requests under way at the engines, and responses as they come back: blocks that stay where they are, and numbers.
+"""Tracks requests under way at engines, and responses as they come back: numbers, and references to blocks.
 
     driver                                    engine's process
     requests                     -- generate -->
     numbers of what finished     <-- told ----   held a while for more: Outbox
     references to their blocks   <-- blocks --   objects of the engine's node; see ResponseStore
 
-Where a response goes on from tokens that were generated before, the engine's process fetches those by reference and
-gives back the two together. Whoever is woken for each engine of a large step is busy with waking: what has come back
-waits for more, a hundredth of the time that it took, and all of it is taken together.
+Where a response continues from earlier tokens, the engine's process fetches these by reference and returns both
+together. Waking the driver for each single engine would take most of its time in a large step. So responses that have
+come back wait for more, for a hundredth of their own time, and are taken together.
 """
 
 import itertools
@@ -26,9 +26,9 @@ from mrl.flow.response_store import ResponseBlock, ResponseStore
 from mrl.remote.calls import LostPeer, blame, unwrap
 from mrl.vllm.requests import Request, Sampling, engine_of
 
-REST_S = 0.5  # between two takes that bring something, at most; a few milliseconds of the driver each
+REST_S = 0.5  # longest rest between two takes; each take costs the driver a few milliseconds
 PHASE = "generation"
-_CLIENTS = itertools.count()  # of the engines, all in this process
+_CLIENTS = itertools.count()  # numbers of the clients in this process
 
 
 class FinishedResponses(NamedTuple):
@@ -36,38 +36,38 @@ class FinishedResponses(NamedTuple):
 
     samples: ResponseStore
     engine: str
-    held_s: float = 0.0  # seconds that their engine held them for others, at most
+    held_s: float = 0.0  # most seconds that their engine held them for others
 
 
 class Server(Protocol):
-    """A process that holds requests, or may get some."""
+    """A process that has requests, or may get some."""
 
     epoch: int  # of its engine
     worker: ray.actor.ActorHandle
 
 
 class ServingEngines(Protocol):
-    """Which engines there are: see mrl.cluster.engine_fleet."""
+    """The engines that there are. mrl.cluster.engine_fleet implements it."""
 
     def serving(self) -> Mapping[str, Server]:
-        """Processes that hold requests or may get some, by name."""
+        """Returns the processes that have requests or may get some, by name."""
 
     def loses(self, error: BaseException, asked: Mapping[str, int]) -> bool:
-        """Whether the run can do without the engines that an error names."""
+        """Whether the run can continue without the engines that an error names."""
 
     def late(self, engine: str, epoch: int, answers: int) -> None:
         """Counts answers that nobody reads."""
 
 
 class FleetChange(NamedTuple):
-    """Names of engines; one that was started again is in both."""
+    """Names of engines that were lost or came back. An engine that was restarted is in both lists."""
 
     gone: list[str]
     back: list[str]
 
 
 class RequestStreams:
-    """What was sent to engines, by name, and is not all back."""
+    """The requests that were sent to engines, by engine, and are not yet answered completely."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class RequestStreams:
         nodes: Mapping[str, str],
         limit_s: float,
     ):
-        """`all_there`: asks each engine whether all of it lives, answers to come by name. `nodes`: of engines, by name.
+        """`all_there` asks each engine whether all of it lives, and returns references to answers by name.
 
-        `limit_s`: that an engine may make no token.
+        `nodes` maps engines to their nodes. `limit_s` is the longest time that an engine may produce no token.
         """
         self._fleet = fleet
         self._all_there = all_there
@@ -87,12 +87,12 @@ class RequestStreams:
         self.progress = EngineProgress(lambda engine: self._worker(engine).reading.remote(), limit_s)
         self._client = next(_CLIENTS)
         self._numbers = itertools.count()
-        self._calls: dict[str, dict[int, ray.ObjectRef]] = {}  # under way, by engine and number
-        self._asked: dict[ray.ObjectRef, str] = {}  # engines that will tell what finished
-        # blocks that are being made, by what says that they are there
+        self._calls: dict[str, dict[int, ray.ObjectRef]] = {}  # calls under way, by engine and number
+        self._asked: dict[ray.ObjectRef, str] = {}  # open questions to engines about what finished
+        # blocks that are being made, by the reference that says that they are complete
         self._coming: dict[ray.ObjectRef, FinishedResponses] = {}
-        self._rests_until = 0.0  # of time.monotonic
-        self._of_lost: dict[ray.ObjectRef, tuple[str, int]] = {}  # engine and epoch that will tell nobody
+        self._rests_until = 0.0  # in time.monotonic
+        self._of_lost: dict[ray.ObjectRef, tuple[str, int]] = {}  # questions to lost engines, with engine and epoch
 
     @property
     def names(self) -> list[str]:
@@ -103,7 +103,7 @@ class RequestStreams:
         return self._serving[engine].worker
 
     def follow(self) -> FleetChange:
-        """Takes note of engines that were lost, of which nothing is awaited any more, and of those that are back."""
+        """Notices engines that were lost, whose answers are no longer awaited, and engines that are back."""
         for ref in self._there(list(self._of_lost)):
             self._count_late(ref, *self._of_lost.pop(ref))
         before = self._serving
@@ -133,7 +133,7 @@ class RequestStreams:
 
     @property
     def waiting_for(self) -> list[str]:
-        """Engines that have requests, or responses that were told of, each once."""
+        """Engines that have requests, or responses that are not taken yet, each once."""
         made_by = (arrived.engine for arrived in self._coming.values())
         return list(dict.fromkeys([*self._calls, *made_by]))
 
@@ -144,7 +144,7 @@ class RequestStreams:
         sampling: Sampling,
         kept: Mapping[int, ResponseStore] | None = None,
     ) -> None:
-        """Asks one engine for responses. `kept`: by sample_id, the row that a response goes on from."""
+        """Sends requests to one engine. `kept` maps a sample_id to the row that its response continues."""
         if not requests:
             return
         if engine not in self.waiting_for:
@@ -158,14 +158,17 @@ class RequestStreams:
             self._ask(engine)
 
     def _ask(self, engine: str) -> None:
-        """Ends when something finished, or the last of the calls that are under way now."""
+        """Asks an engine for what finished. The answer comes with a finished response, or with the end of the last
+        call.
+        """
         self._asked[self._worker(engine).told.remote(self._client, tuple(self._calls[engine]))] = engine
 
     def take(self, timeout_s: float) -> list[FinishedResponses]:
-        """All that has come back since; waits for the first of it, and rests a little after what came before.
+        """Returns all responses that have come back. It waits for the first, and rests a little after the previous
+        take.
 
-        Nothing where an engine turns out to be lost that the run can do without: see `follow`. Raises Interrupted when
-        it cannot: the engine died, or made no token for too long.
+        Returns nothing where an engine was lost that the run can do without; `follow` then reports it. Raises
+        Interrupted where the run cannot do without it, because it died or produced no token for too long.
         """
         try:
             return self._taken(timeout_s)
@@ -188,7 +191,7 @@ class RequestStreams:
         return ray.wait(every, num_returns=1 if timeout_s else len(every), timeout=timeout_s, fetch_local=False)[0]
 
     def _hear(self, ref: ray.ObjectRef) -> None:
-        """What an engine tells; its blocks are asked for, and what finishes next."""
+        """Takes an engine's answer, then asks for its blocks and for what finishes next."""
         engine = self._asked.pop(ref)
         told = FinishedRows(*self._answer(ref, engine))
         self._rests_until = time.monotonic() + min(REST_S, told.held_s)
@@ -211,8 +214,9 @@ class RequestStreams:
         self._coming[there] = FinishedResponses(stored, engine, told.held_s)
 
     def _arrived(self, timeout_s: float) -> list[FinishedResponses]:
-        """Whose blocks are there: they outlive the engine's process from here on. They take a moment to make; an engine
-        that hangs meanwhile does not keep others' from being taken.
+        """Returns responses whose blocks are complete. From then on these outlive the engine's process.
+
+        Blocks take a moment to make. An engine that hangs meanwhile does not delay those of others.
         """
         if not self._coming:
             return []
@@ -225,5 +229,5 @@ class RequestStreams:
     def _answer(self, ref: ray.ObjectRef, engine: str) -> Any:
         try:
             return unwrap(ref, engine, PHASE)
-        except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
+        except LostPeer as error:  # the front end of the lost peer knows who it is, even if it had no request
             raise blame(error, self._all_there(), PHASE) from error

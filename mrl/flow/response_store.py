@@ -1,18 +1,18 @@
-"""Responses that stay in the object store of the node where they were generated: the driver holds numbers and
-references.
+"""Stores responses in the object store of the node where they were generated. The driver holds numbers and references.
 
     engine's process            object store of its node            driver                       rank
     Samples, as they finish --> blocks: a few short responses, <--- ResponseStore: SampleRows,   its rows' ResponseStore
                                 or one long one                     block and place of each row  --read--> Samples
                                 beside each its routes                                           --routes.py--> layers
 
-A long response is a block of its own, so a rank that needs it receives nothing else with it. Routes, hundreds of bytes
-a token, are an object of their own beside their block: whoever wants tokens fetches no routes. Ray moves blocks between
-nodes, spills them to disk when a store is full, and forgets a block with the last reference to it. An engine gives
-a block back as one of the values of a call, so the driver owns it and it outlives the engine's process. (References
-that an engine made itself with ray.put and handed on inside a value were lost: Ray 2.60 forgot that the driver had
-borrowed them.) Ray would put values of up to 100 KB into the driver's memory; `SMALL_OBJECTS` in the engine's
-process lowers that.
+A long response is a block of its own, so a rank that needs it receives nothing else with it. Routes take hundreds of
+bytes a token. They are a separate object beside their block, so that readers of tokens fetch no routes. Ray moves
+blocks between nodes. It spills them to disk when a store is full. It deletes a block with its last reference.
+
+An engine returns a block as one value of a call. So the driver owns it, and it outlives the engine's process.
+References that an engine made with ray.put and returned inside a value were lost: Ray 2.60 forgot that the driver had
+borrowed them. Ray would copy values of up to 100 KB into the driver's memory. `SMALL_OBJECTS` in the engine's process
+lowers that limit.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,15 @@ import ray
 from mrl.data.samples import SampleRows, Samples
 from mrl.errors import Interrupted
 
-BLOCK_BYTES = 16 * 1024  # responses that are told of together share a block up to this size
-SMALL_OBJECTS = {"RAY_max_direct_call_object_size": "1024"}  # bytes; what is larger stays where it is made
+BLOCK_BYTES = 16 * 1024  # responses that are reported together share a block up to this size
+SMALL_OBJECTS = {"RAY_max_direct_call_object_size": "1024"}  # bytes; larger values stay where they are made
 
 
 def in_blocks(batches: Sequence[Samples]) -> list[Samples]:
-    """Cuts batches into blocks, each of which becomes an object, with its routes as another one; rows stay in order.
+    """Cuts batches into blocks, each of which becomes an object, with its routes as another. Rows stay in order.
 
-    Batches that are small together are one block. Else each is one, and each response of a large batch.
+    Batches that are small together form one block. Otherwise each small batch is a block, and so is each response of a
+    large batch.
     """
     if len(batches) > 1 and sum(batch.nbytes for batch in batches) <= BLOCK_BYTES:
         batches = [Samples.joined(batches)]
@@ -47,7 +48,7 @@ def _alone_where_long(samples: Samples) -> list[Samples]:
 
 @dataclass(frozen=True)
 class ResponseBlock:
-    """Responses that lie together. The references are all that a driver holds of them."""
+    """Responses that are stored together. The driver holds only these references."""
 
     samples: Any  # to Samples without routes
     routes: Any = None  # to their routes, integers [tokens, MoE layers, topk]; None: there are none
@@ -56,7 +57,7 @@ class ResponseBlock:
 
 @dataclass(frozen=True)
 class ResponseStore:
-    """Responses in some order; row i is row `place[i]` of `blocks[block[i]]`."""
+    """Responses in some order. Row i is row `place[i]` of `blocks[block[i]]`."""
 
     rows: SampleRows
     block: np.ndarray  # int64 [rows]
@@ -68,18 +69,18 @@ class ResponseStore:
 
     @classmethod
     def of(cls, rows: SampleRows, block: ResponseBlock) -> "ResponseStore":
-        """All rows of one block."""
+        """Returns all rows of one block."""
         return cls.of_blocks(rows, [len(rows)], [block])
 
     @classmethod
     def of_blocks(cls, rows: SampleRows, sizes: Sequence[int], blocks: Sequence[ResponseBlock]) -> "ResponseStore":
-        """All rows of some blocks, `sizes` of each."""
+        """Returns all rows of several blocks. `sizes` are the numbers of their rows."""
         place = np.concatenate([np.arange(size) for size in sizes])
         return cls(rows, np.repeat(np.arange(len(sizes)), sizes), place, tuple(blocks))
 
     @classmethod
     def put_here(cls, samples: Samples) -> "ResponseStore":
-        """All of them as one block, in the object store of this node."""
+        """Puts all rows as one block into the object store of this node."""
         routes = None
         if samples.routes is not None:
             routes = ray.put(samples.routes)
@@ -88,7 +89,7 @@ class ResponseStore:
 
     @classmethod
     def joined(cls, parts: Sequence["ResponseStore"]) -> "ResponseStore":
-        """The rows of all parts, which are of one kind, in their order. Raises ValueError where there is no part."""
+        """Joins the rows of all parts in their order. Raises ValueError where there is no part."""
         if not parts:
             raise ValueError("no parts to join")
         before = np.cumsum([0, *(len(part.blocks) for part in parts)])
@@ -100,8 +101,9 @@ class ResponseStore:
         )
 
     def take(self, index: np.ndarray) -> "ResponseStore":
-        """The given rows alone, blocks in the order of their first rows;
-        references to blocks that none of them is in are given up.
+        """Returns the given rows only, with blocks in the order of their first rows.
+
+        References to blocks without any of these rows are dropped.
         """
         used, first, block = np.unique(self.block[index], return_index=True, return_inverse=True)
         order = np.argsort(first)
@@ -111,7 +113,7 @@ class ResponseStore:
         )
 
     def row(self, index: int) -> "ResponseStore":
-        """One row alone, as `take` gives it and in less than half of its time; its columns are views."""
+        """Returns one row, as `take` does, in less than half of the time. Its columns are views."""
         (block,) = self.block[index : index + 1]
         return replace(
             self,
@@ -122,18 +124,17 @@ class ResponseStore:
         )
 
     def renumbered(self, group_id: np.ndarray, sample_id: np.ndarray) -> "ResponseStore":
-        """The responses under other ids. Those in the blocks stay as they were."""
+        """Returns the responses under other ids. Ids inside the blocks stay unchanged."""
         return replace(self, rows=replace(self.rows, group_id=group_id, sample_id=sample_id))
 
     def as_context(self, rows: np.ndarray) -> "ResponseStore":
-        """The responses, some as context, which counts nowhere. Those in the blocks stay as they were."""
+        """Returns the responses, with some rows as context, which counts nowhere. The blocks stay unchanged."""
         return replace(self, rows=self.rows.as_context(rows))
 
     def read(self, with_routes: bool = False) -> Samples:
-        """The responses under the ids of `rows`, with routes if so asked: what of them is on another node is fetched to
-        this one.
+        """Fetches the responses to this node, under the ids of `rows`, with routes if asked.
 
-        Raises Interrupted when the node is gone that held some.
+        Raises Interrupted when a node is gone that held some of them.
         """
         blocks = self.fetched([block.samples for block in self.blocks])
         if with_routes:
@@ -142,17 +143,19 @@ class ResponseStore:
         return self.assembled(blocks)
 
     def assembled(self, blocks: Sequence[Samples]) -> Samples:
-        """The responses, of `blocks` as they were fetched."""
+        """Builds the responses from fetched `blocks`."""
         lengths = [len(block) for block in blocks]
         index = (np.cumsum(lengths) - lengths)[self.block] + self.place
         whole = Samples.joined(blocks)
-        if not np.array_equal(index, np.arange(len(whole))):  # of long responses they are
+        if not np.array_equal(index, np.arange(len(whole))):  # long responses are in order already
             whole = whole.rows(index)
         return replace(whole, group_id=self.rows.group_id, sample_id=self.rows.sample_id)
 
     @classmethod
     def fetched(cls, references: Sequence[Any]) -> list[Any]:
-        """What they stand for, None for None. Raises Interrupted when the node is gone that held some of it."""
+        """Fetches the values of references, None for None. Raises Interrupted when a node is gone that held some of
+        them.
+        """
         values = iter(cls._get([each for each in references if each is not None]))
         return [None if each is None else next(values) for each in references]
 

@@ -1,11 +1,11 @@
-"""Long texts among what a reward function gives stay where they were scored: a judge's reasons are no numbers.
+"""Keeps long texts that a reward function returns, such as a judge's reasons, on the node where they were made.
 
     scorer                        driver                            whoever writes them down
     parts of a response --split--> numbers, and where texts are --> with_texts: fetched, parts as they were given
 
-Short ones come along, and so do numbers, which filters and metrics ask for, and the answer that validation votes on.
-Texts of one call are one object of the scorer's node; the driver owns it, and it goes with the last result that names
-it.
+Short texts travel with the result. So do numbers, which filters and metrics need, and the answer that validation votes
+on. Texts of one call are one object on the scorer's node. The driver owns it, and it is deleted with the last result
+that refers to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,21 +16,21 @@ from mrl.flow.response_store import ResponseStore
 from mrl.record.validation_metrics import PRED
 from mrl.reward.items import RewardResult
 
-SHORT = 256  # characters of a response's texts, all together, that come along
+SHORT = 256  # most characters in all texts of a response that travel with the result
 
 Texts = dict[str, str]  # parts of a response, by name
 
 
 @dataclass(frozen=True)
 class KeptTexts:
-    """Where the texts of a result are."""
+    """The place where a result's texts are stored."""
 
-    call: Any  # reference to those of a call, list[Texts]
+    call: Any  # reference to the texts of a call, list[Texts]
     place: int
 
 
 def split(results: Sequence[RewardResult]) -> tuple[list[RewardResult], list[Texts]]:
-    """The results without long texts, and these; `texts` of a result is the place of its own."""
+    """Returns the results without long texts, and these texts. `texts` of a result is the index of its own."""
     light = []
     kept = []
     for result in results:
@@ -44,14 +44,14 @@ def split(results: Sequence[RewardResult]) -> tuple[list[RewardResult], list[Tex
 
 
 def named(results: Sequence[RewardResult], call: Any) -> list[RewardResult]:
-    """The results of a call, with the reference to its texts."""
+    """Adds to the results of a call the reference to their texts."""
     return [each if each.texts is None else replace(each, texts=KeptTexts(call, each.texts)) for each in results]
 
 
 def with_texts(
     results: Sequence[RewardResult], fetched: Callable[[Sequence[Any]], list[Any]] = ResponseStore.fetched
 ) -> list[RewardResult]:
-    """The results with all of their parts. Raises Interrupted when the node is gone that held some."""
+    """Returns the results with all of their parts. Raises Interrupted when a node is gone that held some."""
     calls = {id(each.texts.call): each.texts.call for each in results if each.texts is not None}
     if not calls:
         return list(results)

@@ -1,12 +1,12 @@
-"""Routes of a rank: its layers, of the tokens that it computes, cut out on the nodes where they lie.
+"""Reads a rank's routes: those of its layers and tokens, cut out on the nodes where they are stored.
 
     rank                                              reader, a process on a node of engines
     its rows, layers, tokens of them --RouteReader--> routes of whole responses, all layers
     [its tokens, its layers, topk]  <---------------
 
-Hundreds of bytes a token, a step's routes are by far the largest of what engines hand on. A pipeline stage needs its
-part of the layers, a context-parallel rank its part of the tokens, and neither receives anything else. Where a rank
-computes all layers of all tokens there is nothing to cut out, and no reader.
+A step's routes take hundreds of bytes a token, more than all else that engines return. A pipeline stage receives only
+its layers, a context-parallel rank only its tokens. Where a rank computes all layers of all tokens, nothing is cut out
+and there is no reader.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ Readers = Mapping[str, Any]  # by node, the handle of a RouteReader
 
 
 class RouteReader:
-    """The process."""
+    """The process that cuts routes out on its node."""
 
     def read(self, layers: np.ndarray, wanted: Sequence[np.ndarray], *routes: np.ndarray | None) -> np.ndarray | None:
-        """[tokens, layers, topk], end to end: of each array of routes the given layers of the tokens `wanted`.
+        """Returns the routes of the tokens `wanted` in the given layers, [tokens, layers, topk], end to end.
 
-        Missing ones of an array that is None; None where all are.
+        Tokens of an array that is None get the value for missing routes. Returns None where all arrays are None.
         """
         known = next((each for each in routes if each is not None), None)
         if known is None:
@@ -37,28 +37,30 @@ class RouteReader:
         filled = np.full((sum(map(len, wanted)), len(layers), known.shape[2]), missing_in(known.dtype), known.dtype)
         ends = np.cumsum([len(tokens) for tokens in wanted])
         for tokens, end, each in zip(wanted, ends, routes, strict=True):
-            for first, run in _runs(layers) if each is not None else ():
+            if each is None:
+                continue
+            for first, run in _runs(layers):
                 part = slice(first, first + run.stop - run.start)
                 filled[end - len(tokens) : end, part] = recoded(each[_as_slice(tokens), run], known.dtype)
         return filled
 
 
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Consecutive ones among ascending numbers: where each run begins, and the run."""
+    """Yields runs of consecutive values in ascending numbers: the position of each run, and the run as a slice."""
     for run in np.split(np.arange(len(numbers)), np.flatnonzero(np.diff(numbers) != 1) + 1):
         if len(run):
             yield int(run[0]), slice(int(numbers[run[0]]), int(numbers[run[-1]]) + 1)
 
 
 def _as_slice(numbers: np.ndarray) -> np.ndarray | slice:
-    """Ascending numbers as a slice where they are consecutive: copied at once."""
+    """Returns ascending numbers as a slice where they are consecutive, because a slice copies faster."""
     if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
         return slice(int(numbers[0]), int(numbers[-1]) + 1)
     return numbers
 
 
 def start_readers(nodes: Iterable[str]) -> dict[str, Any]:
-    """A reader on each node."""
+    """Starts a reader on each node."""
     kind = ray.remote(RouteReader)
     return {node: kind.options(**on_node(node)).remote() for node in dict.fromkeys(nodes)}
 
@@ -66,10 +68,10 @@ def start_readers(nodes: Iterable[str]) -> dict[str, Any]:
 def read_routes(
     stored: ResponseStore, blocks: Sequence[Samples], needed: np.ndarray, layers: np.ndarray, readers: Readers
 ) -> RoutesHere | None:
-    """Routes of `needed`, bool [tokens], in `layers`, int64: columns among those that an engine tells of.
+    """Returns routes of the `needed` tokens, bool [tokens], in `layers`, or None where no engine returned routes.
 
-    `blocks`: those of `stored`, as they were fetched. None where no engine told of any. Raises Interrupted when the
-    node is gone that held some.
+    `layers` int64 are columns among those that engines return. `blocks` are those of `stored`, fetched. Raises
+    Interrupted when a node is gone that held some.
     """
     tokens = np.flatnonzero(needed)
     lengths = [block.lengths for block in blocks]
@@ -89,16 +91,16 @@ def read_routes(
 
 
 def tokens_by_block(tokens: np.ndarray, block_of_token: np.ndarray, blocks: int) -> list[np.ndarray]:
-    """Deals `tokens` to their blocks, in their order; `block_of_token`: int64, as long as `tokens`.
+    """Divides `tokens` among their blocks, in order. `block_of_token` is int64, as long as `tokens`.
 
-    All of them are sorted once: a step has thousands of blocks, and each would look through millions of tokens.
+    All are sorted once. Otherwise each of a step's thousands of blocks would search through millions of tokens.
     """
     order = np.argsort(block_of_token, kind="stable")
     return np.split(tokens[order], np.searchsorted(block_of_token[order], np.arange(1, blocks)))
 
 
 def _by_node(stored: ResponseStore) -> dict[str, list[int]]:
-    """Numbers of blocks that have routes."""
+    """Returns the numbers of blocks that have routes, by node."""
     found: dict[str, list[int]] = {}
     for number, block in enumerate(stored.blocks):
         if block.routes is not None:
@@ -109,14 +111,14 @@ def _by_node(stored: ResponseStore) -> dict[str, list[int]]:
 def _asked(
     stored: ResponseStore, reader: Any, layers: np.ndarray, wanted: list[np.ndarray], routes: list[Any]
 ) -> tuple[Any, bool]:
-    """Routes of blocks of one node, and whether they are a reference; without a reader there they are cut out here."""
+    """Returns routes of one node's blocks, and whether they are a reference. Without a reader they are cut out here."""
     if reader is not None:
         return reader.read.remote(layers, wanted, *routes), True
     return RouteReader().read(layers, wanted, *stored.fetched(routes)), False
 
 
 def _together(size: int, order: list[np.ndarray], parts: list[np.ndarray | None]) -> RoutesHere:
-    """Parts of several nodes, each the routes of the tokens in `order`."""
+    """Joins parts of several nodes. Each has the routes of the tokens in `order`."""
     known = [(tokens, part) for tokens, part in zip(order, parts, strict=True) if part is not None]
     places = np.full(size, -1, np.int64)
     places[np.concatenate([tokens for tokens, _ in known])] = np.arange(sum(len(tokens) for tokens, _ in known))
@@ -124,9 +126,9 @@ def _together(size: int, order: list[np.ndarray], parts: list[np.ndarray | None]
 
 
 def _within_blocks(stored: ResponseStore, lengths: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [rows]: tokens of each. int64 [tokens]: place of each among the tokens of its block.
+    """Returns the tokens of each row, int64 [rows], and each token's position in its block, int64 [tokens].
 
-    `lengths`: of the rows of each block.
+    `lengths` are those of each block's rows.
     """
     starts = [np.cumsum(each) - each for each in lengths]
     places = list(zip(stored.block.tolist(), stored.place.tolist(), strict=True))

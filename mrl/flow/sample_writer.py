@@ -1,4 +1,4 @@
-"""Files of samples are written by a process of their own, from where the responses are."""
+"""Writes files of samples in a separate process, from where the responses are stored."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from mrl.units import GIB
 
 
 class _Writer:
-    """The process. It holds few responses at a time."""
+    """The process that writes. It holds few responses at a time."""
 
     def __init__(self, folder: Path, max_bytes: float):
         self._folder = folder
@@ -35,7 +35,7 @@ class _Writer:
     def write_differences(
         self, step: int, rows: Sequence[tuple[np.ndarray, np.ndarray]], *parts: np.ndarray | None
     ) -> None:
-        """`rows`: ids and response lengths of each rank's rows; `parts`: None of ranks that hand nothing out."""
+        """`rows` are ids and response lengths of each rank's rows. `parts` are None for ranks that return nothing."""
         known = [(*own, part) for own, part in zip(rows, parts, strict=True) if part is not None]
         write_differences(self._folder, step, *(np.concatenate(column) for column in zip(*known, strict=True)))
         keep_within(self._folder, self._max_bytes)
@@ -47,14 +47,14 @@ def _pieces(samples: ResponseStore) -> Iterator[Samples]:
 
 
 def reward_parts(results: Sequence[RewardResult]) -> list[RewardParts]:
-    """What is written of the rewards of samples."""
+    """Returns what is written of the rewards of samples."""
     return [{**each.parts, "score": each.score, "reason": each.reason} for each in with_texts(results)]
 
 
 class SampleWriter:
-    """Writes `folder/step-N.parquet` beside training, on the node of this process, one step at a time.
+    """Writes `folder/step-N.parquet` beside training, on this process's node, one step at a time.
 
-    A disk that takes no more costs samples, not the run: `failed` counts the files that are not there.
+    A full disk costs samples, not the run: `failed` counts the files that are missing.
     """
 
     def __init__(self, folder: Path, timeout_s: float, record: RecordConfig):
@@ -67,7 +67,7 @@ class SampleWriter:
         self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes)
 
     def write(self, step: int, samples: ResponseStore, results: Sequence[RewardResult]) -> None:
-        """Begins with the step's file once the one before is written. Raises what `finish` raises."""
+        """Starts to write the step's file once the one before is written. Raises what `finish` raises."""
         self.finish()
         if self._writer is not None:
             rows = kept_rows(len(samples), self._kept)
@@ -75,9 +75,9 @@ class SampleWriter:
             self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen)}
 
     def write_differences(self, step: int, trained: StepBatch) -> None:
-        """Begins to write log-probs under the trainer for the rows that the step's other file has.
+        """Starts to write differences of log-probs for the rows in the step's file.
 
-        They go from the ranks to the writer.
+        They go from the ranks to the writer directly.
         """
         if self._writer is not None:
             rows, parts = trained.differences(kept_rows(len(trained.rows), self._kept))
@@ -105,7 +105,7 @@ class SampleWriter:
 
 
 def kept_rows(rows: int, kept: int | str) -> np.ndarray:
-    """int64, ascending: which of a step's rows `record.samples` keeps."""
+    """Returns the rows of a step that `record.samples` keeps, int64, ascending."""
     if kept == "all" or kept >= rows:
         return np.arange(rows)
     return np.arange(kept) * rows // kept

@@ -1,12 +1,10 @@
-"""Responses are decoded and judged on the nodes where they lie: the driver sends references and what is expected, and
-gets scores.
+"""Scores responses on the nodes where they are stored. The driver sends references and questions, and gets scores.
 
     driver                                  process on a node of engines               scoring processes (mrl.reward)
     references, questions --ScorerGroup-->  Scorer: fetches, decodes  --RewardPool-->  the reward function
     results               <---------------  those that are there      <--------------  score, parts, reason
 
-One call a scorer is under way at a time: it takes along all that has arrived since the one before, and brings back
-results.
+Each scorer has one call under way at a time. It takes along all responses that have arrived since the previous call.
 """
 
 import itertools
@@ -45,11 +43,11 @@ from mrl.reward.items import (
 )
 from mrl.reward.pool import RewardPool
 
-EVERY_S = 0.2  # between two calls of a scorer while generation goes on, at least
-IN_ALL_S = 0.1  # and between two calls of any of them in the mean
-WAIT_S = 0.5  # of a call for the results of what it was given
-# of a call, at most: it fetches and decodes what was sent and waits WAIT_S, however long the reward function is at it,
-# so one that is not back by then is of a process that stands still
+EVERY_S = 0.2  # shortest time between two calls of a scorer while generation goes on
+IN_ALL_S = 0.1  # mean time between two calls of any scorers
+WAIT_S = 0.5  # longest wait of a call for the results of its questions
+# Longest call. A call fetches, decodes and waits WAIT_S, however slow the reward function is. If it takes longer, its
+# process stands still.
 EXCHANGE_S = 600.0
 START_S = 120.0
 WRITE_S = 3600.0
@@ -60,7 +58,7 @@ Asked = tuple[int, int, Question]  # number of a block, row of it, what is asked
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Arguments of a RewardPool; `environment` and `folder` are those of the command that the user gave."""
+    """Arguments of a RewardPool. `environment` and `folder` are those of the user's command."""
 
     spec: RewardSpec
     num_workers: int
@@ -85,15 +83,15 @@ class PoolSettings:
 
 
 class Scorer:
-    """A process beside engines. `tokenizer` is loaded while engines start, and waited for with the first response."""
+    """A process beside engines. It loads `tokenizer` while engines start, and needs it for the first response."""
 
     def __init__(self, load: Callable[[], Any]):
-        """`load` gives the tokenizer."""
+        """`load` returns the tokenizer."""
         self._load = load
         self._pool = None
 
     def start(self, settings: PoolSettings) -> None:
-        """Raises what RewardPool raises, and what makes a tokenizer unreadable with the first `exchange`."""
+        """Starts the pool. Raises what RewardPool raises. An unreadable tokenizer raises in the first `exchange`."""
         threading.Thread(target=lambda: self._tokenizer, daemon=True).start()
         self._pool = settings.pool()
 
@@ -104,9 +102,9 @@ class Scorer:
     def exchange(
         self, asked: Sequence[Asked], wait_s: float, *blocks: Samples
     ) -> tuple[list[RewardResult], list[Texts]]:
-        """Begins with what is asked, and waits `wait_s` seconds at most for all that is under way.
+        """Starts scoring of what is asked, and waits at most `wait_s` seconds for all that is under way.
 
-        Returns results that are there, each once, and apart from them their long texts.
+        Returns results that are ready, each once, and their long texts separately.
         """
         responses = [[response for _, response in block.spoken_last()] for block in blocks]
         told = [None if block.turn_counts is None else list(outcomes(block)) for block in blocks]
@@ -133,7 +131,7 @@ class Scorer:
         results: Sequence[RewardResult],
         shown: Sequence[int],
     ) -> list[dict[str, Any]]:
-        """Writes generations to a file, here because a scorer has the tokenizer; see mrl.flow.generations."""
+        """Writes generations to a file (mrl.flow.generations), here because a scorer has the tokenizer."""
         return write_generations(path, self._tokenizer, prompts, stored, results, shown)
 
     def close(self) -> None:
@@ -143,8 +141,9 @@ class Scorer:
 
 
 def outcomes(samples: Samples) -> Iterator[dict[str, Any]]:
-    """What a reward function is told of each row of several turns, in its extra_info: `num_turns` (verl's name),
-    `turns` and `outcome`.
+    """Yields what a reward function finds in extra_info for each row of several turns.
+
+    These are `num_turns` (verl's name), `turns` and `outcome`.
     """
     samples = with_turns(samples)
     counts = samples.counts()
@@ -164,14 +163,14 @@ def outcomes(samples: Samples) -> Iterator[dict[str, Any]]:
 
 
 def _of_rows(counts: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Each row's part of columns that have `counts` of it."""
+    """Yields each row's part of the columns. `counts` says how many values it has."""
     ends = np.cumsum(counts)
     for start, end in zip((ends - counts).tolist(), ends.tolist(), strict=True):
         yield tuple(column[start:end] for column in columns)
 
 
 def has_failed(outcome: Mapping[str, Any]) -> bool:
-    """Whether the environment failed; `outcome`: see `outcomes`."""
+    """Whether the environment failed. `outcome` is one of `outcomes`."""
     return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
 
 
@@ -179,10 +178,7 @@ _NO_FAILURES = (OK, "refused", "unread", "not_called", "overridden", "retry", "b
 
 
 def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
-    """The result of a response that nobody judges.
-
-    Its detail is the call that went wrong: the last one that was made in its last turn.
-    """
+    """Returns the result of a response that is not scored. Its detail names the last failed call of its last turn."""
     calls = samples.rows(slice(row, row + 1))
     pairs = list(zip(calls.call_names.tolist(), calls.call_reasons.tolist(), strict=True))
     of_last_turn = pairs[len(pairs) - int(calls.turn_calls[-1]) :]
@@ -195,7 +191,7 @@ def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
 
 
 def _without_numbers(question: Question, samples: Samples, row: int) -> RewardResult:
-    """The result of a response with log-probs that are no numbers."""
+    """Returns the result of a response whose log-probs are not numbers."""
     detail = f"of prompt {samples.prompt_id[row]} under weight version {samples.weight_version[row]}"
     return RewardResult(question.sample_id, 0.0, {}, NOT_FINITE, detail, question.data_source)
 
@@ -206,15 +202,15 @@ class Channel:
 
     name: str
     handle: Any
-    queued: list[tuple[Any, int, Question]] = field(default_factory=list)  # reference to a block, row of it
-    under_way: Any = None  # results to come
-    texts: Any = None  # and theirs
-    awaited: int = 0  # results of what was sent
+    queued: list[tuple[Any, int, Question]] = field(default_factory=list)  # reference to a block, row in it, question
+    under_way: Any = None  # reference to the results of the call under way
+    texts: Any = None  # reference to its texts
+    awaited: int = 0  # results that are still to come
     sent_at: float = 0.0
-    patience_s: float = 0.0  # between two calls that send something, at least
+    patience_s: float = 0.0  # shortest time between two calls that send something
 
     def drop_withdrawn(self, asked: Container[int]) -> None:
-        """Drops queued questions that nobody asks any more; `asked`: numbers of those that are asked."""
+        """Drops queued questions that nobody asks any more. `asked` holds the numbers of those that are still asked."""
         self.queued = [each for each in self.queued if each[2].sample_id in asked]
 
     def send(self) -> None:
@@ -234,14 +230,15 @@ class Channel:
         return unwrap(finished, self.name, PHASE)
 
     def write_generations(self, *arguments: Any) -> list[dict[str, Any]]:
-        """Has the process write generations, and waits for it."""
+        """Lets the process write generations, and waits for it."""
         return gather({self.name: self.handle.write_generations.remote(*arguments)}, WRITE_S, "writing generations")[
             self.name
         ]
 
     def receive(self) -> list[RewardResult]:
-        """The results of the finished call. Raises Interrupted when the process died, or a response is lost with its
-        node.
+        """Returns the results of the finished call.
+
+        Raises Interrupted when the process died, or a response was lost with its node.
         """
         finished = self.under_way
         texts = self.texts
@@ -254,29 +251,29 @@ class Channel:
 
 @dataclass
 class _Exchange:
-    """What all who ask have in common: the scorers, and who gets which result."""
+    """The part that all callers share: the scorers, and who gets which result."""
 
     channels: Sequence[Channel]
     near: Mapping[str, int]  # by engine, the number of the scorer that judges its responses
     lock: threading.RLock = field(default_factory=threading.RLock)
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    askers: dict[int, tuple["ScorerGroup", int]] = field(default_factory=dict)  # and their sample_id, by number
+    askers: dict[int, tuple["ScorerGroup", int]] = field(default_factory=dict)  # number -> caller and its sample_id
 
 
 class ScorerGroup:
-    """All scorers, as one of those who ask them has them: each gets the results of its own questions.
+    """All scorers, as one caller sees them. Each caller gets the results of its own questions.
 
-    One thread at a time may use it, several threads each one of their own.
+    One thread at a time may use it. Several threads need one group each.
     """
 
     def __init__(self, channels: Sequence[Channel], near: Mapping[str, int]):
-        """`near`: by engine, the number of the scorer that judges its responses."""
+        """`near` maps an engine to the number of the scorer that scores its responses."""
         self._exchange = _Exchange(channels, near)
-        self._results: dict[int, RewardResult] = {}  # by sample_id, that were not collected
-        self._awaited: dict[int, int] = {}  # by sample_id, the number of its question
+        self._results: dict[int, RewardResult] = {}  # sample_id -> result that was not collected yet
+        self._awaited: dict[int, int] = {}  # sample_id -> number of its question
 
     def for_another(self) -> "ScorerGroup":
-        """Shares the scorers with another caller, whose questions are its own."""
+        """Returns a group for another caller, with the same scorers and its own questions."""
         other = type(self)(self.channels, self._exchange.near)
         other._exchange = self._exchange
         return other
@@ -293,9 +290,9 @@ class ScorerGroup:
         self.close()
 
     def submit(self, samples: ResponseStore, questions: Sequence[Question], engine: str, held_s: float = 0.0) -> None:
-        """Queues responses of one engine, a question each; `forward`, `collect` or `drain` sends them.
+        """Queues responses of one engine, with a question each. `forward`, `collect` or `drain` sends them.
 
-        `held_s`: seconds that their engine held them at most; the scorer's next call may wait as long.
+        `held_s` is the longest time that their engine held them. The scorer's next call may wait as long.
         """
         with self._exchange.lock:
             channel = self.channels[self._exchange.near[engine]]
@@ -307,7 +304,7 @@ class ScorerGroup:
                 channel.queued.append((samples.blocks[block].samples, row, replace(question, sample_id=number)))
 
     def withdraw(self, sample_ids: Iterable[int]) -> None:
-        """Gives these questions up: no result of theirs is handed out any more."""
+        """Withdraws questions. Their results are not returned any more."""
         with self._exchange.lock:
             for sample_id in sample_ids:
                 self._results.pop(sample_id, None)
@@ -315,14 +312,14 @@ class ScorerGroup:
                     del self._exchange.askers[number]  # what is queued without an asker is not sent
 
     def forward(self, at_once: bool = False) -> None:
-        """Takes results of finished calls and sends what is queued, waiting for nothing; `at_once`:
-        however short ago the last was sent.
+        """Takes results of finished calls and sends what is queued, without waiting.
 
-        Raises what made scoring impossible, Late for a scorer that stands still.
+        With `at_once` it also sends soon after the last call. Raises what made scoring impossible, and Late for a
+        scorer that stands still.
         """
         with self._exchange.lock:
             for channel in self.channels:
-                # what is awaited is asked for as ever
+                # without anything to send, calls that only fetch results keep the usual pace
                 patience_s = 0.0
                 if channel.queued:
                     patience_s = channel.patience_s
@@ -343,15 +340,12 @@ class ScorerGroup:
                 asker._results[sample_id] = replace(result, sample_id=sample_id)
 
     def collect(self, at_once: bool = False) -> list[RewardResult]:
-        """Results that are there, none of them given again.
-
-        Raises what `forward` raises. `at_once`: see there.
-        """
+        """Returns results that are ready, each once. Arguments and errors are those of `forward`."""
         self.forward(at_once)
         return self._taken()
 
     def wait(self, seconds: float) -> None:
-        """Returns once a call under way is finished, or so many seconds are over."""
+        """Returns once a call under way is finished, or the seconds are over."""
         self._finished(self.channels, seconds)
 
     def _taken(self) -> list[RewardResult]:
@@ -361,11 +355,11 @@ class ScorerGroup:
             return results
 
     def drain(self, poll: Callable[[], None] = lambda: None, max_failures: int | None = None) -> list[RewardResult]:
-        """Waits for all that was submitted; results that were not collected, by sample_id.
+        """Waits for all that was submitted. Returns the results that were not collected, sorted by sample_id.
 
-        `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
-        more than `max_failures` of them are failures. The caller refuses them, and the scorers are then only good for
-        closing. Raises what `forward` raises.
+        `poll` is called about twice a second and may raise. The wait ends early, with the results so far, once more
+        than `max_failures` of them are failures. The caller refuses these, and can only close the scorers afterwards.
+        Raises what `forward` raises.
         """
         self.forward(at_once=True)
         while self._awaited and not self._failed_more_than(max_failures):
@@ -382,9 +376,9 @@ class ScorerGroup:
         results: Sequence[RewardResult],
         shown: Sequence[int],
     ) -> list[dict[str, Any]]:
-        """One of them writes held-out responses, judged, as lines of text; the rows `shown` are returned.
+        """Lets a scorer write validation responses with their scores. Returns the rows `shown`.
 
-        Raises EnvironmentFault for a full disk, Interrupted when the process dies or is late.
+        Raises EnvironmentFault for a full disk. Raises Interrupted when the process dies or is late.
         """
         return self.channels[0].write_generations(path.absolute(), list(prompts), stored, list(results), list(shown))
 
@@ -393,23 +387,23 @@ class ScorerGroup:
             return limit is not None and most_failures(self._results.values()) > limit
 
     def _answered(self, channel: Channel) -> bool:
-        """Whether its call is finished. Raises Late where it has been under way for too long."""
+        """Whether the channel's call is finished. Raises Late where it has been under way for too long."""
         if self._finished([channel], 0):
             return True
         if time.monotonic() - channel.sent_at <= EXCHANGE_S:
             return False
-        if self._finished([channel], WAIT_S):  # this process may have stood still, and not heard of the answer yet
+        if self._finished([channel], WAIT_S):  # this process itself may have stood still and missed the answer
             return True
         raise late(PHASE, [channel.name], EXCHANGE_S)
 
     @staticmethod
     def _finished(channels: Sequence[Channel], timeout_s: float) -> bool:
-        """Whether one of the calls under way is finished; waits for the first."""
+        """Whether one of the calls under way is finished. Waits for the first."""
         refs = [ref for channel in channels if (ref := channel.under_way) is not None]  # another thread may take some
         return bool(refs and ray.wait(refs, timeout=timeout_s)[0])
 
     def close(self) -> None:
-        """Ends all scorers, what they are at included."""
+        """Kills all scorers, whatever they are doing."""
         for channel in self.channels:
             ray.kill(channel.handle)  # their scoring processes die with them
 
@@ -417,10 +411,10 @@ class ScorerGroup:
 def start_scorers(
     reward: RewardConfig, spec: RewardSpec, model_path: str, logs: Path, nodes: Mapping[str, str]
 ) -> ScorerGroup:
-    """`reward.num_workers` scoring processes over the nodes of the engines, ready. `nodes`: by engine; `model_path`: of
-    the tokenizer.
+    """Starts `reward.num_workers` scoring processes over the nodes of the engines, and waits until they are ready.
 
-    Raises ConfigError where the function cannot be loaded on a node, EnvironmentFault where no process starts.
+    `nodes` maps engines to nodes, `model_path` has the tokenizer. Raises ConfigError where the function cannot be
+    loaded on a node. Raises EnvironmentFault where no process starts.
     """
     own = dict(os.environ), str(Path.cwd())
     hosts, near = scorer_places(nodes, reward.num_workers)
@@ -439,10 +433,9 @@ def start_scorers(
 
 
 def scorer_places(nodes: Mapping[str, str], workers: int) -> tuple[list[tuple[str, int]], dict[str, int]]:
-    """Nodes with a scorer, each with its number of scoring processes, and by engine the number of the scorer that is
-    nearest.
+    """Returns the nodes with a scorer and its number of processes, and the nearest scorer's number by engine.
 
-    Where there are fewer processes than nodes, engines of the other nodes take turns.
+    Where there are fewer processes than nodes, engines of the other nodes share them in turn.
     """
     distinct = list(dict.fromkeys(nodes.values()))
     hosts = [(node, len(range(i, workers, min(len(distinct), workers)))) for i, node in enumerate(distinct[:workers])]
@@ -458,5 +451,5 @@ def _actor(model: str, node: str) -> ray.actor.ActorHandle:
 
 
 def _decoder(folder: str) -> Any:
-    """What decodes responses. Raises what `load_tokenizer` raises."""
+    """Returns what decodes responses. Raises what `load_tokenizer` raises."""
     return quick_decoder(Path(folder)) or load_tokenizer(folder)

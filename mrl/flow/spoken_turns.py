@@ -1,4 +1,4 @@
-"""What the model said to one agent: the turns that are kept, with their tokens and calls, and the branches they make.
+"""Keeps the turns that the model said to one agent, with tokens and calls, and the branches that they form.
 
 An example: the agent hears turn 1, then 2 behind it, goes back behind 1 and hears 3, and behind that 4.
 
@@ -19,9 +19,9 @@ from mrl.schedule.branches import Branch
 class SpokenTurn:
     """A turn that is kept."""
 
-    row: Samples  # the branch up to it, when it had been sampled
+    row: Samples  # the branch up to and with this turn
     calls: list[list[TurnCall]] = field(default_factory=list)  # of all turns of the branch up to it
-    seconds: float = 0.0  # that the agent took after it
+    seconds: float = 0.0  # time that the agent took after it
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SpokenBranch:
 
     branch: Branch
     calls: Sequence[Sequence[TurnCall]]
-    seconds: float  # that the agent took after its last turn
+    seconds: float  # time that the agent took after its last turn
 
 
 class SpokenTurns:
@@ -42,7 +42,7 @@ class SpokenTurns:
 
     @property
     def said(self) -> int:
-        """Turns so far, those too that were replaced: the number of the newest."""
+        """Number of turns so far, replaced ones included. It is also the number of the newest turn."""
         return self._kept.said
 
     @property
@@ -54,20 +54,20 @@ class SpokenTurns:
         return self._turns[number]
 
     def place(self, asked: ChatRequest) -> ChatPlace:
-        """Where a request belongs. Raises BadRequest where it has nothing new to answer."""
+        """Returns where a request belongs. Raises BadRequest where it has nothing new to answer."""
         return self._kept.place(asked)
 
     def add(self, asked: ChatRequest, place: ChatPlace, said: ChatMessage, row: Samples) -> None:
-        """Adds what the model said to a request; a turn that it replaces is gone."""
+        """Adds the model's answer to a request. A turn that it replaces is removed."""
         self._kept = self._kept.with_turn(asked, place, said)
         self._turns.pop(place.replaced, None)
         self._turns[self.said] = SpokenTurn(row)
 
     def branches(self, most: int) -> tuple[list[SpokenBranch], int]:
-        """The last branch, and those before it as long as all have room in `most` tokens of one response; how many of
-        them have none.
+        """Returns the last branch and the earlier ones that fit, and how many do not fit.
 
-        The newest come first to the room, and stand in the order in which they were left.
+        Together they have at most `most` tokens of one response. The newest are taken first. They are returned in the
+        order in which the agent left them.
         """
         *earlier, last = self._kept.leaves
         ends = [last]

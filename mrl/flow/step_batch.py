@@ -1,11 +1,12 @@
-"""A step's rows on the ranks, as the driver sees them: who has which, calls on all ranks, numbers a row from all
-replicas.
+"""Handles a step's rows on the ranks from the driver: which replica has which, calls on all ranks, numbers a row.
 
-driver                                     ranks (rank_batch.py)
-lengths --step_cut--> rows of replicas --> fetch their rows, once, from where they are
-numbers a row                          <-- log-probs, corrections: tokens stay
-numbers a response                     --> advantages of tokens
-counts of mini-batches                 --> updates
+    driver                                     ranks (rank_batch.py)
+    lengths --step_cut--> rows of replicas --> fetch their rows, once, from where they are
+    numbers a row                          <-- log-probs, corrections: tokens stay
+    numbers a response                     --> advantages of tokens
+    counts of mini-batches                 --> updates
+
+Tokens and their numbers stay on the ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ from mrl.model.layout import TrainLayout
 
 
 class AllRanks(Protocol):
-    """What a step needs of all actor ranks; `ActorGroup` of cluster/actor_group.py has it."""
+    """The part of all actor ranks that a step needs. `ActorGroup` of cluster/actor_group.py implements it."""
 
     config: RunConfig
     model: ModelSpec
@@ -42,25 +43,25 @@ class AllRanks(Protocol):
     def each(
         self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False
     ) -> list[Any]:
-        """Calls a method on all ranks, each with its own arguments; answers in rank order."""
+        """Calls a method on all ranks, each with its own arguments. Returns answers in rank order."""
 
     def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Asks as `each` without waiting; references to the answers, by rank."""
+        """Calls like `each` without waiting. Returns references to the answers, by rank."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """`of_rows`: how far generation is from training, by row. `entropy`: mean over sampled tokens, nats."""
+    """The gap between generation and training: `of_rows` by row, `entropy` as mean over sampled tokens in nats."""
 
     of_rows: RowValues
     entropy: float
 
 
 class StepBatch:
-    """The driver's handle of a step on all ranks; RankBatch says what each does of its replica's rows."""
+    """The driver's handle of a step on all ranks. RankBatch holds a replica's rows."""
 
     def __init__(self, actor: AllRanks, samples: ResponseStore):
-        """Deals the rows out; every rank fetches its own.
+        """Divides the rows among replicas. Every rank fetches its own.
 
         Raises DataError for a row above the limit of a micro-batch.
         """
@@ -84,14 +85,15 @@ class StepBatch:
         )
 
     def log_probs(self) -> Mismatch:
-        """How far generation is from training."""
+        """Lets ranks compute the old policy's log-probs, and returns their gap to generation's."""
         mismatch = self._mismatch(self._call("log_probs", interruptible=True))
         self.log_gaps = mismatch.of_rows["log_gap"] / np.maximum(self.rows.sampled_lengths, 1)
         return mismatch
 
     def old_log_probs_of(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
-        """The trainer's log-probs of the given rows' tokens, by row; after `log_probs` and before `correct`,
-        which may change them.
+        """Returns the trainer's log-probs of the given rows' tokens, by row.
+
+        Call it after `log_probs` and before `correct`, which may change them.
         """
         wanted = self._own_among(rows)
         by_row: dict[int, np.ndarray] = {}
@@ -102,10 +104,10 @@ class StepBatch:
         return by_row
 
     def differences(self, rows: np.ndarray) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[Any]]:
-        """Has each rank compute `RankBatch.differences` of its replica's rows among `rows`, after `log_probs`.
+        """Lets each rank compute `RankBatch.differences` for its replica's rows among `rows`, after `log_probs`.
 
-        Returns ids and response lengths of those rows for each rank, and a reference to each rank's answer. Nothing is
-        waited for: who is given the references fetches what stands behind them.
+        Returns ids and response lengths of those rows for each rank, and a reference to each rank's answer. It does not
+        wait: whoever gets the references fetches the answers.
         """
         wanted = self._own_among(rows)
         own = [self._needed[replica][wanted[replica]] for replica in self._replica_of]
@@ -113,11 +115,11 @@ class StepBatch:
         return [(self.rows.sample_id[each], self.rows.response_lengths[each]) for each in own], list(refs.values())
 
     def ref_log_probs(self) -> None:
-        """The reference model's log-probs, which stay on the ranks."""
+        """Lets ranks compute the reference model's log-probs, which stay there."""
         self._call("ref_log_probs", interruptible=True)
 
     def teacher_log_probs(self, samples: ResponseStore) -> None:
-        """The teacher's log-probs of the step's `samples`, which stay on the ranks; see teacher_rows.py.
+        """Lets ranks compute the teacher's log-probs of the step's `samples`, which stay there (teacher_rows.py).
 
         Raises DataError for a row above the limit of the teacher's micro-batches.
         """
@@ -140,19 +142,20 @@ class StepBatch:
         actor.each("do", [taken[replica] for replica in self._replica_of], "take_teacher", interruptible=True)
 
     def values(self) -> None:
-        """The critic's values, which stay on the ranks."""
+        """Lets ranks compute the critic's values, which stay there."""
         self._call("values", interruptible=True)
 
     def estimate(self, scores: np.ndarray) -> RowValues:
-        """Has ranks estimate tokens' advantages and returns from the critic's values.
+        """Lets ranks estimate tokens' advantages and returns from the critic's values.
 
-        `scores` [rows] are rewards of whole responses. Returns `mrl.algo.gae.value_moments` of trained tokens, a row.
+        `scores` [rows] are rewards of whole responses. Returns `mrl.algo.gae.value_moments` of trained tokens, by row.
         """
         return self._of_rows(self._call_each("estimate", [scores[needed] for needed in self._needed]))
 
     def correct(self, counted: np.ndarray | None = None) -> RowValues:
-        """Takes out what filters and corrections reject, and rows that are not `counted`, bool [rows]; numbers a
-        row.
+        """Lets ranks mask what filters and corrections reject, and rows that are not `counted`, bool [rows].
+
+        Returns the numbers a row of `RankBatch.correct`.
         """
         if counted is None or counted.all():
             return self._of_rows(self._call("correct"))
@@ -160,44 +163,49 @@ class StepBatch:
         return self._of_rows(self._call_each("correct", parts))
 
     def moments(self, advantages: TokenAdvantages) -> RowValues:
-        """Moments a row, over trained tokens, of what is to be whitened."""
+        """Returns moments by row, over trained tokens, of the values to be whitened."""
         return self._of_rows(self._call_each("moments", self._parts_of(advantages)))
 
     def set_advantages(self, advantages: TokenAdvantages) -> RowValues:
-        """Gives tokens their advantages; their moments a row, over trained tokens."""
+        """Sets tokens' advantages. Returns their moments by row, over trained tokens."""
         return self._of_rows(self._call_each("set_advantages", self._parts_of(advantages)))
 
     def find(self, means: list[Means]) -> list[list[np.ndarray]]:
-        """The largest numbers of tokens that may be selected, by mini-batch and replica."""
+        """Returns the largest numbers of tokens that may be selected, by mini-batch and replica."""
         answers = [answer for answer in self._call("find", means) if answer is not None]
         return [list(of_mini_batch) for of_mini_batch in zip(*answers, strict=True)]
 
     def select(self, least: list[float | int | None]) -> None:
-        """Selects the tokens from `least` of each mini-batch on."""
+        """Selects, in each mini-batch, the tokens whose numbers are at least those in `least`."""
         self._call("select", least)
 
     def update_critic(self, trained: np.ndarray) -> list[FloatParts]:
-        """Makes all optimizer steps of the critic, before those of the actor; `trained` [rows]: tokens."""
+        """Makes all optimizer steps of the critic. `trained` [rows] counts trained tokens.
+
+        It runs before the actor's steps.
+        """
         counts = [Denominators.counted(trained[rows]) for rows in self.cut.critic.slices]
         answers = self._call("update_critic", counts)
         return [part for parts in answers if parts is not None for part in parts]
 
     def forget(self) -> None:
-        """Lets the ranks go of their rows, where the actor is not updated with them."""
+        """Lets ranks drop their rows where the actor is not updated with them."""
         self._call("forget")
 
     def update(self, counts: list[Denominators]) -> tuple[UpdateResult, Mismatch | None]:
-        """Makes all optimizer steps; `counts` of each mini-batch's trained tokens and sequences.
+        """Makes all optimizer steps. `counts` are the trained tokens and sequences of each mini-batch.
 
-        On policy also what `log_probs` says otherwise.
+        On policy it also returns the gap that `log_probs` returns otherwise.
         """
         answers = self._call("update", counts)
         result = UpdateResult([part for parts, _ in answers for part in parts], list(self.cut.loads))
         scored = [scored for _, scored in answers]
-        return result, None if all(each is None for each in scored) else self._mismatch(scored)
+        if all(each is None for each in scored):
+            return result, None
+        return result, self._mismatch(scored)
 
     def _own_among(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """int64, of each replica: places of the rows that it trains on, among those that it holds."""
+        """Returns, for each replica, which of the rows it holds are in `rows` and trained there; int64."""
         return [
             np.flatnonzero(np.isin(needed, own) & np.isin(needed, rows))
             for needed, own in zip(self._needed, self._own, strict=True)
@@ -209,22 +217,22 @@ class StepBatch:
         return Mismatch(of_rows, sum(value for value, _ in entropies) / sum(weight for _, weight in entropies))
 
     def by_mini_batch(self, values: np.ndarray) -> list[np.ndarray]:
-        """`values` [rows] of each mini-batch."""
+        """Divides `values` [rows] by mini-batch."""
         return [values[rows] for rows in self.cut.slices]
 
     def _call(self, verb: str, *arguments: Any, interruptible: bool = False) -> list[Any]:
-        """Answers of all ranks, which are given the same."""
+        """Calls all ranks with the same arguments."""
         return self._actor.each("do", [(verb, *arguments)] * len(self._replica_of), verb, interruptible)
 
     def _call_each(self, verb: str, parts: Sequence[Any]) -> list[Any]:
-        """Answers of all ranks, each of which is given its replica's part."""
+        """Calls all ranks, each with its replica's part."""
         return self._actor.each("do", [(verb, parts[replica]) for replica in self._replica_of], verb)
 
     def _parts_of(self, advantages: TokenAdvantages) -> list[TokenAdvantages]:
         return [advantages.rows(needed) for needed in self._needed]
 
     def _of_rows(self, answers: Iterable[RowValues | None]) -> RowValues:
-        """The replicas' numbers in the order of the step's rows."""
+        """Puts the replicas' numbers into the order of the step's rows."""
         of_rows: RowValues = {}
         filled = np.zeros(len(self.rows), bool)
         for replica, answer in zip(self._replica_of, answers, strict=True):
@@ -239,5 +247,5 @@ class StepBatch:
 
 
 def counts_of(parts: list[np.ndarray]) -> list[Denominators]:
-    """Denominators of each mini-batch, from trained tokens a row."""
+    """Returns the denominators of each mini-batch, from trained tokens by row."""
     return [Denominators.counted(trained) for trained in parts]

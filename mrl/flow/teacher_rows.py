@@ -1,4 +1,4 @@
-"""How the teacher of a distillation scores a step: its replicas are others than the actor's, so rows go to and fro.
+"""Scores a step with the teacher of a distillation. Its replicas are not the actor's, so rows are exchanged.
 
     driver                                    ranks
     lengths --deal--> rows of each replica
@@ -6,7 +6,7 @@
     references to the scores              <-- teacher_rows
     the same references                   --> take_teacher: each actor replica picks its rows' scores
 
-The driver never has a score: it passes on references (step_batch.py).
+The driver never holds a score. It passes on references (step_batch.py).
 """
 
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from mrl.flow.response_store import ResponseStore
 from mrl.megatron.batching import MicroRows, RowLengths, Splitter
 
 if TYPE_CHECKING:
-    from mrl.megatron.actor import MegatronActor  # the driver imports this module, and has no use for Megatron
+    from mrl.megatron.actor import MegatronActor  # the driver imports this module and must not load Megatron
 
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """The teacher's log-probs of some rows of a step."""
+    """The teacher's log-probs for some rows of a step."""
 
     rows: np.ndarray  # int64 [rows]: their numbers in the step
     sampled: np.ndarray  # int64 [rows]: sampled tokens of each
     log_probs: np.ndarray  # float32 [sampled tokens], rows end to end
-    # [sampled tokens, words]: its likeliest words, int32, and their log-probs, float32; None where nobody wants them
+    # [sampled tokens, words]: its most likely words, int32, and their log-probs, float32; None where they are not used
     words: np.ndarray | None = None
     of_words: np.ndarray | None = None
 
     def among(self, rows: np.ndarray) -> "TeacherRows":
-        """Keeps those that are among `rows`."""
+        """Returns those that are among `rows`."""
         kept = np.isin(self.rows, rows)
         tokens = np.repeat(kept, self.sampled)
         found = TeacherRows(self.rows[kept], self.sampled[kept], self.log_probs[tokens])
@@ -49,7 +49,7 @@ class TeacherRows:
 
 @dataclass(frozen=True)
 class TeacherShare:
-    """What one replica of the teacher scores: rows of the step, ascending, and micro-batches of their places."""
+    """The share of one replica of the teacher: rows of the step, ascending, and micro-batches of indices into them."""
 
     rows: np.ndarray  # int64
     micros: tuple[MicroRows, ...]
@@ -58,10 +58,10 @@ class TeacherShare:
 def deal(
     config: RunConfig, teacher: TeacherModel, lengths: RowLengths, own: Sequence[np.ndarray]
 ) -> list[TeacherShare]:
-    """Deals the rows of a step, which are of these lengths, over the teacher's replicas.
+    """Divides the rows of a step, with the given lengths, among the teacher's replicas.
 
-    `own`: rows of each replica of the actor, which the teacher's have too where there are as many. Raises DataError for
-    a row above the limit of a micro-batch.
+    `own` are the rows of each of the actor's replicas. Where the teacher has as many replicas, they score the same
+    rows. Raises DataError for a row above the limit of a micro-batch.
     """
     splitter = Splitter.for_teacher(config.actor, config.distillation.teacher_model, teacher.layout, teacher.model)
     owners = None
@@ -78,8 +78,9 @@ def _share(micros: Sequence[MicroRows]) -> TeacherShare:
 def scored(
     actor: "MegatronActor", stored: ResponseStore, rows: np.ndarray, micros: Sequence[MicroRows]
 ) -> TeacherRows | None:
-    """Has this rank's replica of the teacher score `stored`, which are `rows` of the step; one rank a replica returns
-    the scores. Collective.
+    """Lets this rank's replica of the teacher score `stored`, which are `rows` of the step. Collective.
+
+    One rank of each replica returns the scores, the others None.
     """
     samples = as_counted(stored, stored.read())
     batch = TrainBatch.of(samples, actor.config.rollout.temperature)
@@ -91,5 +92,5 @@ def scored(
 
 
 def as_counted(stored: ResponseStore, samples: Samples) -> Samples:
-    """Responses whose log-probs are no numbers as context, as the driver has them."""
+    """Makes responses context whose log-probs are not numbers, as the driver does."""
     return samples.as_context((stored.rows.sampled_lengths == 0) & (samples.sampled_lengths > 0))

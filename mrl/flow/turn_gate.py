@@ -1,4 +1,4 @@
-"""How many conversations an engine samples at once; those that tools work for are none of them.
+"""Limits how many conversations an engine samples at once. Those that wait for tools do not count.
 
 An example of 2 slots: a, b, c and d begin. a and b sample. a calls a tool, and c samples meanwhile. a's answer comes
 while both slots are taken and d waits: a is next, since its prefix is in the engine's cache.
@@ -12,17 +12,17 @@ from contextlib import asynccontextmanager
 
 
 class TurnGate:
-    """Seats for requests of one engine; later turns go first, then who came first."""
+    """Slots for requests of one engine. Later turns go first, then earlier arrivals."""
 
     def __init__(self, slots: int | None):
-        """None: any number."""
+        """`slots` is their number; None sets no limit."""
         self._free = slots
         self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
     @asynccontextmanager
     async def slot(self, is_first: bool) -> AsyncIterator[None]:
-        """Waits for one. `is_first`: nothing of the conversation has been sampled by this engine."""
+        """Waits for a slot. `is_first` says that this engine has sampled nothing of the conversation yet."""
         if self._free is None:
             yield
             return
@@ -41,12 +41,12 @@ class TurnGate:
         try:
             await turn
         except BaseException:
-            if turn.done() and not turn.cancelled():  # cancelled after it was given one
+            if turn.done() and not turn.cancelled():  # cancelled after it got a slot
                 self._give()
             raise
 
     def _give(self) -> None:
-        """The slot goes to the next who still waits."""
+        """Gives the slot to the next request that still waits."""
         while self._waiting:
             *_, turn = heapq.heappop(self._waiting)
             if not turn.done():

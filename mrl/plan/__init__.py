@@ -1,6 +1,7 @@
-"""What a configuration will take, from sizes alone: bytes, seconds, the weight sync.
+"""Predicts from sizes alone what a configuration needs: bytes, seconds, and the weight sync.
 
-`PlanInputs` is everything that a plan follows from, `Phase` the bytes on a device while a phase runs. `run_plan` puts a
-plan together, hashes, stores and compares it.
-Imports `reshard`, `config`, `model`, `data` and `platforms`; neither torch nor Ray, Megatron or vLLM.
+`PlanInputs` holds everything that decides a plan. `Phase` is the bytes on a device during a phase. `run_plan` composes
+a plan, hashes, stores and compares it.
+
+Imports `reshard`, `config`, `model`, `data` and `platforms`, but neither torch nor Ray, Megatron or vLLM.
 """

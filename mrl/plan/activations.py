@@ -1,11 +1,10 @@
-"""What autograd keeps of a forward pass until its backward, by term, on one rank.
+"""Bytes that autograd keeps from a forward pass for its backward pass, by term, on one rank.
 
-Every term is a tensor that the named operation saves; the lists were read off megatron-core 0.16.1's modules and are
-held against the storages that torch reports on real ranks (tests/real/test_memory_truth.py). Two sets of kernels:
-`torch`, the layers of mrl/megatron/torch_spec.py, which is what runs without Transformer Engine, and
-`transformer_engine`, whose fused norms, SwiGLU and attention save less (Transformer Engine 2.x
-module/layernorm_linear.py, Megatron's fusions/fused_bias_swiglu.py). With flash attention the score matrix of
-Korthikanti et al., arXiv 2205.05198, does not exist; what is left of it is one float32 a head and token.
+Every term is a tensor that the named operation saves, as read from the modules of megatron-core 0.16.1. Tests compare
+the terms with torch's storages on real ranks (tests/real/test_memory_truth.py). There are two sets of kernels. `torch`
+are the layers of mrl/megatron/torch_spec.py, for runs without Transformer Engine. The fused norms, SwiGLU and attention
+of `transformer_engine` save less (Transformer Engine 2.x module/layernorm_linear.py, Megatron's
+fusions/fused_bias_swiglu.py). Flash attention has no score matrix (arXiv 2205.05198), only a float32 a head and token.
 
 Notation: s tokens of a rank (its share under context parallelism), `sharded` those under sequence parallelism, h hidden
 size, b bytes.
@@ -29,10 +28,10 @@ _F32 = 4
 _INT64 = 8
 # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
 _PER_PREDICTED_TOKEN = 78
-# bytes of a value head: its rate, decay and step as they are made, and what norms and lengths were divided by
+# bytes of a value head: steps that compute its rate, decay and step, and the divisors of norms and lengths
 _OF_A_RATE = 10 * _F32
 
-# what a module of Megatron's recompute_modules drops, in the terms below
+# terms below that a module of Megatron's recompute_modules drops
 _DROPPED = {
     "core_attn": ("attention internals",),
     "moe_act": ("expert activation",),
@@ -54,7 +53,7 @@ _DROPPED = {
 
 @dataclass(frozen=True)
 class Recompute:
-    """Megatron's activation recomputation, by its own names."""
+    """Megatron's activation recomputation, under its own names."""
 
     granularity: Literal["selective", "full"] | None = None
     method: Literal["uniform", "block"] = "uniform"
@@ -63,7 +62,7 @@ class Recompute:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields of Megatron's transformer config, without those that have their defaults."""
+        """Fields of Megatron's transformer config that differ from their defaults."""
         match self.granularity:
             case None:
                 return {}
@@ -83,12 +82,12 @@ class Recompute:
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """What goes through the model at once, over all context-parallel ranks."""
+    """The shape of a micro-batch, over all context-parallel ranks."""
 
     rows: int
     length: int  # tokens of a row, prompt and response and padding
-    response: int  # positions of a row whose log-probabilities are wanted
-    packed: bool = True  # sequences lie end to end (use_remove_padding), each with rotary factors of its own
+    response: int  # positions of a row whose log-probabilities are computed
+    packed: bool = True  # sequences lie end to end (use_remove_padding), each with its own rotary factors
 
     @property
     def tokens(self) -> int:
@@ -98,7 +97,7 @@ class MicroBatchShape:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a rank's forward of one micro-batch keeps, and the largest temporaries beside them."""
+    """Bytes that the forward pass of one micro-batch keeps on a rank, and the largest temporaries beside them."""
 
     model: ModelSpec
     layout: TrainLayout
@@ -106,10 +105,10 @@ class Activations:
     bytes: int = 2  # per element
     kernels: Kernels = "transformer_engine"
     recompute: Recompute = field(default_factory=Recompute)
-    expert_load: float = 1.0  # tokens of the busiest expert rank over the mean
+    expert_load: float = 1.0  # tokens of the busiest expert rank, divided by the mean
     gradient_bytes: int = 4  # per element of the gradient buffers
-    lora: Lora | None = None  # of adapters that are trained
-    dropout: bool = False  # of their inputs
+    lora: Lora | None = None  # trained adapters
+    dropout: bool = False  # the adapters' inputs have dropout
 
     # ---------------------------------------------------------------- sizes
 
@@ -120,7 +119,7 @@ class Activations:
 
     @cached_property
     def attended(self) -> int:
-        """Tokens of one rank as its attention takes them: plain attention pads the short sequences of a pack."""
+        """Tokens of one rank in its attention. Plain attention pads the short sequences of a pack."""
         if self.kernels != "torch" or not self.micro.packed or self.layout.context > 1:
             return self.tokens
         padded = next((length for length in ATTENTION_LENGTHS if self.micro.length <= length), self.micro.length)
@@ -140,10 +139,9 @@ class Activations:
 
     @cached_property
     def _heads(self) -> tuple[int, int]:
-        """(query, key/value) heads of one rank."""
-        m = self.model
-        tp = self.layout.tensor
-        return m.num_attention_heads // tp, key_value_heads(m, tp)
+        """Query heads and key/value heads of one rank."""
+        tensor = self.layout.tensor
+        return self.model.num_attention_heads // tensor, key_value_heads(self.model, tensor)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -158,9 +156,9 @@ class Activations:
     # ---------------------------------------------------------------- one layer
 
     def _norm(self) -> int:
-        """Bytes that a norm keeps: its input and the reciprocal of its scale.
+        """Returns the bytes that a norm keeps: its input and the reciprocal of its scale.
 
-        torch also keeps the normalised input, for the gradient of the norm's weight; it has both in float32.
+        torch also keeps the normalised input, for the weight's gradient, and both in float32.
         """
         per_element = self.bytes
         if self.kernels == "torch":
@@ -168,15 +166,17 @@ class Activations:
         return self.sharded * (self.model.hidden_size * per_element + _F32)
 
     def _hidden(self) -> int:
-        """A tensor of the residual stream's shape."""
+        """Returns the bytes of a tensor of the residual stream's shape."""
         return self.sharded * self.model.hidden_size * self.bytes
 
     def _attention(self) -> dict[str, int]:
         if self.model.is_latent:
             return self._latent_attention()
-        m, (queries, groups), s = self.model, self._heads, self.tokens
+        m = self.model
+        s = self.tokens
+        queries, groups = self._heads
         rows = (m.num_attention_heads * (1 + m.attn_output_gate) + 2 * m.num_key_value_heads) * m.head_dim
-        # with fewer of them than ranks, the whole projection is gathered on each
+        # with fewer key/value heads than ranks, each rank gathers the whole projection
         if m.num_key_value_heads >= self.layout.tensor:
             rows //= self.layout.tensor
         rotary = 4 * (s if self.micro.packed else self.micro.length // self.layout.context) * m.head_dim
@@ -185,23 +185,24 @@ class Activations:
             "query, key, value": s * rows * self.bytes * self._keeps_projection
             + self._qk_norms(queries, groups)
             + rotary * self.bytes,
-            # queries, keys; output
+            # queries, keys and output
             "core attention": (self.attended * (queries + groups) + s * queries) * m.head_dim * self.bytes,
             "attention internals": self.attended * queries * _F32
             + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
         } | self._output_gate(queries)
 
     def _output_gate(self, queries: int) -> dict[str, int]:
-        """The gate's sigmoid, and what it leaves of the output."""
+        """Returns the gate's sigmoid and the gated output."""
         if not self.model.attn_output_gate:
             return {}
         return {"output gate": self.tokens * queries * self.model.head_dim * (_F32 + self.bytes)}
 
     def _linear_attention(self) -> dict[str, int]:
-        """Gated delta attention, which is plain torch with all kernels (mrl/megatron/gated_delta.py).
+        """Returns the terms of gated delta attention, which is plain torch with all kernels
+        (mrl/megatron/gated_delta.py).
 
-        The convolution keeps its input moved on by each place of its kernel, and its output before silu. Queries, keys,
-        gates and outputs are float32, and so is all that comes of chunks, to which each sequence is padded.
+        The convolution keeps its input once a position of its kernel, and its output before silu. Queries, keys, gates
+        and outputs are float32. So are the results of chunks, to which each sequence is padded.
         """
         m = self.model
         heads = m.linear_num_value_heads // self.layout.tensor
@@ -218,12 +219,13 @@ class Activations:
         }
 
     def _latent_attention(self) -> dict[str, int]:
-        """Latents before and after their norms; queries, keys and values as attention takes them, and its output.
+        """Returns the terms of latent attention. Up projections are copied into queries, keys and values, and not kept.
 
-        What up projections give is copied into queries, keys and values, and not kept. Plain attention takes values as
-        wide as keys.
+        Plain attention has values as wide as keys.
         """
-        m, (queries, _), s = self.model, self._heads, self.tokens
+        m = self.model
+        s = self.tokens
+        queries, _ = self._heads
         plain = self.kernels == "torch"
         normed = m.q_lora_rank + m.kv_lora_rank
         of_norms = 2 * _F32 + self.bytes if plain else self.bytes
@@ -242,10 +244,9 @@ class Activations:
 
     @property
     def _keeps_projection(self) -> bool:
-        """Whether anything saved is a view of the fused projection.
+        """Returns whether a saved tensor is a view of the fused projection, such as the input of a float32 norm.
 
-        Values are such a view where plain attention takes them as they lie, padded and on one context rank. They are
-        too where the attention is computed again from its inputs. A float32 norm's input is one.
+        Values are one where attention is recomputed, or where plain attention takes them unpacked, on one context rank.
         """
         if self.kernels != "torch" or (self.model.qk_norm and self.bytes == _F32):
             return True
@@ -253,10 +254,10 @@ class Activations:
         return computed_again or (self.layout.context == 1 and not self.micro.packed)
 
     def _plain_attention(self, queries: int, groups: int) -> int:
-        """What mrl/megatron/attention.py keeps beside flash attention's tensors.
+        """Returns what mrl/megatron/attention.py keeps beside flash attention's tensors.
 
-        Of a pack the outputs as its calls give them, before they are in the pack's order, and a copy of the values.
-        Under context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length.
+        A pack keeps the outputs of its calls, before they are in its order, and a copy of the values. Context
+        parallelism keeps keys and values of all ranks instead of rotated keys, and masks.
         """
         s = self.tokens
         context = self.layout.context
@@ -266,7 +267,7 @@ class Activations:
             return (outputs + values * self.micro.packed) * self.bytes
         gathered = (2 * context - 1) * values
         mask = self.micro.length**2 // context
-        return (outputs + gathered + mask) * self.bytes + 2 * s * context * _INT64  # and the order of what was gathered
+        return (outputs + gathered + mask) * self.bytes + 2 * s * context * _INT64  # the last is the gathered order
 
     def _qk_norms(self, queries: int, groups: int) -> int:
         if not self.model.qk_norm:
@@ -282,14 +283,14 @@ class Activations:
         return scales + s * (copied + normalised) * d * _F32
 
     def _gated(self, tokens: float, intermediate: int, extra_copies: int) -> int:
-        """Output of the gate-and-up projection and input of the down projection;
-        unfused SwiGLU keeps copies in between.
+        """Returns output of the gate-and-up projection, input of the down projection, and copies of unfused SwiGLU
+        between them.
         """
         copies = 3 + (extra_copies if self.kernels == "torch" else 0)
         return round(tokens * intermediate * copies * self.bytes)
 
     def _mlp(self) -> dict[str, int]:
-        # its output is the input of the projection, or of the router
+        # the norm's output is the input of the projection
         norm = {"mlp norm": self._norm() + self._hidden()}
         return norm | {"mlp": self._gated(self.tokens, self.model.intermediate_size // self.layout.tensor, 2)}
 
@@ -297,18 +298,18 @@ class Activations:
         m = self.model
         s = self.sharded
         k = self.model.num_experts_per_tok
-        probabilities = k if m.norm_topk_prob else m.num_experts  # softmax over the chosen, or over all
+        probabilities = k if m.norm_topk_prob else m.num_experts  # softmax over the chosen experts, or over all
         if m.router_score == "sigmoid":
-            probabilities = m.num_experts + 2 * k  # of all; of the chosen, before and after they are normalised
+            probabilities = m.num_experts + 2 * k  # all experts; the chosen ones, before and after normalisation
         inner = m.moe_intermediate_size // self.layout.expert_tensor
         projection = round(self.expert_tokens * inner * 2 * self.bytes)
         return {
             "mlp norm": self._norm() + self._hidden(),
             "router": s * (k * _INT64 + probabilities * _F32),
-            # the routing map, its probabilities, the order of the rows
+            # routing map, probabilities, order of rows
             "dispatch": s * (m.num_experts * (1 + _F32) + k * _INT64),
             "expert input": round(self.expert_tokens * m.hidden_size * self.bytes),
-            # of gate and up: what the activation is computed again from
+            # gate and up, from which the activation is recomputed
             "expert projection": projection,
             "expert activation": self._gated(self.expert_tokens, inner, 3)
             + round(self.expert_tokens * _F32)
@@ -323,12 +324,12 @@ class Activations:
         if self.layout.sequence_parallel:
             gathered = self.tokens * self.model.hidden_size * self.bytes
         inner = self._gated(self.tokens, self.model.shared_expert_intermediate_size // self.layout.tensor, 1)
-        if weight_map(self.model).has("mlp.shared_experts.gate_weight"):  # it keeps its score and what it weighs
+        if weight_map(self.model).has("mlp.shared_experts.gate_weight"):  # the gate keeps its score and its input
             return gathered + inner + self._hidden() + self.sharded * self.bytes
         return gathered + inner
 
     def layer(self, kind: LayerKind) -> dict[str, int]:
-        """One layer without recomputation, by term."""
+        """Returns the bytes of one layer without recomputation, by term."""
         if kind not in self._layers:
             attending = self._linear_attention() if kind.is_linear else self._attention()
             rest = self._moe() if kind.has_experts else self._mlp()
@@ -358,8 +359,8 @@ class Activations:
     # ---------------------------------------------------------------- a chunk of layers
 
     def chunk(self, kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
-        """(bytes kept by one micro-batch in layers of these kinds, bytes that come back for a moment while they are
-        recomputed).
+        """Returns the bytes that one micro-batch keeps in layers of these kinds, and those that recomputation brings
+        back.
         """
         if kinds not in self._chunks:
             self._chunks[kinds] = self._chunk(kinds)
@@ -394,26 +395,26 @@ class Activations:
     # ---------------------------------------------------------------- the ends
 
     def embedding(self) -> int:
-        """Token ids, and with a divided vocabulary which of them are this rank's."""
+        """Returns the bytes of token ids and, with a divided vocabulary, of the mask of this rank's ids."""
         return self.tokens * (_INT64 + (self.layout.tensor > 1))
 
     def head(self) -> int:
-        """Final norm, and the hidden states of the predicted positions: logits are made again in the backward
-        (mrl/megatron/logprob.py).
+        """Returns the bytes of the final norm and the predicted hidden states. Backward makes logits again
+        (megatron/logprob.py).
         """
         return self._norm() + self.predicted * (self.model.hidden_size * self.bytes + _PER_PREDICTED_TOKEN)
 
     # ---------------------------------------------------------------- temporaries
 
     def head_temporaries(self) -> int:
-        """Bytes that the backward of the log-probabilities takes.
+        """Returns the bytes that the backward pass of the log-probabilities takes.
 
-        These are chunks of logits, hidden states of all tokens with their gradient, and the gradient of the weight.
-        Where buffers have 16 bits, that is summed in float32 before.
+        These are chunks of logits, hidden states of all tokens with their gradient, and the weight's gradient. With
+        16-bit buffers the last is first summed in float32.
         """
         weight = self.vocabulary * self.model.hidden_size
         gradient = 0
-        if self.bytes < _F32 and self.lora is None:  # beside adapters the weight has no gradient
+        if self.bytes < _F32 and self.lora is None:  # with adapters the weight has no gradient
             gradient = weight * self.bytes
         total = 0
         if self.gradient_bytes < _F32 and self.lora is None:
@@ -422,13 +423,13 @@ class Activations:
         return self._logit_chunks() + states + gradient + total
 
     def _logit_chunks(self) -> int:
-        """Two blocks of float32 logits and one in the weight's format, of as many tokens as a chunk has."""
+        """Returns two blocks of float32 logits and one in the weight's format, each for the tokens of a chunk."""
         rows = min(self.predicted, max(1, LOGIT_CHUNK // (_F32 * self.vocabulary)))
         return rows * self.vocabulary * (2 * _F32 + self.bytes)
 
     def layer_temporaries(self) -> int:
-        """An estimate: gradient and a gathered copy of the largest tensor that a layer works on; with adapters also
-        what they make of it, by expert and joined.
+        """Estimates the gradient and a gathered copy of the largest tensor of a layer. Adapters add their outputs for
+        it.
         """
         m = self.model
         s = self.tokens
@@ -449,7 +450,7 @@ class Activations:
     # ---------------------------------------------------------------- a pipeline stage
 
     def stage_saved(self, pp: int, micro_batches: int) -> int:
-        """Peak of the saved tensors of a stage in Megatron's 1F1B schedule (interleaved with virtual stages)."""
+        """Returns the peak of a stage's saved tensors in Megatron's 1F1B schedule (interleaved with virtual stages)."""
         layout = self.layout
         chunks = [self.chunk(layer_kinds(self.model, layout, pp, vp)) for vp in range(layout.virtual_pipeline)]
         kept = sum(chunks[vp][0] for vp in in_flight(layout, pp, micro_batches))
@@ -461,11 +462,11 @@ class Activations:
         return kept + max(head, max(again for _, again in chunks))
 
     def stage_temporaries(self, pp: int) -> int:
-        """Largest temporaries of a stage's backward pass."""
+        """Returns the largest temporaries of a stage's backward pass."""
         return max(self.layer_temporaries(), self.head_temporaries() if pp == self.layout.pipeline - 1 else 0)
 
     def forward_only(self, pp: int) -> int:
-        """Peak of a pass that keeps nothing for a backward: one layer at work, or the log-probabilities."""
+        """Returns the peak of a pass without backward: one layer at work, or the log-probabilities."""
         layer = self.layer_temporaries() + 2 * self._hidden()
         if pp != self.layout.pipeline - 1:
             return layer
@@ -473,10 +474,11 @@ class Activations:
 
 
 def delta_float32(m: ModelSpec) -> int:
-    """Float32 elements that chunks of gated delta attention keep of a token in one layer, over all tensor ranks.
+    """Returns the float32 elements that chunks of gated delta attention keep a token in one layer, over all tensor
+    ranks.
 
-    Of a value head: queries and keys, each as they come and as states take them, keys by their rate twice, and what is
-    solved and written; five rows of a matrix between the chunk's tokens; a share of the state before the chunk.
+    A value head has queries, keys, and keys times their rate, twice each. Then come the solved and written values, and
+    five rows of a matrix between the chunk's tokens. The last is a share of the state before the chunk.
     """
     keys = m.linear_key_head_dim
     values = m.linear_value_head_dim
@@ -485,11 +487,10 @@ def delta_float32(m: ModelSpec) -> int:
 
 
 def in_flight(layout: TrainLayout, pp: int, micro_batches: int) -> list[int]:
-    """The model chunks whose micro-batches stage `pp` has sent forward before its first backward, in order.
+    """Returns the chunks whose micro-batches stage `pp` has sent forward before its first backward, in order.
 
-    megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches and get_schedule_table: a warm-up of
-    pipeline - 1 - pp micro-batches and one more; with v virtual stages 2 (pipeline - 1 - pp) + (v - 1) pipeline chunk
-    passes and one more.
+    megatron-core 0.16.1, get_pp_rank_microbatches and get_schedule_table: a warm-up of pipeline - 1 - pp micro-batches,
+    and one more. With v virtual stages: 2 (pipeline - 1 - pp) + (v - 1) pipeline + 1 chunk passes.
     """
     v = layout.virtual_pipeline
     size = layout.pipeline

@@ -1,9 +1,14 @@
-"""What adapters (actor.lora) keep of a forward pass beside the layers that they are on, by term, on one rank.
+"""Bytes that adapters (actor.lora) keep from a forward pass beside their layers, by term, on one rank.
 
-An adapter keeps its input x, which the layer would keep for the gradient of its own weight, and which is counted there.
-Beside it are A x, as many times as targets share x; the factors A of those, joined; where the layer's norm is fused
-into it, x made again; with dropout the mask and what it leaves of x. They were read off mrl/megatron/lora_layers.py and
-are held against what ranks keep (tests/real/test_memory_truth.py).
+An adapter keeps its input x. The layer would keep it for its own weight's gradient, so it is counted there. Beside it
+stand:
+
+* A x, once for each target that shares x, and the joined factors A of those targets;
+* x made again, where the layer's norm is fused into it;
+* with dropout the mask, and the masked x.
+
+These were read from mrl/megatron/lora_layers.py, and tests compare them with what ranks keep
+(tests/real/test_memory_truth.py).
 """
 
 from collections.abc import Sequence
@@ -22,7 +27,7 @@ _DOWN = ("down_proj",)
 
 @dataclass(frozen=True)
 class AdapterActivations:
-    """Bytes that the adapters of one layer keep of a micro-batch."""
+    """Bytes that the adapters of one layer keep from a micro-batch."""
 
     lora: Lora
     dropout: bool
@@ -30,12 +35,12 @@ class AdapterActivations:
     layout: TrainLayout
     bytes: int  # per element
     is_plain: bool  # the kernels are torch's
-    tokens: int  # of the rank
-    sharded: int  # of them, what it has between tensor-parallel layers
+    tokens: int  # tokens of the rank
+    sharded: int  # those that it has between tensor-parallel layers
     expert_tokens: int  # rows of its experts
 
     def terms(self, kind: LayerKind) -> dict[str, int]:
-        """Bytes of a layer by term, without recomputation."""
+        """Returns the bytes of a layer by term, without recomputation."""
         m = self.model
         tensor = self.layout.tensor
         heads = m.num_attention_heads * m.head_dim // tensor
@@ -62,9 +67,9 @@ class AdapterActivations:
         return {"expert adapters": experts, "shared adapters": shared}
 
     def _before(self, names: Sequence[str], gathered: int, own: int, copies: int = 1, again: bool = False) -> int:
-        """Bytes of modules that share an input x of `own` tokens, as wide as the model.
+        """Returns the bytes of modules that share an input x of `own` tokens, as wide as the model.
 
-        `gathered`: the tokens that A x is of. `copies`: of the factors, one an expert. `again`: x is made again.
+        `gathered`: tokens of A x. `copies`: copies of the factors, one an expert. `again`: x is made again.
         """
         width = self.model.hidden_size
         targets = self._targets(names)
@@ -79,11 +84,11 @@ class AdapterActivations:
         return self._kept(names, gathered) + joined + made + self._dropped(names, own * width)
 
     def _kept(self, names: Sequence[str], tokens: int) -> int:
-        """Bytes of A x of each module."""
+        """Returns the bytes of A x over all modules."""
         return tokens * self._targets(names) * self.lora.rank * self.bytes
 
     def _dropped(self, names: Sequence[str], elements: int) -> int:
-        """Bytes of a mask and of what it leaves. Torch's masks on a CPU are of the input's format."""
+        """Returns the bytes of a mask and of the masked input. On a CPU torch's mask has the input's format."""
         if not self.dropout or not self._targets(names):
             return 0
         mask = 1
@@ -96,7 +101,9 @@ class AdapterActivations:
 
     @property
     def _of_a_norm(self) -> int:
-        """Bytes of an element that a second norm of an input keeps: in torch the input in float32, which it may be."""
+        """Bytes an element that a second norm of an input keeps: in torch the input in float32, unless it is float32
+        already.
+        """
         if not self.is_plain:
             return self.bytes
         if self.bytes < _F32:

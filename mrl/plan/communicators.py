@@ -1,10 +1,10 @@
-"""What point-to-point communicators of weight syncs take of a device: one for every pair of a rank and a worker that
-NCCL or HCCL serves.
+"""Device memory of the point-to-point communicators of weight syncs: one for every rank and worker that NCCL or HCCL
+joins.
 
 Both libraries make one for two processes at their first message (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp,
-pointToPoint), with buffers of its own, beside what the engines' memory was measured with; it stays as long as the two
-are connected. Fewer pairs are not to be had: in layouts that spread experts over all ranks each rank holds some that no
-other has, and every engine needs them.
+pointToPoint). It has its own buffers, which are missing in the measured memory of engines. It stays as long as the two
+are connected. The number of pairs cannot be reduced. In layouts that spread experts over all ranks, each rank holds
+some that no other has. Every engine needs them.
 """
 
 from collections import Counter, defaultdict
@@ -19,9 +19,10 @@ from mrl.reshard.setup import pair_route
 
 
 def most_pairs(config: RunConfig) -> int:
-    """Pairs at the device that has most, were every rank to send to every worker; with many experts nearly each does.
+    """Returns the pairs at the device with most, if every rank sends to every worker. With many experts nearly each
+    does.
 
-    0 where processes cannot stand on the cluster, which who needs their places says.
+    Returns 0 for processes that do not fit on the cluster, which other code reports.
     """
     if config.reshard.path != "fast":
         return 0
@@ -38,9 +39,9 @@ def most_pairs(config: RunConfig) -> int:
 
 
 def _places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Places of ranks and workers as `rank_places` has them, but for the order of workers inside a node.
+    """Returns the places of ranks and workers like `rank_places`, except for the order of workers inside a node.
 
-    That order changes no count.
+    That order does not change the counts.
     """
     cluster = cluster_shape(config.cluster)
     world = config.actor.layout.world_size
@@ -58,13 +59,15 @@ def _by_node(places: Sequence[Place]) -> dict[int, list[Place]]:
 
 
 def _served(config: RunConfig, place: Place, others: Mapping[int, Sequence[Place]]) -> int:
-    """How many processes on the other side p2p serves, seen from a process at `place`. `others`: by node."""
+    """Returns how many processes on the other side p2p joins with a process at `place`. `others`: their places by
+    node.
+    """
     kind = config.reshard.transport
     reach = get_hosting(config.cluster.device).memory_reach
     served = 0
     for node, there in others.items():
         if node == place.node:
             served += sum(pair_route(kind, place, other, reach) == "p2p" for other in there)
-        elif pair_route(kind, place, there[0], reach) == "p2p":  # all of another node are served alike
+        elif pair_route(kind, place, there[0], reach) == "p2p":  # the same for all processes of another node
             served += len(there)
     return served

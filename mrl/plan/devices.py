@@ -1,8 +1,8 @@
-"""What a plan knows of hardware: figures of devices, and the shares of them that it assumes.
+"""Figures of devices, and the assumed shares of them that a plan computes with.
 
 Figures are published ones, in mrl/plan/devices.json, each with its source. Every plan prints the assumptions that it
-used. Predicted times are no better than these. What two devices of a node exchange through host memory is set at what
-falls to each when all copy at once: some 500 GB/s of a host, written and read.
+used, and its predicted times are no better than these. Devices of a node may exchange data through host memory. Its
+rate is what each device gets when all copy at once: some 500 GB/s of a host, written and read.
 """
 
 import json
@@ -16,25 +16,25 @@ from mrl.model.layout import TrainLayout
 from mrl.units import GIB, MIB
 
 _FILE = Path(__file__).with_name("devices.json")
-# by the server that has them, or by the chip (910b1 to 910b4 are its bins); a3's devices are called so themselves
+# names by server, or by chip (910b1 to 910b4 are its bins); `a3` is part of its devices' own name
 _ALSO_CALLED = {"a2": "ascend-910b-64g", "910c": "ascend-a3-64g"} | {f"910b{n}": "ascend-910b-64g" for n in range(1, 5)}
 
 
 @dataclass(frozen=True)
 class SyncRates:
-    """Bytes per second of what one process does to weights in a sync, beside moving them.
+    """Bytes per second at which one process handles weights in a sync, beside moving them.
 
-    On accelerators nobody has measured them: they are set as 10, 4 and 10 passes over the device's memory.
+    They have not been measured on accelerators. The defaults are 10, 4 and 10 passes over the device's memory.
     """
 
-    digest: float = 335e9  # as they are sent, or as they arrive
-    finalise: float = 838e9  # vLLM puts them into its kernels' layout
-    read_back: float = 335e9  # what the engine then holds is read and digested
+    digest: float = 335e9  # digesting what is sent or arrives
+    finalise: float = 838e9  # vLLM's conversion to the layout of its kernels
+    read_back: float = 335e9  # reading and digesting what the engine then holds
 
 
 @dataclass(frozen=True)
 class Starts:
-    """Seconds of the host for one copy of a sync, and for one wait for the device, which each message has."""
+    """Seconds of the host for one copy of a sync, and for one wait for the device; each message has one wait."""
 
     copy: float = 8e-6
     wait: float = 30e-6
@@ -44,17 +44,17 @@ class Starts:
 class Device:
     """One device, as a rank sees it.
 
-    Rates are peaks in one direction; what is reached of them is an assumption of the plan.
+    Rates are peaks in one direction. The plan assumes which share of them is reached.
     """
 
     name: str
     platform: str  # cluster.device
     memory: int  # bytes
-    reserved: int  # bytes that context, communicators and the allocator's rest take (an estimate)
-    context: int  # bytes that a second process with a context of its own takes beside its tensors (an estimate)
+    reserved: int  # bytes of context, communicators and the allocator's unused rest (an estimate)
+    context: int  # bytes that a second process takes for its context, beside its tensors (an estimate)
     pair: int  # bytes of a communicator of two processes (an estimate; on NPUs twice P2P_HCCL_BUFFSIZE as mrl sets it)
-    asleep: int  # bytes that an engine asleep keeps beside its buffers: context, graphs, communicators (an estimate)
-    flops: float  # dense bf16 multiply-adds count two, per second
+    asleep: int  # bytes that a sleeping engine keeps beside its buffers: context, graphs, communicators (an estimate)
+    flops: float  # dense bf16 operations per second; a multiply-add counts as two
     memory_rate: float  # bytes per second
     node_rate: float  # bytes per second to a device of the same node
     network_rate: float  # bytes per second to another node
@@ -64,12 +64,12 @@ class Device:
     devices_per_node: int
     host_memory: int  # bytes of a node
     source: str
-    shown_as: str  # regular expression: in the name that torch gives the device
-    decode_layer: float  # seconds that the kernels of a layer of a decode step take at least, whatever they compute
+    shown_as: str  # regular expression that matches torch's name of the device
+    decode_layer: float  # least seconds for the kernels of one layer in a decode step
     collective: float  # seconds of an exchange of few bytes inside a node
-    network_collective: float  # and between nodes
+    network_collective: float  # the same between nodes
     starts: "Starts"
-    communicators: int = 0  # bytes that weight syncs of a configuration take for their pairs of processes, `pair` each
+    communicators: int = 0  # bytes of a configuration's weight syncs: `pair` for each pair of processes
 
     @property
     def usable(self) -> int:
@@ -79,27 +79,27 @@ class Device:
 
 @cache
 def devices() -> dict[str, Device]:
-    """All known devices by name."""
+    """Returns all known devices by name."""
     rows = json.loads(_FILE.read_text(encoding="utf-8"))
     return {name: _device(name, row) for name, row in rows.items()}
 
 
 def devices_of(platform: str) -> tuple[Device, ...]:
-    """All known devices of a cluster.device."""
+    """Returns all known devices of a cluster.device."""
     return tuple(device for device in devices().values() if device.platform == platform)
 
 
 def find_device(name: str) -> Device:
-    """Raises ConfigError with all names for one that is not known."""
+    """Returns a device by name. Raises ConfigError with all names for an unknown one."""
     if name not in devices():
         raise ConfigError(f"device {name}: is not known; known: {', '.join(devices())}")
     return devices()[name]
 
 
 def device_by_part(text: str) -> Device:
-    """The device of a name, of one of its parts, or of the beginning of it or of a part: `h100`, `a3`, `910b`.
+    """Returns the device for a name, for a part of it, or for the beginning of either: `h100`, `a3`, `910b`.
 
-    Raises ConfigError, which names those that would fit.
+    Raises ConfigError, which names the devices that would fit.
     """
     text = re.sub(r"(?<=\d)gb$", "g", _ALSO_CALLED.get(text, text))
     whole = [name for name in devices() if text == name or text in name.split("-")]
@@ -111,13 +111,16 @@ def device_by_part(text: str) -> Device:
 
 
 def published_flops(name: str) -> float | None:
-    """Dense bf16 operations per second of the device that torch calls `name`; None where no figure is known here."""
+    """Returns dense bf16 operations per second of the device that torch calls `name`; None where the figure is
+    unknown.
+    """
     return next((device.flops for device in devices().values() if re.search(device.shown_as, name)), None)
 
 
 def default_device(platform: str) -> Device:
-    """What a plan assumes where only `cluster.device` is given: the smaller memory,
-    so that what fits here fits on the others.
+    """Returns the device that a plan assumes where only `cluster.device` is given.
+
+    It is the one with the smallest memory, so that a plan that fits it fits the others.
     """
     return min(devices_of(platform), key=lambda device: (device.memory, -device.flops))
 
@@ -150,50 +153,48 @@ def _device(name: str, row: dict) -> Device:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan cannot know: shares of a device's peak rates, mean lengths, unevenness."""
+    """Inputs of a plan that are unknown: reached shares of peak rates, mean lengths, imbalance."""
 
-    # Of the peak, what a product reaches. What passes through memory between products, what is exchanged and what waits
-    # are counted beside it. Set on published updates as a whole, one value for all (docs/predictions.md): pre-training
-    # on H100 and H800, 176 to 302 TFLOP/s. The ladder's rung `products` measures it.
+    # Share of the peak that a matrix product reaches. Memory traffic between products, exchanges and waits are counted
+    # beside it. One value fits all published updates (docs/predictions.md): pre-training on H100 and H800, 176 to 302
+    # TFLOP/s. The ladder's rung `products` measures it.
     compute_share: float = 0.45
-    # Of the peak, what the output layer reaches, one large product.
+    # Share of the peak that the output layer reaches, one large product.
     head_share: float = 0.65
-    # Of the peak, for tokens that an engine computes rather than reads weights for.
+    # Share of the peak for an engine's tokens where computing takes longer than reading weights.
     prefill_mfu: float = 0.3
-    # Of the memory's rate, what reading weights, caches and activations reaches; set on published decode steps.
+    # Share of the memory's rate for reading weights, caches and activations. It fits published decode steps.
     decode_memory_share: float = 0.75
-    # vLLM's host for a decode step, and for each of its sequences: scheduler, sampler's rows, output. From steps with
-    # many and with few sequences (docs/predictions.md); the ladder's rung `decode` measures both.
+    # Seconds of vLLM's host for a decode step, and for each of its sequences: scheduler, sampler's rows, output. They
+    # fit steps with many and with few sequences (docs/predictions.md); the ladder's rung `decode` measures both.
     step_host: float = 2e-3
     sequence_host: float = 60e-6
-    # What a step has beside its phases: rewards, batches, advantages. Four runs of NVIDIA-NeMo/RL#959: 3, 3, 4 and 8 s.
+    # Seconds of a step beside its phases: rewards, batches, advantages. NVIDIA-NeMo/RL#959 has 3, 3, 4 and 8 s.
     rest: float = 3.0
-    # The host for one layer of one forward pass, which cannot be shorter: a layer of experts waits for its counts.
+    # Least seconds of the host for one layer in one forward pass: a layer of experts waits for its counts.
     moe_launch: float = 1e-3
     dense_launch: float = 0.3e-3
-    # 46 of 50 GB/s of a 400 Gb/s adapter.
+    # A 400 Gb/s adapter reaches 46 of 50 GB/s.
     link_share: float = 0.92
-    # Mean lengths over the limits of the configuration.
+    # Mean lengths, divided by the limits of the configuration.
     prompt_share: float = 0.5
     response_share: float = 0.5
-    # Without a balancing loss, which RL leaves out, the busiest expert rank gets more than the mean.
+    # Tokens of the busiest expert rank, divided by the mean. RL has no balancing loss.
     expert_load: float = 1.25
-    # SHA-256 of a core with the instructions for it.
+    # Bytes per second of SHA-256 on a core with instructions for it.
     hash_rate: float = 1.5e9
-    # vLLM's level of sleep: 2 drops the weights, which the next sync brings anew; 1 would keep a copy of them on the
-    # host.
+    # vLLM's level of sleep: 2 drops the weights, which the next sync brings; 1 would keep a copy on the host.
     sleep_level: int = 2
 
     def expert_load_in(self, layout: TrainLayout) -> float:
-        """Tokens of the busiest expert rank over the mean; 1 where every rank has all experts."""
+        """Returns tokens of the busiest expert rank, divided by the mean; 1 where every rank has all experts."""
         if layout.expert > 1:
             return self.expert_load
         return 1.0
 
 
 USUAL = Assumptions()
-# What a plan calls low and high: every share and time that is assumed at the better and the worse end of what published
-# runs leave open.
+# Low and high predictions use the better and the worse end of what published runs leave open, for every assumption.
 _FASTER = {
     "compute_share": 0.55,
     "head_share": 0.75,
@@ -221,10 +222,10 @@ _SLOWER = {
 
 
 def faster(assumed: Assumptions) -> Assumptions:
-    """Assumptions with which a prediction is low."""
+    """Returns assumptions that give the low prediction."""
     return replace(assumed, **_FASTER)
 
 
 def slower(assumed: Assumptions) -> Assumptions:
-    """Assumptions with which a prediction is high."""
+    """Returns assumptions that give the high prediction."""
     return replace(assumed, **_SLOWER)

@@ -1,7 +1,7 @@
-"""What a vLLM worker holds: weights, and the KV cache in what its share of the memory leaves.
+"""The memory of a vLLM worker: weights, and the KV cache in the rest of its share.
 
-Weights are those of the weight map (mrl/model/vllm_parameters.py). The cache gets gpu_memory_utilization of the
-device less weights and the peak of a profiling run (vLLM 0.32 v1/worker/gpu_worker.py).
+Weights are those of the weight map (mrl/model/vllm_parameters.py). The cache gets gpu_memory_utilization of the device,
+less weights and the peak of a profiling run (vLLM 0.32 v1/worker/gpu_worker.py).
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from mrl.units import GIB
 
 _F32 = 4
 BLOCK = 16  # tokens of a cache block
-GRAPHS = GIB  # bytes that captured graphs take beside the share (an estimate)
+GRAPHS = GIB  # bytes of captured graphs, outside the share (an estimate)
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class EngineMemory:
     """Bytes of one worker, and the tokens that fit."""
 
     weights: int
-    working_set: int  # of the largest forward pass and the sampler (an estimate)
+    working_set: int  # largest forward pass and sampler (an estimate)
     cache: int
     cache_tokens: int  # of the whole engine: its tensor workers share a sequence, its data-parallel ranks do not
-    largest_module: int  # bytes; what a weight sync holds beside its staging buffers
-    buffers: int  # that stay when the engine sleeps: the table of rotary factors, which layers share
+    largest_module: int  # a weight sync holds it beside its staging buffers
+    buffers: int  # stay when the engine sleeps: the table of rotary factors, which layers share
 
     @property
     def total(self) -> int:
-        """Bytes of the worker's share of the device; graphs and its context come beside."""
+        """Bytes of the worker's share of the device; graphs and its context come on top."""
         return self.weights + self.working_set + self.cache
 
 
@@ -50,10 +50,10 @@ def engine_memory(
     max_num_seqs: int = 256,
     fp8_block: int = 0,
 ) -> EngineMemory:
-    """`share`: bytes of the device that the engine may use (memory x gpu_memory_utilization). `fp8_block`: rows and
-    columns that have one scale, where it holds words; 0: it holds none.
+    """Computes the memory of a worker with `share` bytes of the device (memory x gpu_memory_utilization).
 
-    A cache of no token means: does not fit.
+    `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. An engine that does
+    not fit has a cache of no token.
     """
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     working = _working_set(model, rollout, dtype_bytes, batched_tokens, max_num_seqs)
@@ -64,7 +64,7 @@ def engine_memory(
 def engine_memory_with_cache(
     model: ModelSpec, rollout: RolloutLayout, cache: int, *, dtype_bytes: int, fp8_block: int = 0, **passes: int
 ) -> EngineMemory:
-    """Memory of an engine where the bytes of the cache are given, as on a CPU."""
+    """Computes the memory of a worker whose cache has a given number of bytes, as on a CPU."""
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     return _with_cache(model, rollout, dtype_bytes, weights, working, cache, passes["max_num_seqs"], fp8_block)
@@ -90,9 +90,9 @@ def _with_cache(
 
 
 def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:
-    """Keys and values of one token in all layers that have them, on one of `tensor` workers.
+    """Returns the bytes of one token's keys and values in all layers that have them, on one of `tensor` workers.
 
-    Of latent attention the latent and the rotated part of the key, which every worker has whole.
+    With latent attention these are the latent and the rotated part of the key, which every worker has whole.
     """
     if model.is_latent:
         return model.num_layers * (model.kv_lora_rank + model.qk_rope_head_dim) * dtype_bytes
@@ -100,9 +100,9 @@ def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> in
 
 
 def state_bytes_per_sequence(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:
-    """What all gated delta layers keep of one sequence, however long it is, on one of `tensor` workers.
+    """Returns the bytes that all gated delta layers keep of one sequence of any length, on one of `tensor` workers.
 
-    A state for each value head, which some models have in a dtype of its own, and the tokens that the next convolution
+    Each value head has a state, which some models keep in its own dtype. The convolution keeps the tokens that it
     reaches back to.
     """
     state_bytes = dtype_bytes
@@ -115,14 +115,14 @@ def state_bytes_per_sequence(model: ModelSpec, tensor: int, dtype_bytes: int) ->
 
 @cache
 def worker_weights(model: ModelSpec, rollout: RolloutLayout) -> int:
-    """Elements of the weights of the worker that has most, copies for decoding included."""
+    """Returns the elements of the weights on the worker with most, copies for decoding included."""
     counted = ((weight, fullest_numel(model, rollout, weight) * n) for weight, n in weight_map(model).counted)
     return sum(numel * (2 if weight.vllm.endswith(".kv_b_proj.weight") else 1) for weight, numel in counted)
 
 
 @cache
 def worker_weight_bytes(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, fp8_block: int = 0) -> int:
-    """Bytes of those weights; of quantised ones a word an element, and the scales."""
+    """Returns the bytes of those weights. Quantised ones have a byte an element, and scales."""
     nbytes = worker_weights(model, rollout) * dtype_bytes
     for weight, layers in weight_map(model).counted if fp8_block else ():
         if is_quantised(weight):
@@ -132,7 +132,7 @@ def worker_weight_bytes(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: i
 
 
 def _bytes(model: ModelSpec, rollout: RolloutLayout, weight: Weight, dtype_bytes: int, fp8_block: int) -> int:
-    """Bytes of one layer's parameter, with its scales where it is words, on the worker that has most of it."""
+    """Returns the bytes of one layer's parameter, with scales where it is quantised, on the worker with most of it."""
     numel = fullest_numel(model, rollout, weight)
     if not fp8_block or not is_quantised(weight):
         return numel * dtype_bytes
@@ -143,7 +143,9 @@ def _bytes(model: ModelSpec, rollout: RolloutLayout, weight: Weight, dtype_bytes
 
 @cache
 def _largest_module(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, fp8_block: int) -> int:
-    """Bytes of what vLLM's layerwise reload processes as one: parameters of equal name but for the last part."""
+    """Returns the bytes of the largest unit of vLLM's layerwise reload: parameters whose names differ only in the last
+    part.
+    """
     modules: Counter[str] = Counter()
     for weight, _ in weight_map(model).counted:
         modules[weight.vllm.rpartition(".")[0]] += _bytes(model, rollout, weight, dtype_bytes, fp8_block)
@@ -151,14 +153,13 @@ def _largest_module(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, 
 
 
 def _working_set(m: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, batched_tokens: int, max_num_seqs: int) -> int:
-    """Estimate: residual stream, projections and one MLP of the largest pass; logits of every sequence in float32,
-    twice, for sampling.
+    """Estimates the residual stream, projections and one MLP of the largest pass, and the logits for sampling.
+
+    Logits are those of every sequence in float32, twice.
     """
-    inner = (
-        m.num_experts_per_tok * 2 * m.moe_intermediate_size // rollout.expert_tensor
-        if m.is_moe
-        else 2 * m.intermediate_size
-    )
+    inner = 2 * m.intermediate_size
+    if m.is_moe:
+        inner = m.num_experts_per_tok * 2 * m.moe_intermediate_size // rollout.expert_tensor
     projected = m.num_attention_heads * m.head_dim + m.num_key_value_heads * (m.head_dim + m.value_head_dim)
     per_token = 4 * m.hidden_size + projected // rollout.tensor + inner
     return batched_tokens * per_token * dtype_bytes + 2 * max_num_seqs * m.vocab_size * _F32

@@ -1,14 +1,14 @@
-"""Predicted seconds of a step's generation: how long one decode step of an engine takes, and how many there are.
+"""Predicts the seconds of a step's generation: the time of one decode step of an engine, times their number.
 
-A step takes what the host does for it and for each of its sequences, then on the device the floor of a layer's kernels
-however few tokens there are, the exchanges between workers, and reading weights and caches, or computing where that
-takes longer. What each part is, for Qwen3-30B-A3B on two H100 (TP2) with 128 sequences of 1,700 tokens:
+A decode step takes the host's time for it and for each of its sequences. On the device come the least time of a layer's
+kernels, the exchanges between workers, and reading weights and caches. Computing counts instead where it takes longer.
+The parts for Qwen3-30B-A3B on two H100 (TP2) with 128 sequences of 1,700 tokens:
 
     host 2.0 ms + 128 sequences x 60 us = 9.7 ms; 48 layers x 60 us = 2.9 ms; 96 all-reduces of 0.5 MB = 1.3 ms;
     28.4 GiB of weights at 2.5 TB/s = 12.1 ms; 10.0 GiB of caches = 4.3 ms; together 30.3 ms
 
-Workers cut tensors (two all-reduces a layer over `tensor`), or experts are spread over all workers of an engine: then
-tokens of all its data-parallel ranks are gathered and their results scattered, once a layer each.
+Workers cut tensors, with two all-reduces a layer over `tensor`. Or experts are spread over all workers of an engine.
+Then tokens of all its data-parallel ranks are gathered and their results scattered, once a layer each.
 """
 
 from dataclasses import dataclass, fields
@@ -26,20 +26,20 @@ class DecodeStep:
     """Seconds of one decode step."""
 
     host: float
-    layers: float  # the floor of a layer's kernels
+    layers: float  # least time of the layers' kernels
     exchange: float  # between the workers of an engine
     reading: float  # weights and caches, or computing where that takes longer
 
     @property
     def total(self) -> float:
-        """The sum of all parts, as nothing overlaps."""
+        """Sum of all parts, since nothing overlaps."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
 def decode_step(inputs: PlanInputs, engine: EngineMemory, sequences: float, context: float) -> DecodeStep:
-    """Time of one step of an engine each of whose data-parallel ranks has so many sequences.
+    """Predicts one decode step of an engine whose data-parallel ranks have `sequences` each.
 
-    `context`: their mean tokens so far.
+    `context`: their mean number of tokens so far.
     """
     rollout = inputs.rollout
     device = inputs.device
@@ -61,16 +61,18 @@ def decode_step(inputs: PlanInputs, engine: EngineMemory, sequences: float, cont
 
 
 def sequences_together(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> float:
-    """Sequences that a data-parallel rank has at once: those given to it, as max_num_seqs and the cache allow."""
+    """Returns the sequences that a data-parallel rank computes at once: its share, limited by max_num_seqs and the
+    cache.
+    """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     cached = engine.cache_tokens / inputs.rollout.data / lengths.total
     return max(1.0, min(_given(inputs, batch), inputs.config.rollout.max_num_seqs, cached))
 
 
 def generation_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> float:
-    """Seconds that all samples of a step take: full batches, then the last one.
+    """Predicts the seconds for all samples of a step: full batches, then the last one.
 
-    Sequences of the last one end one by one, up to the longest.
+    Sequences of the last batch end one by one, up to the longest.
     """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     given = _given(inputs, batch)
@@ -83,7 +85,7 @@ def generation_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemor
 
 
 def _prefill(inputs: PlanInputs, batch: BatchPlan, prompt: float) -> float:
-    """Prompts are computed once each: their other responses find them in the cache of prefixes."""
+    """Predicts the seconds for prompts. Each is computed once: other responses find it in the prefix cache."""
     flops = batch.prompts * prompt * mean_flops_per_token(inputs.model, mean_lengths(inputs.config, inputs.assumptions))
     return flops / (inputs.rollout.world_size * inputs.device.flops * inputs.assumptions.prefill_mfu)
 
@@ -93,15 +95,16 @@ def _given(inputs: PlanInputs, batch: BatchPlan) -> float:
 
 
 def _busiest(inputs: PlanInputs) -> float:
-    """How many times the mean of tokens the busiest worker has, where experts are spread."""
+    """Returns the tokens of the busiest worker, divided by the mean, where experts are spread."""
     if inputs.rollout.expert > 1:
         return inputs.assumptions.expert_load
     return 1.0
 
 
 def _weights_read(inputs: PlanInputs, sequences: float) -> float:
-    """Share of the weights that one decode step of a data-parallel rank reads:
-    an expert that no token chose is not read.
+    """Returns the share of the weights that one decode step of a data-parallel rank reads.
+
+    An expert that no token chose is not read.
     """
     model = inputs.model
     if not model.is_moe:
@@ -112,7 +115,7 @@ def _weights_read(inputs: PlanInputs, sequences: float) -> float:
 
 
 def _exchange(inputs: PlanInputs, sequences: float) -> float:
-    """Seconds that the exchanges of one layer take."""
+    """Predicts the seconds for the exchanges of one layer."""
     rollout = inputs.rollout
     hidden = inputs.model.hidden_size * _BF16
     reduced = _all_reduce(inputs, rollout.tensor, sequences * hidden)
@@ -123,7 +126,7 @@ def _exchange(inputs: PlanInputs, sequences: float) -> float:
 
 
 def _all_reduce(inputs: PlanInputs, workers: int, nbytes: float) -> float:
-    """Two ways of its bytes, but one start: engines have kernels that do both at once."""
+    """Predicts an all-reduce: its bytes go twice, with one start, since kernels of engines do both at once."""
     latency, rate = _link(inputs, workers)
     if workers == 1:
         return 0.0
@@ -131,13 +134,13 @@ def _all_reduce(inputs: PlanInputs, workers: int, nbytes: float) -> float:
 
 
 def _one_way(inputs: PlanInputs, workers: int, nbytes: float) -> float:
-    """A gather, or a reduce-scatter."""
+    """Predicts a gather or a reduce-scatter."""
     latency, rate = _link(inputs, workers)
     return latency + nbytes * (workers - 1) / workers / rate
 
 
 def _link(inputs: PlanInputs, workers: int) -> tuple[float, float]:
-    """(seconds until something arrives, bytes per second) among so many workers that stand side by side."""
+    """Returns the latency in seconds and the bytes per second among so many neighbouring workers."""
     device = inputs.device
     share = inputs.assumptions.link_share
     if workers <= inputs.config.cluster.n_gpus_per_node:

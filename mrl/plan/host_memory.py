@@ -1,8 +1,8 @@
-"""Host memory of a run: of each process for good, and of the fullest node.
+"""Host memory of a run: of each process, and of the fullest node.
 
-A rank keeps a place for everything that ever leaves its device, made at the first departure and used for good, an Adam
-that computes on the host, a reference model that is offloaded, and the copy that checkpoints are written from, made by
-the first save. An engine that sleeps at level 2 keeps nothing of its weights; at level 1 it keeps them all.
+A rank keeps host memory for everything that ever leaves its device, from its first move on. It also keeps the state of
+an Adam that computes on the host, and an offloaded reference model. From the first save on it keeps the copy that
+checkpoints are written from. An engine that sleeps at level 2 keeps no weights; at level 1 it keeps them all.
 """
 
 import math
@@ -38,7 +38,10 @@ def host_section(
     ranks: Sequence[Place],
     workers: Sequence[Place],
 ) -> dict[str, Any]:
-    """Bytes of the fullest node by term, and of the process of each kind that has most. `actors`: by pipeline stage."""
+    """Returns the bytes of the fullest node by term, and of the process of each kind that has most.
+
+    `actors`: bytes by pipeline stage.
+    """
     rank_bytes = [held_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
     stages = [inputs.train.dense_coords(rank).pp for rank in range(len(ranks))]
     of_ranks = [
@@ -64,8 +67,8 @@ def host_section(
         "node_bytes": limit,
         "fits": used <= limit,
         "change": "" if used <= limit else TERMS[largest].host_cure,
-        "object_store_bytes": max(stores.values()),  # that a node's has to have room for
-        "held_out_prompts": inputs.held_out_prompts,  # counted in it
+        "object_store_bytes": max(stores.values()),  # least size of a node's object store
+        "held_out_prompts": inputs.held_out_prompts,  # their answers are counted in it
         "bytes_of_a_rank": max(sum(rank.values()) for rank in of_ranks),
         "bytes_of_a_worker": max(sum(worker.values()) for worker in of_workers),
     }
@@ -74,10 +77,11 @@ def host_section(
 def object_stores(
     inputs: PlanInputs, batch: BatchPlan, ranks: Sequence[Place], workers: Sequence[Place]
 ) -> dict[int, int]:
-    """Bytes by node: what its engines generated, and what its ranks fetch of the rest,
-    as if all of that came from other nodes. The first node, the driver's, has room for all where generation runs
-    ahead: a resumed run reads the groups there that a checkpoint kept. Answers to held-out prompts stay where they were
-    generated; the step before is still there when they come.
+    """Returns the object-store bytes of each node: what its engines generated, and what its ranks fetch.
+
+    All fetched data is counted as coming from other nodes. Where generation runs ahead, the driver's node can hold
+    everything: a resumed run reads the groups of a checkpoint there. Answers to held-out prompts stay where they were
+    generated. The step before is still there when they come.
     """
     whole = stored_bytes(inputs)
     beside = stored_beside_validation(inputs, batch)
@@ -97,11 +101,11 @@ def object_stores(
 
 
 def save_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Bytes that a rank saves and so copies to the host: weights that no other rank writes, and its shard of Adam's
+    """Returns the bytes that a rank saves and copies to the host: weights that only it writes, and its shard of Adam's
     state.
 
-    Weights are written by the first of their data-parallel copies (mrl/checkpoint/rank_save.py). The few that tensor
-    ranks hold alike count on each of them.
+    The first data-parallel copy writes the weights (mrl/checkpoint/rank_save.py). The few that all tensor ranks hold
+    count on each of them.
     """
     train = inputs.train
     pp = train.dense_coords(rank).pp
@@ -112,7 +116,7 @@ def save_bytes(inputs: PlanInputs, rank: int) -> int:
 
 
 def _saved_numel(inputs: PlanInputs, rank: int, numel: BufferNumel) -> int:
-    """Bytes that a rank saves of a model that has `numel` elements on it."""
+    """Returns the bytes that a rank saves of a model that has `numel` elements on it."""
     train = inputs.train
     precision = precision_of(inputs.config, inputs.element_bytes)
     dense = train.dense_coords(rank)
@@ -123,17 +127,17 @@ def _saved_numel(inputs: PlanInputs, rank: int, numel: BufferNumel) -> int:
 
 
 def _stored_numel(inputs: PlanInputs, pp: int) -> BufferNumel:
-    """Elements of a rank that a checkpoint has."""
+    """Returns the elements of a rank that a checkpoint has."""
     if inputs.lora is not None:
         return adapter_numel(inputs.model, inputs.train, pp, inputs.lora)
     return stage_numel(inputs.model, inputs.train, pp)
 
 
 def resume_seconds(inputs: PlanInputs) -> float:
-    """Seconds until ranks go on from a checkpoint, by what hashing takes.
+    """Predicts the seconds until ranks continue from a checkpoint, limited by hashing.
 
-    Each rank verifies the bytes of a file of its size, all at once (mrl/checkpoint/rank_load.py). Storage that gives
-    less than that decides instead.
+    Each rank verifies the bytes of a file of its size, all at once (mrl/checkpoint/rank_load.py). Slower storage takes
+    longer.
     """
     return max(save_bytes(inputs, rank) for rank in range(inputs.train.world_size)) / inputs.assumptions.hash_rate
 
@@ -153,7 +157,7 @@ def _worker_terms(inputs: PlanInputs, engine: EngineMemory, place: Place, ranks:
 
 
 def _receives_through_host(inputs: PlanInputs, place: Place, ranks: Sequence[Place]) -> bool:
-    """Whether a rank of the worker's node sends to it through shared memory."""
+    """Returns whether a rank of the worker's node sends to it through shared memory."""
     reach = get_hosting(inputs.device.platform).memory_reach
     kind = inputs.config.reshard.transport
     fast = inputs.config.reshard.path == "fast"

@@ -1,6 +1,4 @@
-"""The memory of a plan: terms of the actor and of an engine, every phase on its fullest device, the KV cache,
-the host.
-"""
+"""The memory of a plan: terms of actor and engine, every phase on its fullest device, the KV cache, the host."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,8 +33,9 @@ _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_para
 
 
 def memory_section(inputs: PlanInputs) -> dict[str, Any]:
-    """Bytes on the fullest device of every phase, with what they consist of, the KV cache,
-    and the host memory of the fullest node.
+    """Returns the bytes of every phase on its fullest device, by term.
+
+    The KV cache and the host memory of the fullest node stand beside.
     """
     batch = batch_plan(inputs.config, inputs.train)
     engine = engine_of(inputs)
@@ -65,7 +64,7 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
 
 
 def _fullest(inputs: PlanInputs, per_stage: list[list[Phase]], number: int) -> dict[str, Any]:
-    """The stage with the most bytes in one phase."""
+    """Returns the stage with the most bytes in one phase."""
     stage = max(range(len(per_stage)), key=lambda pp: per_stage[pp][number].total)
     phase = per_stage[stage][number]
     change = phase.cure
@@ -89,7 +88,7 @@ def _cache(inputs: PlanInputs, engine: EngineMemory) -> dict[str, Any]:
 
 
 def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
-    """Terms of one rank of pipeline stage `pp`."""
+    """Returns the terms of one rank of pipeline stage `pp`."""
     precision = precision_of(inputs.config, inputs.element_bytes)
     state = stage_state(inputs.model, inputs.train, pp, precision, lora=inputs.lora)
     activations = activations_of(inputs, batch.micro)
@@ -113,16 +112,17 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
 
 
 def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:
-    """Terms of a critic on a rank of stage `pp`.
+    """Returns the terms of a critic on a rank of stage `pp`.
 
-    Its passes are counted as the actor's, whose output layer takes more than the head of a critic.
+    Its passes are counted as the actor's, whose output layer takes more than a critic's head.
     """
-    own = inputs.critic
-    if own is None:
+    critic = inputs.critic
+    if critic is None:
         return None
-    batch = batch_plan(own.config, own.train)
-    state = stage_state(own.model, own.train, pp, precision_of(own.config, own.element_bytes), is_critic=True)
-    activations = activations_of(own, batch.micro)
+    batch = batch_plan(critic.config, critic.train)
+    precision = precision_of(critic.config, critic.element_bytes)
+    state = stage_state(critic.model, critic.train, pp, precision, is_critic=True)
+    activations = activations_of(critic, batch.micro)
     saved = activations.stage_saved(pp, batch.micro_batches)
     return CriticBytes(
         parameters=state.parameters,
@@ -130,15 +130,15 @@ def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:
         optimizer=state.optimizer,
         optimizer_host=state.optimizer_host,
         activations=saved,
-        temporaries=max(activations.stage_temporaries(pp), _adam_scratch(own, state.optimizer) - saved),
+        temporaries=max(activations.stage_temporaries(pp), _adam_scratch(critic, state.optimizer) - saved),
         forward=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
-        offload=offload_of(own.config),
-        batch=sample_bytes(own, batch, pp).update,
+        offload=offload_of(critic.config),
+        batch=sample_bytes(critic, batch, pp).update,
     )
 
 
 def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
-    """The activation model of the configured actor."""
+    """Returns the activation model of the configured actor."""
     return Activations(
         model=inputs.model,
         layout=inputs.train,
@@ -154,8 +154,9 @@ def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
 
 
 def kernels_of(inputs: PlanInputs) -> Kernels:
-    """Transformer Engine, or its Ascend counterpart, on accelerators: ranks refuse to start without,
-    unless the run allows it.
+    """Returns the kernels that ranks use: on accelerators Transformer Engine or its Ascend counterpart.
+
+    Ranks refuse to start without, unless the run allows it.
     """
     without = inputs.device.platform == "cpu" or inputs.config.model.allow_torch_layers
     if without:
@@ -164,10 +165,10 @@ def kernels_of(inputs: PlanInputs) -> Kernels:
 
 
 def _adam_scratch(inputs: PlanInputs, optimizer: int) -> int:
-    """Bytes that a step of torch's AdamW takes in place of activations: on devices the roots of all second moments at
-    once.
+    """Returns the bytes that a step of torch's AdamW takes, when activations are gone.
 
-    Fused Adams take none. `optimizer`: bytes of the state that it steps.
+    On devices it holds the roots of all second moments at once. Fused Adams take none. `optimizer`: bytes of Adam's
+    state.
     """
     if inputs.device.platform == "cpu" or kernels_of(inputs) != "torch" or not optimizer:
         return 0
@@ -176,7 +177,7 @@ def _adam_scratch(inputs: PlanInputs, optimizer: int) -> int:
 
 
 def offload_of(config: RunConfig) -> Offload:
-    """What leaves the device between phases."""
+    """Returns what leaves the device between phases."""
     actor = config.actor
     return Offload(
         actor.param_offload,
@@ -188,14 +189,14 @@ def offload_of(config: RunConfig) -> Offload:
 
 
 def _reference_bytes(inputs: PlanInputs, pp: int) -> int:
-    """Parameters of the reference model of a KL term on a rank of stage `pp`; it lies as the actor does."""
+    """Returns the parameters of a KL term's reference model on a rank of stage `pp`; it has the actor's layout."""
     if not inputs.config.algorithm.needs_reference or reference_is_the_base(inputs.config):
         return 0
     return stage_state(inputs.model, inputs.train, pp, Precision(inputs.element_bytes)).parameters
 
 
 def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
-    """The teacher's parameters, and its pass."""
+    """Returns the bytes of the teacher's parameters and of its pass."""
     teacher = teacher_inputs(inputs)
     if teacher is None:
         return TeacherBytes()
@@ -211,24 +212,24 @@ def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
 
 
 def _actor_staging(inputs: PlanInputs, pp: int) -> int:
-    """Fast path: a round being packed and one on the wire; of adapters and words also what is made for
-    its digest.
+    """Returns the bytes that a rank stages for a sync.
 
-    Slow path: a bucket, and the largest tensor gathered and merged; of adapters also what they make of a rank's part.
+    Fast path: one round being packed and one on the wire; with adapters or FP8 words also a merged part for its digest.
+    Slow path: a bucket, and the largest tensor gathered and merged; with adapters also their product for a rank's part.
     """
     if inputs.config.reshard.path == "fast":
         merged = MERGED_BYTES if inputs.lora or inputs.config.rollout.fp8_block else 0
         return 2 * sync_budget(inputs.config) + merged
-    own = largest_parameter(inputs.model, inputs.train, pp) * inputs.element_bytes
-    made = 2 * own if inputs.lora else 0
-    return BUCKET_BYTES + 2 * own * inputs.train.tensor + made
+    largest = largest_parameter(inputs.model, inputs.train, pp) * inputs.element_bytes
+    adapted = 2 * largest if inputs.lora else 0
+    return BUCKET_BYTES + 2 * largest * inputs.train.tensor + adapted
 
 
 # ---------------------------------------------------------------- an engine
 
 
 def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
-    """Terms of one engine worker. A sync stages two rounds and, at its peak, two modules in load layout."""
+    """Returns the terms of one engine worker. A sync stages two rounds and, at its peak, two modules in load layout."""
     staging = 2 * sync_budget(inputs.config) if inputs.config.reshard.path == "fast" else BUCKET_BYTES
     graphs = 0
     if not (inputs.config.rollout.enforce_eager or inputs.device.platform == "cpu"):

@@ -1,4 +1,4 @@
-"""A run's phases on one device: what is on it in each, whether that fits, what weighs most and what would help."""
+"""The phases of a run on one device: the terms of memory in each, whether they fit, the largest one, and its cure."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,11 +20,12 @@ ACTOR, ENGINE = HOLDERS = ("actor", "engine")
 
 @dataclass(frozen=True)
 class Term:
-    """A term of a plan's memory, and what to change where it is the largest; the likeliest help comes first.
+    """A term of a plan's memory, and what to change where it is the largest. The likeliest help comes first.
 
-    `holder`: whose process has it on the device. `cure`: for the device. `packed_cure`: instead, where
-    actor.use_dynamic_bsz packs micro-batches up to a budget of tokens, so that sample counts do nothing.
-    `host_cure`: for a node's host memory.
+    * `holder`: the process that has it on the device.
+    * `cure`: the change for the device.
+    * `packed_cure`: instead of it, where actor.use_dynamic_bsz packs micro-batches by tokens, not by samples.
+    * `host_cure`: the change for a node's host memory.
     """
 
     name: str
@@ -119,7 +120,7 @@ _UNTRACKED = ("engine_asleep", "engine_context")
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes on one device while a phase runs, by term. `device_bytes`: what the device has for them."""
+    """Bytes on one device during a phase, by term. `device_bytes`: bytes that are available for them."""
 
     name: str
     terms: dict[str, int]
@@ -132,7 +133,7 @@ class Phase:
 
     @property
     def fits(self) -> bool:
-        """Whether it is no more than the device has."""
+        """Whether the terms fit on the device."""
         return self.total <= self.device_bytes
 
     @property
@@ -148,7 +149,7 @@ class Phase:
         return TERMS[self.largest].cure
 
     def to_json(self) -> dict:
-        """Plain data."""
+        """Returns the phase as plain data."""
         return {
             "terms": self.terms,
             "bytes": self.total,
@@ -179,19 +180,19 @@ class CriticBytes:
     optimizer: int
     activations: int
     temporaries: int
-    forward: int  # what a pass for values takes
+    forward: int  # a pass for values
     offload: Offload = field(default_factory=Offload)
-    optimizer_host: int = 0  # of an Adam on the host, where it stays
+    optimizer_host: int = 0  # state of an Adam on the host, where it stays
     batch: int = 0
 
     @property
     def host(self) -> int:
-        """Bytes of host memory: places of what leaves the device."""
+        """Bytes of host memory for what leaves the device."""
         o = self.offload
         return o.parameters * self.parameters + o.optimizer * self.optimizer + self.optimizer_host
 
     def at_rest(self, parameters: bool = False) -> int:
-        """Bytes that stay on the device between its passes; `parameters`: they are needed there."""
+        """Returns the bytes that stay on the device between its passes. With `parameters` these are needed there."""
         o = self.offload
         kept = self.parameters * (parameters or not o.parameters)
         return kept + self.gradients * (not o.gradients) + self.optimizer * (not o.optimizer)
@@ -216,14 +217,16 @@ class ActorBytes:
     offload: Offload = field(default_factory=Offload)
     reference: int = 0  # parameters of a reference model; 0: there is none
     teacher: TeacherBytes = field(default_factory=TeacherBytes)
-    optimizer_host: int = 0  # of an Adam on the host, where it stays
+    optimizer_host: int = 0  # state of an Adam on the host, where it stays
     scores_old: bool = True  # a pass is made for old log-probs
     samples: SampleBytes = field(default_factory=SampleBytes)
     critic: CriticBytes | None = None  # beside the actor
 
     @property
     def host(self) -> dict[str, int]:
-        """Bytes of host memory of one rank by term: places of what leaves the device, which are kept for good."""
+        """Bytes of host memory of one rank by term, for what leaves the device. They are kept from the first move
+        on.
+        """
         o = self.offload
         return {
             "parameters": o.parameters * self.parameters,
@@ -243,18 +246,18 @@ class EngineBytes:
     working_set: int
     cache: int
     sync_staging: int
-    asleep: int  # what stays on the device while the engine sleeps: context, graphs, buffers
-    context: int = 0  # of a second process on the device, beside what the engine counts into its share, and its buffers
+    asleep: int  # stays on the device while the engine sleeps: context, graphs, buffers
+    context: int = 0  # a second process's context outside the engine's share, and the engine's buffers
 
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """Planned bytes of one device in one phase, for the gate that lets the next phase begin.
+    """Planned bytes of one device in one phase, for the gate before the next phase.
 
-    `holders`: planned bytes of "actor" (a rank's process) and of "engine" (a worker's process), 0 for one that has
-    nothing there. `untracked`: of the engine's, what no ledger of tensors shows: its context, graphs and communicators.
-    `available`: bytes of the device that a plan may fill, contexts and the allocator's rest taken off. `host`: bytes
-    that the process of each kind that has most keeps in host memory beside, in every phase from the first save on.
+    * `holders`: bytes of "actor" (a rank's process) and "engine" (a worker's process); 0 for one that has none.
+    * `untracked`: bytes of the engine outside any tensor: context, graphs and communicators.
+    * `available`: bytes that a plan may fill, without contexts and the allocator's rest.
+    * `host`: host memory of the process of each kind that has most, in every phase from the first save on.
     """
 
     name: str
@@ -270,14 +273,15 @@ class PhaseBytes:
 
 
 def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
-    """Planned bytes on the fullest device in phase `name`, by holder; `plan` is a run's (`run_plan.make_plan`,
-    plan.json).
+    """Returns the planned bytes on the fullest device in phase `name`, by holder. `plan` is a run's plan (plan.json).
 
-    Bytes are those of tensors, and of what an engine has besides; the actor's own context is in what `available` leaves
-    out. The fullest pipeline stage stands for all, so on other stages less is held and more is free; their sum is the
-    same. The cpu device has no memory of its own: `available` is the nominal share of host memory that the table of
-    devices gives a rank (mrl/plan/devices.json). Nothing enforces it: a gate there compares what each holder has live
-    with its planned bytes. Raises ConfigError for a phase that the plan's placement does not have.
+    Bytes are those of tensors, and of what an engine has besides. The actor's own context is already taken off
+    `available`. The fullest pipeline stage stands for all. On other stages less is held and more is free, with the same
+    sum.
+
+    The cpu device has no memory of its own. There `available` is a rank's nominal share of host memory
+    (mrl/plan/devices.json). Nothing enforces it: a gate compares what each holder has live with its planned bytes.
+    Raises ConfigError for a phase that the plan's placement does not have.
     """
     phases = plan["memory"]["phases"]
     if name not in phases:
@@ -299,14 +303,12 @@ def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
 
 
 def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
-    """Training, log-probs (of a reference model too) where a pass is made for them,
-    and sync on a device that only the actor uses.
-    """
+    """Returns training, passes for log-probs where a run has them, and sync, on a device of the actor alone."""
     return [Phase(name, terms, device.usable) for name, terms in _actor_terms(actor).items()]
 
 
 def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
-    """Generation and sync on a device that only an engine uses."""
+    """Returns generation and sync on a device that only an engine uses."""
     return [
         Phase("rollout", _awake(engine), device.usable),
         Phase("rollout_sync", {"engine_weights": engine.weights, "engine_staging": engine.sync_staging}, device.usable),
@@ -314,20 +316,19 @@ def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
 
 
 def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> list[Phase]:
-    """Every phase and every hand-over of a device that actor and engine take turns on.
+    """Returns every phase and every hand-over of a device that actor and engine share in turn.
 
-    The engine sleeps while the actor works. While it is synced it has its weights back, but no cache yet. What its
-    sleep left on the device is there all the time. Parameters that are offloaded come back for the sync; the optimizer
-    and the gradients that are offloaded do not.
+    The engine sleeps while the actor works. During a sync it has its weights back, but no cache yet. What stays on the
+    device during sleep is counted in every phase. Offloaded parameters come back for the sync; offloaded gradients and
+    optimizer do not.
     """
     asleep = {"engine_asleep": engine.asleep}
     rest = _at_rest(actor)
     context = {}
     if engine.context:
         context = {"engine_context": engine.context}
-    phases = [
-        Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor).items() if name != "sync"
-    ]
+    terms_of = _actor_terms(actor)
+    phases = [Phase(name, terms | asleep, device.usable) for name, terms in terms_of.items() if name != "sync"]
     syncing = (
         _at_rest(actor, parameters=True)
         | asleep
@@ -337,23 +338,20 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
             "engine_staging": engine.sync_staging,
         }
     )
-    return [
-        *phases,
+    phases += [
         Phase("train_to_sync", syncing, device.usable),
         Phase("sync_to_rollout", rest | _awake(engine) | context, device.usable),
         Phase("rollout", rest | _awake(engine) | context, device.usable),
-        *(
-            [Phase("rollout_to_log_prob", _scoring(actor) | asleep, device.usable)]
-            if actor.scores_old or actor.reference or actor.teacher.parameters or actor.critic
-            else []
-        ),
     ]
+    if actor.scores_old or actor.reference or actor.teacher.parameters or actor.critic:
+        phases.append(Phase("rollout_to_log_prob", _scoring(actor) | asleep, device.usable))
+    return phases
 
 
 def with_optimizer_early(stages: list[list[Phase]], actors: list[ActorBytes]) -> list[list[Phase]]:
-    """Phases of a colocated run's pipeline stages whose optimizer comes back while log-probs are computed.
+    """Returns the phases of a colocated run's stages, with the optimizer coming back during the passes for log-probs.
 
-    Then the update need not wait for it. Phases stay as given where it would not fit beside them on every stage.
+    The update then need not wait for it. Phases stay as given where it would not fit beside them on every stage.
     """
     early = []
     for phases, actor in zip(stages, actors, strict=True):
@@ -382,7 +380,7 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
         "sync": without | {"sync_staging": actor.sync_staging},
     }
     if actor.reference:
-        phases["ref"] = _scoring(actor)  # its weights and the actor's change places for it
+        phases["ref"] = _scoring(actor)  # the reference's weights replace the actor's for it
     if actor.teacher.parameters:
         phases["teacher"] = _asking_teacher(actor)
     if actor.critic is not None:
@@ -391,14 +389,14 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
 
 
 def _asking_teacher(actor: ActorBytes) -> dict[str, int]:
-    """The teacher's pass, beside the actor's parameters."""
+    """Returns the terms of the teacher's pass, beside the actor's parameters."""
     teacher = actor.teacher
     passing = {"teacher": teacher.parameters, "log_prob": teacher.log_prob, "batch": teacher.batch}
     return _at_rest(actor, parameters=True) | passing
 
 
 def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str, int]]:
-    """The phases in which a critic computes; the actor's parameters stay on the device meanwhile."""
+    """Returns the phases in which a critic computes. The actor's parameters stay on the device meanwhile."""
     rest = _at_rest(actor, parameters=True)
     passes = {"activations": critic.activations, "temporaries": critic.temporaries}
     return {
@@ -408,7 +406,7 @@ def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str,
 
 
 def _scoring(actor: ActorBytes) -> dict[str, int]:
-    """A pass of log-probs, and the hand-over before the first."""
+    """Returns the terms of a pass for log-probs, and of the hand-over before the first one."""
     samples = actor.samples
     batch = _samples(samples.log_prob, samples.log_prob_routes + samples.recorded_routes)
     return _at_rest(actor, parameters=True) | {"log_prob": actor.log_prob} | batch
@@ -419,7 +417,9 @@ def _samples(batch: int, routes: int) -> dict[str, int]:
 
 
 def _beside(actor: ActorBytes) -> dict[str, int]:
-    """The reference model, the teacher and the critic, where they stay on the device outside their own phases."""
+    """Returns the reference model, the teacher and the critic, where they stay on the device outside their own
+    phases.
+    """
     beside = {}
     if actor.reference and not actor.offload.reference:
         beside["reference"] = actor.reference
@@ -431,7 +431,7 @@ def _beside(actor: ActorBytes) -> dict[str, int]:
 
 
 def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
-    """What stays on the device between updates; `parameters`: they are needed there."""
+    """Returns what stays on the device between updates. With `parameters` these are needed there."""
     o = actor.offload
     kept = {
         "parameters": 0 if o.parameters and not parameters else actor.parameters,

@@ -1,11 +1,14 @@
 """What a rank holds of the model between micro-batches: parameters, gradients, optimizer.
 
-Sources: megatron-core 0.16.1 distributed/param_and_grad_buffer.py (one buffer for dense and one for expert parameters;
-parameters begin at multiples of 64 elements, a buffer ends at a multiple of lcm(shards, 128)) and
-optimizer/distrib_optimizer.py (each of the ranks that share a buffer keeps one shard of Adam's moments, and of float32
-master weights where the parameters have 16 bits); with optimizer_cpu_offload
-optimizer/cpu_offloading/hybrid_optimizer.py. Dense buffers are shared by dp x cp ranks, those of experts by the expert
-grid's own data-parallel ranks.
+Sources in megatron-core 0.16.1:
+
+* distributed/param_and_grad_buffer.py: one buffer for dense and one for expert parameters. Parameters begin at
+  multiples of 64 elements. A buffer ends at a multiple of lcm(shards, 128).
+* optimizer/distrib_optimizer.py: each rank that shares a buffer keeps one shard of Adam's moments. With 16-bit
+  parameters it keeps one of float32 master weights too.
+* optimizer/cpu_offloading/hybrid_optimizer.py: optimizer_cpu_offload.
+
+Dense buffers are shared by dp x cp ranks, those of experts by the expert grid's own data-parallel ranks.
 """
 
 from collections.abc import Iterable
@@ -36,8 +39,8 @@ class StateBytes:
     parameters: int
     gradients: int
     optimizer: int
-    optimizer_host: int = 0  # in host memory for good
-    frozen: int = 0  # of the parameters, what is not trained
+    optimizer_host: int = 0  # always in host memory
+    frozen: int = 0  # part of the parameters that is not trained
 
     @property
     def trained(self) -> int:
@@ -47,7 +50,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class BufferNumel:
-    """Elements of a rank's parameters with each start aligned, in Megatron's two buffers."""
+    """Elements of a rank's parameters in Megatron's two buffers, with the start of each parameter aligned."""
 
     dense: int = 0
     expert: int = 0
@@ -68,22 +71,26 @@ def stage_state(
     lora: Lora | None = None,
     is_critic: bool = False,
 ) -> StateBytes:
-    """Bytes of a rank of pipeline stage `pp`; all ranks of a stage hold the same, up to the rounding of a shard.
+    """Returns the bytes of a rank of pipeline stage `pp`. All ranks of a stage hold the same, up to the rounding of a
+    shard.
 
-    `lora`: of the adapters that are trained, while the weights lie beside Megatron's buffers. `is_critic`: the model
-    has a value head in place of its output layer.
+    `lora`: trained adapters; the weights then lie beside Megatron's buffers. `is_critic`: the model has a value head in
+    place of its output layer.
     """
     numel = critic_numel(model, layout, pp) if is_critic else stage_numel(model, layout, pp)
     frozen = 0
     if lora is not None:
         frozen = numel.dense + numel.expert
         numel = adapter_numel(model, layout, pp, lora)
-    shards = (layout.data * layout.context, layout.expert_data)
-    buffers = [round_up(n, lcm(s, _BUFFER_END)) for n, s in zip((numel.dense, numel.expert), shards, strict=True)]
-    sharded = sum(-(-b // (s if shard_optimizer else 1)) for b, s in zip(buffers, shards, strict=True))
+    buffered = 0
+    sharded = 0
+    for elements, shards in ((numel.dense, layout.data * layout.context), (numel.expert, layout.expert_data)):
+        buffer = round_up(elements, lcm(shards, _BUFFER_END))
+        buffered += buffer
+        sharded += -(-buffer // shards) if shard_optimizer else buffer
     return StateBytes(
-        parameters=(sum(buffers) + frozen) * precision.parameters,
-        gradients=sum(buffers) * precision.gradients,
+        parameters=(buffered + frozen) * precision.parameters,
+        gradients=buffered * precision.gradients,
         optimizer=round(sharded * precision.adam),
         optimizer_host=round(sharded * precision.adam_on_host),
         frozen=frozen * precision.parameters,
@@ -91,8 +98,9 @@ def stage_state(
 
 
 def largest_parameter(model: ModelSpec, layout: TrainLayout, pp: int) -> int:
-    """Elements of the largest single parameter on a rank of a stage: a vocabulary matrix,
-    or the fused projection of a layer.
+    """Returns the elements of a stage's largest single parameter on a rank.
+
+    It is a vocabulary matrix, or the fused projection of a layer.
     """
     weights = [weight for kind, _ in weight_map(model).layers for weight in kind.megatron]
     weights += _ends(model, layout.pipeline, pp)
@@ -100,24 +108,24 @@ def largest_parameter(model: ModelSpec, layout: TrainLayout, pp: int) -> int:
 
 
 def key_value_heads(model: ModelSpec, tensor: int) -> int:
-    """Key/value heads on one of `tensor` ranks; more ranks than heads share one."""
+    """Returns the key/value heads on one of `tensor` ranks. With more ranks than heads, several ranks share one."""
     return max(1, model.num_key_value_heads // tensor)
 
 
 def layers_alike(model: ModelSpec) -> bool:
-    """Whether all layers are of one kind: then it does not matter which ones a chunk has."""
+    """Returns whether all layers are of one kind. Then it does not matter which ones a chunk has."""
     return len(model.moe_layers) in (0, model.num_layers) and not model.is_hybrid
 
 
 def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tuple[LayerKind, ...]:
-    """The kind of each layer of a model chunk."""
+    """Returns the kind of each layer of a model chunk."""
     if layers_alike(model):
         return (LayerKind(model.is_moe),) * layout.chunk_layers[pp][vp]
     return tuple(model.layer_kind(layer) for layer in layout.stage_layers(pp, vp))
 
 
 def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:
-    """What a stage has beside its layers."""
+    """Returns the weights that a stage has beside its layers."""
     first = ()
     if pp == 0:
         first = (weight_map(model).embedding,)
@@ -128,7 +136,9 @@ def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:
 
 
 def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
-    """Elements of a rank of pipeline stage `pp`, each parameter's start aligned, the buffers' ends not yet."""
+    """Returns the elements of a rank of pipeline stage `pp`, with parameters' starts aligned but not yet the buffers'
+    ends.
+    """
     kinds = [kind for vp in range(layout.virtual_pipeline) for kind in layer_kinds(model, layout, pp, vp)]
     numel = _end_numel(model, layout.tensor, layout.pipeline, pp)
     for kind in set(kinds):
@@ -137,7 +147,7 @@ def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
 
 
 def critic_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
-    """Elements of a critic on a rank of pipeline stage `pp`, as `stage_numel` counts the actor's."""
+    """Returns the elements of a critic on a rank of pipeline stage `pp`, as `stage_numel` counts the actor's."""
     body = body_of(model)
     numel = stage_numel(body, layout, pp)
     if pp < layout.pipeline - 1:
@@ -148,7 +158,7 @@ def critic_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
 
 
 def adapter_numel(model: ModelSpec, layout: TrainLayout, pp: int, lora: Lora) -> BufferNumel:
-    """Elements of the adapters of a rank of pipeline stage `pp`, as `stage_numel` counts weights."""
+    """Returns the elements of the adapters of a rank of pipeline stage `pp`, as `stage_numel` counts weights."""
     kinds = [kind for vp in range(layout.virtual_pipeline) for kind in layer_kinds(model, layout, pp, vp)]
     numel = BufferNumel()
     for kind in set(kinds):
@@ -158,7 +168,9 @@ def adapter_numel(model: ModelSpec, layout: TrainLayout, pp: int, lora: Lora) ->
 
 
 def _adapters_of(weight: Weight, model: ModelSpec, layout: TrainLayout, lora: Lora) -> BufferNumel:
-    """Elements of both factors of each target in a weight of one layer; experts of a rank share a parameter."""
+    """Returns the elements of both factors of each target in one layer's weight. Experts of a rank share a
+    parameter.
+    """
     blocks = megatron_slice(weight, layout.tensor, layout.expert_tensor).blocks
     together = 1
     if weight.is_expert:
@@ -175,7 +187,7 @@ def _adapters_of(weight: Weight, model: ModelSpec, layout: TrainLayout, lora: Lo
 
 @cache
 def _layer_numel(model: ModelSpec, kind: LayerKind, tensor: int, expert: int, expert_tensor: int) -> BufferNumel:
-    """Elements of one layer on one rank."""
+    """Returns the elements of one layer on one rank."""
     return _aligned(weight_map(model).of_kind(kind).megatron, tensor, expert_tensor, model.num_experts // expert)
 
 
@@ -185,7 +197,7 @@ def _end_numel(model: ModelSpec, tensor: int, pipeline: int, pp: int) -> BufferN
 
 
 def _aligned(weights: Iterable[Weight], tensor: int, expert_tensor: int = 1, local_experts: int = 0) -> BufferNumel:
-    """Elements on one rank of these weights: those of one layer, or those outside the layers."""
+    """Returns the elements of these weights on one rank: those of one layer, or those outside the layers."""
     numels = {True: 0, False: 0}
     for weight in weights:
         size = round_up(megatron_slice(weight, tensor, expert_tensor).numel, _PARAMETER_START)

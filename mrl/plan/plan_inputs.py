@@ -1,4 +1,4 @@
-"""From a configuration to what memory and times are computed from: the place of the plan that reads keys."""
+"""Reads from a configuration what memory and times are computed from."""
 
 from dataclasses import dataclass, replace
 
@@ -21,19 +21,19 @@ _BATCHED_TOKENS = 8192  # vLLM's default for RL-sized engines where rollout.max_
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batch algebra of one step. Counts of micro-batches are of one rank and one mini-batch."""
+    """The batches of one step. Counts of micro-batches are those of one rank and one mini-batch."""
 
     prompts: int
     responses_per_prompt: int
     samples: int
     mini_batches: int
     samples_per_rank: int  # of one mini-batch
-    micro: MicroBatchShape  # the largest that can come up: every row at its limits
+    micro: MicroBatchShape  # the largest possible one: every row at its limits
     micro_batches: int
     log_prob_micro: MicroBatchShape
 
     def to_json(self) -> dict:
-        """Plain data."""
+        """Returns the batches as plain data."""
         return {
             "train_batch_size": self.prompts,
             "n": self.responses_per_prompt,
@@ -49,7 +49,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Everything that a plan follows from."""
+    """Everything that decides a plan."""
 
     config: RunConfig
     model: ModelSpec
@@ -57,7 +57,7 @@ class PlanInputs:
     assumptions: Assumptions
     train: TrainLayout
     rollout: RolloutLayout
-    held_out_prompts: int = 0  # of a validation, as far as is known; 0: there is none, or nobody knows
+    held_out_prompts: int = 0  # of a validation; 0: there is none, or their number is unknown
 
     @classmethod
     def of(
@@ -68,10 +68,9 @@ class PlanInputs:
         assumptions: Assumptions = USUAL,
         held_out_prompts: int | None = None,
     ) -> "PlanInputs":
-        """What communicators of weight syncs may take of the device is not planned with. `held_out_prompts`: of
-        data.val_files, where they were read.
+        """Makes the inputs. Memory for communicators of weight syncs is reserved on the device.
 
-        Raises ConfigError for an illegal layout.
+        `held_out_prompts`: those of data.val_files, where they were read. Raises ConfigError for an illegal layout.
         """
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
         taken = device.pair and device.pair * most_pairs(config)
@@ -85,16 +84,16 @@ class PlanInputs:
 
     @property
     def lora(self) -> Lora | None:
-        """The adapters that are trained; None where all weights are."""
+        """The trained adapters; None where all weights are trained."""
         return self.config.actor.lora.adapters
 
     @property
     def critic(self) -> "PlanInputs | None":
-        """The same with the critic in the actor's place; None without a critic."""
-        own = self.config.of_critic
-        if own is None:
+        """The same inputs with the critic in the actor's place; None without a critic."""
+        config = self.config.of_critic
+        if config is None:
             return None
-        return replace(self, config=own)
+        return replace(self, config=config)
 
     @property
     def element_bytes(self) -> int:
@@ -108,10 +107,9 @@ class PlanInputs:
 
 
 def device_for(config: RunConfig, name: str | None = None) -> Device:
-    """The device called `name`, else the one that cluster.accelerator names, else the smallest that cluster.device can
-    mean.
+    """Returns the device called `name`, else cluster.accelerator, else the smallest one of cluster.device.
 
-    Raises ConfigError for a name that is not known or of another kind than cluster.device.
+    Raises ConfigError for an unknown name, or one of another kind than cluster.device.
     """
     named = name or config.cluster.accelerator
     if named is None:
@@ -126,7 +124,7 @@ def device_for(config: RunConfig, name: str | None = None) -> Device:
 
 
 def _held_out_prompts(config: RunConfig, read: int | None) -> int:
-    """The most held-out prompts that a run which validates has: those that were read, else those of a sample."""
+    """Returns the held-out prompts of a run that validates: those that were read, at most data.val_max_samples."""
     trainer = config.trainer
     data = config.data
     if not data.val_files or not (trainer.val_before_train or trainer.test_freq > 0):
@@ -135,12 +133,12 @@ def _held_out_prompts(config: RunConfig, read: int | None) -> int:
 
 
 def sync_budget(config: RunConfig) -> int:
-    """Bytes of one round of the weight sync, staged on each side."""
+    """Returns the bytes of one round of the weight sync, staged on each side."""
     return config.reshard.budget_mb * MIB
 
 
 def recompute_of(config: RunConfig) -> Recompute:
-    """Activation recomputation, from `model.override_transformer_config`."""
+    """Returns the activation recomputation of `model.override_transformer_config`."""
     given = config.model.override_transformer_config
     if (granularity := given.get("recompute_granularity")) is None:
         return Recompute()
@@ -153,9 +151,9 @@ def recompute_of(config: RunConfig) -> Recompute:
 
 
 def precision_of(config: RunConfig, element_bytes: int) -> Precision:
-    """Bytes that training keeps for each weight of `element_bytes`.
+    """Returns the bytes that training keeps for each weight of `element_bytes`.
 
-    Gradients are in float32 or in the weights' format; Megatron's hybrid optimizer has a share of Adam on the host.
+    Gradients are in float32 or in the weights' format. Megatron's hybrid optimizer keeps a share of Adam on the host.
     """
     given = config.actor.optim.override_optimizer_config
     share = 0.0
@@ -171,7 +169,7 @@ def precision_of(config: RunConfig, element_bytes: int) -> Precision:
 
 
 def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
-    """The batches of a step. Under a token budget a micro-batch is one packed row of that many tokens."""
+    """Returns the batches of a step. Under a token budget a micro-batch is one packed row of that many tokens."""
     actor = config.actor
     data = config.data
     n = config.rollout.n
@@ -193,8 +191,9 @@ def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
 
 
 def update_micro_batch(config: RunConfig, train: TrainLayout) -> MicroBatchShape:
-    """The largest micro-batch of the update in a layout: a token budget is of one device,
-    so context parallelism multiplies it.
+    """Returns the largest micro-batch of an update in a layout.
+
+    A token budget is one device's, so context parallelism multiplies it.
     """
     actor = config.actor
     available = _samples_per_rank(config, train)
@@ -202,7 +201,7 @@ def update_micro_batch(config: RunConfig, train: TrainLayout) -> MicroBatchShape
 
 
 def _samples_per_rank(config: RunConfig, train: TrainLayout) -> int:
-    """Samples of one mini-batch that a data-parallel rank has."""
+    """Returns the samples of one mini-batch that a data-parallel rank has."""
     return -(-config.actor.ppo_mini_batch_size * config.rollout.n // train.data)
 
 
@@ -211,7 +210,11 @@ def _micro_batch(
 ) -> MicroBatchShape:
     prompt = config.data.max_prompt_length
     response = config.data.max_response_length
-    multiple = (2 * train.context if train.context > 1 else 1) * (train.tensor if train.sequence_parallel else 1)
+    multiple = 1
+    if train.context > 1:
+        multiple *= 2 * train.context
+    if train.sequence_parallel:
+        multiple *= train.tensor
     length = round_up(prompt + response, multiple)
     packed = config.actor.use_remove_padding
     if not config.actor.use_dynamic_bsz or tokens is None:
@@ -221,8 +224,8 @@ def _micro_batch(
 
 
 def _micro_batch_count(config: RunConfig, train: TrainLayout, micro: MicroBatchShape, per_rank: int) -> int:
-    """How many micro-batches a rank's samples make when all are at their limits;
-    a multiple of the stages with virtual ones.
+    """Returns the micro-batches that a rank's samples make at their limits; with virtual stages a multiple of the
+    stages.
     """
     tokens = per_rank * config.data.max_sample_length
     packed = config.actor.use_dynamic_bsz and config.actor.ppo_max_token_len_per_gpu is not None
@@ -231,7 +234,7 @@ def _micro_batch_count(config: RunConfig, train: TrainLayout, micro: MicroBatchS
 
 
 def engine_of(inputs: PlanInputs) -> EngineMemory:
-    """One engine worker on the device, with the cache that its share of the memory leaves."""
+    """Returns one engine worker on the device, with the cache that its share of the memory leaves."""
     rollout = inputs.config.rollout
     passes = {"batched_tokens": rollout.max_num_batched_tokens or _BATCHED_TOKENS, "max_num_seqs": rollout.max_num_seqs}
     passes["fp8_block"] = rollout.fp8_block

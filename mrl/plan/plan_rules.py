@@ -1,5 +1,6 @@
-"""Rules that need a plan's figures of devices, in the form of the configuration's own:
-what cannot stand on the device that is meant.
+"""Rules that need a plan's figures of devices: they refuse what does not fit on the named device.
+
+They have the form of the configuration's own rules.
 """
 
 from math import ceil, floor
@@ -16,11 +17,11 @@ from mrl.plan.plan_inputs import PlanInputs, engine_of
 from mrl.units import GIB
 
 _SHARE = "rollout.gpu_memory_utilization"
-_STEP = 100  # a share is said in hundredths
+_STEP = 100  # shares are rounded to hundredths
 
 
 def accelerator_violations(resolved: ResolvedConfig) -> list[Violation]:
-    """A device that mrl has no figures of, or that cluster.device is not."""
+    """Refuses a device without figures here, or of another kind than cluster.device."""
     platform, name = (leaf(resolved.config, f"cluster.{key}") for key in ("device", "accelerator"))
     fitting = ()
     if platform:
@@ -36,13 +37,13 @@ def accelerator_violations(resolved: ResolvedConfig) -> list[Violation]:
 
 
 def share_violations(resolved: ResolvedConfig, model: ModelSpec) -> list[Violation]:
-    """An engine's share of the memory that cannot fit beside what the actor keeps on the same device.
+    """Refuses an engine's share of the memory that does not fit beside what the actor keeps on the same device.
 
-    For a configuration that has passed all other rules. Where it names no device, one is refused only if the largest
-    of its kind is too small. An engine on CPU has no share: rollout.cpu_kvcache_gib says its cache.
+    The configuration must have passed all other rules. Where it names no device, a share is refused only if the largest
+    device of its kind is too small. An engine on CPU has no share: rollout.cpu_kvcache_gib gives its cache.
     """
     config = resolved.config
-    device = _largest_meant(config)
+    device = _largest_device(config)
     if config.cluster.placement != "colocated" or device.platform == "cpu":
         return []
     inputs = PlanInputs.of(config, model, device)
@@ -53,7 +54,7 @@ def share_violations(resolved: ResolvedConfig, model: ModelSpec) -> list[Violati
     return [Violation(_SHARE, rule, why, allowed, config.rollout.gpu_memory_utilization, resolved.where(_SHARE))]
 
 
-def _largest_meant(config: RunConfig) -> Device:
+def _largest_device(config: RunConfig) -> Device:
     named = config.cluster.accelerator
     if named:
         return devices()[named]
@@ -61,7 +62,7 @@ def _largest_meant(config: RunConfig) -> Device:
 
 
 def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tuple[float, ...]]:
-    """(what must hold, why, the largest share that does) of a share that does not fit."""
+    """Returns for a share that does not fit: what must hold, why, and the largest share that fits."""
     device = inputs.device
     engine = engine_of(inputs)
     phase = memory["phases"]["rollout"]

@@ -1,6 +1,7 @@
-"""A run's plan as plain data, hashed: places of ranks, memory of every phase, predicted times, weight sync, batches.
+"""The plan of a run as plain data with a hash: places of ranks, memory of phases, predicted times, weight sync,
+batches.
 
-It is stored as plan.json of a run directory and compared with what a run that starts later would plan.
+It is stored as plan.json in a run directory, and compared with the plan of a run that starts later.
 """
 
 import hashlib
@@ -35,20 +36,19 @@ from mrl.units import GIB
 
 FORMAT = 1
 _SHOWN = 8  # differences in one message
-_MANY_WAVES = 4  # batches of an engine in a step
+_MANY_WAVES = 4  # so many batches of an engine in a step are reported
 _NOT_COMPARED = ("hash", "seconds", "reshard.plan_seconds")
 
 
 def plan_of(config: RunConfig, model: ModelSpec, device: Device, held_out_prompts: int | None = None) -> dict[str, Any]:
-    """`make_plan` of a configuration that has passed its rules; see PlanInputs.of."""
+    """Makes the plan of a configuration that has passed its rules. Takes the arguments of PlanInputs.of."""
     return make_plan(PlanInputs.of(config, model, device, held_out_prompts=held_out_prompts))
 
 
 def make_plan(inputs: PlanInputs) -> dict[str, Any]:
-    """The whole plan, with its hash. Measured times (`reshard.plan_seconds`, and `seconds`, which callers add) do not
-    enter the hash.
+    """Makes the whole plan, with its hash. Raises ConfigError for layouts that do not fit on the cluster.
 
-    Raises ConfigError for layouts that cannot stand on the cluster.
+    Measured times are not part of the hash: `reshard.plan_seconds`, and `seconds`, which callers add.
     """
     batch = batch_plan(inputs.config, inputs.train)
     engine = engine_of(inputs)
@@ -74,7 +74,7 @@ def make_plan(inputs: PlanInputs) -> dict[str, Any]:
 
 
 def plan_hash(plan: dict[str, Any]) -> str:
-    """SHA-256 of the canonical JSON of all that is planned."""
+    """Returns the SHA-256 of the canonical JSON of everything planned."""
     planned = {k: v for k, v in plan.items() if k not in ("hash", "seconds")}
     planned["reshard"] = {k: v for k, v in plan["reshard"].items() if k != "plan_seconds"}
     text = json.dumps(planned, sort_keys=True, separators=(",", ":"))
@@ -126,12 +126,12 @@ def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, 
 
 
 def _stage(train: TrainLayout, pipeline_rank: int) -> list[list[int]]:
-    """The layers of each chunk of a pipeline stage."""
+    """Returns the layers of each chunk of a pipeline stage."""
     return [_layers(train.stage_layers(pipeline_rank, chunk)) for chunk in range(train.virtual_pipeline)]
 
 
 def _layers(layers: range) -> list[int]:
-    """First layer and the one after the last."""
+    """Returns the first layer and the one after the last."""
     return [layers.start, layers.stop]
 
 
@@ -160,12 +160,13 @@ def _times(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[s
 
 
 def with_assumptions(inputs: PlanInputs, change: Callable[[Assumptions], Assumptions]) -> PlanInputs:
-    """The same inputs under other assumptions."""
+    """Returns the same inputs under other assumptions."""
     return replace(inputs, assumptions=change(inputs.assumptions))
 
 
 def sync_of(inputs: PlanInputs) -> dict[str, Any]:
-    """Bytes, rounds, staging and predicted seconds of one weight sync, with the hash that both sides will compare.
+    """Returns bytes, rounds, staging and predicted seconds of one weight sync, with the hash that both sides will
+    compare.
 
     `plan_seconds` is measured and differs from run to run.
     """
@@ -176,8 +177,9 @@ def sync_of(inputs: PlanInputs) -> dict[str, Any]:
 
 
 def link_of(inputs: PlanInputs) -> Link:
-    """The rates between two processes on one device, on two of a node, on two nodes, by the transport that serves each
-    such pair. A copy within a device reads and writes its memory.
+    """Returns the rates between two processes: on one device, on two of a node, on two nodes.
+
+    The transport that serves each such pair decides. A copy within a device reads and writes its memory.
     """
     device = inputs.device
     share = inputs.assumptions.link_share
@@ -190,7 +192,9 @@ def link_of(inputs: PlanInputs) -> Link:
 
 
 def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> ReshardPlan:
-    """The plan of a configuration's weight sync. Raises ConfigError for layouts that cannot stand on the cluster."""
+    """Returns the plan of a configuration's weight sync. Raises ConfigError for layouts that do not fit on the
+    cluster.
+    """
     return plan_reshard(
         model,
         train,
@@ -207,7 +211,7 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """The plan as it is stored."""
+    """Returns the plan in its stored form."""
     return json.dumps(plan, indent=1)
 
 
@@ -235,20 +239,20 @@ def load_plan(file: Path) -> dict[str, Any]:
 
 
 def plan_again(config: RunConfig, model: ModelSpec, file: Path, held_out_prompts: int | None = None) -> dict[str, Any]:
-    """The plan as it is now.
+    """Makes the plan of the current configuration.
 
-    Where the configuration names no device, it is made for the one that the plan stored in `file` was made for. Where
-    no number of held-out prompts is given, it takes that plan's.
+    Device and number of held-out prompts come from the plan stored in `file` where they are not given.
     """
     stored = _stored(file)
-    if held_out_prompts is None and stored is not None:  # plans of older runs have none; 0: nobody knew
+    if held_out_prompts is None and stored is not None:  # plans of older runs have none; 0: it was unknown
         held_out_prompts = stored["memory"]["host"].get("held_out_prompts") or None
     return plan_of(config, model, _same_device(config, stored), held_out_prompts)
 
 
 def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
-    """What a run says of its plan before it starts: whether it is the stored one, what changed,
-    and what will not fit.
+    """Returns what a run prints of its plan before it starts.
+
+    It says whether the plan is the stored one, what changed, and what will not fit.
     """
     stored = _stored(file)
     plan = plan_again(config, model, file)
@@ -259,7 +263,7 @@ def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
 
 
 def verdict(plan: dict[str, Any]) -> str:
-    """The plan in one line: whether it fits, where it is fullest, and about how long a step takes."""
+    """Describes the plan in one line: whether it fits, its fullest phase, and about how long a step takes."""
     memory = plan["memory"]
     name, fullest = max(memory["phases"].items(), key=lambda phase: phase[1]["bytes"] / phase[1]["device_bytes"])
     room = f"{fullest['bytes'] / GIB:.1f} of {fullest['device_bytes'] / GIB:.1f} GiB in {name}, the fullest phase"
@@ -274,14 +278,19 @@ def verdict(plan: dict[str, Any]) -> str:
 
 
 def step_seconds(plan: dict[str, Any]) -> tuple[float, float, float]:
-    """Low, expected and high seconds of a step, its sync among them."""
+    """Returns low, expected and high seconds of a step, its sync included."""
     sync = plan["reshard"]["predicted_seconds"]
-    low, expected, high = (sum(plan["times"][f"phase_seconds{side}"].values()) + sync for side in ("_low", "", "_high"))
-    return low, expected, high
+    times = plan["times"]
+    low = sum(times["phase_seconds_low"].values())
+    expected = sum(times["phase_seconds"].values())
+    high = sum(times["phase_seconds_high"].values())
+    return low + sync, expected + sync, high + sync
 
 
 def slow_generation(plan: dict[str, Any]) -> str:
-    """Why a step that fits is of little use, where engines work through many small batches; else empty."""
+    """Returns a warning where engines work through many small batches, so that a step that fits is too slow; else
+    empty.
+    """
     times = plan["times"]
     engines = plan["layout"]["engines"]
     seconds = times["phase_seconds"]["generation"]
@@ -304,7 +313,7 @@ def _seconds(seconds: float) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`layout.actor.tensor: 2 -> 4` for every value that differs, lists of ranks as a whole."""
+    """Returns `layout.actor.tensor: 2 -> 4` for every value that differs. Lists of ranks count as one value."""
     before = dict(_leaves(old))
     after = dict(_leaves(new))
     keys = [key for key in before | after if key not in _NOT_COMPARED]
@@ -320,7 +329,9 @@ def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def _stored(file: Path) -> dict[str, Any] | None:
-    """The plan in a file; None where there is no file. Raises ConfigError for a file that holds something else."""
+    """Returns the plan in a file; None where there is no file. Raises ConfigError for a file that holds something
+    else.
+    """
     if file.is_file():
         return load_plan(file)
     return None
@@ -348,7 +359,7 @@ def _compared(stored: dict[str, Any] | None, plan: dict[str, Any]) -> str:
 
 
 def _problems(memory: dict[str, Any]) -> list[str]:
-    """Estimates, so a run starts all the same."""
+    """Returns what does not fit. These are estimates, so a run starts all the same."""
     phases = [
         f"by the plan's estimate phase {name} takes {phase['bytes'] / GIB:.1f} of {phase['device_bytes'] / GIB:.1f} "
         f"GiB, most of it {phase['largest']}; change: {phase['change']}"

@@ -1,9 +1,9 @@
-"""What the samples of one step take: on a rank's device as the inputs of its micro-batches, on hosts as columns.
+"""Bytes of the samples of one step: inputs of micro-batches on a rank's device, columns on hosts.
 
-Every sample counts at its limits. A rank lays out micro-batches as a pass comes to them
-(mrl/megatron/packing.py): one at a time, under an interleaved pipeline as many as it has stages. What a pass
-hands out stays until its end. Routes of R3 (mrl/data/routes.py) come with a micro-batch, in the MoE
-layers of the stage; what routers chose at the old log-probs (mrl/megatron/routing.py) stays until the next step's.
+Every sample counts at its limits. A rank lays out micro-batches when a pass needs them (mrl/megatron/packing.py). That
+is one at a time, or under an interleaved pipeline as many as it has stages. Outputs of a pass stay until its end.
+Routes of R3 (mrl/data/routes.py) come with a micro-batch, for the MoE layers of the stage. The routers' choices during
+the pass for old log-probs (mrl/megatron/routing.py) stay until the next step.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ _BOOL = 1
 _F32 = 4
 _F64 = 8
 _INT64 = 8
-_A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whether it predicts
-_A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
+_A_TOKEN = 2 * _INT64 + 2  # its id and position; whether it is real, whether it predicts
+_A_TARGET = 3 * _INT64 + _F32  # the token that predicts it, its id, its place; its temperature
 _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/routing.py)
 
 
@@ -33,25 +33,25 @@ _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/rou
 class SampleBytes:
     """Bytes of samples on one rank's device."""
 
-    update: int = 0  # inputs of micro-batches at once, and what a mini-batch hands out
-    log_prob: int = 0  # the same of the step
-    update_routes: int = 0  # that came with the samples of these micro-batches
+    update: int = 0  # inputs of the laid-out micro-batches, and outputs of a mini-batch
+    log_prob: int = 0  # the same for the passes over a step
+    update_routes: int = 0  # came with the samples of these micro-batches
     log_prob_routes: int = 0
-    recorded_routes: int = 0  # chosen at the old log-probs; they stay
+    recorded_routes: int = 0  # chosen in the pass for old log-probs; they stay
 
 
 def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
-    """Bytes of samples that a rank of pipeline stage `pp` holds."""
+    """Returns the bytes of samples that a rank of pipeline stage `pp` holds."""
     config = inputs.config
     of_step = -(-batch.samples // inputs.train.data)
     routed = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp)) * _routed(inputs)
     response = config.data.max_response_length
-    handed_out = 2 * _F32 + _BOOL  # log-probs and entropies, and a mask of them
+    outputs = 2 * _F32 + _BOOL  # log-probs and entropies, and their mask
     return SampleBytes(
         update=_input_bytes(inputs, batch.micro, _response_arrays(inputs))
-        + batch.samples_per_rank * response * handed_out * config.algorithm.on_policy
+        + batch.samples_per_rank * response * outputs * config.algorithm.on_policy
         + 2 * batch.micro.rows * batch.micro.response * teacher_word_bytes(inputs),  # the policy's own, and gradients
-        log_prob=_input_bytes(inputs, batch.log_prob_micro, [_BOOL]) + of_step * response * handed_out,
+        log_prob=_input_bytes(inputs, batch.log_prob_micro, [_BOOL]) + of_step * response * outputs,
         update_routes=_tokens_at_once(inputs, batch.micro) * routed,
         log_prob_routes=_tokens_at_once(inputs, batch.log_prob_micro) * routed,
         recorded_routes=0 if config.algorithm.on_policy else _recorded(inputs, of_step, pp),
@@ -59,25 +59,25 @@ def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
 
 
 def _at_once(inputs: PlanInputs) -> int:
-    """Micro-batches that are laid out."""
+    """Returns the number of micro-batches that are laid out at once."""
     if inputs.train.virtual_pipeline > 1:
         return inputs.train.pipeline
     return 1
 
 
 def _tokens_at_once(inputs: PlanInputs, micro: MicroBatchShape) -> int:
-    """Tokens of the micro-batches that one rank has laid out at once, before sequence parallelism."""
+    """Returns the tokens of the micro-batches that one rank has laid out at once, before sequence parallelism."""
     return -(-micro.tokens // inputs.train.context) * _at_once(inputs)
 
 
 def _tokens(inputs: PlanInputs, rows: int) -> int:
-    """Tokens of so many rows on one rank, before sequence parallelism."""
+    """Returns the tokens of so many rows on one rank, before sequence parallelism."""
     data = inputs.config.data
     return -(-rows * data.max_sample_length // inputs.train.context)
 
 
 def _input_bytes(inputs: PlanInputs, micro: MicroBatchShape, arrays: list[int]) -> int:
-    """`arrays`: bytes that each array by response position has for one."""
+    """Returns the bytes of a micro-batch's inputs. `arrays`: bytes an element of each array by response position."""
     response = micro.rows * micro.response * _at_once(inputs)
     return (
         _tokens_at_once(inputs, micro) * _A_TOKEN
@@ -87,10 +87,10 @@ def _input_bytes(inputs: PlanInputs, micro: MicroBatchShape, arrays: list[int]) 
 
 
 def _response_arrays(inputs: PlanInputs) -> list[int]:
-    """What a micro-batch of an update has by response position: a mask and a selection; old log-probs, advantages, and
-    what losses may want.
+    """Returns the bytes an element of each array by response position, in a micro-batch of an update.
 
-    On policy a mask of what has log-probs in the place of the selection, and no old ones.
+    These are a mask, a selection, old log-probs, advantages, and further inputs of losses. On policy there are no old
+    log-probs, and a mask of the computed ones replaces the selection.
     """
     algorithm = inputs.config.algorithm
     wanted = (
@@ -103,13 +103,13 @@ def _response_arrays(inputs: PlanInputs) -> list[int]:
 
 
 def teacher_word_bytes(inputs: PlanInputs) -> int:
-    """Bytes of a teacher's words at one token, with their log-probs; 0 where they are not asked for."""
+    """Returns the bytes of a teacher's words at one token, with their log-probs; 0 where they are not needed."""
     distillation = inputs.config.distillation
     return 2 * _F32 * distillation.distillation_loss.topk * distillation.over_words
 
 
 def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
-    """Bytes of one token's routes in so many MoE layers, as they come with its sample."""
+    """Returns the bytes of one token's routes in so many MoE layers, as they come with its sample."""
     if not model.is_moe:
         return 0
     shape = RouteShape.of(model)
@@ -117,16 +117,12 @@ def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
 
 
 def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
-    """Choices of this stage's routers for this rank's part of every sequence of the step."""
+    """Returns the choices of this stage's routers for this rank's part of every sequence of the step."""
     model = inputs.model
     train = inputs.train
     tokens = -(-_tokens(inputs, rows) // (train.tensor if train.sequence_parallel else 1))
-    return (
-        tokens
-        * _moe_layers(model, train, pp)
-        * (model.num_experts_per_tok or 0)
-        * (1 if model.num_experts <= _NARROW_CHOICES else 2)
-    )
+    choice_bytes = 1 if model.num_experts <= _NARROW_CHOICES else 2
+    return tokens * _moe_layers(model, train, pp) * (model.num_experts_per_tok or 0) * choice_bytes
 
 
 def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
@@ -135,11 +131,10 @@ def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
 
 
 def stored_bytes(inputs: PlanInputs) -> int:
-    """Bytes of all responses that exist at once, in the object stores of all nodes together, each once.
+    """Returns the bytes of all responses that exist at once, each counted once, in the object stores of all nodes.
 
-    They are the responses of a step, and where generation runs ahead those of the steps that it may be ahead. While
-    groups are filtered by draws, one more draw of prompts is there beside the groups that were kept. So is what may
-    fill up the step.
+    These are the responses of a step, and of the steps that generation may be ahead. While groups are filtered by
+    draws, one more draw of prompts exists beside the kept groups. Groups that may fill up the step count too.
     """
     schedule = schedule_of(inputs.config)
     fill_up = schedule.step_limit is not None and schedule.on_exhausted == "unfiltered"
@@ -148,9 +143,9 @@ def stored_bytes(inputs: PlanInputs) -> int:
 
 
 def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Bytes of `stored_bytes` that are still there while held-out prompts are answered after a step.
+    """Returns the part of `stored_bytes` that still exists while held-out prompts are answered after a step.
 
-    These are its responses, and those ahead of it. Nothing where only the untrained model is validated.
+    These are the step's responses, and those ahead of it. It is 0 where only the untrained model is validated.
     """
     if inputs.config.trainer.test_freq < 1:
         return 0
@@ -161,7 +156,7 @@ def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
 
 
 def held_out_bytes(config: RunConfig, prompts: int) -> int:
-    """Bytes of the answers to so many held-out prompts, which bring no routes.
+    """Returns the bytes of the answers to so many held-out prompts, which have no routes.
 
     They lie in the object stores of the engines' nodes until they are written.
     """
@@ -171,9 +166,9 @@ def held_out_bytes(config: RunConfig, prompts: int) -> int:
 
 
 def written_group_bytes(inputs: PlanInputs) -> int:
-    """Bytes of one group in the process that writes groups one by one: its columns, and the file made of them.
+    """Returns the bytes of one group in the process that writes groups one by one: its columns, and its file.
 
-    Nothing where no group waits for its step.
+    It is 0 where no group waits for its step.
     """
     is_synchronous = schedule_of(inputs.config).is_synchronous
     if is_synchronous:
@@ -182,8 +177,9 @@ def written_group_bytes(inputs: PlanInputs) -> int:
 
 
 def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
-    """The share of a step's responses that ranks of one node fetch: tokens once a replica, and of routes each rank's
-    part.
+    """Returns the share of a step's responses that the ranks of one node fetch.
+
+    Tokens are fetched once a replica. Each rank fetches its part of the routes.
     """
     train = inputs.train
     model = inputs.model
@@ -203,16 +199,16 @@ def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
 
 
 def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
-    """Bytes that a rank of pipeline stage `pp` holds on its host.
+    """Returns the bytes that a rank of pipeline stage `pp` holds on its host.
 
-    They are its replica's rows (mrl/flow/rank_batch.py), its part of their routes, and what is computed of their
+    These are its replica's rows (mrl/flow/rank_batch.py), its part of their routes, and values computed for their
     tokens.
     """
     data = inputs.config.data
     algorithm = inputs.config.algorithm
     rows = -(-batch.samples // inputs.train.data)
     arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy
-    arrays += _F64 * (algorithm.use_kl_in_reward + inputs.config.distillation.in_advantages)  # what is taken off
+    arrays += _F64 * (algorithm.use_kl_in_reward + inputs.config.distillation.in_advantages)  # penalties
     if algorithm.needs_critic:
         arrays += 2 * _F32 + _F64  # values and returns, and advantages before they are whitened
     own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
@@ -221,11 +217,11 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
         return own_bytes
     tokens = rows * data.max_sample_length
     routes = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp))
-    return own_bytes + tokens * _INT64 + -(-tokens // _parts_of_tokens(inputs)) * routes  # places, and routes
+    return own_bytes + tokens * _INT64 + -(-tokens // _parts_of_tokens(inputs)) * routes  # places and routes
 
 
 def _asked_of_teacher(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Bytes of the rows that a rank's replica of the teacher scores, which it fetches for that, and of the scores."""
+    """Returns the bytes of the rows that a rank fetches for its replica of the teacher, and of their scores."""
     teacher = teacher_inputs(inputs)
     if teacher is None:
         return 0
@@ -234,7 +230,9 @@ def _asked_of_teacher(inputs: PlanInputs, batch: BatchPlan) -> int:
 
 
 def score_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Bytes of a teacher's scores of a whole step, which lie in the object store of every node that needs some."""
+    """Returns the bytes of a teacher's scores of a whole step. They lie in the object store of every node that needs
+    some.
+    """
     return _score_bytes(inputs, batch.samples) * inputs.config.distillation.enabled
 
 
@@ -243,18 +241,18 @@ def _score_bytes(inputs: PlanInputs, rows: int) -> int:
 
 
 def _routed(inputs: PlanInputs) -> bool:
-    """Whether routes come with samples."""
+    """Returns whether routes come with samples."""
     return inputs.config.actor.router_replay == "R3" and inputs.model.is_moe
 
 
 def _parts_of_tokens(inputs: PlanInputs) -> int:
-    """How many parts a sequence is cut into before routers see it."""
+    """Returns the number of parts into which a sequence is cut before routers see it."""
     train = inputs.train
     return train.context * (train.tensor if train.sequence_parallel else 1)
 
 
 def _columns(inputs: PlanInputs, rows: int, routes: bool = True) -> int:
-    """Bytes of so many samples as columns."""
+    """Returns the bytes of so many samples as columns."""
     data = inputs.config.data
     by_token = _route_bytes(inputs.model, len(inputs.model.moe_layers)) * (routes and _routed(inputs))
     return rows * column_bytes(data.max_prompt_length, data.max_response_length, by_token)

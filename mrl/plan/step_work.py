@@ -1,4 +1,4 @@
-"""What samples of mean length are to a plan: tokens, and operations a token."""
+"""Samples of mean length as a plan counts them: tokens, and operations a token."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from mrl.plan.devices import Assumptions
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of a sample, assumed."""
+    """Assumed mean tokens of a sample."""
 
     prompt: float
     response: float
@@ -21,7 +21,7 @@ class Lengths:
 
 
 def mean_lengths(config: RunConfig, assumptions: Assumptions) -> Lengths:
-    """The configured limits times the assumed shares."""
+    """Returns the configured limits times the assumed shares."""
     data = config.data
     return Lengths(
         data.max_prompt_length * assumptions.prompt_share, data.max_response_length * assumptions.response_share
@@ -29,7 +29,7 @@ def mean_lengths(config: RunConfig, assumptions: Assumptions) -> Lengths:
 
 
 def mean_flops_per_token(model: ModelSpec, lengths: Lengths) -> float:
-    """FLOPs a token of a forward pass over a sample of mean length.
+    """Returns the FLOPs a token of a forward pass over a sample of mean length.
 
     A token attends to (length + 1) / 2 others on average.
     """

@@ -1,4 +1,6 @@
-"""Changes that would make a plan fit: each tried on the configuration, and named only when the whole plan then fits."""
+"""Changes that would make a plan fit. Each is tried on the configuration, and suggested only if the whole plan then
+fits.
+"""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -33,8 +35,9 @@ _SHOWN = 5
 
 
 def fitting_changes(inputs: PlanInputs) -> list[list[str]]:
-    """Arguments for --set that each make it fit, single changes first, then pairs;
-    what costs least speed stands first.
+    """Returns lists of arguments for --set that each make the plan fit.
+
+    Single changes are tried first, then pairs. The change that costs the least speed stands first.
     """
     single = [change for change in _changes(inputs.config) if change]
     for tried in (single, [first | second for first, second in combinations(single, 2)]):
@@ -73,7 +76,7 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
 
 
 def _least_tokens(config: RunConfig) -> _Change:
-    """The least budget of tokens that holds the longest sample; empty where there is no larger one."""
+    """Returns the smallest token budget that holds the longest sample; empty where the budget is not larger."""
     actor = config.actor
     data = config.data
     least = -(-data.max_sample_length // actor.layout.context_parallel_size)

@@ -1,7 +1,7 @@
 """Predicted cost of a weight sync, beside the lower bound that its bytes have in any plan without relays.
 
-Seconds are predictions for stated rates: of the wire, round after round; and of what every process does to its bytes,
-which no wire hides: digests, vLLM's processing, reading back what the engines then hold.
+Seconds are predictions for stated rates. The wire is counted round after round. Beside it stands what every process
+does to its bytes, which no wire hides: digests, vLLM's processing, and reading back what the engines then hold.
 """
 
 from collections import defaultdict
@@ -20,9 +20,9 @@ USUAL_STARTS = Starts()
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes per second that one device can send and, at the same time, receive: each device has an adapter of its own.
+    """Bytes per second that one device can send and, at the same time, receive. Each device has its own adapter.
 
-    Defaults: 92 % of a 400 Gb/s adapter between nodes, 350 GB/s inside a node, and a copy within a device's memory at
+    Defaults: 92 % of a 400 Gb/s adapter between nodes, 350 GB/s inside a node. A copy within a device's memory runs at
     1.2 TB/s.
     """
 
@@ -32,7 +32,7 @@ class Link:
 
     @property
     def rates(self) -> np.ndarray:
-        """Bytes a second, by tier."""
+        """Bytes per second, by tier."""
         rates = np.zeros(len(TIERS))
         rates[[SAME_DEVICE, SAME_NODE, REMOTE]] = self.inside_device, self.inside_node, self.between_nodes
         return rates
@@ -45,11 +45,11 @@ def reshard_summary(
     plan_seconds: float | None = None,
     starts: Starts = USUAL_STARTS,
 ) -> dict[str, Any]:
-    """The `reshard` part of `mrl plan --json`.
+    """Returns the `reshard` part of `mrl plan --json`.
 
-    `predicted_seconds` is a whole verified sync, the sum of `seconds_of`. It has the plan's wire time under `link`, the
-    launches of pack and unpack, whose bytes are hidden behind it, and the steps at `rates`. `bound_seconds` is the
-    least that its bytes need on the wire when every one of them crosses it once, those that are at hand none.
+    `predicted_seconds` is a whole verified sync, the sum of `seconds_of`: wire time under `link`, launches, and steps
+    at `rates`. Packing and unpacking hide their bytes behind the wire, so only their launches count. `bound_seconds` is
+    the least time on the wire if every byte crosses it once, and local bytes not at all.
     """
     loads = plan.loads
     seconds = {"wire": wire_seconds(plan, link), "launches": launch_seconds(plan, starts)} | step_seconds(plan, rates)
@@ -78,7 +78,7 @@ def reshard_summary(
 
 
 def wire_seconds(plan: ReshardPlan, link: Link) -> float:
-    """Round after round, each as long as its busiest device needs in one direction of one kind of link."""
+    """Adds up the rounds. Each takes as long as its busiest device, in one direction of one kind of link."""
     busiest = np.zeros((len(TIERS), plan.num_rounds))
     for loads, devices in (
         (plan.loads.sent, plan.devices.rank_device),
@@ -90,10 +90,10 @@ def wire_seconds(plan: ReshardPlan, link: Link) -> float:
 
 
 def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
-    """What the busiest process needs beside the wire.
+    """Returns what the busiest process needs beside the wire.
 
-    A worker digests what arrives, and a rank, meanwhile, what it sent; the rest is the workers' alone, one step after
-    the other.
+    A worker digests what arrives while a rank digests what it sent. All other steps are the workers', one after the
+    other.
     """
     received = int(plan.loads.received.sum(axis=(0, 1)).max())
     sent = int(plan.loads.sent.sum(axis=(0, 1)).max())
@@ -105,35 +105,37 @@ def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
 
 
 def launch_seconds(plan: ReshardPlan, starts: Starts) -> float:
-    """Seconds that the busiest process spends on starting copies and on waiting for the device, once a message.
+    """Returns the seconds that the busiest process spends on starting copies and on waiting for the device, once a
+    message.
 
-    This is an upper bound: each copy counts by itself, where runs of them go as one (mrl.reshard.execute).
+    This is an upper bound: each copy counts by itself, while runs of copies are launched as one (mrl.reshard.execute).
     """
     return most_copies(plan) * starts.copy + most_messages(plan) * starts.wait
 
 
 def most_copies(plan: ReshardPlan) -> int:
-    """Copies that a worker makes at most, or a rank on average, whichever are more.
+    """Returns the copies of the worker with most. If the mean of the ranks is more, returns that.
 
-    Each box is packed by one rank and unpacked by one worker, so where ranks are fewer each has more.
+    Each box is packed by one rank and unpacked by one worker, so fewer ranks have more copies each.
     """
     copies = [len(choices) for choices in plan.schedule.choices]
     return max(max(copies), -(-sum(copies) // plan.train.world_size))
 
 
 def most_messages(plan: ReshardPlan) -> int:
-    """Messages of the first worker, as others have about as many, or of a rank on average."""
+    """Returns the messages of the first worker, which stands for all. If the mean of the ranks is more, returns
+    that.
+    """
     flow = plan.schedule.flow(0)
     of_worker = len(np.unique(flow.round.astype(np.int64) * plan.train.world_size + flow.source))
     return max(of_worker, -(-of_worker * plan.rollout.world_size // plan.train.world_size))
 
 
 def bound_seconds(plan: ReshardPlan, link: Link) -> float:
-    """Seconds that a sync takes at least: the largest of what a worker must receive over each kind of link, and what
-    ranks must send.
+    """Returns the least seconds of a sync: the larger of what a worker must receive and what ranks must send.
 
-    Counted is what ranks that alone have something must send to other nodes: for each set of replicas, each pipeline
-    stage and all ranks together.
+    Receiving is counted by kind of link. Sending counts bytes to other nodes that only some ranks have: for each set of
+    replicas, each pipeline stage, and all ranks together.
     """
     ingress = (plan.loads.received.sum(axis=1) / link.rates[:, None]).max()
     demand = remote_demand(plan)
@@ -155,7 +157,7 @@ def bound_seconds(plan: ReshardPlan, link: Link) -> float:
 
 
 def remote_demand(plan: ReshardPlan) -> dict[frozenset[int], int]:
-    """Bytes that workers need from other nodes, by the set of ranks that have them."""
+    """Returns the bytes that workers need from other nodes, by the set of ranks that have them."""
     demand: dict[frozenset[int], int] = defaultdict(int)
     streams = plan.schedule.streams
     for position, stream in enumerate(streams):

@@ -1,6 +1,6 @@
-"""What the teacher of a distillation takes: bytes on a rank, seconds a step.
+"""Costs of a distillation's teacher: bytes on a rank, seconds a step.
 
-It lies on the actor's ranks in a layout of its own. Its fullest stage stands for all, beside each of the actor's.
+It lies on the actor's ranks in a layout of its own. Its fullest stage is counted beside each of the actor's.
 """
 
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ class TeacherBytes:
 
     parameters: int = 0
     log_prob: int = 0  # activations of its pass
-    batch: int = 0  # inputs of its micro-batches, and what the pass hands out
+    batch: int = 0  # inputs of its micro-batches, and outputs of the pass
 
 
 def teacher_inputs(inputs: PlanInputs) -> PlanInputs | None:
-    """The same run with the teacher in the actor's place, for its passes alone; None without distillation.
+    """Returns the same inputs with the teacher in the actor's place, for its passes only; None without distillation.
 
-    Raises ConfigError for an illegal layout, and where nothing is known of the teacher.
+    Raises ConfigError for an illegal layout, and for an unknown teacher.
     """
     teacher = teacher_of(inputs.config, _known)
     if teacher is None:
@@ -39,7 +39,7 @@ def _known(path: str) -> ModelSpec:
 
 
 def _as_actor(config: RunConfig) -> RunConfig:
-    """The configuration with the teacher's limits of micro-batches and fields of Megatron as the actor's."""
+    """Returns the configuration with the teacher's micro-batch limits and Megatron fields in the actor's place."""
     own = config.distillation.teacher_model
     limits = {
         "log_prob_micro_batch_size_per_gpu": own.log_prob_micro_batch_size_per_gpu,
@@ -53,7 +53,7 @@ def _as_actor(config: RunConfig) -> RunConfig:
 
 
 def teacher_parameters(teacher: PlanInputs) -> int:
-    """Bytes of the teacher's parameters on the fullest rank; `teacher`: of `teacher_inputs`."""
+    """Returns the bytes of the teacher's parameters on the fullest rank. `teacher` comes from `teacher_inputs`."""
     precision = Precision(teacher.element_bytes)
     stages = range(teacher.train.pipeline)
     return max(stage_state(teacher.model, teacher.train, pp, precision).parameters for pp in stages)

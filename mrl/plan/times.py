@@ -1,14 +1,17 @@
-"""Predicted FLOPs and seconds of a step: generation, log-probs and update. Not measured. Nothing overlaps, but what
-data parallelism exchanges where the configuration says so.
+"""Predicted FLOPs and seconds of a step: generation, log-probs and update. Nothing here is measured.
 
-A pass of the actor over samples is predicted in one way, whether a plan asks how long a step takes or a search which
-layout is fastest: whole micro-batches on the slowest stage, computing at an assumed share of the peak, every collective
-beside it, and the pipeline's bubble.
+Nothing overlaps, except the exchanges of data parallelism where the configuration says so. A plan and a search predict
+a pass of the actor in the same way. They count whole micro-batches on the slowest stage, which compute at an assumed
+share of the peak. Every collective is added, and so is the pipeline's bubble.
 
-Volumes a layer and rank, of s tokens and hidden size h: tensor parallelism with sequence parallelism gathers and
-scatters s h twice (Korthikanti et al., arXiv 2205.05198, section 4.2.2); experts send each token to its top-k experts
-and back; context parallelism passes keys and values around; a stage hands s h on. A backward pass moves twice what the
-forward does, in the same places.
+Volumes a layer and rank, with s tokens and hidden size h:
+
+* Tensor parallelism with sequence parallelism gathers and scatters s h twice (arXiv 2205.05198, section 4.2.2).
+* Experts send each token to its top-k experts and back.
+* Context parallelism passes keys and values around.
+* A pipeline stage sends s h to the next one.
+
+A backward pass moves twice as much as the forward pass, in the same places.
 """
 
 from dataclasses import dataclass, replace
@@ -31,15 +34,15 @@ from mrl.units import round_up
 # bytes
 _BF16 = 2
 _F32 = 4
-# Bytes for each of a 16-bit parameter: once a micro-batch its gradient is written and read in 16 bits, added in 32.
+# Memory traffic a byte of a 16-bit parameter, once a micro-batch: its gradient is written and read, then added in 32.
 _GRADIENT_TRAFFIC = 6
-_LAUNCHES = 30  # of a dense layer in a forward pass
+_LAUNCHES = 30  # kernel launches of a dense layer in a forward pass
 # modules that share an input
 _QKV = ("q_proj", "k_proj", "v_proj")
 _OUT = ("o_proj",)
 _GATED = ("gate_proj", "up_proj")
 _DOWN = ("down_proj",)
-_LOGITS = 3  # times that logits are written or read in float32
+_LOGITS = 3  # how often logits are written or read in float32
 
 
 # ---------------------------------------------------------------- passes
@@ -47,18 +50,17 @@ _LOGITS = 3  # times that logits are written or read in float32
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward passes that a pass costs, of what each does."""
+    """How many forward passes each part of a pass costs."""
 
     compute: float = 1.0
-    experts: float = 1.0  # of bringing tokens to experts and back
-    others: float = 1.0  # of all other exchanges
+    experts: float = 1.0  # sending tokens to experts and back
+    others: float = 1.0  # all other exchanges
 
 
 def update_passes(recompute: Recompute, again: float = 0.0) -> Passes:
-    """Passes that an update computes: the forward, the backward as two, and what the backward computes again.
+    """Returns the passes of an update: the forward, the backward as two, and what the backward recomputes.
 
-    `again`: share of a forward's operations in the modules of selective recompute, see `share_again`. A mixture of
-    experts that is computed again sends its tokens again.
+    `again` comes from `share_again`. A recomputed mixture of experts sends its tokens again.
     """
     match recompute.granularity:
         case None:
@@ -69,25 +71,30 @@ def update_passes(recompute: Recompute, again: float = 0.0) -> Passes:
 
 
 def share_again(recompute: Recompute, model: ModelSpec, flops_per_token: float) -> float:
-    """Share of a forward pass of so many operations a token that is computed twice; counted are products."""
+    """Returns the share of a forward pass that selective recomputation computes twice, counted in matrix products.
+
+    `flops_per_token` are those of the forward pass. Full recomputation gives 1, none gives 0.
+    """
     if recompute.granularity != "selective":
         return float(recompute.granularity == "full")
     products = dict(module_flops_per_token(model, 0))
     products["core_attn"] = flops_per_token - forward_flops_per_token(model, 0)
-    named = set(recompute.modules) - ({"shared_experts"} if "moe" in recompute.modules else set())
+    named = set(recompute.modules)
+    if "moe" in named:
+        named.discard("shared_experts")
     return sum(products.get(name, 0.0) for name in named) / flops_per_token
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which exchanges of data parallelism go on beside computing (mrl/megatron/overlap.py)."""
+    """The exchanges of data parallelism that run beside computing (mrl/megatron/overlap.py)."""
 
     gradients: bool = False  # beside the backward of the last micro-batch
-    weights: float = 0.0  # share of the updates whose gather is beside the next forward: all but a step's last
+    weights: float = 0.0  # share of the updates whose gather runs beside the next forward: all but a step's last
 
 
 def overlap_of(config: RunConfig, mini_batches: int) -> Overlap:
-    """What `actor.override_ddp_config` overlaps, for steps of so many updates."""
+    """Returns what `actor.override_ddp_config` overlaps, for steps of so many updates."""
     given = config.actor.override_ddp_config
     beside = 0.0
     if given.get("overlap_param_gather"):
@@ -96,8 +103,9 @@ def overlap_of(config: RunConfig, mini_batches: int) -> Overlap:
 
 
 def pipeline_slots(layout: TrainLayout, micro_batches: int) -> tuple[int, int]:
-    """(slots that a pipeline stage waits, slots that it works): p - 1 and v m, Narayanan et al., arXiv 2104.04473,
-    section 2.2.
+    """Returns the slots that a pipeline stage waits, and those that it works.
+
+    They are p - 1 and v m (Narayanan et al., arXiv 2104.04473, section 2.2).
     """
     return layout.pipeline - 1, layout.virtual_pipeline * micro_batches
 
@@ -106,8 +114,9 @@ def pipeline_slots(layout: TrainLayout, micro_batches: int) -> tuple[int, int]:
 
 
 def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
-    """Floating-point operations of each phase of one step, over all devices;
-    of log-probs where a pass is made for old ones.
+    """Returns the floating-point operations of each phase of one step, over all devices.
+
+    Log-probs are there where a pass is made for old ones.
     """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     forward = batch.samples * lengths.total * mean_flops_per_token(inputs.model, lengths)
@@ -126,10 +135,10 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
-    """Predicted seconds of generation, log-probs where a pass is made for old ones, a teacher's, update, and the rest
-    of a step.
+    """Predicts the seconds of each phase of a step.
 
-    That is what the host does, and bringing an actor there and back. With a critic its values and updates, too.
+    Log-probs, the teacher and the critic are there where a run has such passes. The rest is what the host does, and
+    moving the actor to the host and back.
     """
     log_probs, update = actor_seconds(inputs, batch)
     return {
@@ -143,7 +152,7 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
 
 
 def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:
-    """Seconds of the teacher's pass over a step, and of its way from the host and back; nothing without one."""
+    """Predicts the teacher's pass over a step, and its move from the host and back; empty without a teacher."""
     teacher = teacher_inputs(inputs)
     if teacher is None:
         return {}
@@ -156,21 +165,22 @@ def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:
 
 
 def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
-    """Predicted seconds of a critic's values and updates, on its way between device and host too; empty without one.
+    """Predicts a critic's values and updates, with its moves between device and host; empty without a critic.
 
-    What leaves the device does so after each of them. Its passes are the actor's, output layer included.
+    What leaves the device does so after each of them. Its passes count as the actor's, output layer included.
     """
-    own = inputs.critic
-    if own is None:
+    critic = inputs.critic
+    if critic is None:
         return {}
-    batch = batch_plan(own.config, own.train)
-    values, update = actor_seconds(own, batch)
-    actor = own.config.actor
-    precision = precision_of(own.config, own.element_bytes)
-    states = [stage_state(own.model, own.train, pp, precision, is_critic=True) for pp in range(own.train.pipeline)]
+    batch = batch_plan(critic.config, critic.train)
+    values, update = actor_seconds(critic, batch)
+    actor = critic.config.actor
+    precision = precision_of(critic.config, critic.element_bytes)
+    stages = range(critic.train.pipeline)
+    states = [stage_state(critic.model, critic.train, pp, precision, is_critic=True) for pp in stages]
     parameters = max(state.parameters for state in states) * actor.param_offload
     optimizer = max(state.optimizer for state in states) * actor.optimizer_offload
-    rate = own.device.host_path_rate
+    rate = critic.device.host_path_rate
     return {
         "values": values.total + 2 * parameters / rate,
         "critic": update.total * batch.mini_batches + 2 * (parameters + optimizer) / rate,
@@ -178,7 +188,7 @@ def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
 
 
 def hand_over_seconds(inputs: PlanInputs) -> float:
-    """Seconds for what the actor brings to the host and back once a step, while engines have its device."""
+    """Predicts the actor's moves to the host and back, once a step, for engines on the same device."""
     actor = inputs.config.actor
     states = (
         stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes), lora=inputs.lora)
@@ -189,7 +199,7 @@ def hand_over_seconds(inputs: PlanInputs) -> float:
 
 
 def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", "PassSeconds"]:
-    """Seconds of a pass of log-probs over a step, and of one update."""
+    """Predicts a pass of log-probs over a step, and one update."""
     train = inputs.train
     device = inputs.device
     recompute = recompute_of(inputs.config)
@@ -223,20 +233,20 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
 
 @dataclass(frozen=True)
 class PassWork:
-    """What passes over samples compute, whatever the layout."""
+    """The work of passes over samples, in any layout."""
 
     model: ModelSpec
     micro: MicroBatchShape  # of one data-parallel replica
     tokens: float  # of all samples
     flops_per_token: float  # of a forward pass
-    once_a_node: bool = False  # a token's way to its experts, by DeepEP or HybridEP
-    lora: Lora | None = None  # of adapters that are trained
+    once_a_node: bool = False  # DeepEP or HybridEP send a token to each node once
+    lora: Lora | None = None  # trained adapters
 
 
 def sample_work(
     config: RunConfig, model: ModelSpec, micro: MicroBatchShape, samples: int, assumed: Assumptions
 ) -> PassWork:
-    """Work of `samples` samples of mean length."""
+    """Returns the work of `samples` samples of mean length."""
     lengths = mean_lengths(config, assumed)
     once = config.model.override_transformer_config.get("moe_token_dispatcher_type") == "flex"
     flops = mean_flops_per_token(model, lengths)
@@ -251,18 +261,18 @@ class PassSeconds:
     tensor: float
     expert: float
     context: float
-    pipeline: float  # handing over between stages
-    data: float  # gradients and parameters over data parallelism, as far as nothing is computed beside it
+    pipeline: float  # sending between stages
+    data: float  # gradients and parameters over data parallelism, without the part beside computing
     bubble: float
 
     @property
     def total(self) -> float:
-        """Seconds, the pipeline's bubble among them."""
+        """Seconds, the pipeline's bubble included."""
         return self.compute + self.tensor + self.expert + self.context + self.pipeline + self.data + self.bubble
 
     @property
     def bubble_share(self) -> float:
-        """Share of the passes that a pipeline stage waits."""
+        """Share of the passes in which a pipeline stage waits."""
         return self.bubble / (self.total - self.data)
 
 
@@ -276,9 +286,9 @@ def update_seconds(
     assumed: Assumptions,
     overlap: Overlap = Overlap(),
 ) -> PassSeconds:
-    """Seconds of one update: forward and backward passes, and what data parallelism exchanges at its end.
+    """Predicts one update: forward and backward passes, and the exchanges of data parallelism at its end.
 
-    What it exchanges beside the passes is taken off.
+    Exchanges that run beside the passes are subtracted.
     """
     passes = update_passes(recompute, share_again(recompute, work.model, work.flops_per_token))
     added = _GRADIENT_TRAFFIC * state.trained / (device.memory_rate * assumed.decode_memory_share)
@@ -290,7 +300,9 @@ def update_seconds(
 
 
 def _hidden(overlap: Overlap, reduced: float, gathered: float, forward: float, backward: float) -> float:
-    """Seconds of an update's exchanges that pass beside one micro-batch's computing, from the mean over the updates."""
+    """Returns the seconds of an update's exchanges that run beside one micro-batch's computing, as a mean over
+    updates.
+    """
     return overlap.gradients * min(reduced, backward) + overlap.weights * min(gathered, forward)
 
 
@@ -303,8 +315,9 @@ def pass_seconds(
     assumed: Assumptions,
     fixed: float = 0.0,
 ) -> PassSeconds:
-    """Sums up the micro-batches of one rank, each as long as so many forward passes and `fixed` seconds. The stage with
-    the most layers sets the pace.
+    """Predicts a pass as the sum of one rank's micro-batches. The stage with the most layers sets the pace.
+
+    Each micro-batch takes `passes` forward passes and `fixed` seconds.
     """
     count = micro_batch_count(work, layout)
     layers = max(map(sum, layout.chunk_layers))
@@ -327,7 +340,7 @@ def pass_seconds(
 
 
 def micro_batch_count(work: PassWork, layout: TrainLayout) -> int:
-    """Micro-batches of one rank; a multiple of the stages with virtual ones."""
+    """Returns the micro-batches of one rank; with virtual stages a multiple of the stages."""
     count = max(1, -(-int(work.tokens) // (work.micro.tokens * layout.data)))
     if layout.virtual_pipeline > 1:
         return round_up(count, layout.pipeline)
@@ -335,10 +348,10 @@ def micro_batch_count(work: PassWork, layout: TrainLayout) -> int:
 
 
 def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Passes, assumed: Assumptions) -> float:
-    """Seconds of one micro-batch on the slowest stage, the last of which has the output layer too.
+    """Predicts one micro-batch on the slowest stage. The last stage has the output layer too.
 
-    These are products, what passes through memory between them, and what the busiest expert rank has more of both than
-    the mean. Where the host's launches take longer, they count.
+    These are matrix products and the memory traffic between them. The busiest expert rank has more of both than the
+    mean. Where the host's launches take longer, they count instead.
     """
     m = work.model
     load = assumed.expert_load_in(layout)
@@ -363,10 +376,10 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
 
 
 def adapter_launches(work: PassWork, layout: TrainLayout) -> int:
-    """Launches of a layer's adapters in a forward pass; every expert of a rank has its own.
+    """Returns the kernel launches of a layer's adapters in a forward pass; every expert of a rank has its own.
 
-    Of modules that share an input they are the factors A joined, two products and the scale of each pair, and the place
-    of what comes out; a norm or a joint and a sum for all experts together.
+    Modules that share an input join their factors A. Each pair has two products and a scale, and its result is placed.
+    All experts together add a norm, or a join and a sum.
     """
     if work.lora is None:
         return 0
@@ -383,10 +396,11 @@ def adapter_launches(work: PassWork, layout: TrainLayout) -> int:
 
 @cache
 def _traffic(m: ModelSpec, expert_tensor: int) -> tuple[float, float]:
-    """Bytes that a token moves through memory in a forward pass: (beside experts, of experts). Counted are reads and
-    writes of what layers keep apart. Norms and residuals are sixteen times the hidden size. Queries, keys, values and
-    attention's output count six times; what gated delta layers compute in float32 is written and read. Of an expert,
-    its tokens are sorted, read, written and put back, and the halves of its gate are written and read.
+    """Returns the bytes that a token moves through memory in a forward pass: beside experts, and in experts.
+
+    Reads and writes of what layers store separately are counted. Norms and residuals are sixteen times the hidden size.
+    Queries, keys, values and attention's output count six times. Float32 results of gated delta layers are written and
+    read. Tokens of an expert are sorted, read, written and put back. The halves of its gate are written and read.
     """
     heads = (2 * m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
     attending = m.attending_layers * 6 * heads
@@ -394,11 +408,9 @@ def _traffic(m: ModelSpec, expert_tensor: int) -> tuple[float, float]:
     sparse = len(m.moe_layers)
     dense = (m.num_layers - sparse) * 6 * m.intermediate_size
     beside = _BF16 * (m.num_layers * 16 * m.hidden_size + attending + linear + dense)
-    width = 0
-    if m.is_moe:
-        width = expert_tensor * m.hidden_size + m.moe_intermediate_size
     inside = 0
     if m.is_moe:
+        width = expert_tensor * m.hidden_size + m.moe_intermediate_size
         inside = sparse * m.num_experts_per_tok * 6 * width
     return float(beside), float(_BF16 * inside)
 
@@ -410,12 +422,14 @@ class _Links:
     share: float
 
     def rate(self, group: int) -> float:
-        """Bytes per second inside a group of consecutive ranks: the node's link while the group stays in one."""
+        """Returns the bytes per second inside a group of consecutive ranks: the node's link while the group fits in
+        one.
+        """
         return self.share * (self.device.node_rate if group <= self.per_node else self.device.network_rate)
 
 
 def _volumes(work: PassWork, layout: TrainLayout, layers: int) -> dict[str, float]:
-    """Bytes that a rank sends in the forward pass of one micro-batch through its stage."""
+    """Returns the bytes that a rank sends in the forward pass of one micro-batch through its stage."""
     m = work.model
     tokens = work.micro.tokens / layout.context
     hidden = tokens * m.hidden_size * _BF16
@@ -424,17 +438,17 @@ def _volumes(work: PassWork, layout: TrainLayout, layers: int) -> dict[str, floa
     kv_of_a_layer = cache_bytes_per_token(m, layout.tensor, _BF16) // m.num_layers
     return {
         "tensor": layers * (4 if has_dense_layers else 2) * hidden * (layout.tensor - 1) / layout.tensor,
-        "expert": layers * m.is_moe * 2 * sharded,  # of one expert of each token
+        "expert": layers * m.is_moe * 2 * sharded,  # for one expert of each token
         "context": layers * tokens * kv_of_a_layer * (layout.context - 1),
         "pipeline": sharded * layout.virtual_pipeline * (layout.pipeline > 1),
     }
 
 
 def _expert_seconds(work: PassWork, layout: TrainLayout, nbytes: float, links: _Links) -> float:
-    """Seconds to bring each token to its experts and back, `nbytes` for one expert of each.
+    """Predicts the time to send each token to its experts and back. `nbytes` are those for one expert of each token.
 
-    What stays in a node goes beside what leaves it. DeepEP and HybridEP send a token to another node once, however many
-    of its experts are there.
+    Traffic inside a node overlaps with traffic between nodes. DeepEP and HybridEP send a token to another node once,
+    however many of its experts are there.
     """
     size = layout.expert * layout.expert_tensor
     chosen = work.model.num_experts_per_tok
@@ -449,12 +463,12 @@ def _expert_seconds(work: PassWork, layout: TrainLayout, nbytes: float, links: _
 
 
 def _leaving_share(size: int) -> float:
-    """The share of what is spread evenly over `size` ranks that leaves a rank."""
+    """Returns the share of evenly spread data that leaves a rank, over `size` ranks."""
     return (size - 1) / size
 
 
 def _data_seconds(layout: TrainLayout, state: StateBytes, links: _Links) -> tuple[float, float]:
-    """Reduce-scatter of the gradients, and all-gather of what they are of, once an update."""
+    """Predicts the reduce-scatter of the gradients and the all-gather of the trained parameters, once an update."""
     ranks = layout.data * layout.context
     if ranks == 1:
         return 0.0, 0.0

@@ -239,7 +239,9 @@ def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict
         "trainer.experiment_name": f"first-{path.rstrip('/').rpartition('/')[2].lower()}",
         "trainer.save_freq": 20,
     }
-    return values | (_on_cpu(count) if on_cpu else dict.fromkeys(_OFFLOADED, True))
+    if on_cpu:
+        return values | _on_cpu(count)
+    return values | dict.fromkeys(_OFFLOADED, True)
 
 
 def _on_cpu(count: DeviceCount) -> dict[str, Any]:

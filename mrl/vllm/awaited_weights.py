@@ -1,8 +1,8 @@
-"""Weights of an engine that waits for its first sync: numbers of nobody, and no file is read for them.
+"""Placeholder weights of an engine that waits for its first sync. No file is read for them.
 
-vLLM's own load format `dummy` would do, but for two things. Its numbers are so small that every token is about as
-likely as any other, and the check of batch order at the start would compare next to nothing. And it writes over
-buffers, which a sync leaves as they were made. The loader that vLLM calls is in v0_common.py.
+vLLM's own load format `dummy` has two faults here. Its numbers are so small that all tokens are about equally likely.
+The check of batch order at the start would then compare next to nothing. It also overwrites buffers, which a sync does
+not write. The loader that vLLM calls stands in v0_common.py.
 """
 
 from collections.abc import Iterable
@@ -12,19 +12,20 @@ import torch
 from torch import Tensor, nn
 
 _SEED = 0
-_AROUND_ONE = (0.5, 1.5)  # no usual value of a vector: what a sync leaves out shows in digests
-_SMALLEST_BITS = 16  # of formats that torch draws numbers in
+_AROUND_ONE = (0.5, 1.5)  # unlike real vectors, so that digests show what a sync leaves out
+_SMALLEST_BITS = 16  # the smallest format in which torch draws numbers
 
 
 @torch.no_grad()
 def fill(parameters: Iterable[nn.Parameter]) -> None:
-    """Draws every floating-point parameter: matrices of the size that keeps what goes through them as large as it was,
-    vectors around one. The same model gets the same numbers each time. Single numbers stay.
+    """Draws every floating-point parameter; the same model gets the same numbers each time.
+
+    Matrices are scaled so that they keep the size of what they multiply; vectors are around one. Scalars stay.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in parameters:
         if parameter.is_meta or not parameter.is_floating_point() or not parameter.dim():
-            continue  # a number by itself says that scales of a cache are not given
+            continue  # a scalar marks that the scales of a cache are not given
         if parameter.device not in generators:
             generators[parameter.device] = torch.Generator(parameter.device).manual_seed(_SEED)
         _draw(parameter.data, generators[parameter.device])

@@ -1,7 +1,7 @@
-"""How full an engine's KV cache is, and how often its scheduler dropped a request's part of it for want of room.
+"""The use of an engine's KV cache, and how often its scheduler preempted a request because the cache was full.
 
-vLLM's own statistics tell, as they pass its front end. A request that is preempted is computed anew from its prompt on:
-its time is lost, and on most devices its tokens are not the same bits as without.
+The numbers come from vLLM's own statistics in its front end. A preempted request is computed again from its prompt on.
+This costs time, and on most devices it also changes bits of its tokens.
 """
 
 from collections.abc import Callable
@@ -9,29 +9,29 @@ from typing import Any
 
 
 class CacheUse:
-    """What has been seen since the engine was started."""
+    """Counts since the engine was started."""
 
     def __init__(self) -> None:
-        self.share = 0.0  # of the cache's blocks, now
-        self.peak = 0.0  # the highest share since `renew`
-        self.preemptions = 0  # for want of room
+        self.share = 0.0  # share of the cache's blocks in use now
+        self.peak = 0.0  # highest share since `renew`
+        self.preemptions = 0  # because the cache was full
         self._running = 0
         self._waiting = 0
-        self._by_pause = 0  # preemptions that are no want of room, and are not told yet
+        self._by_pause = 0  # preemptions by a pause that vLLM has not reported yet
 
     def paused(self) -> None:
-        """vLLM preempted what was running, since its caches are emptied with a pause.
+        """Notes that vLLM preempted all running requests, because a pause empties its caches.
 
-        It tells so with each request's next token; one that is ended before has none.
+        vLLM reports this with each request's next token. A request that ends before is never reported.
         """
         self._by_pause = min(self._by_pause + self._running, self._running + self._waiting)
 
     def renew(self) -> None:
-        """New weights: the peak is that of their requests from here on."""
+        """Notes new weights: from here on the peak is that of their requests."""
         self.peak = 0.0
 
     def note(self, share: float, preempted: int, running: int, waiting: int) -> None:
-        """Notes one step of the scheduler; `running`, `waiting`: requests that it has."""
+        """Notes one step of the scheduler. `running` and `waiting` are its numbers of requests."""
         self.share = share
         self.peak = max(self.peak, share)
         self._running = running
@@ -41,7 +41,7 @@ class CacheUse:
         self.preemptions += preempted - by_pause
 
     def stat_logger(self) -> Callable[[Any, int], Any]:
-        """What AsyncLLM's `stat_loggers` takes, in vLLM 0.23 and 0.32: makes a logger that notes here."""
+        """Returns a class for AsyncLLM's `stat_loggers`, in vLLM 0.23 and 0.32, whose loggers write here."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         note = self.note

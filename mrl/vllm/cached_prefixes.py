@@ -1,27 +1,25 @@
-"""Which prefixes the weights of now have computed, to tell what of vLLM's prefix cache is theirs. No vLLM, no clock.
+"""The prefixes that the current weights have computed, to find stale entries of vLLM's prefix cache. No vLLM, no clock.
 
-vLLM says of each request how many of its tokens came out of the cache. They can only be those of a prefix that a
-request of the same weights had before. More are stale: they were computed by weights that are gone, and a response
-would go on from what no weights ever computed. The count is 0 as long as the cache is emptied with every change of
-weights.
+vLLM reports for each request how many of its tokens came from the cache. At most, these are a prefix that an earlier
+request of the same weights had. More are stale: older weights computed them, and the response would continue a mixture
+of both. The count is 0 as long as the cache is emptied with every change of weights.
 """
 
 from collections.abc import Iterator, Sequence
 
 
 class CachedPrefixes:
-    """Prefixes of one engine since its weights changed; blocks of `block` tokens, as the cache has them."""
+    """Prefixes of one engine since its weights changed, in blocks of `block` tokens like the cache's."""
 
     def __init__(self, block: int):
         self.block = block
-        self.stale_tokens = 0  # that came out of the cache since the weights changed
+        self.stale_tokens = 0  # came from the cache since the weights changed
         self._known: set[int] = set()  # hash of each prefix of whole blocks
-        self._inside: dict[
-            str, tuple[int, Sequence[int]]
-        ] = {}  # request -> tokens that may be cached for it, its prompt
+        # request -> (number of tokens that may come from the cache, prompt)
+        self._inside: dict[str, tuple[int, Sequence[int]]] = {}
 
     def enter(self, name: str, prompt: Sequence[int]) -> None:
-        """A request goes to vLLM. What it may find is what others brought before it."""
+        """Notes that a request goes to vLLM. It may find only prefixes of earlier requests."""
         prefixes = list(self._prefixes(prompt))
         known = next((i for i, prefix in enumerate(prefixes) if prefix not in self._known), len(prefixes))
         self._inside[name] = (known * self.block, prompt)
@@ -30,17 +28,21 @@ class CachedPrefixes:
     def leave(self, name: str, tokens: Sequence[int] = (), cached: int = 0) -> None:
         """Notes that a request has ended, with `tokens` behind its prompt.
 
-        `cached`: tokens of its prompt that came out of the cache.
+        `cached`: tokens of its prompt that came from the cache.
         """
         allowed, prompt = self._inside.pop(name, (cached, ()))
         self.stale_tokens += max(0, cached - allowed)
         self._known.update(self._prefixes([*prompt, *tokens]))
 
     def renew(self) -> int:
-        """Weights have changed; the stale tokens until now. What is under way is computed anew, by the new ones."""
+        """Notes new weights and returns the stale tokens until now. Requests under way are computed again by the new
+        weights.
+        """
         stale = self.stale_tokens
         self.stale_tokens = 0
-        self._known = {prefix for _, prompt in self._inside.values() for prefix in self._prefixes(prompt)}
+        self._known = set()
+        for _, prompt in self._inside.values():
+            self._known.update(self._prefixes(prompt))
         return stale
 
     def _prefixes(self, tokens: Sequence[int]) -> Iterator[int]:

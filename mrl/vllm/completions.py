@@ -1,13 +1,13 @@
-"""What vLLM answers to one request: tokens, their log-probs, and which weights made which of them.
+"""vLLM's answer to one request: tokens, log-probs, and which weights made which tokens.
 
-An example: begun by version 4, of which it had two tokens when the engine was paused, and three more by version 5:
+An example. Version 4 began a response and had made two tokens when the engine was paused; version 5 made three more:
 
     tokens      9  2 | 7  7  1
     spans       0: 4 | 2: 5          version 4 from token 0 on, version 5 from token 2 on
 
-vLLM 0.32's core puts the version on every step's output when the step ends, and the version changes only while no step
-is under way; so the border is where the pause fell, token by token. 0.23 says nothing of versions: a request is of the
-one version that was served from its begin to its end, and is given back at a pause.
+vLLM 0.32's core writes the version on the output of every step when the step ends. The version changes only while no
+step runs. So the border lies exactly where the pause was. 0.23 reports no versions: a request has one version from its
+beginning to its end, and is given back at a pause.
 """
 
 from dataclasses import replace
@@ -19,14 +19,14 @@ from mrl.data.routes import ASKED
 from mrl.data.samples import Sample, Samples
 from mrl.vllm.requests import Request, Sampling
 
-ABORTED = "abort"  # vLLM's stop reason
-CUT_OFF = "length"  # of a response that can go on
+ABORTED = "abort"  # vLLM's stop reason of an aborted request
+CUT_OFF = "length"  # stop reason of a response that can be continued
 
 Spans = tuple[tuple[int, int], ...]  # (first token, version), from token 0 on
 
 
 def sampling_parameters(request: Request, sampling: Sampling) -> Any:
-    """vLLM's SamplingParams of one request."""
+    """Returns vLLM's SamplingParams of one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -42,20 +42,21 @@ def sampling_parameters(request: Request, sampling: Sampling) -> Any:
         output_kind=RequestOutputKind.FINAL_ONLY,
         flat_logprobs=True,
         extra_args={ASKED: True} if sampling.routes else None,
-        skip_clone=True,  # vLLM would copy them deeply, for callers who go on using them
+        skip_clone=True,  # without it vLLM makes a deep copy, for callers that reuse the object
     )
 
 
 def engine_input(request: Request) -> dict[str, Any]:
-    """The prompt as vLLM's `TokensInput`, which its front end takes as it is.
+    """Returns the prompt as vLLM's `TokensInput`, which its front end takes as it is.
 
-    Any other form goes through a renderer, one request after the other, in a thread that the event loop waits for.
+    Any other form goes through a renderer. That takes one request after the other, in a thread that the event loop
+    waits for.
     """
     return {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
 
 
 def sample_of(request: Request, answer: Any, spans: Spans) -> Sample:
-    """The response, routes left out. One that was ended is cut off where it was."""
+    """Makes the response, without its routes. An aborted one is cut off at its last token."""
     reason = CUT_OFF if answer.finish_reason == ABORTED else answer.finish_reason
     (_, begun), *later = spans
     return Sample(
@@ -73,7 +74,7 @@ def sample_of(request: Request, answer: Any, spans: Spans) -> Sample:
 
 
 def nothing_of(request: Request, version: int) -> Sample:
-    """The answer to a request that was turned back before it had a token."""
+    """Makes the answer to a request that was turned back before it had a token."""
     return Sample(
         request.prompt_id,
         request.group_id,
@@ -88,12 +89,14 @@ def nothing_of(request: Request, version: int) -> Sample:
 
 
 def with_routes(sample: Sample, routes: np.ndarray | None) -> Sample:
-    """The response with the routes of its tokens."""
+    """Returns the response with the routes of its tokens."""
     return replace(sample, routes=routes)
 
 
 def _log_probs(answer: Any) -> np.ndarray:
-    """float32 [tokens]: with logprobs=0 the sampled token's entry stands first at each position."""
+    """Returns the log-probs of the sampled tokens, float32 [tokens]. With logprobs=0 they stand first at each
+    position.
+    """
     if not len(answer.token_ids):
         return np.zeros(0, np.float32)
     first = np.asarray(answer.logprobs.start_indices, np.int64)
@@ -101,9 +104,9 @@ def _log_probs(answer: Any) -> np.ndarray:
 
 
 def stamped_spans(answer: Any, begun: int, newest: int) -> Spans:
-    """Spans as vLLM stamped them.
+    """Returns the spans as vLLM stamped them.
 
-    Raises RuntimeError where they are not of all tokens, by versions from `begun` to `newest`.
+    Raises RuntimeError where they do not cover all tokens, or hold versions outside `begun` to `newest`.
     """
     spans = [(int(span.start), int(span.end), _number(span.version)) for span in answer.weight_versions or ()]
     if not spans and not len(answer.token_ids):
@@ -119,14 +122,16 @@ def stamped_spans(answer: Any, begun: int, newest: int) -> Spans:
 
 
 def _number(version: str) -> int:
-    # vLLM's name for weights that nobody gave a version
+    # vLLM uses a name that is no number for weights without a version
     if version.isdecimal():
         return int(version)
     return -1
 
 
 def unstamped_spans(begun: int, newest: int) -> Spans:
-    """Where vLLM says nothing. Raises RuntimeError for a request during which another version was served."""
+    """Returns the spans of a generation that stamps nothing. Raises RuntimeError if the version changed during the
+    request.
+    """
     if begun != newest:
         raise RuntimeError(
             f"it was begun by weight version {begun} and ended by {newest}, and which tokens are whose is not known"
@@ -135,6 +140,6 @@ def unstamped_spans(begun: int, newest: int) -> Spans:
 
 
 def bits_of(samples: Samples, row: int) -> bytes:
-    """A response's tokens and log-probabilities."""
+    """Returns a response's tokens and log-probabilities as bytes."""
     one = samples.rows(slice(row, row + 1))
     return one.token_ids.tobytes() + one.rollout_log_probs.tobytes()

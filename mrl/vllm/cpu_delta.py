@@ -1,13 +1,13 @@
-"""Gated delta attention of vLLM 0.32's CPU engines in plain torch and float32. CpuWorker puts it in place, for models
-that have it alone.
+"""Gated delta attention for vLLM 0.32's CPU engines, in plain torch and float32.
 
-vLLM's own kernels compute in bfloat16 and refuse float32, in which a CPU's engines and ranks are compared. Here tokens
-go through a layer one by one, in all sequences at once: what becomes of a token does not depend on how many others are
-under way, nor on how a prompt is cut. That is slow for long prompts, and right.
+CpuWorker installs it, only for models that have such attention. vLLM's own kernels compute in bfloat16 and refuse
+float32, in which engines and ranks are compared on CPUs. Here tokens go through a layer one by one, in all sequences at
+once. So a token's result depends neither on how many others are computed, nor on how a prompt is cut. This is slow for
+long prompts, but exact.
 
 Private in vLLM, and why it is touched:
 
-* `gdn_attention.cpu_gdn_attention_core`: what the layer's operator is registered with, once in a process.
+* `gdn_attention.cpu_gdn_attention_core`: the function that is registered as the layer's operator, once in a process.
 * `layer.kv_cache`: states by slot, the convolution's [slots, width - 1, channels] (or channels first) and the heads'
   [slots, heads, value dim, key dim].
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mrl.vllm.cpu_sigmoid import of_whole_registers
 
-_NORM_EPS = 1e-6  # of queries and keys, as in mrl/megatron/gated_delta.py
-# of one value a head: what is behind the last whole register would come by another function
+_NORM_EPS = 1e-6  # for queries and keys, as in mrl/megatron/gated_delta.py
+# there is one value a head, and torch computes values behind the last whole register with another function
 _exp = of_whole_registers(torch.exp)
 _softplus = of_whole_registers(F.softplus)
 _sigmoid = of_whole_registers(torch.sigmoid)
@@ -29,18 +29,18 @@ _silu = of_whole_registers(F.silu)
 
 
 def install() -> None:
-    """Makes vLLM register this operator instead of its own; a second time changes nothing."""
+    """Makes vLLM register this operator instead of its own. A second call changes nothing."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-    attend.__annotations__["layer_name"] = gdn_attention.LayerNameType  # what it is registered by
+    attend.__annotations__["layer_name"] = gdn_attention.LayerNameType  # registration reads the type from here
     gdn_attention.cpu_gdn_attention_core = attend
 
 
 def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: Any) -> None:
-    """Fills `core_attn_out` [tokens, heads, value dim] and brings the states of all sequences up to date.
+    """Fills `core_attn_out` [tokens, heads, value dim] and updates the states of all sequences.
 
-    `mixed_qkv` [tokens, channels] before the convolution; `b` and `a` [tokens, heads], rates and steps. Raises
-    RuntimeError for another format than float32: of bfloat16 vLLM has packed the convolution's weight.
+    `mixed_qkv` [tokens, channels] comes before the convolution; `b` and `a` [tokens, heads] are rates and steps. Raises
+    RuntimeError for other formats than float32: for bfloat16 vLLM has packed the weight of the convolution.
     """
     if mixed_qkv.dtype is not torch.float32:
         raise RuntimeError(
@@ -51,7 +51,7 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
 
     context = get_forward_context()
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
-    if context.attn_metadata is None:  # a step that only measures memory
+    if context.attn_metadata is None:  # vLLM's step that only measures memory
         return
     batch = context.attn_metadata[layer.prefix]
     sequences = batch.num_decodes + batch.num_prefills
@@ -68,7 +68,11 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
 def _all_tokens(
     layer: Any, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, starts: Tensor, slots: Tensor, goes_on: Tensor
 ) -> None:
-    """`starts` [sequences + 1]: where their tokens begin; `slots`: of their states; `goes_on`: not the first tokens."""
+    """Computes all tokens and states.
+
+    `starts` [sequences + 1]: first token of each sequence. `slots`: slot of its state. `goes_on`: it has earlier
+    tokens.
+    """
     order = starts.diff().argsort(descending=True, stable=True)
     lengths = starts.diff()[order]
     slots = slots[order]
@@ -78,7 +82,7 @@ def _all_tokens(
     window = torch.where(kept[:, None, None], earlier[slots], 0)
     memory = torch.where(kept[:, None, None, None], state[slots], 0)
     for step in range(int(lengths[0])):
-        count = int((lengths > step).sum())  # sequences that are over are the last ones
+        count = int((lengths > step).sum())  # finished sequences are the last ones
         tokens = first[:count] + step
         mixed, rate, step_size = (x[tokens] for x in inputs)
         seen = torch.cat([window[:count], mixed[:, :, None]], dim=2)
@@ -90,7 +94,9 @@ def _all_tokens(
 
 
 def _states(layer: Any) -> tuple[Tensor, Tensor]:
-    """By slot, what the convolution reaches back to [slots, channels, width - 1], and the heads' states."""
+    """Returns the states by slot: earlier inputs of the convolution [slots, channels, width - 1], and states of the
+    heads.
+    """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     earlier, state = layer.kv_cache
@@ -100,7 +106,10 @@ def _states(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _one_token(layer: Any, channels: Tensor, rate: Tensor, step: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What one token of each sequence reads, and their states after it [sequences, heads, value dim, key dim]."""
+    """Computes one token of each sequence.
+
+    Returns its output, and the new states [sequences, heads, value dim, key dim].
+    """
     keys = layer.key_dim // layer.tp_size
     query, key, value = channels.split([keys, keys, layer.value_dim // layer.tp_size], dim=1)
     value = value.unflatten(1, (-1, layer.head_v_dim))

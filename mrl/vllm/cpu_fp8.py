@@ -1,15 +1,15 @@
-"""Engines in FP8 on a CPU: a stand-in that holds what devices hold, and computes in the engine's dtype.
+"""FP8 engines on a CPU: a stand-in that holds what devices hold, and computes in the engine's dtype.
 
-vLLM's own CPU kernels of FP8 need AMX, pack words where no sync could write them, and know blocks of 128 alone. Here
-linear layers and experts have the parameters of vLLM's own loader of such checkpoints: words and scales in its shapes,
-filled by its weight loaders. They compute with words times scales, rounded to the engine's dtype whenever they are
-used. A device comes close to that and not to its bits, for it quantises activations too.
+vLLM's own CPU kernels for FP8 need AMX and know only blocks of 128. They also pack words where no sync could write
+them. Here linear layers and experts have the parameters that vLLM makes for such checkpoints. They are words and scales
+in vLLM's shapes, filled by its weight loaders. Each use computes with words times scales, rounded to the engine's
+dtype. A device gives close results and not the same bits, since it also quantises activations.
 
-CpuWorker puts it in place in vLLM's worker processes, of engines that are quantised, and nowhere else. Private in vLLM,
-and why it is touched:
+CpuWorker installs it in vLLM's worker processes of quantised engines, and nowhere else. Private in vLLM, and why it is
+touched:
 
-* `Fp8Config.get_quant_method`: chooses what computes a layer.
-* `Fp8MoEMethod.create_weights`: the experts' parameters; its constructor looks for a kernel, which there is none of.
+* `Fp8Config.get_quant_method`: chooses the method that computes a layer.
+* `Fp8MoEMethod.create_weights`: makes the experts' parameters; its constructor would look for a kernel and find none.
 * `make_unquantized_moe_kernel`, `cpu_prepack_moe_weight`: the kernel of experts that are not quantised.
 """
 
@@ -36,16 +36,16 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
-LEAST_ROWS = 16  # of a product: fewer are computed another way, and a token's bits would depend on the others
+LEAST_ROWS = 16  # products of fewer rows are computed differently, so a token's bits would depend on the others
 
 
 def install() -> None:
-    """Makes vLLM's `Fp8Config` choose the stand-ins in this process; a second time changes nothing."""
+    """Makes vLLM's `Fp8Config` choose the stand-ins in this process. A second call changes nothing."""
     Fp8Config.get_quant_method = stand_in
 
 
 def stand_in(config: Fp8Config, layer: nn.Module, prefix: str) -> Any:
-    """The method of a layer: of those that vLLM quantises the stand-in, of what it leaves as it is vLLM's own."""
+    """Returns the method of a layer: a stand-in where vLLM quantises, else vLLM's own unquantised method."""
     is_linear = isinstance(layer, LinearBase)
     if not is_linear and not isinstance(layer, RoutedExperts):
         return None
@@ -57,10 +57,10 @@ def stand_in(config: Fp8Config, layer: nn.Module, prefix: str) -> Any:
 
 @register_weight_loader_v2_supported_method
 class Fp8Linear(LinearMethodBase):
-    """A linear layer of words and scales, filled by the loaders of vLLM's own."""
+    """A linear layer of words and scales, filled by vLLM's own loaders."""
 
     def __init__(self, block: list[int]):
-        """`block`: rows and columns of one."""
+        """`block`: rows and columns of one block."""
         self.block = block
 
     def create_weights(
@@ -86,16 +86,16 @@ class Fp8Linear(LinearMethodBase):
         layer.register_parameter("weight_scale_inv", scales)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., in] -> [..., out]"""
+        """Multiplies [..., in] with the weight and returns [..., out]."""
         weight = dequantised(layer.weight, layer.weight_scale_inv, self.block, x.dtype)
         return of_many_rows(x, weight, bias)
 
 
 class Fp8Experts(Fp8MoEMethod):
-    """Experts of words and scales, computed by the kernel of those that are not quantised."""
+    """Experts of words and scales, computed by the kernel for experts that are not quantised."""
 
     def __init__(self, config: Fp8Config, layer: RoutedExperts):
-        super(Fp8MoEMethod, self).__init__(layer.moe_config)  # its own looks for a kernel of FP8 and finds none
+        super(Fp8MoEMethod, self).__init__(layer.moe_config)  # Fp8MoEMethod's own looks for an FP8 kernel, in vain
         self.quant_config = config
         self.weight_block_size = self.moe_block_shape = config.weight_block_size
         self.block_quant = True
@@ -105,7 +105,7 @@ class Fp8Experts(Fp8MoEMethod):
         self.unquantized_backend = self.plain.unquantized_backend
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Leaves words and scales as they were loaded; makes the kernel, once."""
+        """Leaves words and scales as they were loaded, and makes the kernel once."""
         if self.moe_kernel is None:
             self.moe_quant_config = self.plain.get_fused_moe_quant_config(layer)
             self.moe_kernel = make_unquantized_moe_kernel(
@@ -117,7 +117,7 @@ class Fp8Experts(Fp8MoEMethod):
             )
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> Any:
-        """That of experts that are not quantised: it is their kernel that computes."""
+        """Returns the configuration of experts that are not quantised, since their kernel computes."""
         return self.plain.get_fused_moe_quant_config(layer)
 
     def apply(
@@ -129,7 +129,7 @@ class Fp8Experts(Fp8MoEMethod):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """What the chosen experts make of each token, [tokens, hidden]."""
+        """Returns the output of the chosen experts for each token, [tokens, hidden]."""
         isa = self.moe_kernel.fused_experts.isa
         packed = [
             cpu_prepack_moe_weight(dequantised(words, scales, self.weight_block_size, x.dtype), isa)
@@ -154,14 +154,14 @@ class Fp8Experts(Fp8MoEMethod):
 
 
 def dequantised(words: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
-    """Words [..., rows, columns] times their blocks' scales: a product in float32, rounded to `dtype`."""
+    """Multiplies words [..., rows, columns] with the scales of their blocks in float32, and rounds to `dtype`."""
     for axis in (-2, -1):
         scales = scales.repeat_interleave(block[axis], axis).narrow(axis, 0, words.shape[axis])
     return (words.float() * scales).to(dtype)
 
 
 def of_many_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., in] -> [..., out], a product in float32, to bits that do not depend on the number of rows."""
+    """Multiplies [..., in] to [..., out] in float32. The bits do not depend on the number of rows."""
     rows = x.reshape(-1, x.shape[-1])
     missing = max(0, LEAST_ROWS - len(rows))
     many = F.pad(rows, (0, 0, 0, missing)).float()

@@ -1,11 +1,11 @@
-"""What vLLM 0.32's CPU platform lacks for latent attention. CpuWorker puts it in place, for models that have it alone.
+"""Fixes for latent attention in vLLM 0.32's CPU platform. CpuWorker installs them, only for models that need them.
 
-* `RotaryEmbedding.forward_cpu`: the kernel behind it turns parts of wider rows wrongly, without an error, and latent
-  attention passes it nothing else. Angles that yarn stretches are turned by torch already.
-* `torch.bmm`, and `layer.cpu_linear` of the projection that keys and values are made by: of few rows MKL takes another
-  way than of many, so that what a token becomes would depend on how many others are under way. Few rows are made more.
-* `split_decodes_and_prefills`: prompts of one token are computed as prompts or as decoding goes, by what stands before
-  them in the batch. Here they are always prompts.
+* `RotaryEmbedding.forward_cpu`: its kernel rotates parts of wider rows wrongly, without an error. Latent attention
+  passes only such parts. Angles that yarn stretches are computed by torch already.
+* `torch.bmm`, and `layer.cpu_linear` of the projection that makes keys and values: MKL computes few rows differently
+  from many. The result of a token would depend on how many others are computed. So few rows are padded.
+* `split_decodes_and_prefills`: a prompt of one token is computed as a prompt or as decoding, depending on what stands
+  before it in the batch. Here it is always a prompt.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST_ROWS = 16  # from 4 on they come by one way; see the module's test
+LEAST_ROWS = 16  # MKL computes 4 rows and more in one way, as the module's test shows
 
 
 def install() -> None:
-    """Fills the gaps in this process; a second time changes nothing."""
+    """Installs the fixes in this process. A second call changes nothing."""
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def prompts_as_prompts(split: Callable[..., tuple[int, ...]]) -> Callable[..., tuple[int, ...]]:
-    """`split` of a batch into decodes and prompts, where short prompts are never taken for decodes."""
+    """Wraps `split`, which divides a batch into decodes and prompts, so that short prompts never count as decodes."""
 
     @wraps(split)
     def by_phase(*arguments: Any, **named: Any) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def prompts_as_prompts(split: Callable[..., tuple[int, ...]]) -> Callable[..., t
 
 
 def bmm_of_many_rows(bmm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`bmm` ([batch, rows, in] x [batch, in, out]) to bits that do not depend on the number of rows."""
+    """Wraps `bmm` ([batch, rows, in] x [batch, in, out]) so that bits do not depend on the number of rows."""
 
     @wraps(bmm)
     def of_many(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -61,13 +61,14 @@ def bmm_of_many_rows(bmm: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def linear_of_many_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[rows, in] -> [rows, out], to bits that do not depend on the number of rows."""
+    """Multiplies [rows, in] to [rows, out]. The bits do not depend on the number of rows."""
     missing = LEAST_ROWS - len(x)
-    return F.linear(F.pad(x, (0, 0, 0, missing)) if missing > 0 else x.contiguous(), weight, bias)[: len(x)]
+    many = F.pad(x, (0, 0, 0, missing)) if missing > 0 else x.contiguous()
+    return F.linear(many, weight, bias)[: len(x)]
 
 
 def _with_linear_of_many_rows(process: Callable[..., None]) -> Callable[..., None]:
-    """`process` of vLLM's linear layers, which leaves this one projection to torch."""
+    """Wraps `process` of vLLM's linear layers, so that it leaves this one projection to torch."""
 
     @wraps(process)
     def processed(self: Any, layer: torch.nn.Module) -> None:

@@ -1,13 +1,13 @@
-"""What vLLM 0.32's CPU platform lacks for MoE engines of several data-parallel ranks and for spread experts.
+"""Gaps of vLLM 0.32's CPU platform, filled for MoE engines with data-parallel ranks or spread experts.
 
-CpuWorker puts it in place in vLLM's worker processes, of engines that need it, and nowhere else:
+CpuWorker installs this in vLLM's worker processes of engines that need it, and nowhere else:
 
 * `CpuCommunicator.all_gatherv`, `reduce_scatterv`: with data parallelism an MoE layer gathers the tokens of all ranks
-  and scatters the sums of what their experts made of them. The base class raises NotImplementedError for both.
-* `CPUUnquantizedExperts.apply`: the kernel takes no expert map, so that experts of other workers, which vLLM numbers
-  -1, make it read outside its weights (a segmentation fault).
+  and scatters the sums of their experts' outputs. The base class raises NotImplementedError for both.
+* `CPUUnquantizedExperts.apply`: the kernel takes no expert map. vLLM numbers experts of other workers -1, for which the
+  kernel reads outside its weights (a segmentation fault).
 
-Sums are taken in the order of the ranks: what a token becomes does not depend on what else is under way.
+Sums are taken in the order of the ranks. So the result of a token does not depend on other requests.
 """
 
 import dis
@@ -30,9 +30,9 @@ _COLLECTIVES = ("all_gatherv", "reduce_scatterv")
 
 
 def install() -> None:
-    """Fills the gaps in this process; a second time changes nothing.
+    """Fills the gaps in this process. A second call changes nothing.
 
-    Raises EnvironmentFault where vLLM's own functions are not those of 0.32, which are known to leave them.
+    Raises EnvironmentFault where vLLM's own functions are not those of 0.32, which are known to have these gaps.
     """
     try:
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -56,14 +56,14 @@ def _unknown(why: str) -> EnvironmentFault:
 
 
 def collective_faults(communicator: type) -> list[str]:
-    """Why the collectives cannot be put on this class: it has them already."""
+    """Returns why the collectives cannot be put on this class: it has them already. Empty where they can."""
     return [
         f"{communicator.__name__} has a {name} of its own" for name in _COLLECTIVES if name in communicator.__dict__
     ]
 
 
 def apply_faults(experts: type) -> list[str]:
-    """Why `with_expert_map` cannot be put before this class's `apply`."""
+    """Returns why `with_expert_map` cannot wrap this class's `apply`. Empty where it can."""
     if tuple(inspect.signature(experts.apply).parameters) != _APPLY_ARGUMENTS:
         return [f"{experts.__name__}.apply has other arguments"]
     if any(instruction.argval == "expert_map" for instruction in dis.get_instructions(experts.apply)):
@@ -74,9 +74,10 @@ def apply_faults(experts: type) -> list[str]:
 def all_gatherv(
     self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> Tensor | list[Tensor]:
-    """Rows of all ranks, [sum(sizes), ...] in their order; `sizes`: rows of each, left out: as many as here.
+    """Gathers the rows of all ranks, [sum(sizes), ...], in the order of the ranks. Replaces a method of
+    CpuCommunicator.
 
-    Of a list each tensor by itself. Stands in vLLM's CpuCommunicator.
+    `sizes`: rows of each rank; None: as many as here. Tensors of a list are gathered one by one.
     """
     if isinstance(input_, list):
         return [all_gatherv(self, tensor, dim, sizes) for tensor in input_]
@@ -89,9 +90,9 @@ def all_gatherv(
 
 
 def reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
-    """This rank's rows of the sum over all ranks, [sizes[rank], ...], added up in the order of the ranks.
+    """Returns this rank's rows of the sum over all ranks, [sizes[rank], ...]. Replaces a method of CpuCommunicator.
 
-    `input_`: [sum(sizes), ...]. Stands in vLLM's CpuCommunicator.
+    `input_` is [sum(sizes), ...]. The sum is taken in the order of the ranks.
     """
     sizes = _sizes(self, dim, sizes, input_.shape[0] // self.world_size)
     own = sizes[self.rank_in_group]
@@ -101,7 +102,7 @@ def reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] |
 
 
 def in_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum over the first dimension, one after the other."""
+    """Sums over the first dimension, one part after the other."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -115,9 +116,9 @@ def _sizes(communicator: Any, dim: int, sizes: list[int] | None, rows: int) -> l
 
 
 def with_expert_map(apply: Callable[..., None]) -> Callable[..., None]:
-    """`apply` of vLLM's experts for a worker that has some of them: those of others count for nothing.
+    """Wraps `apply` of vLLM's experts for a worker that has only some of them: other experts contribute nothing.
 
-    The kernel knows local experts only, so the first of them stands in for the others, with weight 0.
+    The kernel knows only local experts. So the first of them stands in for the others, with weight 0.
     """
 
     def apply_local(
@@ -141,6 +142,9 @@ def with_expert_map(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def local_choice(topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and local numbers [tokens, top k] of chosen experts; `expert_map`: number here of each expert, or -1."""
+    """Returns weights and local numbers [tokens, top k] of the chosen experts.
+
+    `expert_map`: local number of each expert, or -1.
+    """
     local = expert_map[topk_ids.long()]
     return topk_weights.masked_fill(local < 0, 0), local.clamp(min=0).to(topk_ids.dtype)

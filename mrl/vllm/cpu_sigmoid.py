@@ -1,8 +1,8 @@
-"""Sigmoids on CPU, to bits that do not depend on how many tokens are computed at once.
+"""Sigmoids on CPU whose bits do not depend on how many tokens are computed at once.
 
-torch takes a vector function for whole registers, and another one for what is behind the last of them. Where a token
-has fewer values than a register (the gate of a shared expert has one, the router of a small model some), the number of
-tokens says which values those are. Here they are filled up to whole registers.
+torch has a vector function for whole registers, and another function for the values behind the last one. A token may
+have fewer values than a register: the gate of a shared expert has one, the router of a small model a few. The number of
+tokens then decides which values go through which function. So tensors are padded to whole registers here.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-VALUES = 64  # a multiple of what any register holds, and of what torch takes in one turn
+VALUES = 64  # a multiple of every register's size, and of torch's step through a tensor
 
 
 def install() -> None:
-    """Changes this process; a second time changes nothing. `F.sigmoid` goes by the method too."""
+    """Changes this process. A second call changes nothing. `F.sigmoid` calls the method, so it is changed too."""
     if not hasattr(torch.Tensor.sigmoid, "__wrapped__"):
         torch.Tensor.sigmoid = of_whole_registers(torch.Tensor.sigmoid)
 
 
 def of_whole_registers(sigmoid: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`sigmoid` of any shape, each value to the same bits wherever it stands."""
+    """Wraps `sigmoid` of any shape, so that the bits of a value do not depend on its position."""
 
     @wraps(sigmoid)
     def filled(values: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def of_whole_registers(sigmoid: Callable[[Tensor], Tensor]) -> Callable[[Tensor]
             return sigmoid(values)
         missing = -values.numel() % VALUES
         if not missing:
-            return sigmoid(values.contiguous())  # of a view torch goes through rows, each with an end of its own
+            return sigmoid(values.contiguous())  # torch computes a view row by row, and each row has an end
         answer = sigmoid(F.pad(values.reshape(-1), (0, missing)))
         return answer[: values.numel()].view(values.shape)
 

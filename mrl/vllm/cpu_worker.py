@@ -1,9 +1,9 @@
-"""A CPU worker of vLLM that gives its memory away while its engine sleeps, as the accelerators' workers do.
+"""A CPU worker of vLLM that gives its memory back while its engine sleeps, like the workers of accelerators.
 
-vLLM's own ignores `sleep`. Storages are emptied under the tensors that lie on them, so that every view stays valid;
-linears that oneDNN packed live in closures, which are dropped and made anew. What comes back holds NaN in every form
-that kernels read: parameters, experts (packed in place), packed linears and the output layer, which has both. The KV
-cache comes back as zeros.
+vLLM's own CPU worker ignores `sleep`. Here storages are emptied under their tensors, so that every view stays valid.
+Linears that oneDNN packed live in closures, which are dropped and made again. Memory comes back full of NaN, in every
+form that kernels read. These are parameters, experts (packed in place), packed linears, and the output layer, which has
+both. The KV cache comes back as zeros.
 
 Private in vLLM, and why it is touched:
 
@@ -32,17 +32,17 @@ from mrl.vllm import cpu_sigmoid
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 from mrl.vllm.sleeping import NAN, clear, poison
 
-NAP_S = 2e-4  # between two looks; two of them are a hundredth of a step of the tiny model's engine
+NAP_S = 2e-4  # between two polls; two naps are a hundredth of a step of the tiny model's engine
 
 
 class CpuWorker(CPUWorker):
-    """vLLM's CPU worker, which sleeps."""
+    """vLLM's CPU worker, with sleep."""
 
     memory_asleep: dict[str, list["_EmptiedStorage"]]  # by part
     unpacked_layers: list[nn.Module]
 
     def __init__(self, *arguments: Any, **named: Any):
-        nap_while_waiting()  # one that was spawned; forked.py does it for the others
+        nap_while_waiting()  # for a spawned process; forked.py does it for forked ones
         gloo_device.share()
         super().__init__(*arguments, **named)
         if self.parallel_config.data_parallel_size > 1 or self.parallel_config.enable_expert_parallel:
@@ -51,7 +51,7 @@ class CpuWorker(CPUWorker):
             install()
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
-        """Loads the model as vLLM does; what the process takes from here on is the engine's."""
+        """Loads the model as vLLM does. Memory that the process takes from here on counts as the engine's."""
         self.memory_asleep = {}
         self.unpacked_layers = []
         get_model_architecture(self.model_config)  # imports the model's module
@@ -74,7 +74,7 @@ class CpuWorker(CPUWorker):
     def sleep(self, level: int = 1) -> None:
         """Gives weights and KV cache back.
 
-        Raises RuntimeError for another level than 2: the host is the device here.
+        Raises RuntimeError for another level than 2, since the host is the device here.
         """
         if level != 2:
             raise RuntimeError(
@@ -89,8 +89,8 @@ class CpuWorker(CPUWorker):
         give_back_heap()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes the memory of these parts, or of all that sleep."""
-        give_back_heap()  # of the update before, where it is the cache that wakes
+        """Takes the memory of these parts again, or of all parts that sleep."""
+        give_back_heap()  # where the cache wakes: heap that the update before has freed
         for part in tags or list(self.memory_asleep):
             for emptied in self.memory_asleep.pop(part, ()):
                 emptied.take()
@@ -104,19 +104,21 @@ class CpuWorker(CPUWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         """Executes a step as vLLM does.
 
-        Raises RuntimeError instead of reading memory that was given away: a resume makes vLLM try.
+        A resume makes vLLM run a step. Raises RuntimeError where memory is asleep, instead of reading it.
         """
         if scheduler_output.total_num_scheduled_tokens:
             self._refuse_asleep("a step")
         return super().execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
-        """Executes a dummy step as vLLM does; refused while memory is asleep."""
+        """Executes a dummy step as vLLM does. Raises RuntimeError while memory is asleep."""
         self._refuse_asleep("a dummy step")
         super().execute_dummy_batch()
 
     def start_weight_update(self, *arguments: Any, **named: Any) -> None:
-        """Starts an update as vLLM does; refused while weights are asleep, when writing them would crash."""
+        """Starts an update as vLLM does. Raises RuntimeError while weights are asleep, where writing them would
+        crash.
+        """
         if WEIGHTS in self.memory_asleep:
             raise RuntimeError("a weight update was asked of a worker whose weights are asleep")
         super().start_weight_update(*arguments, **named)
@@ -127,10 +129,11 @@ class CpuWorker(CPUWorker):
 
 
 class NappingCondition(shm_broadcast.SpinCondition):
-    """Where vLLM's own polls on a core, for a second from the last call on, this looks and naps in turn.
+    """Polls in naps for a second after the last call, where vLLM's own class keeps a core busy.
 
-    The core is another's: a worker computes while its core waits, a front end while both do, actor ranks when a
-    generation is over. After that second it blocks, as vLLM's own; what ends that takes milliseconds on two cores.
+    Others need that core: a worker computes while its core waits, a front end while both wait. Actor ranks need it when
+    a generation is over. After that second it blocks like vLLM's own class. Waking from that takes milliseconds on two
+    cores.
     """
 
     def wait(self, timeout_ms: int | None = None) -> None:
@@ -142,13 +145,13 @@ class NappingCondition(shm_broadcast.SpinCondition):
 
 
 def nap_while_waiting() -> None:
-    """The queues between core and workers that this process makes from now on wait so."""
+    """Makes the queues that this process creates from now on, between core and workers, wait in naps."""
     shm_broadcast.SpinCondition = NappingCondition
 
 
 @dataclass(frozen=True)
 class _EmptiedStorage:
-    """Memory that was given away, and how much it was."""
+    """A storage that was emptied, and its size before."""
 
     storage: UntypedStorage
     nbytes: int
@@ -158,8 +161,8 @@ class _EmptiedStorage:
 
 
 def loosen(parameters: Iterable[nn.Parameter]) -> None:
-    """Puts parameters into storages that can be emptied; Tensor.numpy(), which digests use,
-    makes one fixed for ever.
+    """Moves parameters into storages that can be emptied. Digests call Tensor.numpy(), which makes a storage fixed for
+    ever.
     """
     for parameter in parameters:
         if not parameter.untyped_storage().resizable():
@@ -167,7 +170,7 @@ def loosen(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def empty(tensors: Iterable[Tensor]) -> list[_EmptiedStorage]:
-    """Gives the memory below the tensors away; they keep shape and strides. Raises RuntimeError for a fixed storage."""
+    """Empties the storages below the tensors, which keep shape and strides. Raises RuntimeError for a fixed storage."""
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -180,9 +183,9 @@ def empty(tensors: Iterable[Tensor]) -> list[_EmptiedStorage]:
 
 
 def drop_packed(model: nn.Module) -> list[nn.Module]:
-    """Gives packed linears away; the layers that had one.
+    """Drops packed linears and returns the layers that had one.
 
-    The closure holds the kernel's handle, whose end frees them.
+    Each closure holds the handle of its kernel, whose end frees the memory.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "cpu_linear") and not layer.weight.is_meta]
     for layer in layers:
@@ -191,15 +194,15 @@ def drop_packed(model: nn.Module) -> list[nn.Module]:
 
 
 def pack_nan(layers: Iterable[nn.Module]) -> None:
-    """Gives each layer a packed linear again, of NaN. Its parameter stays the same object, empty or not."""
+    """Gives each layer a packed linear of NaN again. Its parameter stays the same object, empty or not."""
     for layer in layers:
-        kept = layer.weight
-        is_left_empty = kept.numel() == 0
+        parameter = layer.weight
+        is_left_empty = parameter.numel() == 0
         if is_left_empty:
             packed = get_layerwise_info(layer).restore_metadata[0]["weight"]
             layer.weight = nn.Parameter(torch.full(packed.shape, NAN, dtype=packed.dtype), requires_grad=False)
         dispatch_cpu_unquantized_gemm(layer, remove_weight=is_left_empty)
-        layer.weight = kept
+        layer.weight = parameter
 
 
 def _refuse(*_: Any) -> NoReturn:

@@ -1,8 +1,8 @@
 """One vLLM engine as a Python object: start, generate, pause, sleep, take new weights.
 
-No Ray here; the cluster wraps it in an actor. What it may be asked when stands in engine_state.py. vLLM's own sleep
-and wake are not used: 0.23 resumes by itself after any wake and 0.32 after the last, so its scheduler is paused and
-resumed here, exactly once each, and its workers are told directly to give their memory away and to take it again.
+There is no Ray here; the cluster wraps the engine in an actor. engine_state.py says which call is legal when. vLLM's
+own sleep and wake are not used. After them 0.23 resumes by itself at any wake, and 0.32 at the last one. So this class
+pauses and resumes the scheduler, exactly once each. It calls the workers directly to give memory back or take it.
 """
 
 import asyncio
@@ -49,16 +49,16 @@ from mrl.vllm.requests import EngineReading, EngineSettings, Request, Sampling, 
 
 @dataclass(frozen=True)
 class SleepReport:
-    """What one sleep did."""
+    """The result of one sleep."""
 
     aborted: int  # requests that were in flight, or waited; their streams end with Interrupted
-    left: tuple[ProcessMemory, ...]  # what the memory of each worker holds now
+    left: tuple[ProcessMemory, ...]  # memory that each worker still holds
 
 
 class VllmEngine:
-    """AsyncLLM, the state it is in and the weight version it serves.
+    """AsyncLLM, the state it is in, and the version of the weights that it serves.
 
-    Control verbs (all but `generate`) run one after the other, in the order in which they were asked.
+    Control verbs (all but `generate`) run one after the other, in the order of their calls.
     """
 
     def __init__(self, settings: EngineSettings):
@@ -71,34 +71,32 @@ class VllmEngine:
         self._updates = EngineUpdates(self._calls, settings, self._note_files)
         self._generation: VllmGeneration | None = None
         self._numbers = itertools.count()  # of requests
-        self._made = 0  # tokens of responses that are whole
-        self._newest = 0  # version that it served last
+        self._made = 0  # tokens of finished responses
+        self._newest = 0  # the version that it served last
         self._prefixes = CachedPrefixes(block=1)
         self._cache = CacheUse()
-        self._rendezvous: set[Path] = set()  # files by which the workers met
-        self._handles: dict[int, str] = {}  # names of requests that are here and can be ended
+        self._rendezvous: set[Path] = set()  # files through which the workers met
+        self._handles: dict[int, str] = {}  # handle -> name of a request that is here and can be ended
 
     @property
     def version(self) -> int | None:
-        """The committed weights that it serves; None while it must not generate."""
+        """The version of the weights that it serves; None while it must not generate."""
         return self._machine.version
 
     @property
     def reading(self) -> EngineReading:
-        """Reads the engine's counters now, in every state."""
+        """The engine's meters now; legal in every state."""
         cache = self._cache
         return EngineReading(self._made + self._calls.tokens_inside, cache.share, cache.peak, cache.preemptions)
 
     async def start(self, meeting: tuple[str, int] | None = None) -> float:
-        """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails.
+        """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault where either fails.
 
-        An engine that loaded no weights refuses to generate from here on, until a sync brought some.
-
-        `meeting`: address and port where the data-parallel ranks of the engine meet, at the first one. It returns when
-        all have.
+        An engine that loaded no weights refuses to generate until a sync has brought some. `meeting`: address and port
+        of the first data-parallel rank, where the ranks of the engine meet. The call returns when all have.
         """
         began = time.monotonic()
-        remove_all(noted(self.settings.segments_file))  # of an engine of this run that was killed
+        remove_all(noted(self.settings.segments_file))  # left by an engine of this run that was killed
         with noted_start(self.settings.segments_file) as folder:
             await self._start(meeting, folder)
             if self.settings.check_order:
@@ -120,18 +118,18 @@ class VllmEngine:
             from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
 
         self._generation = installed_generation()
-        met = {}
+        address = {}
         if meeting is not None:
-            met = {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
+            address = {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
         arguments = AsyncEngineArgs(
             **self.settings.arguments,
-            **met,
+            **address,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             worker_extension_cls=f"{adapter_module()}.WorkerExtension",
         )
         try:
             self._calls.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._cache.stat_logger()])
-        except Exception as error:  # vLLM ends its own children first; the reason stands in their output
+        except Exception as error:  # vLLM ends its own children first; their output holds the reason
             raise EnvironmentFault(
                 f"{self.settings.name} did not start ({type(error).__name__}: {error}); "
                 f"see logs/{log_name(self.settings.name)}.log in the run directory"
@@ -148,10 +146,10 @@ class VllmEngine:
         self._door.open()
 
     async def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[Samples]:
-        """Yields responses as they finish, those that finish together as rows of one batch.
+        """Yields responses as they finish. Those that finish together are rows of one batch.
 
-        While the engine is PAUSED requests wait. Raises RuntimeError where it refuses them, Interrupted when it is put
-        to sleep under them or dies.
+        Requests wait while the engine is PAUSED. Raises RuntimeError where it refuses them, Interrupted when it sleeps
+        or dies.
         """
         self._machine.check("generate")
         finished: asyncio.Queue[Sample | Exception] = asyncio.Queue()
@@ -178,7 +176,7 @@ class VllmEngine:
             await finished.put(error)
 
     async def _complete(self, request: Request, sampling: Sampling) -> Sample:
-        """The response; the part that there is of a request that was ended or given back."""
+        """Returns the response; for a request that was ended or given back, the part that exists."""
         name = f"{request.sample_id}-{next(self._numbers)}"
         if request.handle is not None:
             self._handles[request.handle] = name
@@ -219,13 +217,13 @@ class VllmEngine:
         return f"{self.settings.name} was put to sleep while it generated; {tokens} tokens are lost"
 
     async def _stamp_version(self, version: int) -> None:
-        """Tells vLLM which version its weights have now, where completions are stamped with it."""
+        """Tells vLLM the version of its weights, in generations that stamp completions with it."""
         if self._generation.stamps_versions:
             with self._calls.alive():
                 await self._calls.llm.update_weight_version(str(version))
 
     def _spans_of(self, request: Request, answer: Any, begun: int) -> Spans:
-        """Which weights made which of its tokens. Raises RuntimeError where that is not known, or cannot be."""
+        """Returns which weights made which of its tokens. Raises RuntimeError where that is unknown or impossible."""
         try:
             if self._generation.stamps_versions:
                 return stamped_spans(answer, begun, self._newest)
@@ -234,7 +232,9 @@ class VllmEngine:
             raise RuntimeError(f"{self.settings.name}, sample {request.sample_id}: {error}") from None
 
     async def _routes(self, name: str, request: Request, answer: Any) -> np.ndarray | None:
-        """Routes of prompt and response, or None where vLLM returned none. Raises DataError for impossible ones."""
+        """Returns the routes of prompt and response, or None where vLLM returned none. Raises DataError for impossible
+        ones.
+        """
         tokens = len(request.prompt_ids) + len(answer.token_ids)
         routes = answer.routed_experts
         if self.settings.captures_routes:
@@ -249,23 +249,20 @@ class VllmEngine:
             await self._calls.workers("capture_routes")
         except RuntimeError as error:
             raise EnvironmentFault(
-                f"{self.settings.name} cannot tell its routes (actor.router_replay: R3): {error}"
+                f"{self.settings.name} cannot return routes (actor.router_replay: R3): {error}"
             ) from error
 
     async def _forget_routes(self) -> None:
-        """Drops routes before new weights: requests that were given up left theirs behind.
-
-        Where routes are asked for none is held over an update.
+        """Drops the routes of given-up requests before new weights. Where routes are recorded, no request is held over
+        an update.
         """
         if self.settings.captures_routes:
             await self._calls.workers("forget_routes")
 
     async def _check_order(self) -> None:
-        """Checks that the same prompts in two orders give the same bits; else no run can be repeated or resumed
-        exactly.
+        """Checks that the same prompts in two orders give the same bits, without which no run can be repeated exactly.
 
-        Data-parallel ranks check themselves at once, each while others compute other prompts: neither may what they
-        have in a step change a bit.
+        Data-parallel ranks check at once, each beside other prompts of the others, which must not change a bit either.
         """
         rng = random.Random(0)
         width = min(24, self.settings.arguments["max_model_len"] // 2)
@@ -289,7 +286,9 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _controlled(self, verb: str) -> AsyncIterator[None]:
-        """Runs one control verb when those before it are through: refuses it by name, or goes where it leads."""
+        """Runs one control verb after those before it. Refuses an illegal one, or enters the state to which it
+        leads.
+        """
         async with self._control:
             self._machine.enter(verb)
             yield
@@ -297,7 +296,7 @@ class VllmEngine:
     async def pause(self) -> None:
         """Holds requests from here on, those in flight and new ones, until `resume` or `commit`.
 
-        What is in flight goes on afterwards; its prompt and tokens so far are computed anew, by the weights of then.
+        Requests in flight continue afterwards. The weights of that time compute their prompt and tokens again.
         """
         async with self._controlled("pause"):
             await self._hold_requests()
@@ -307,12 +306,11 @@ class VllmEngine:
         self._cache.paused()
 
     async def pause_for_update(self, give_back: bool) -> bool:
-        """Pauses for weights and a commit to follow; returns whether requests are given back with the tokens that they
-        have.
+        """Pauses for an update and a commit that follow. Returns whether requests are given back with their tokens.
 
-        Else they are held and go on by the next weights. Where vLLM does not say which weights made which token (0.23)
-        they are given back in any case; so are those that come until the commit. Each is to be sent again, behind its
-        tokens.
+        Otherwise they are held and continue with the next weights. vLLM 0.23 does not say which weights made which
+        token, so there they are always given back. Requests that come before the commit are given back too. Each has to
+        be sent again, behind its tokens.
         """
         gives_back = give_back or not self._generation.stamps_versions
         async with self._controlled("pause_for_update"):
@@ -325,7 +323,7 @@ class VllmEngine:
         return gives_back
 
     async def end_requests(self, handles: Collection[int]) -> None:
-        """Ends requests; nothing for those that are not here. Their streams bring what there is of them."""
+        """Ends requests; ignores handles that are not here. Their streams yield the tokens that exist."""
         async with self._controlled("end_requests"):
             names = [self._handles[handle] for handle in handles if handle in self._handles]
             for name in names:
@@ -344,8 +342,8 @@ class VllmEngine:
     async def sleep(self) -> SleepReport:
         """Gives the memory of weights and KV cache back to the device. Requests in flight, or waiting, are ended.
 
-        Returns when every worker's device was idle and has its memory back. Nothing else may take memory of the same
-        device meanwhile: vLLM compares what is free before and after.
+        Returns when the device of every worker was idle and has its memory back. Nothing else may take memory of that
+        device meanwhile, because vLLM compares the free memory before and after.
         """
         async with self._controlled("sleep"):
             aborted = len(self._door.inside)
@@ -356,9 +354,9 @@ class VllmEngine:
             return SleepReport(aborted, tuple(await self._memory()))
 
     async def give_up(self) -> EngineState:
-        """Ends all requests and takes the version away, whatever the engine was at; returns the state that it is in.
+        """Ends all requests and takes the version away, in any state; returns the new state.
 
-        Ranks whose weights it held, or was being given, are lost: others will bring theirs.
+        It is called when ranks are lost whose weights the engine held or was receiving. Other ranks will bring theirs.
         """
         async with self._controlled("give_up"):
             if self._machine.state is FENCED:
@@ -368,22 +366,22 @@ class VllmEngine:
             return self._machine.state
 
     async def wake_weights(self) -> None:
-        """Takes memory for the weights; what is in it is no weight of anybody until an update brought some."""
+        """Takes memory for the weights. Its content is no valid weight until an update has brought some."""
         await self._wake("wake_weights", WEIGHTS)
 
     async def wake_cache(self) -> None:
-        """Takes memory for the KV cache; the engine then lacks nothing but a version."""
+        """Takes memory for the KV cache. The engine then lacks only a version."""
         await self._wake("wake_cache", CACHE)
 
     async def _wake(self, verb: str, part: str) -> None:
-        """Goes on only when all workers are awake, so that it may be asked again."""
+        """Changes the state only when all workers are awake, so that the call can be repeated."""
         async with self._control:
             self._machine.check(verb)
             await self._calls.workers("take_memory", part)
             self._machine.enter(verb)
 
     async def memory(self) -> list[ProcessMemory]:
-        """What each worker's process holds now, asleep or not."""
+        """Returns the memory that each worker's process holds now, asleep or not."""
         async with self._controlled("memory"):
             return await self._memory()
 
@@ -391,38 +389,40 @@ class VllmEngine:
         return [ProcessMemory(**answer) for answer in await self._calls.workers("held_memory")]
 
     async def begin_update(self) -> None:
-        """Enters the weight update by the slow path: buckets, `finish_update`, then `commit`."""
+        """Enters a weight update by the slow path: buckets, `finish_update`, then `commit`."""
         async with self._update("begin_update"):
             await self._updates.begin()
 
     async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
-        """Loads one bucket, safetensors bytes as a uint8 array with their SHA-256; returns bytes."""
+        """Loads one bucket: safetensors bytes as a uint8 array, with their SHA-256. Returns bytes."""
         async with self._controlled("load_bucket"):
             return await self._updates.load_bucket(data, sha256)
 
     async def finish_update(self) -> None:
-        """Leaves the slow path's update. Raises RuntimeError when something did not come or was not written."""
+        """Leaves the slow path's update. Raises RuntimeError when a tensor did not come or was not written."""
         async with self._controlled("finish_update"):
             await self._updates.finish()
             self._machine.received()
 
     async def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
-        """Agrees on the plan of weight syncs, as EngineUpdates.agree_on_fast does; returns bytes of weights."""
+        """Agrees on the plan of weight syncs (EngineUpdates.agree_on_fast); returns the bytes of the weights."""
         async with self._controlled("agree_on_sync"):
             return await self._updates.agree_on_fast(setup, plan_hash, self._machine.holds_weights)
 
     async def connect_sync(self) -> None:
-        """Has the workers meet the ranks, as EngineUpdates.connect_fast does."""
+        """Connects the workers with the ranks (EngineUpdates.connect_fast)."""
         async with self._controlled("connect_sync"):
             await self._updates.connect_fast()
 
     async def release_arenas(self) -> None:
-        """Unlinks the shared memory of syncs, now that every rank has it open."""
+        """Unlinks the shared memory of syncs, once every rank has it open."""
         async with self._controlled("release_arenas"):
             self._updates.release_arenas()
 
     async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
-        """Takes one sync; returns each worker's report (WorkerExtension.weight_update_report). Then `commit`."""
+        """Takes one sync; returns the report of each worker (WorkerExtension.weight_update_report). `commit` has to
+        follow.
+        """
         async with self._update("receive_weights"):
             reports = await self._updates.receive(update, read_back)
             self._machine.received()
@@ -430,11 +430,11 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _update(self, verb: str) -> AsyncIterator[None]:
-        """Holds the engine for an update: from before its first byte no request gets in any more.
+        """Holds the engine for an update: no request gets in, from before its first byte on.
 
-        Data-parallel ranks stand still first. For some steps after the last request they still compute together, and a
-        rank between two weights must not take part. They have to be asked at once, as for a pause. Raises RuntimeError
-        while requests are under way that nobody paused.
+        Data-parallel ranks have to stand still first. After the last request they compute some more steps together, and
+        a rank between two weights must not take part. So all ranks are called at once. Raises RuntimeError while
+        unpaused requests run.
         """
         async with self._control:
             if self._machine.state is AWAKE and self._door.inside:
@@ -449,10 +449,7 @@ class VllmEngine:
             yield
 
     async def commit(self, version: int) -> VersionServed:
-        """Serves what was received last, as `version`, and drops what was cached under the old weights.
-
-        Returns counts of the version before.
-        """
+        """Serves the weights received last as `version`, and empties caches. Returns counts of the version before."""
         async with self._control:
             self._machine.check("commit")
             peak = self._cache.peak
@@ -473,7 +470,7 @@ class VllmEngine:
         await self._calls.check_there()
 
     async def fingerprints(self) -> dict[str, str]:
-        """SHA-256 of everything each worker of this engine computes with, by rank and name."""
+        """Returns the SHA-256 of every tensor that a worker of this engine computes with, by rank and name."""
         merged: dict[str, str] = {}
         async with self._controlled("fingerprints"):
             for worker in await self._calls.workers("weight_fingerprints"):
@@ -486,15 +483,15 @@ class VllmEngine:
         self._door.send_away(f"vLLM's processes below {self.settings.name} died", lost=True)
 
     def _note_files(self) -> None:
-        """Writes down what a kill would leave behind, for the successor to remove."""
+        """Writes down the files that a kill would leave behind, so that the next engine removes them."""
         note(self.settings.segments_file, self._updates.files | self._rendezvous)
 
     async def stop(self) -> None:
         """Ends vLLM's processes and removes what an unfinished update left behind. Legal in every state."""
-        # what a process that died held was noted
+        # the file lists what processes held that have died since
         segments = shared_memory_below(os.getpid()) | noted(self.settings.segments_file)
         self._updates.drop_buckets()
         self._updates.release_arenas()
         if self._calls.llm is not None:
             self._calls.llm.shutdown()
-        remove_all(segments)  # vLLM's workers are killed before they give back what they shared with each other
+        remove_all(segments)  # vLLM kills its workers before they can free what they shared with each other

@@ -1,4 +1,4 @@
-"""What is asked of vLLM's processes below one engine: every call ends, with all causes, and a death is told as one."""
+"""Calls to vLLM's processes below one engine. Every call ends and names all causes, and a death is reported as such."""
 
 import asyncio
 import time
@@ -10,15 +10,15 @@ from mrl.errors import LostProcess
 from mrl.vllm.process_watch import ProcessWatch
 from mrl.vllm.requests import log_name
 
-WATCH_S = 1.0  # between looks whether vLLM's processes live
-_EXIT_S = 0.2  # from vLLM's word that it stops to an exit that made it stop being seen
+WATCH_S = 1.0  # between two checks whether vLLM's processes live
+_EXIT_S = 0.2  # after vLLM says that it stops, until the exit that caused it has been seen
 
 
 class EngineCalls:
-    """An AsyncLLM, once it is started, and the guarded way to it."""
+    """An AsyncLLM, once it is started, and the guarded way to call it."""
 
     def __init__(self, name: str, on_death: Callable[[], None] = lambda: None):
-        """`name`: of the engine, or of the data-parallel rank of it.
+        """`name`: of the engine, or of one of its data-parallel ranks.
 
         `on_death` is called when vLLM's processes turn out to be gone.
         """
@@ -29,13 +29,16 @@ class EngineCalls:
         self._has_peers = False
 
     def watch(self, has_peers: bool) -> None:
-        """Sees a death at once from here on. `has_peers`: its own is told from one of another rank of the engine."""
+        """Sees a death at once from here on. With `has_peers` it distinguishes its own from that of another rank of the
+        engine.
+        """
         self._watch = ProcessWatch(lambda: self.llm.errored)
         self._has_peers = has_peers
 
     @property
     def tokens_inside(self) -> int:
-        """Made so far of the responses under way: vLLM's front end counts them, though it hands out whole ones only.
+        """Tokens made so far for responses under way. vLLM's front end counts them, though it hands out whole responses
+        only.
 
         Private in vLLM 0.23 and 0.32: `output_processor.request_states`, `detokenizer`.
         """
@@ -49,7 +52,7 @@ class EngineCalls:
         await self.workers("answer_call")
 
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of each of this engine's workers returns.
+        """Calls a method of each of this engine's workers and returns their results.
 
         Raises RuntimeError with all that they raised, causes first; LostProcess when vLLM's processes died.
         """
@@ -61,11 +64,10 @@ class EngineCalls:
         return [answer["value"] for answer in answers]
 
     async def ask(self, call: Awaitable[Any]) -> Any:
-        """The answer of vLLM's processes.
+        """Returns the answer of vLLM's processes.
 
-        Raises LostProcess when they died, ConnectionError when another rank of the engine did.
-
-        One that died never answers, and vLLM tells only requests so: its death is watched for here.
+        Raises LostProcess when they died, ConnectionError when another rank of the engine died. A dead process never
+        answers, and vLLM reports that only to requests. So this function watches for it.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -84,7 +86,9 @@ class EngineCalls:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """vLLM's processes may die below an engine that lives: that is a lost worker like any other."""
+        """Turns vLLM's error about dead processes into a lost worker like any other. The engine's own process may live
+        on.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -94,7 +98,7 @@ class EngineCalls:
             raise self._death() from error
 
     def _has_died(self) -> bool:
-        """Whether vLLM's processes are gone, looked at when an exit has had the time to be seen."""
+        """Returns whether vLLM's processes are gone. Waits first, so that an exit can be seen."""
         if self._watch is not None and not self._watch.lost:
             time.sleep(_EXIT_S)
         return self.llm.errored or (self._watch is not None and self._watch.lost is not None)

@@ -1,6 +1,6 @@
-"""vLLM's own scheduler below one engine: it stands still when it is told to, with no request and with nothing cached.
+"""vLLM's own scheduler below one engine. On command it stands still, without requests and with empty caches.
 
-What a pause means for the engine's state and version is not known here; see mrl.vllm.engine.
+The meaning of a pause for the engine's state and version is not known here, but in mrl.vllm.engine.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from mrl.vllm.admission import Admission
 from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.requests import EngineSettings, log_name
 
-DROP_S = 5.0  # for blocks of the prefix cache to come free
-EMPTY_S = 30.0  # for requests to end that a sleep aborted
+DROP_S = 5.0  # until blocks of the prefix cache are free
+EMPTY_S = 30.0  # until requests have ended that a sleep aborted
 
 
 class EngineScheduler:
-    """Pauses and resumes it, exactly once each: a second resume races with the next pause."""
+    """Pauses and resumes the scheduler, exactly once each. A second resume would race with the next pause."""
 
     def __init__(self, calls: EngineCalls, door: Admission, settings: EngineSettings):
         self._calls = calls
@@ -25,21 +25,21 @@ class EngineScheduler:
         self.is_paused = False
 
     async def pause(self, mode: str) -> None:
-        """`keep` freezes requests in flight, `abort` ends them. The door is shut, and vLLM's caches are empty
-        afterwards.
+        """Shuts the door and pauses vLLM, with empty caches. Mode `keep` freezes requests in flight, `abort` ends
+        them.
         """
         self._door.shut()
         await self._calls.ask(self._calls.llm.pause_generation(mode=mode, clear_cache=True))
         self.is_paused = True
 
     async def resume(self) -> None:
-        """Resumes vLLM where it is paused; the one place that does."""
+        """Resumes vLLM where it is paused. No other code does."""
         if self.is_paused:
             await self._calls.ask(self._calls.llm.resume_generation())
             self.is_paused = False
 
     async def empty(self) -> None:
-        """Waits until no request is inside vLLM any more: one may have been on its way there when it was paused.
+        """Waits until no request is inside vLLM. One may have been on its way there at the pause.
 
         Raises Interrupted when they do not end.
         """
@@ -55,13 +55,14 @@ class EngineScheduler:
         """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.
 
         vLLM 0.23 and 0.32 answer True, with prefix caching off as well. They answer False while a block is in use, for
-        example that of a request that was just aborted. Of several data-parallel cores 0.32 answers for all, 0.23 for
-        the first.
+        example by a request that was just aborted. With several data-parallel cores, 0.32 answers for all, 0.23 for the
+        first.
         """
         deadline = time.monotonic() + DROP_S
-        while (
-            not (emptied := await self._calls.ask(self._calls.llm.reset_prefix_cache())) and time.monotonic() < deadline
-        ):
+        while True:
+            emptied = await self._calls.ask(self._calls.llm.reset_prefix_cache())
+            if emptied or time.monotonic() >= deadline:
+                break
             await asyncio.sleep(DROP_S / 50)
         if emptied is not True and self._settings.arguments.get("enable_prefix_caching", True):
             raise Interrupted(

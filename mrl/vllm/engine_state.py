@@ -1,4 +1,4 @@
-"""What an engine may be asked in which state, and where that leads. Pure: no vLLM, no clock.
+"""The calls that an engine may get in each state, and the state to which each leads. Pure: no vLLM, no clock.
 
               pause                    sleep                wake_weights                wake_cache
     AWAKE ----------> PAUSED     (*) -------> ASLEEP ----------------> WEIGHTS_AWAKE -----------> FENCED
@@ -12,19 +12,20 @@
      +------------------------------ commit --------------+          (*) AWAKE, PAUSED, HOLDING, FENCED
 
 * AWAKE serves one committed version. An update takes it away before the first byte; only `commit` gives another.
-* PAUSED holds its requests, and new ones wait at the door: a pause ends by itself, and what waits loses nothing.
-* HOLDING is a pause in which new weights came: it has no version, and what it holds goes on by the next one. Whoever
-  paused an engine to update it has promised the commit, so requests that come meanwhile wait, too.
-* ASLEEP and WEIGHTS_AWAKE lack memory; what is in it then is no weight of anybody. FENCED has all its memory and no
-  version: weights that are half new, forgotten after a sleep, or that the digests disagree about, are never sampled
-  from. In all three requests are refused: they would wait for a sync that nobody may have asked for.
-* Given up, whatever it was at: its requests are ended and it has no version; it lacks what memory it lacked. So it
-  can be handed to other ranks.
+* PAUSED holds its requests, and new ones wait at the door. A pause ends by itself, so no request is lost.
+* HOLDING is a pause during which new weights came. It has no version, and its requests continue with the next one. The
+  caller that paused an engine for an update has promised the commit, so new requests wait too.
+* ASLEEP and WEIGHTS_AWAKE lack memory, whose content is then no valid weight.
+* FENCED has all its memory and no version. Its weights may be half new, forgotten after a sleep, or have wrong digests.
+  So they are never sampled from.
+* ASLEEP, WEIGHTS_AWAKE and FENCED refuse requests, which would wait for a sync that may never come.
+* `give_up` ends the requests and the version of a living engine in any state; missing memory stays missing. The engine
+  can then be handed to other ranks.
 * An engine that loaded no weights of its own is FENCED from its start on.
 * DEAD: vLLM's processes below it are gone.
 
-Facts behind it: vLLM takes a weight update into a sleeping engine and crashes (issue 57853 of vllm-project/vllm),
-generates on sleeping memory when it is told to resume, and 0.23 resumes by itself after any wake.
+Facts behind it: vLLM takes a weight update into a sleeping engine and crashes (issue 57853 of vllm-project/vllm). It
+generates on sleeping memory when it is told to resume. Version 0.23 resumes by itself after any wake.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ from mrl.errors import LostProcess
 
 
 class EngineState(Enum):
-    """What state an engine is in. The value says what gets it back to serving."""
+    """The state of an engine. The value says what brings it back to serving."""
 
     AWAKE = "it serves requests"
     PAUSED = "resume it, or bring weights and commit"
@@ -46,17 +47,17 @@ class EngineState(Enum):
     DEAD = "end the run and start it with --resume"
 
 
-# the parts of its memory, by vLLM's names
+# the parts of an engine's memory, by vLLM's names
 WEIGHTS = "weights"
 CACHE = "kv_cache"
 
-AWAITED = "mrl-awaited"  # load format of an engine that gets its weights by a sync alone; see awaited_weights.py
+AWAITED = "mrl-awaited"  # load format of an engine that gets its weights only by a sync (awaited_weights.py)
 
 AWAKE, PAUSED, HOLDING, ASLEEP, WEIGHTS_AWAKE, FENCED, DEAD = EngineState
 
 _IN_UPDATE = {state: state for state in (HOLDING, FENCED, WEIGHTS_AWAKE)}
 _UPDATE = {AWAKE: FENCED, PAUSED: HOLDING, **_IN_UPDATE}
-_LOOK = {state: state for state in (AWAKE, PAUSED, HOLDING, FENCED, WEIGHTS_AWAKE)}  # reads weights, changes nothing
+_LOOK = {state: state for state in (AWAKE, PAUSED, HOLDING, FENCED, WEIGHTS_AWAKE)}  # only reads weights
 
 _WITHOUT_VERSION = {state: state for state in (FENCED, ASLEEP, WEIGHTS_AWAKE)}
 
@@ -86,22 +87,22 @@ VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
     }
 )
 
-CONTROL_VERBS = tuple(verb for verb in VERBS if verb != "generate")  # asked one after the other, each with one answer
+CONTROL_VERBS = tuple(verb for verb in VERBS if verb != "generate")  # called one after the other, one answer each
 
-# states of a living engine that requests are refused in
+# states in which a living engine refuses requests
 REFUSES_REQUESTS = frozenset(EngineState) - VERBS["generate"].keys() - {DEAD}
 
 
 class EngineMachine:
-    """State and version of one engine; starts FENCED, with nothing received."""
+    """State and version of one engine. It starts FENCED, with no weights received."""
 
     def __init__(self, name: str):
         self._name = name
         self.state = FENCED
-        self.version: int | None = None  # that AWAKE serves and PAUSED holds; None in every other state
-        # numbers that can be read back, whoever's they are: false from a sleep to the next whole update
+        self.version: int | None = None  # served in AWAKE, kept in PAUSED; None in every other state
+        # its parameters hold numbers that can be read back: false from a sleep to the next whole update
         self.holds_weights = False
-        self.has_received = False  # a whole update since it held a version
+        self.has_received = False  # a whole update has come since it last had a version
 
     def check(self, verb: str) -> None:
         """Raises RuntimeError when `verb` is not legal now, LostProcess when the engine is dead."""
@@ -120,7 +121,7 @@ class EngineMachine:
             )
 
     def enter(self, verb: str) -> None:
-        """Goes where `verb` leads. Raises as `check` does."""
+        """Enters the state to which `verb` leads. Raises as `check` does."""
         self.check(verb)
         self.state = VERBS[verb][self.state]
         if self.state not in (AWAKE, PAUSED):
@@ -131,23 +132,23 @@ class EngineMachine:
             self.has_received = False
 
     def received(self) -> None:
-        """Notes that a whole update is in."""
+        """Notes that a whole update has come."""
         self.holds_weights = self.has_received = True
 
     def serve(self, version: int) -> None:
-        """AWAKE with `version`: what `commit` ends with, and the start, where vLLM itself loaded the weights."""
+        """Enters AWAKE with `version`: at the end of `commit`, and at a start where vLLM itself loaded the weights."""
         self.state = AWAKE
         self.version = version
         self.holds_weights = True
         self.has_received = False
 
     def await_weights(self) -> None:
-        """FENCED, holding numbers of nobody: what a start ends with where vLLM loaded no weights."""
+        """Enters FENCED with placeholder weights: at the end of a start where vLLM loaded no weights."""
         self.state = FENCED
         self.version = None
         self.has_received = False
 
     def die(self) -> None:
-        """vLLM's processes are gone, from whatever state."""
+        """Notes that vLLM's processes are gone, in whatever state."""
         self.state = DEAD
         self.version = None

@@ -1,6 +1,6 @@
-"""New weights into one engine, from the engine's side: the slow path by buckets, the fast one by the plan.
+"""Brings new weights into one engine, from the engine's side: by buckets (slow path) or by the plan (fast path).
 
-What an update means for the engine's state and version is not known here; see mrl.vllm.engine.
+The meaning of an update for the engine's state and version is not known here, but in mrl.vllm.engine.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from mrl.vllm.requests import EngineSettings
 
 
 class EngineUpdates:
-    """Drives vLLM's workers through updates, and keeps the files that these pass through."""
+    """Drives vLLM's workers through updates, and keeps the files that these need."""
 
     def __init__(self, calls: EngineCalls, settings: EngineSettings, note_files: Callable[[], None]):
         """`note_files` is called whenever `files` has changed."""
@@ -28,13 +28,16 @@ class EngineUpdates:
         self._note_files = note_files
         self._numbers = itertools.count()  # of buckets
         self._buckets: Path | None = None  # folder of an update by the slow path
-        self._path = ""  # "slow" or "fast": what vLLM's workers are ready for
-        self._arenas: tuple[Path, ...] = ()  # files of weight syncs that still have a name
+        self._path = ""  # "slow" or "fast": the path for which vLLM's workers are ready
+        self._arenas: tuple[Path, ...] = ()  # files of weight syncs that are not unlinked yet
 
     @property
     def files(self) -> set[Path]:
-        """What exists in shared memory now."""
-        return set(self._arenas) | ({self._buckets} if self._buckets else set())
+        """The files and folders that exist in shared memory now."""
+        existing = set(self._arenas)
+        if self._buckets:
+            existing.add(self._buckets)
+        return existing
 
     async def connect_slow(self) -> None:
         """Makes vLLM's workers ready for the slow path, if they are not."""
@@ -44,7 +47,7 @@ class EngineUpdates:
             self._path = "slow"
 
     async def begin(self) -> None:
-        """Enters an update by the slow path; what an unfinished one left is dropped."""
+        """Enters an update by the slow path, and drops the rest of an unfinished one."""
         self.drop_buckets()
         await self.connect_slow()
         self._buckets = new_folder()
@@ -52,8 +55,8 @@ class EngineUpdates:
         await self._calls.workers("start_weight_update")
 
     async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
-        """Loads one bucket, safetensors bytes as a uint8 array with their SHA-256; returns bytes."""
-        # a name of its own: workers keep tensors of a layer mapped until its last bucket has come; pages outlive names
+        """Loads one bucket: safetensors bytes as a uint8 array, with their SHA-256. Returns bytes."""
+        # each bucket has its own file: workers keep tensors of a layer mapped until its last bucket has come
         path = self._buckets / f"bucket-{next(self._numbers)}.safetensors"
         with path.open("wb") as file:
             file.write(memoryview(data))
@@ -62,7 +65,7 @@ class EngineUpdates:
         return len(data)
 
     async def finish(self) -> None:
-        """Leaves the slow path's update. Raises RuntimeError when something did not come or was not written."""
+        """Leaves the slow path's update. Raises RuntimeError when a tensor did not come or was not written."""
         await self._calls.workers("finish_weight_update")
         self.drop_buckets()
         self._note_files()
@@ -74,10 +77,10 @@ class EngineUpdates:
             self._buckets = None
 
     async def agree_on_fast(self, setup: dict[str, Any], plan_hash: str, holds_weights: bool) -> int:
-        """Agrees on the plan of weight syncs and checks vLLM's parameters against it; returns bytes of weights.
+        """Agrees on the plan of weight syncs and checks vLLM's parameters against it; returns the bytes of the weights.
 
-        `holds_weights`: the engine holds whole weights, somebody's or none's, so that reading them back can be tried.
-        Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
+        `holds_weights`: the parameters hold numbers, so that reading them back can be tried. Raises EnvironmentFault
+        for another plan, and for parameters that differ from the plan, by name.
         """
         from mrl.reshard.setup import SyncSetup
         from mrl.reshard.transport_shm import arena_files
@@ -101,9 +104,9 @@ class EngineUpdates:
         return sum(await self._calls.workers("weight_bytes"))
 
     async def connect_fast(self) -> None:
-        """Meets the ranks, which do the same now.
+        """Connects with the ranks, which do the same now.
 
-        Raises EnvironmentFault when they do not come or memory for what travels cannot be had.
+        Raises EnvironmentFault when they do not come, or when memory for messages is missing.
         """
         with self._cannot_take():
             await self._calls.workers("meet_ranks")
@@ -121,14 +124,14 @@ class EngineUpdates:
             ) from error
 
     def release_arenas(self) -> None:
-        """Unlinks shared memory, now that every rank has it open: nothing is left behind however a process ends."""
+        """Unlinks shared memory, once every rank has it open. So no file is left behind, however a process ends."""
         for path in self._arenas:
             path.unlink(missing_ok=True)
         self._arenas = ()
         self._note_files()
 
     async def receive(self, update: int, read_back: bool) -> list[dict[str, Any]]:
-        """Takes one sync by the fast path; returns each worker's report (WorkerExtension.weight_update_report)."""
+        """Takes one sync by the fast path; returns the report of each worker (WorkerExtension.weight_update_report)."""
         try:
             await self._calls.workers("start_weight_update")
             await self._calls.workers("update_weights", {"update": update, "read_back": read_back})

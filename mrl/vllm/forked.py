@@ -1,4 +1,6 @@
-"""What the server of forking.py imports, and nobody else: all modules of a core and a worker of vLLM on the CPU."""
+"""The imports of the server in forking.py, and of nothing else: all modules of a core and a worker of vLLM on the
+CPU.
+"""
 
 import gc
 import importlib
@@ -7,7 +9,7 @@ from multiprocessing import forkserver, resource_tracker
 
 from mrl.platforms.imports import many_imports
 
-with suppress(ImportError):  # it finds the place of a process's title only while no variable has been taken away
+with suppress(ImportError):  # setproctitle finds the title's memory only while no environment variable is removed
     import setproctitle
 
     setproctitle.getproctitle()
@@ -22,8 +24,8 @@ with many_imports():
 
     importlib.import_module(adapter_module())
 nap_while_waiting()
-# A core asks for its workers here too, as multiprocessing documents; CPython 3.11 would start it a server of its own.
+# A core also gets its workers from this server, as multiprocessing documents. CPython 3.11 would start a second one.
 forkserver._forkserver.ensure_running = resource_tracker.ensure_running
-# What was imported is never freed: no process has to go through it again, and so copy it.
+# The imported objects are never freed. Without this the garbage collector of each process would touch and copy them.
 gc.collect()
 gc.freeze()

@@ -1,9 +1,9 @@
-"""Checks before the first sync: does vLLM hold what the plan assumes? Degrees, names, shapes, dtypes, and its loader.
+"""Checks before the first sync that vLLM holds what the plan assumes: degrees, names, shapes, dtypes, and its loader.
 
-The loader is asked by giving it numbered tensors: one module of each kind is brought into load layout, the model's
-own `load_weights` gets Hugging Face tensors whose elements say where they come from, and what arrives is compared
-with the plan's boxes. Elements are numbered in digits of base 256, which every dtype holds exactly, one pass a digit.
-Nothing of the engine's weights is touched.
+The loader is checked with numbered tensors. One module of each kind is brought into load layout. The model's own
+`load_weights` gets Hugging Face tensors whose elements say where they come from. The result is compared with the plan's
+boxes. Elements are numbered in digits of base 256, which every dtype holds exactly, one pass a digit. The engine's
+weights are not touched.
 """
 
 import re
@@ -22,13 +22,13 @@ from mrl.vllm.load_layout import Adapter, layers_of, leaf_of, parameter_of, writ
 from mrl.vllm.read_back import held_digests, hf_block
 
 BASE = 256
-_WORD_BASE = 16  # that words hold exactly
+_WORD_BASE = 16  # FP8 words hold these digits exactly
 UNTOUCHED = -1.0
 SHOWN = 8  # names in one message
 # vLLM's MoE kernels that keep experts as a dialect describes them; others swap halves or shuffle rows
 _KEEPING = ("CPU", "TRITON", "BATCHED_TRITON")
-_TRANSPOSING = ("OOT",)  # out of vLLM's tree, as Ascend's
-# those of linear layers in FP8 that keep words and scales as they are loaded; others repack them, or round scales
+_TRANSPOSING = ("OOT",)  # kernels outside vLLM's tree, like Ascend's
+# kernels of linear layers that keep FP8 words and scales as loaded; others repack them, or round scales
 _KEEPING_WORDS = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")
 
 
@@ -38,20 +38,20 @@ class HandshakeError(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineDegrees:
-    """What an engine was started with, as vLLM says."""
+    """The settings of a running engine, as vLLM reports them."""
 
     tensor: int
     pipeline: int
     data: int
     spreads_experts: bool  # expert parallelism is on
-    linear_placement: bool  # experts lie in order, and none is repeated
+    linear_placement: bool  # experts are placed in order, and none is repeated
     quantization: str | None
     dtype: str
-    position: int  # of this worker in its engine: data-parallel rank, then tensor rank
+    position: int  # of this worker in its engine: by data-parallel rank, then by tensor rank
 
 
 def check_degrees(setup: SyncSetup, degrees: EngineDegrees) -> None:
-    """Raises HandshakeError when the engine was started otherwise than the plan assumes."""
+    """Raises HandshakeError when the engine was started with other settings than the plan assumes."""
     layout = setup.rollout_layout
     rows = [
         ("tensor_parallel_size", degrees.tensor, layout.tensor),
@@ -74,7 +74,7 @@ def check_engine(
 ) -> None:
     """Compares vLLM's parameters and its loader with the plan's targets. Raises HandshakeError naming what differs.
 
-    `holds_weights`: false for an engine that slept, whose memory holds no numbers that could be read back.
+    `holds_weights`: false for an engine that slept, whose memory holds no numbers to read back.
     """
     in_place = written_in_place(targets)
     for backend in sorted(adapter.moe_backends(model)):
@@ -86,7 +86,7 @@ def check_engine(
     check_loader(model, setup.model, loaded, adapter, setup.fp8_block)
     if holds_weights:
         layers = layers_of(model, adapter)
-        # that everything can be read back
+        # checks that everything can be read back
         held_digests(targets, lambda t: adapter.final_parts(model, layers[t.module], t))
 
 
@@ -100,7 +100,7 @@ def check_backend(backend: str, allowed: Sequence[str]) -> None:
 
 
 def check_word_backend(backend: str) -> None:
-    """Raises HandshakeError when a linear layer in FP8 would hold other words or scales than it is given."""
+    """Raises HandshakeError when an FP8 linear layer would change the words or scales that it gets."""
     if backend not in _KEEPING_WORDS:
         raise HandshakeError(
             f"vLLM's kernel of linear layers in FP8 is {backend}, which keeps words or scales in a form of its own; "
@@ -109,7 +109,7 @@ def check_word_backend(backend: str) -> None:
 
 
 def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapter: Adapter) -> None:
-    """Compares names, dtype and shapes in load layout; of what is written in place, the kernel's shapes.
+    """Compares names, dtypes and shapes in load layout; parameters written in place have the kernel's shapes.
 
     Raises HandshakeError naming what differs.
     """
@@ -132,7 +132,7 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapt
         if tuple(tensor.shape) != target.local_shape:
             faults.append(f"{name} is {list(tensor.shape)} in vLLM, {list(target.local_shape)} in the plan")
         elif tensor.dtype != getattr(torch, target.dtype) and not name.endswith(".bias"):
-            # kernels keep some biases in fp32
+            # kernels keep some biases in float32
             faults.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')} in vLLM, {target.dtype} in the plan")
     if faults:
         more = ""
@@ -146,8 +146,8 @@ def check_loader(
 ) -> int:
     """Runs vLLM's loader on numbered tensors, one module of each kind; returns the number of modules tried.
 
-    `fp8_block`: see SyncSetup. Raises HandshakeError naming the first parameter that the loader fills otherwise than
-    the plan says.
+    `fp8_block` is SyncSetup's. Raises HandshakeError naming the first parameter that the loader fills differently from
+    the plan.
     """
     shapes = {t.name: t.shape for t in with_scales(spec, fp8_block)}
     layers = layers_of(model, adapter)
@@ -163,7 +163,9 @@ def check_loader(
 
 
 def _one_of_each_kind(layers: dict[str, nn.Module], targets: Sequence[TargetParameter]) -> list[list[TargetParameter]]:
-    """Parameters of one module per kind: modules that differ only in the layer's number are alike."""
+    """Returns the parameters of one module of each kind. Modules that differ only in the layer's number are of one
+    kind.
+    """
     modules: dict[str, list[TargetParameter]] = {}
     for target in targets:
         modules.setdefault(target.module, []).append(target)
@@ -181,9 +183,9 @@ def _one_of_each_kind(layers: dict[str, nn.Module], targets: Sequence[TargetPara
 def _check_module(
     model: nn.Module, layer: nn.Module, group: list[TargetParameter], shapes: dict, adapter: Adapter
 ) -> None:
-    # a bias stays in the kernel's memory
+    # biases stay in the kernel's memory, so they are saved and put back
     live = {t.name: parameter_of(layer, t) for t in group if not parameter_of(layer, t).is_meta}
-    kept = {name: tensor.clone() for name, tensor in live.items()}
+    saved = {name: tensor.clone() for name, tensor in live.items()}
     adapter.materialise(layer)
     adapter.open_loaders(layer)
     names = list(dict.fromkeys(piece.hf_name for t in group for piece in t.pieces))
@@ -195,14 +197,14 @@ def _check_module(
             for target in group:
                 _compare(parameter_of(layer, target), target, numbered)
     finally:
-        for name, tensor in kept.items():
+        for name, tensor in saved.items():
             live[name].copy_(tensor)
         adapter.leave_out(layer)
 
 
 @dataclass(frozen=True)
 class _Format:
-    """How numbers are handed to vLLM's loader: in which dtype, and digits of which base."""
+    """The form of the numbers for vLLM's loader: their dtype, and the base of their digits."""
 
     dtype: torch.dtype
     base: int
@@ -211,22 +213,25 @@ class _Format:
         return (number // self.base**digit % self.base).to(self.dtype)
 
     def digits(self, count: int) -> int:
-        """How many digits numbers below `count` have."""
+        """Returns how many digits numbers below `count` have."""
         bits = (max(count, 2) - 1).bit_length()
         return -(-bits // (self.base.bit_length() - 1))
 
 
 def _format(group: Sequence[TargetParameter]) -> _Format:
-    """Words take digits of a small base; they and their scales come in one dtype, which the loader converts."""
+    """Returns the format of a module. FP8 words take digits of a small base.
+
+    Words and their scales come in one dtype, which the loader converts.
+    """
     if any(target.dtype == WORD for target in group):
         return _Format(torch.float32, _WORD_BASE)
     return _Format(getattr(torch, group[0].dtype), BASE)
 
 
 def _passes(names: list[str], shapes: dict[str, tuple[int, ...]], form: _Format) -> Iterator[dict[str, Tensor]]:
-    """Tensors numbered by name, then by place along each dimension, digit by digit.
+    """Yields tensors numbered by name, then by position along each dimension, digit by digit.
 
-    They take no memory along the others.
+    They are expanded along all other dimensions, which takes no memory.
     """
     for digit in range(form.digits(len(names))):
         yield {name: form.digit(torch.tensor(i), digit).expand(shapes[name]) for i, name in enumerate(names)}
@@ -237,16 +242,18 @@ def _passes(names: list[str], shapes: dict[str, tuple[int, ...]], form: _Format)
 
 
 def _along(shape: tuple[int, ...], dim: int, digit: int, form: _Format) -> Tensor:
-    places = form.digit(torch.arange(shape[dim]), digit)
-    return places.view(*[-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
+    positions = form.digit(torch.arange(shape[dim]), digit)
+    return positions.view(*[-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
 
 
 def _compare(loaded: Tensor, target: TargetParameter, numbered: dict[str, Tensor]) -> None:
-    """Every piece must hold exactly its block of the numbered tensor; elsewhere only zeros may have been written."""
+    """Checks that every piece holds exactly its block of the numbered tensor, and that the rest is untouched or
+    zero.
+    """
     covered = 0
     for piece in target.pieces:
         if piece.hf_name not in numbered:
-            return  # a tensor of fewer dimensions than this pass numbers
+            return  # the tensor has fewer dimensions than the one that this pass numbers
         covered += piece.local_box.volume
         block = numbered[piece.hf_name][piece.hf_box.slices]
         if not torch.equal(hf_block(loaded, piece).to(block.device, block.dtype), block):
@@ -255,7 +262,7 @@ def _compare(loaded: Tensor, target: TargetParameter, numbered: dict[str, Tensor
                 f"{list(piece.local_box.ranges)} as the plan does"
             )
     if loaded.dtype == getattr(torch, WORD):
-        loaded = loaded.float()  # words are not compared
+        loaded = loaded.float()  # torch cannot compare FP8 words
     written = (loaded != UNTOUCHED) & (loaded != 0)
     inside = sum(int((hf_block(loaded, piece) != 0).sum()) for piece in target.pieces)
     if covered < prod(target.local_shape) and int(written.sum()) != inside:

@@ -1,4 +1,4 @@
-"""Shared memory that a killed engine would leave behind: noted while it lives, removed by its successor."""
+"""Shared memory that a killed engine would leave behind: noted while it lives, and removed by the next engine."""
 
 import os
 import shutil
@@ -13,15 +13,16 @@ from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.reward.process import KEEPER
 
 SHARED = "/dev/shm"
-SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM puts the files of sockets
-RENDEZVOUS = "vllm_dist_"  # begins names of files by which vLLM's workers meet
+SOCKETS = "VLLM_RPC_BASE_PATH"  # names the folder where vLLM puts files of sockets
+RENDEZVOUS = "vllm_dist_"  # prefix of the files through which vLLM's workers meet
 NOTED_EVERY_S = 2.0  # while an engine starts
 
 
 def shared_memory_below(pid: int) -> set[Path]:
-    """Shared memory that descendants of `pid` have mapped: what multiprocessing and vLLM's CPU collectives made.
+    """Returns the shared memory that descendants of `pid` have mapped, made by multiprocessing and vLLM's CPU
+    collectives.
 
-    What tools and agents have mapped is theirs, or of somebody whom they work with.
+    Mappings of tools and agents are left out: these may belong to others.
     """
     import psutil
 
@@ -35,9 +36,9 @@ def shared_memory_below(pid: int) -> set[Path]:
 
 
 def _shared_inodes(pid: int) -> set[int]:
-    """Files of shared memory that a process has mapped: by their inodes, since a semaphore was made by another name.
+    """Returns the inodes of shared memory files that a process has mapped; empty for a process that has ended.
 
-    Empty for a process that has ended.
+    Names would not do, since a semaphore was created under another name.
     """
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
@@ -46,7 +47,7 @@ def _shared_inodes(pid: int) -> set[int]:
 
 
 def _processes_below(process: Any) -> Iterator[Any]:
-    """Descendants, without those that a user's code runs in."""
+    """Yields the descendants, without those that run a user's code."""
     import psutil
 
     try:
@@ -68,23 +69,23 @@ def _is_ours(name: str) -> bool:
 
 
 def rendezvous_files(places: Iterable[str]) -> set[Path]:
-    """Files among the URIs by which workers met."""
+    """Returns the files among the URIs through which workers met."""
     return {Path(place.removeprefix("file://")) for place in places if place.startswith("file://")}
 
 
 def note(file: str, own: set[Path]) -> None:
     """Writes down what a kill would leave behind: `own`, and what processes below this one have mapped.
 
-    What was noted and is still there stays: who had mapped it may have died meanwhile.
+    Entries whose file still exists stay, because the process that mapped it may have died meanwhile.
     """
-    there = {path for path in noted(file) if path.exists()}
+    existing = {path for path in noted(file) if path.exists()}
     part = Path(f"{file}.part")
-    part.write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own | there)))
+    part.write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own | existing)))
     part.replace(file)
 
 
 def noted(file: str) -> set[Path]:
-    """Reads the file; nothing when there is none."""
+    """Returns the paths in the file; empty when there is none."""
     if Path(file).exists():
         return set(map(Path, Path(file).read_text().splitlines()))
     return set()
@@ -93,7 +94,7 @@ def noted(file: str) -> set[Path]:
 def remove_all(paths: set[Path]) -> None:
     """Removes segments, and folders of buckets or sockets.
 
-    Whatever else is among them stays: a run directory may be a stranger's, and name anybody's files.
+    Other paths stay: a run directory may come from a stranger and name anybody's files.
     """
     for path in paths:
         if path.name.startswith(BUCKET_FOLDER):
@@ -104,16 +105,16 @@ def remove_all(paths: set[Path]) -> None:
 
 
 def new_folder() -> Path:
-    """An empty folder in memory, of a name that `remove_all` knows."""
+    """Makes an empty folder in memory, with a name that `remove_all` knows."""
     return Path(tempfile.mkdtemp(prefix=BUCKET_FOLDER, dir=memory_folder()))
 
 
 @contextmanager
 def noted_start(file: str) -> Iterator[Path]:
-    """Notes in `file` now and then what vLLM makes while it starts, for a kill meanwhile.
+    """Notes in `file`, every few seconds, what vLLM creates while it starts, in case of a kill.
 
-    Yields a folder that is removed at the end. Sockets that its processes meet by are in it: a connection outlives its
-    file, and vLLM itself leaves each file behind.
+    Yields a folder for the sockets through which its processes meet, and removes it at the end. A connection outlives
+    its file, and vLLM itself would leave each file behind.
     """
     before = os.environ.get(SOCKETS)
     folder = new_folder()
@@ -121,7 +122,7 @@ def noted_start(file: str) -> Iterator[Path]:
     os.environ[SOCKETS] = str(folder)
     over = threading.Event()
     noting = threading.Thread(target=_note_on, args=(file, folder, over), daemon=True)
-    noting.start()  # vLLM's start keeps the event loop
+    noting.start()  # a thread, because vLLM's start blocks the event loop
     try:
         yield folder
     finally:
@@ -142,13 +143,13 @@ def _note_on(file: str, folder: Path, over: threading.Event) -> None:
 
 
 def remove_noted(logs: Path) -> None:
-    """Removes what engines with these logs left, which have ended."""
+    """Removes what engines with these logs left behind. They must have ended."""
     for file in logs.glob("*.segments"):
         remove_all(noted(str(file)))
 
 
 def memory_folder() -> str | None:
-    """Where files are memory, on hosts that have such a place."""
+    """Returns a folder whose files are memory; None on hosts without one."""
     if Path(SHARED).is_dir():
         return SHARED
     return None

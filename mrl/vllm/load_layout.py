@@ -1,12 +1,12 @@
 """Writes an engine's parameters in load layout, module by module, and hands each finished module to vLLM.
 
-Load layout is how vLLM's `load_weights` fills parameters, before kernels pack or shuffle them; after that they can no
-longer be written. vLLM's layerwise reload brings single modules back into it. A module goes through these states in
-one update:
+Load layout is the form in which vLLM's `load_weights` fills parameters, before kernels pack or shuffle them. After that
+they can no longer be written. vLLM's layerwise reload brings single modules back into it. A module goes through these
+states in one update:
 
     kernel layout --enter--> empty --materialise--> load layout --(written, digests taken)--process--> kernel layout
 
-What differs between generations of vLLM is behind `Adapter`. vLLM itself is not imported here.
+`Adapter` hides the differences between generations of vLLM. vLLM itself is not imported here.
 """
 
 import time
@@ -23,77 +23,80 @@ from mrl.reshard.streams import ITEM_BYTES
 from mrl.units import round_up
 from mrl.vllm.read_back import has_padding, parameter_digest, what_reading_shows
 
-MAX_OPEN = 2  # modules in load layout at any moment, beside little ones
-_ALIGN = 64  # bytes, as torch's own memory
+MAX_OPEN = 2  # large modules in load layout at any moment
+_ALIGN = 64  # bytes, as torch aligns its own memory
 
 
 class Adapter(Protocol):
-    """One generation of vLLM: its layerwise reload, and how what its kernels hold is read back."""
+    """One generation of vLLM: its layerwise reload, and how the contents of its kernels are read back."""
 
     def plan_name(self, name: str) -> str:
-        """What a plan calls a module or parameter of this name."""
+        """Returns the name in plans of a module or parameter."""
 
     def enter(self, model: nn.Module) -> None:
         """Sets the kernels' tensors of every module aside and leaves empty (meta) ones in load layout."""
 
     def leave_out(self, layer: nn.Module) -> None:
-        """Gives one module its kernel's tensors back at once: it takes no part in the reload that was entered."""
+        """Gives one module its kernel's tensors back at once. It takes no part in the reload that was entered."""
 
     def load_tensor(self, layer: nn.Module, leaf: str) -> Tensor:
-        """A parameter in load layout, maybe without data, when the reload was not entered."""
+        """Returns a parameter in load layout, possibly without data, when the reload was not entered."""
 
     def open_loaders(self, layer: nn.Module) -> None:
-        """Gives a materialised module its own weight loaders, which fill parameters at once,
-        instead of the reload's.
+        """Gives a materialised module its own weight loaders again, which fill parameters at once, instead of the
+        reload's.
         """
 
     def materialise(self, layer: nn.Module) -> None:
         """Gives one module's empty parameters memory."""
 
     def process(self, layer: nn.Module) -> None:
-        """Turns one written module into what its kernel reads, in the kernel's own memory.
-
-        Buffers stay as they were.
+        """Converts one written module to the layout of its kernel, in the kernel's own memory. Buffers stay as they
+        were.
         """
 
     def prepare_experts(self, layer: nn.Module) -> None:
-        """What a layer's experts need besides after vLLM itself processed them; nothing for other layers."""
+        """Does what a layer's experts still need after vLLM itself processed them. Does nothing for other layers."""
 
     def finish(self, model: nn.Module, model_config: Any) -> None:
         """Leaves the reload when all parameters have been processed."""
 
     def abandon(self, model: nn.Module) -> None:
-        """Leaves the reload from any point: modules that were not processed get their kernels' tensors back.
+        """Leaves the reload at any point. Modules that were not processed get their kernels' tensors back.
 
         Safe to call twice.
         """
 
     def moe_backends(self, model: nn.Module) -> set[str]:
-        """Names of the MoE kernels in use; empty for a dense model."""
+        """Returns the names of the MoE kernels in use; empty for a dense model."""
 
     def word_backends(self, model: nn.Module) -> set[str]:
-        """Names of the kernels of linear layers in FP8; empty where there are none."""
+        """Returns the names of the kernels of FP8 linear layers; empty where there are none."""
 
     def attention_backends(self, model: nn.Module) -> set[str]:
-        """Names of the attention kernels in use."""
+        """Returns the names of the attention kernels in use."""
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
-        """What the kernel computes with, read back into the target's layout, in parts along the first dimension.
+        """Yields what the kernel computes with, read back into the target's layout, in parts along the first dimension.
 
-        A part is valid until the next is asked for. Only experts come in more than one.
+        A part is valid until the next is taken. Only experts come in several parts.
         """
 
     def is_derived(self, leaf: str) -> bool:
-        """Whether parameters of this name are made from others when a reload ends, so that no plan brings them."""
+        """Returns whether parameters of this name are made from others when a reload ends, so that no plan brings
+        them.
+        """
 
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
-        """Whether `final_parts` reads through an identity matrix, which shows `what_reading_shows`, not every value."""
+        """Returns whether `final_parts` reads through an identity matrix. That shows `what_reading_shows`, not every
+        value.
+        """
 
 
 class LayerwiseWriter:
     """The `Writer` of mrl.reshard.execute for a vLLM model, for one update.
 
-    A module is complete once, and only after all its copies.
+    A module is completed once, and only after all its copies.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class LayerwiseWriter:
     ):
         """`targets`: all parameters of this worker.
 
-        `by_identity`: those that are read back through an identity matrix.
+        `by_identity`: names of those that are read back through an identity matrix.
         """
         self._model = model
         self._config = model_config
@@ -121,18 +124,20 @@ class LayerwiseWriter:
         self._open: set[str] = set()
         self._complete: set[str] = set()
         self.received: dict[str, int] = {}  # parameter -> digest in load layout, just before vLLM processes it
-        self.shown: dict[str, int] = {}  # the same of what reading the kernel back can show, see `what_reading_shows`
+        self.shown: dict[str, int] = {}  # the same, of the values that reading back can show (`what_reading_shows`)
         self.seconds = {"digest": 0.0, "process": 0.0}
 
     def begin(self) -> None:
-        """Enters the reload; from here to `finish` the engine must not generate."""
+        """Enters the reload. From here to `finish` the engine must not generate."""
         self._adapter.enter(self._model)
         for module in self._modules:
             if self._written_in_place(module):
                 self._adapter.leave_out(self._layers[module])
 
     def tensor(self, parameter: str) -> Tensor:
-        """The parameter in load layout. Raises RuntimeError for an unknown one and for one whose module is complete."""
+        """Returns the parameter in load layout. Raises RuntimeError for an unknown one, or if its module is
+        complete.
+        """
         target = self._targets.get(parameter)
         if target is None:
             raise RuntimeError(f"the update brings {parameter}, which this engine does not have")
@@ -147,7 +152,7 @@ class LayerwiseWriter:
         Raises RuntimeError when nothing was written into it.
         """
         if module not in self._open:
-            raise RuntimeError(f"module {module} is said to be complete, but it is not being written")
+            raise RuntimeError(f"module {module} cannot be completed: it is not open for writing")
         began = time.perf_counter()
         self._take_digests(module)
         digested = time.perf_counter()
@@ -170,7 +175,7 @@ class LayerwiseWriter:
     def finish(self) -> None:
         """Leaves the reload. Raises RuntimeError naming the modules that the update did not complete."""
         for module, targets in self._modules.items():
-            if module not in self._complete and not any(t.pieces for t in targets):  # nothing but vocabulary padding
+            if module not in self._complete and not any(t.pieces for t in targets):  # only vocabulary padding
                 self._materialise(module)
                 self.complete(module)
         if missing := [module for module in self._modules if module not in self._complete]:
@@ -180,7 +185,7 @@ class LayerwiseWriter:
         self._adapter.finish(self._model, self._config)
 
     def abandon(self) -> None:
-        """Leaves the reload with whatever was written; the engine then holds a mixture and must be synced again."""
+        """Leaves the reload at any point. The engine then holds a mixture and has to be synced again."""
         self._adapter.abandon(self._model)
         self._open.clear()
 
@@ -211,43 +216,43 @@ class LayerwiseWriter:
 
 
 def layers_of(model: nn.Module, adapter: Adapter) -> dict[str, nn.Module]:
-    """Modules by the names that plans use."""
+    """Returns all modules by their names in plans."""
     return {adapter.plan_name(name): layer for name, layer in model.named_modules()}
 
 
 def parameter_of(layer: nn.Module, target: TargetParameter) -> Tensor:
-    """The layer's parameter as it is now: in load layout, or as the kernel keeps it."""
+    """Returns the layer's parameter in its current form: in load layout, or as the kernel keeps it."""
     return getattr(layer, leaf_of(target)).data
 
 
 def leaf_of(target: TargetParameter) -> str:
-    """The parameter's name within its module."""
+    """Returns the parameter's name within its module."""
     return target.name.rpartition(".")[2]
 
 
 def written_in_place(targets: Sequence[TargetParameter]) -> frozenset[str]:
-    """Names of experts that are stored transposed.
+    """Returns the names of experts that are stored transposed.
 
-    Their kernel reads them as they are, so they are written where they lie.
+    Their kernel reads them as they are, so they are written in its own memory.
     """
     return frozenset(t.name for t in targets if any(piece.axes != tuple(sorted(piece.axes)) for piece in t.pieces))
 
 
 def weight_bytes(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> int:
-    """Bytes that an update has to bring: vLLM's own parameters, without vocabulary padding.
+    """Returns the bytes that an update has to bring: vLLM's own parameters, without vocabulary padding.
 
-    `dtype`: the engine's, in which biases come, though kernels keep some of them in float32.
+    `dtype` is the engine's. Biases come in it, though kernels keep some of them in float32.
     """
     total = 0
     counted = set()
     for layer in model.modules():
         for leaf, parameter in layer._parameters.items():
-            # a tied head has the embedding's
+            # a tied head shares the embedding's parameter
             if parameter is None or id(parameter) in counted or adapter.is_derived(leaf):
                 continue
             counted.add(id(parameter))
             tensor = adapter.load_tensor(layer, leaf)
-            rows = getattr(layer, "shard_indices", None)  # of a vocabulary
+            rows = getattr(layer, "shard_indices", None)  # only layers with a vocabulary have it
             padding = 0
             if rows is not None:
                 padding = rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements
@@ -257,9 +262,9 @@ def weight_bytes(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> int:
 
 
 class ModuleBuffers:
-    """Memory for modules in load layout, lent from one module to the next while an update lasts.
+    """Memory for modules in load layout, lent from one module to the next during an update.
 
-    Fresh pages of the operating system cost several times what writing into them does.
+    Fresh pages of the operating system cost several times as much as writing into them.
     """
 
     def __init__(self) -> None:
@@ -267,8 +272,9 @@ class ModuleBuffers:
         self._lent: dict[nn.Module, Tensor] = {}
 
     def lend(self, layer: nn.Module, leaves: tuple[str, ...]) -> None:
-        """Puts parameters of a layer, whose own memory is still untouched,
-        into memory that an earlier layer gave back.
+        """Puts the parameters of a layer into memory that an earlier layer gave back.
+
+        Their own memory must still be untouched.
         """
         tensors = [getattr(layer, leaf) for leaf in leaves]
         starts = []
@@ -282,12 +288,12 @@ class ModuleBuffers:
             tensor.data = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def take_back(self, layer: nn.Module) -> None:
-        """Ends a loan; nothing if there is none. The layer's parameters must not be used any more."""
+        """Ends a loan; does nothing if there is none. The layer's parameters must not be used any more."""
         if (block := self._lent.pop(layer, None)) is not None:
             self._free.append(block)
 
     def clear(self) -> None:
-        """Gives everything back to the operating system."""
+        """Gives all memory back to the operating system."""
         self._free.clear()
         self._lent.clear()
 
@@ -295,18 +301,19 @@ class ModuleBuffers:
         for number, block in enumerate(self._free):
             if block.numel() >= size:
                 return self._free.pop(number)
-        self._free.clear()  # too small: not kept beside a larger one
+        self._free.clear()  # too small ones are not kept beside a larger one
         return torch.empty(size, dtype=torch.uint8)
 
 
 def check_same_shapes(loaded: Mapping[str, Tensor], kernels: Mapping[str, Tensor]) -> None:
     """Raises RuntimeError unless `loaded` are all of a layer's `kernels` tensors, in their shapes.
 
-    The handshake refuses engines whose kernels pad experts or give them a bias, so that no update gets here with one.
+    The handshake refuses engines whose kernels pad experts or give them a bias, so no update with one gets here.
     """
-    ours = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in kernels.items()}
-    if ours != theirs:
+    loaded_shapes = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
+    kernel_shapes = {name: tuple(tensor.shape) for name, tensor in kernels.items()}
+    if loaded_shapes != kernel_shapes:
         raise RuntimeError(
-            f"experts of shapes {ours} cannot be packed into the kernel's {theirs}; reshard.path: slow can load them"
+            f"experts of shapes {loaded_shapes} cannot be packed into the kernel's {kernel_shapes}; reshard.path: slow "
+            "can load them"
         )

@@ -1,11 +1,10 @@
-"""Which of vLLM's processes died first, and whether of itself: so that of ranks that fall together the lost one is
-named.
+"""Finds which of vLLM's processes died first by itself, so that the lost one of several failing ranks is named.
 
-A rank that loses another one fails in its collectives: vLLM says so, then ends its processes. One whose process is
-killed loses it first. Nobody below tells the two apart, so exits are watched here.
+A rank that loses another one fails in its collectives: vLLM says so, then ends its processes. A rank whose process is
+killed loses that process first. Nothing below distinguishes the two cases, so exits are watched here.
 
-And vLLM's core watches nobody above it: an engine whose Ray actor is killed, or leaves at once because its node's Ray
-is gone, would go on with device memory and cores in hand.
+vLLM's core watches no process above it. Its engine's Ray actor may be killed, or leave because the Ray of its node is
+gone. The core would then go on holding device memory and cores.
 """
 
 import multiprocessing
@@ -18,15 +17,15 @@ from contextlib import suppress
 
 import psutil
 
-# of multiprocessing, which computes nothing, and above tools and agents, which end and die as they may
+# multiprocessing's helper, which computes nothing, and the parent of tools and agents, which may end at any time
 _HELPERS = ("resource_tracker", "mrl.reward.keeper")
 _ENDING = "end_with_parent"
-_SAME_S = 1.0  # between two looks at the start of one process: clocks are set
-GONE_S = 10.0  # for a killed process to leave
+_SAME_S = 1.0  # tolerance between two readings of one start time, since clocks are adjusted
+GONE_S = 10.0  # until a killed process has left
 
 
 def stopped_below() -> list[str]:
-    """Processes below this one that were stopped, and answer nobody: whoever computes with them waits as if it hung."""
+    """Returns the stopped processes below this one. They answer nobody, so a rank that waits for them seems to hang."""
     stopped = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -36,17 +35,19 @@ def stopped_below() -> list[str]:
 
 
 def processes_here() -> list[tuple[int, float]]:
-    """This process and all below it: number, and second of its start, which tells it from a later one."""
-    own = psutil.Process()
-    found = [(own.pid, own.create_time())]
-    for process in own.children(recursive=True):
+    """Returns this process and all below it, as (number, start time in seconds). The time identifies a reused
+    number.
+    """
+    this = psutil.Process()
+    processes = [(this.pid, this.create_time())]
+    for process in this.children(recursive=True):
         with suppress(psutil.Error):
-            found.append((process.pid, process.create_time()))
-    return found
+            processes.append((process.pid, process.create_time()))
+    return processes
 
 
 def end_processes(processes: Sequence[tuple[int, float]]) -> None:
-    """Kills these where they still are, and returns once they are gone: also such as are stopped, or hang."""
+    """Kills these processes where they still exist, stopped or hanging ones too, and returns once they are gone."""
     ended = []
     for pid, begun in processes:
         with suppress(psutil.Error):
@@ -60,20 +61,20 @@ def end_processes(processes: Sequence[tuple[int, float]]) -> None:
 
 
 def _is_there(process: psutil.Process) -> bool:
-    """One that nobody has asked for its exit holds nothing any more."""
+    """Returns whether a process still exists. A zombie does not count: it holds nothing."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def _command(process: psutil.Process) -> str:
-    """The process's program and first arguments. Raises psutil.Error when it has ended."""
+    """Returns the process's program and first arguments. Raises psutil.Error when it has ended."""
     program, *arguments = process.cmdline() or [""]
-    return " ".join([os.path.basename(program), *arguments])[:60].strip()  # a title is padded to what stood there
+    return " ".join([os.path.basename(program), *arguments])[:60].strip()  # a changed title is padded with spaces
 
 
 def _below(process: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:
-    """All that are below a process, with their commands; helpers are left out, and what is below them."""
+    """Yields all processes below one, with their commands. Helpers and their descendants are left out."""
     with suppress(psutil.Error):
         for child in process.children():
             with suppress(psutil.Error):
@@ -84,9 +85,10 @@ def _below(process: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:
 
 
 def end_with_parent() -> None:
-    """Ends this process, a core of vLLM, as soon as the one that spawned it is gone. Twice is once.
+    """Ends this process, a core of vLLM, as soon as the process that spawned it is gone. A second call changes nothing.
 
-    Does nothing in other processes: vLLM's workers watch their core, and what multiprocessing did not spawn is no core.
+    Does nothing in other processes. vLLM's workers watch their core, and a process that multiprocessing did not spawn
+    is no core.
     """
     parent = multiprocessing.parent_process()
     if (
@@ -113,11 +115,11 @@ class ProcessWatch:
     """Watches all processes below this one until the first of them exits."""
 
     def __init__(self, has_given_up: Callable[[], bool]):
-        """`has_given_up`: whether vLLM has said that it stops, for whatever reason."""
-        self.lost: str | None = None  # command of the process that exited first, of itself
-        self.has_seen = False  # an exit
+        """`has_given_up`: returns whether vLLM has said that it stops, for whatever reason."""
+        self.lost: str | None = None  # command of the process that exited first, by itself
+        self.has_seen = False  # an exit was seen
         self._has_given_up = has_given_up
-        # a core that was forked (forking.py) is below the server, as its workers are
+        # a forked core (forking.py) is a child of the server, and so are its workers
         started = (*psutil.Process().children(), *multiprocessing.active_children())
         self._cores = {child.pid for child in started}
         watched = {}
@@ -132,8 +134,8 @@ class ProcessWatch:
             poll.register(descriptor, select.POLLIN)
         exits = [watched[descriptor] for descriptor, _ in poll.poll()]
         pid, command = min(exits, key=lambda exited: exited[0] in self._cores)
-        # vLLM's client sees a core exit as soon as this does; one that gives up has said so, and ended its workers,
-        # before
+        # vLLM's client sees the exit of a core as soon as this thread does. A core that gives up says so, and ends
+        # its workers, before that.
         if pid in self._cores or not self._has_given_up():
             self.lost = command or str(pid)
         self.has_seen = True

@@ -1,7 +1,7 @@
-"""What an engine holds: read out of its kernels into load layout, bit for bit, and digested parameter by parameter.
+"""Reads what an engine's kernels hold back into load layout, bit for bit, and digests it parameter by parameter.
 
-Kernels are told apart by a layer's attributes. Memory is what reading costs most, so large parameters come in parts
-along their first dimension, each in memory that the next one takes over; digests are taken part by part.
+The attributes of a layer show which kernel it has. Reading costs memory most of all. So large parameters come in parts
+along their first dimension, each part in the memory of the one before. Digests are taken part by part.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,19 +15,19 @@ from mrl.model.vllm_parameters import TargetParameter, TargetPiece
 from mrl.reshard.digest import add, combine, lane_sums, lane_sums_of_each
 from mrl.reshard.execute import hf_view
 
-_IDENTITY_ROWS = 512  # of the identity matrix at a time, so that it stays small
-_PART_BYTES = 1 << 21  # of experts unpacked at a time: few calls, and what is unpacked stays in cache
+_IDENTITY_ROWS = 512  # rows of the identity matrix at a time, so that it stays small
+_PART_BYTES = 1 << 21  # experts unpacked at a time: few calls, and the result stays in cache
 _IN_CACHE = 1 << 16  # elements
-_WORDS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
+_WORDS = {2: torch.int16, 4: torch.int32}  # integers by bytes of an element
 
 Pack = Callable[[Tensor, str], Tensor]  # (load layout, instruction set) -> packed
 
 
 def through_identity(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """[out, in] of a linear that CPU packs out of sight, by multiplying an identity matrix with it.
+    """Returns the weight [out, in] of a linear that the CPU keeps packed, by multiplying an identity matrix with it.
 
-    Every product is x*1 or x*0 and every sum has one term, so that only -0.0 and, in bf16, subnormals do not show. The
-    tensor's memory is [in, out].
+    Every product is x*1 or x*0, and every sum has one term. So only -0.0 and, in bf16, subnormals are lost. The memory
+    of the result is [in, out].
     """
     height, width = shape
     transposed = torch.empty(width, height, dtype=dtype)
@@ -40,7 +40,7 @@ def through_identity(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def what_reading_shows(tensor: Tensor) -> Tensor:
-    """The tensor as an identity matrix through its kernel shows it: 0.0 for -0.0 and, in bf16, for subnormals.
+    """Returns the tensor as `through_identity` shows it: 0.0 for -0.0 and, in bf16, for subnormals.
 
     Returns `tensor` itself where it has no such values.
     """
@@ -54,10 +54,11 @@ def what_reading_shows(tensor: Tensor) -> Tensor:
 
 
 def unpacked(packed: Tensor, pack: Pack, isa: str) -> Iterator[Tensor]:
-    """[some experts, rows, columns] each, in order, from a kernel's packed form; valid until the next is asked for.
+    """Yields experts from a kernel's packed form, in order, [some experts, rows, columns]. A part is valid until the
+    next.
 
-    Follows where `pack` moves each element of one expert. Raises RuntimeError when it does more than move elements.
-    It must move them the same way for every expert.
+    Follows where `pack` moves each element of one expert; it has to move them the same way for every expert. Raises
+    RuntimeError when it does more than move elements.
     """
     experts, rows, columns = packed.shape
     order = _order(rows, columns, packed.dtype, pack, isa)
@@ -77,11 +78,10 @@ def unpacked(packed: Tensor, pack: Pack, isa: str) -> Iterator[Tensor]:
 
 @cache
 def _order(rows: int, columns: int, dtype: torch.dtype, pack: Pack, isa: str) -> Tensor | int:
-    """[rows * columns] int32: where packing puts each element, seen by packing numbers that are written as bit
-    patterns.
+    """Returns where packing puts each element, int32 [rows * columns], found by packing numbers as bit patterns.
 
-    Where it lays so many rows in columns, block by block, just their number: such elements are copied without being
-    looked up one by one.
+    Some packings store blocks of rows as columns, block by block. For these it returns only the rows of a block:
+    elements are then copied without a look-up for each.
     """
     numbers = torch.arange(rows * columns, dtype=torch.int32)
     if dtype.itemsize == 4:
@@ -114,24 +114,22 @@ def _packed_words(words: Tensor, shape: tuple[int, int], dtype: torch.dtype, pac
 
 
 def hf_block(tensor: Tensor, piece: TargetPiece) -> Tensor:
-    """The piece as a view of a parameter in load layout, turned to Hugging Face orientation."""
+    """Returns the piece as a view of a parameter in load layout, turned to Hugging Face orientation."""
     return hf_view(tensor, piece.local_box, piece.axes)
 
 
 def has_padding(target: TargetParameter) -> bool:
-    """Whether some elements are under no piece."""
+    """Returns whether some elements belong to no piece."""
     return sum(piece.local_box.volume for piece in target.pieces) < torch.Size(target.local_shape).numel()
 
 
 def held_digests(
     targets: Sequence[TargetParameter], final: Callable[[TargetParameter], Iterable[Tensor]]
 ) -> dict[str, int]:
-    """Digests of what the engine finally holds, by parameter.
+    """Returns the digest of what the engine finally holds, by parameter.
 
-    `final` reads one parameter back into load layout, in parts along its first dimension.
-
-    Raises RuntimeError naming a parameter whose padding is not zero, or that has padding and comes in more than one
-    part.
+    `final` reads one parameter back into load layout, in parts along its first dimension. Raises RuntimeError naming a
+    parameter whose padding is not zero, or whose padding comes in several parts.
     """
     digests = {
         target.name: parameter_digest(_with_checked_padding(final(target), target), target) for target in targets
@@ -154,9 +152,10 @@ def _with_checked_padding(parts: Iterable[Tensor], target: TargetParameter) -> I
 
 
 def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
-    """Digest of a parameter in load layout: the sum over its pieces, in the engine's dtype, whatever a kernel keeps.
+    """Returns the digest of a parameter in load layout: the sum over its pieces, in the engine's dtype.
 
-    `parts`: what the parameter consists of along its first dimension, in order. Only experts come in more than one.
+    `parts` are its parts along the first dimension, in order. Only experts come in several. The dtype of the kernel
+    does not matter.
     """
     digests = []
     first = 0
@@ -170,7 +169,7 @@ def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
 def _part_digests(
     part: Tensor, first: int, groups: Sequence[Sequence[TargetPiece]], dtype: torch.dtype
 ) -> Iterator[int]:
-    """Digests of the pieces in `part`, which begins at `first` of the parameter."""
+    """Yields the digests of the pieces in `part`, whose first row is `first` of the parameter."""
     for pieces in groups:
         sample = pieces[0]
         if len(pieces) > 1:
@@ -192,7 +191,9 @@ def _is_expert(piece: TargetPiece) -> bool:
 
 @cache
 def _groups(pieces: tuple[TargetPiece, ...]) -> tuple[tuple[TargetPiece, ...], ...]:
-    """Pieces that are digested together: the same box of all experts, in the order of their slots; the others alone."""
+    """Groups pieces that are digested together: the same box of all experts, in order of their slots. Others are
+    alone.
+    """
     by_box: dict[tuple, list[TargetPiece]] = {}
     for piece in pieces:
         key = (piece.hf_box, piece.axes, piece.local_box.ranges[1:]) if _is_expert(piece) else (piece,)

@@ -1,4 +1,4 @@
-"""The receiving side of a weight update: what runs inside every vLLM process.
+"""The receiving side of a weight update: the code that runs inside every vLLM process.
 
 vLLM imports this module in each of its processes through the plugin entry point `mrl.vllm.receive:register`. Its
 workers then drive one of two paths, call by call:
@@ -10,8 +10,8 @@ workers then drive one of two paths, call by call:
     finish     leaves the reload, reads weights back       leaves the reload; every parameter was written
     report     digests, bytes and seconds                  nothing
 
-Neither this module nor what it imports asks for ray, megatron or config, and vllm is imported inside functions only.
-What touches vLLM's private parts comes in as an `Adapter`, one per generation (v0_23.py, v0_32.py).
+This module and its imports load neither ray nor megatron nor config, and vllm only inside functions. Code that needs
+vLLM's private parts comes in as an `Adapter`, one per generation (v0_23.py, v0_32.py).
 """
 
 import hashlib
@@ -43,14 +43,14 @@ from mrl.vllm.process_watch import end_with_parent
 from mrl.vllm.read_back import held_digests
 
 BACKEND = "mrl"
-_BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")  # text models, by their architecture
+_BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")  # text models in one file with image models
 
 
 def register() -> None:
     """vLLM plugin entry point: makes the weight-transfer backend `mrl` known.
 
-    Called in every vLLM process, maybe twice. What the process takes from here on is the engine's, and it ends with its
-    engine.
+    vLLM calls it in every process, maybe twice. Memory that the process takes from here on counts as the engine's, and
+    the process ends with its engine.
     """
     note_baseline()
     end_with_parent()
@@ -63,7 +63,7 @@ def register() -> None:
 
 
 def register_text_models() -> None:
-    """Makes vLLM import text models that stand beside those of images from where it needs no torchvision."""
+    """Makes vLLM import text models without torchvision, which the image models in the same file need."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models.registry import ModelRegistry
@@ -73,12 +73,14 @@ def register_text_models() -> None:
 
 
 def adapter_module() -> str:
-    """Module of the adapter for the installed vLLM. Raises EnvironmentFault as `installed_generation` does."""
+    """Returns the module of the adapter for the installed vLLM. Raises EnvironmentFault as `installed_generation`
+    does.
+    """
     return f"mrl.vllm.v{installed_generation().name.replace('.', '_')}"
 
 
 def installed_generation() -> VllmGeneration:
-    """Generation of the installed vLLM. Raises EnvironmentFault that lists the supported ones."""
+    """Returns the generation of the installed vLLM. Raises EnvironmentFault that lists the supported ones."""
     for package in VLLM_PACKAGES:
         try:
             version = importlib.metadata.version(package)
@@ -95,14 +97,14 @@ def installed_generation() -> VllmGeneration:
 
 @dataclass
 class InitInfo:
-    """Arguments of vLLM's `init_weight_transfer_engine`: which path, and what it needs to know once."""
+    """Arguments of vLLM's `init_weight_transfer_engine`: the path, and what it needs once."""
 
     path: str = "slow"  # "slow": full tensors through vLLM's own loader; "fast": shard to shard by the plan
     expected: dict[str, list[int]] | None = None  # slow: HF name and shape of every tensor of an update
-    setup: dict[str, Any] | None = None  # fast: of mrl.reshard.setup.SyncSetup
+    setup: dict[str, Any] | None = None  # fast: JSON of mrl.reshard.setup.SyncSetup
     engine: int = 0
     plan_hash: str = ""
-    # fast: false in an engine that slept and got none since, where reading back shows nothing
+    # fast: false in an engine that slept and got no weights since, so there is nothing to read back
     holds_weights: bool = True
 
 
@@ -111,7 +113,7 @@ class UpdateInfo:
     """Arguments of vLLM's `update_weights`. Slow: one bucket of an update. Fast: the whole update in one call."""
 
     bucket: str = ""  # slow: safetensors file on the engine's host
-    sha256: str = ""  # slow: of the bucket's bytes as the trainer sent them
+    sha256: str = ""  # slow: hash of the bucket's bytes as the trainer sent them
     update: int = 0  # fast: number of the sync
     read_back: bool = True  # fast: digest what the engine finally holds
 
@@ -120,33 +122,33 @@ class UpdatePath(Protocol):
     """One way for new weights into this worker."""
 
     def start(self) -> None:
-        """Enters an update; what an earlier one left unfinished is dropped."""
+        """Enters an update, and drops the rest of an unfinished one."""
 
     def receive(self, info: UpdateInfo) -> None:
         """Takes all of an update, or a part of it."""
 
     def has_everything(self) -> bool:
-        """Whether nothing is missing any more."""
+        """Returns whether the update is whole."""
 
     def finish(self) -> None:
-        """Leaves the update. Raises RuntimeError when something did not come or was not written."""
+        """Leaves the update. Raises RuntimeError when a tensor did not come or was not written."""
 
     def report(self) -> dict[str, Any]:
-        """The report of the last update; mrl.reshard.sync_report says who compares what."""
+        """Returns the report of the last update. mrl.reshard.sync_report says who compares it with what."""
 
     def abandon(self) -> None:
-        """Drops an update that failed; the engine then holds a mixture and has to be updated again."""
+        """Drops an update that failed. The engine then holds a mixture and has to be updated again."""
 
     def close(self) -> None:
-        """Gives back what is held between updates."""
+        """Frees what is held between updates."""
 
 
 def open_path(
     model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees
 ) -> UpdatePath:
-    """The path that `info` asks for; the fast one still has to meet its ranks.
+    """Returns the path that `info` names; the fast one still has to meet its ranks.
 
-    Raises EnvironmentFault, HandshakeError or ValueError when the fast one cannot be had.
+    Raises EnvironmentFault, HandshakeError or ValueError when the fast path is impossible.
     """
     if info.path == "slow":
         return SlowPath(model, model_config, adapter, info.expected or {})
@@ -154,12 +156,12 @@ def open_path(
 
 
 class FastPath:
-    """One worker's side of every fast sync: takes its shards by the plan;
-    digests what arrived and what is then held.
+    """One worker's side of every fast sync. It takes its shards by the plan, and digests what arrives and what is then
+    held.
     """
 
     def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees):
-        """Checks that this engine is what the plan was made for, which may take long: nobody waits for it.
+        """Checks that the plan was made for this engine. This may take long, and nobody waits for it.
 
         Raises EnvironmentFault for another plan, HandshakeError, ValueError.
         """
@@ -184,19 +186,19 @@ class FastPath:
                 "attention": sorted(adapter.attention_backends(model)),
                 "moe": sorted(adapter.moe_backends(model)),
             }
-            layers = layers_of(model, adapter)  # asked now: vLLM 0.23 enters the reload before an update gets here
+            layers = layers_of(model, adapter)  # read now, since vLLM 0.23 enters the reload before `start`
             self._by_identity = frozenset(
                 t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t)
             )
 
     def meet(self) -> None:
-        """Meets the ranks, which wait for this worker now. Raises TransferError."""
+        """Connects with the ranks, which wait for this worker now. Raises TransferError."""
         with self._named_errors():
             self._receiver = connect_receiver(self._setup, self._worker)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Errors raised inside say which engine and worker they come from."""
+        """Adds the engine and worker to the message of errors that are raised inside."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -218,11 +220,11 @@ class FastPath:
         self._report |= {"seconds": dict(report.seconds), "kernels": self._kernels}
 
     def has_everything(self) -> bool:
-        """An update comes in one call."""
+        """Returns True: an update comes in one call."""
         return True
 
     def finish(self) -> None:
-        """Leaves the update; reads back what the engine holds when asked to.
+        """Leaves the update, and reads back what the engine holds if the update asked for it.
 
         Raises RuntimeError when modules are incomplete.
         """
@@ -243,7 +245,7 @@ class FastPath:
         return self._report
 
     def held_digests(self) -> dict[str, int]:
-        """Digest of every parameter as the engine holds it now.
+        """Returns the digest of every parameter as the engine holds it now.
 
         Raises RuntimeError where vocabulary padding is not zero.
         """
@@ -257,7 +259,7 @@ class FastPath:
         self._report = {}
 
     def close(self) -> None:
-        """Gives the transport's memory and connections back."""
+        """Frees the transport's memory and connections."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
@@ -266,7 +268,7 @@ class FastPath:
 class SlowPath:
     """Full HF tensors through the model's own `load_weights`, inside vLLM's layerwise reload.
 
-    It is what the fast path is judged by, so it leans on vLLM's own loader for every layout question.
+    The fast path is compared with this one. So it leaves every question of layout to vLLM's own loader.
     """
 
     def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, expected: dict[str, list[int]]):
@@ -286,7 +288,7 @@ class SlowPath:
     def receive(self, info: UpdateInfo) -> None:
         """Loads one bucket.
 
-        Raises ValueError for damaged bytes and whatever vLLM's loader raises for a tensor it cannot place.
+        Raises ValueError for damaged bytes, and what vLLM's loader raises for a tensor that it cannot place.
         """
         _check_bytes(Path(info.bucket), info.sha256)
         with torch.no_grad():
@@ -300,18 +302,18 @@ class SlowPath:
                 yield name, tensor
 
     def has_everything(self) -> bool:
-        """Whether every tensor that has to come did."""
+        """Returns whether every expected tensor has come."""
         return self._ledger.expected.keys() <= self._ledger.received.keys()
 
     def finish(self) -> None:
-        """Leaves the reload; raises RuntimeError when a tensor did not come or a parameter was not written."""
+        """Leaves the reload. Raises RuntimeError when a tensor did not come or a parameter was not written."""
         self._ledger.check_complete()
         self._adapter.finish(self._model, self._config)
         for layer in self._model.modules():
             self._adapter.prepare_experts(layer)
 
     def report(self) -> dict[str, Any]:
-        """Nothing: there are no digests on this path."""
+        """Returns nothing: there are no digests on this path."""
         return {}
 
     def abandon(self) -> None:
@@ -323,7 +325,7 @@ class SlowPath:
 
 
 def _check_bytes(bucket: Path, sha256: str) -> None:
-    """Raises ValueError when a bucket's bytes are not the sender's."""
+    """Raises ValueError when a bucket's bytes differ from the sender's."""
     with bucket.open("rb") as file:
         arrived = hashlib.file_digest(file, "sha256").hexdigest()
     if arrived != sha256:
@@ -333,11 +335,10 @@ def _check_bytes(bucket: Path, sha256: str) -> None:
 
 
 class ReloadLedger:
-    """What one slow update brought and wrote. An update that lacks a tensor or leaves a parameter out is never
-    committed.
+    """The tensors that one slow update brought, and the parameters that it wrote.
 
-    Both are counted, because neither shows the other. A fused parameter is written by any one of its tensors, and the
-    loader may have passed over what arrived.
+    An update that lacks a tensor or leaves a parameter unwritten is never committed. Both have to be counted. A fused
+    parameter counts as written after any one of its tensors. And the loader may skip a tensor that came.
     """
 
     def __init__(self, parameters: set[str], expected: dict[str, list[int]]):

@@ -1,4 +1,4 @@
-"""What an engine is started with and what it is asked: plain data for other processes, from the configuration."""
+"""Requests to engines and their settings, made from the configuration: plain data for other processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,67 +20,67 @@ from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
 from mrl.reward.builtin_rules import ENVIRONMENT
 from mrl.vllm.engine_state import AWAITED
 
-_RANDOM = "dummy"  # vLLM's own load format for weights of nobody
+_RANDOM = "dummy"  # vLLM's own load format for random weights
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. The seed alone decides its random numbers, so order of arrival changes nothing."""
+    """One response to sample. Only the seed decides its random numbers, so the order of arrival changes nothing."""
 
     sample_id: int
     prompt_ids: tuple[int, ...]
     seed: int
-    prompt_id: int = 0  # these two are handed on to the response; see Sample
+    prompt_id: int = 0  # these two are copied to the response (Sample)
     group_id: int = 0
-    max_tokens: int | None = None  # fewer than those of `Sampling`
-    handle: int | None = None  # by which the engine that has it can be told to end it
-    row: Mapping[str, Any] | None = None  # of the data, where its response acts on what the row names
+    max_tokens: int | None = None  # a lower limit than that of `Sampling`
+    handle: int | None = None  # the engine can be told to end the request by this number
+    row: Mapping[str, Any] | None = None  # the row of the data, where the response calls tools or environments of it
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of all requests of one call; every parameter is explicit, none comes from the model's own files."""
+    """Sampling of all requests of one call. Every parameter is explicit; none comes from the model's own files."""
 
     temperature: float
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     top_p: float = 1.0
     top_k: int = -1
-    routes: bool = False  # responses bring the experts that the routers chose
+    routes: bool = False  # responses contain the experts that the routers chose
 
 
 @dataclass(frozen=True)
 class EngineReading:
     """An engine's meters."""
 
-    tokens: int  # of responses, made since it was started: while it has requests and this stands, so does the engine
-    cache_share: float = 0.0  # of the KV cache's blocks that are in use now
-    cache_peak: float = 0.0  # the highest of that under the weights that it serves
+    tokens: int  # tokens of responses made since its start; an engine with requests whose number stays still hangs
+    cache_share: float = 0.0  # share of the KV cache's blocks in use now
+    cache_peak: float = 0.0  # highest share under the weights that it serves
     preemptions: int = 0  # since it was started
-    all_act: bool = False  # all responses that it has wait for tools or environments: there is no token to make
+    all_act: bool = False  # all its responses wait for tools or environments, so it has no token to make
 
 
 class VersionServed(NamedTuple):
-    """Counts of a version of the weights, in one engine or in all."""
+    """Counts of one version of the weights, in one engine or in all."""
 
-    stale_tokens: int  # that prefix caches gave its requests and other weights had computed: 0; see VllmEngine.commit
+    stale_tokens: int  # tokens from prefix caches that other weights had computed; should be 0 (CachedPrefixes)
     cache_peak: float  # share of the KV cache, in the fullest engine
     preemptions: int  # since the engines were started
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What one engine is started with, or one data-parallel rank of it: each has a front end of its own."""
+    """Settings of one engine, or of one of its data-parallel ranks, each of which has its own front end."""
 
     engine_id: int
     arguments: dict  # of vLLM's AsyncEngineArgs
-    check_order: bool  # run the start-up check that batch composition changes no bit
+    check_order: bool  # check at the start that the order of a batch changes no bit
     vocab_size: int
     # HF name and shape of every tensor that a weight update has to bring
     expected: tuple[tuple[str, tuple[int, ...]], ...]
-    segments_file: str  # where the engine notes its shared memory, so that its successor can clean up after a kill
-    routes: RouteShape | None = None  # what is asked of it when `Sampling.routes`; None: a model without experts
-    captures_routes: bool = False  # vLLM returns none on this device: mrl's worker extension collects them
+    segments_file: str  # the engine notes its shared memory here, so that the next one can clean up after a kill
+    routes: RouteShape | None = None  # shape of its routes, returned for `Sampling.routes`; None: no experts
+    captures_routes: bool = False  # mrl's worker extension collects routes, since vLLM returns none on this device
     data_rank: int = 0  # among the engine's data-parallel ranks
     turns: TurnsSpec | None = None  # responses are conversations with tools
 
@@ -91,54 +91,54 @@ class EngineSettings:
 
     @property
     def awaits_weights(self) -> bool:
-        """Whether it starts without weights of anybody, also where the user asked vLLM itself for that."""
+        """Whether it starts with placeholder weights, also where the user's own load format makes vLLM do so."""
         return self.arguments.get("load_format") in (AWAITED, _RANDOM)
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether its workers are the CPU's."""
+        """Whether its workers run on the CPU."""
         return self.arguments.get("worker_cls") == CPU_WORKER
 
     @property
     def data_ranks(self) -> int:
-        """Front ends of the engine, whose experts compute together."""
+        """Data-parallel ranks of the engine; each has a front end."""
         return self.arguments.get("data_parallel_size", 1)
 
     @property
     def positions(self) -> range:
-        """Positions of its workers among all of the engine, as SyncSetup.worker counts them."""
+        """Positions of its workers among all workers of the engine, as SyncSetup.worker counts them."""
         return range(self.data_rank * self.workers, (self.data_rank + 1) * self.workers)
 
     @property
     def name(self) -> str:
-        """The name that messages have for it."""
+        """Its name in messages."""
         return rank_name(self.engine_id, self.data_rank, self.data_ranks)
 
 
 def rank_name(engine: int, rank: int, ranks: int) -> str:
-    """`engine 1`, or `engine 1 rank 0` where an engine has several data-parallel ranks."""
+    """Returns `engine 1`, or `engine 1 rank 0` where an engine has several data-parallel ranks."""
     if ranks > 1:
         return f"engine {engine} rank {rank}"
     return f"engine {engine}"
 
 
 def engine_of(name: str) -> str:
-    """The engine of a rank that `rank_name` names: all of an engine fall and rise together."""
+    """Returns the engine's name from that of a rank. All ranks of an engine stop and start together."""
     return name.split(" rank ")[0]
 
 
 def log_name(name: str) -> str:
-    """The name of a rank's file in logs/, without an ending: `engine-1-rank-0`."""
+    """Returns the name of a rank's file in logs/, without its ending: `engine-1-rank-0`."""
     return name.replace(" ", "-")
 
 
 def engine_settings(
     config: RunConfig, engine_id: int, logs: Path, data_rank: int = 0, by_sync: bool = False
 ) -> EngineSettings:
-    """Settings of one engine, or of one data-parallel rank of it. `logs` is the run's folder for logs; `by_sync`: it
-    loads no weights, which a sync brings.
+    """Returns the settings of one engine, or of one of its data-parallel ranks.
 
-    A `load_format` of the user's own is taken as it is.
+    `logs` is the run's folder for logs. With `by_sync` the engine loads no weights, because a sync brings them. A
+    `load_format` of the user's own stays.
     """
     hosting = get_hosting(config.cluster.device)
     model = load_model_spec(config.model.path)
@@ -163,7 +163,7 @@ def engine_settings(
 
 
 def _rewarded(turns: TurnsSpec | None, reward: RewardConfig) -> TurnsSpec | None:
-    """The spec that knows whether an agent has to give the reward."""
+    """Adds whether an agent has to give the reward."""
     if turns is None:
         return None
     return replace(turns, needs_reward=reward.custom_reward_function is None and reward.function == ENVIRONMENT)
@@ -173,7 +173,7 @@ _OF_FILES = ("path", "index", "tool_config_path")
 
 
 def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig | None = None) -> TurnsSpec | None:
-    """What conversations may do; None where responses are of one turn."""
+    """Returns what conversations may do; None where responses have one turn."""
     if turns is None:
         return None
     path = None
@@ -207,7 +207,7 @@ def _of_agent(agent: AgentConfig) -> dict[str, Any]:
 
 
 def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str, Any]:
-    """Arguments of AsyncEngineArgs; `rollout.engine_kwargs.vllm` adds to them and wins."""
+    """Returns arguments of AsyncEngineArgs. `rollout.engine_kwargs.vllm` adds to them and wins."""
     rollout = config.rollout
     layout = rollout_layout(config.rollout)
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
@@ -224,20 +224,20 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
         "max_num_seqs": rollout.max_num_seqs,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enable_prefix_caching": rollout.enable_prefix_caching,
-        "generation_config": "vllm",  # never the sampling defaults that a model's folder brings along
+        "generation_config": "vllm",  # never the sampling defaults in a model's folder
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "trust_remote_code": False,
         "tensor_parallel_size": layout.tensor,
         "enable_expert_parallel": layout.expert > 1,
-        # named, since inside a Ray actor vLLM would choose Ray workers of its own
+        # set here, because inside a Ray actor vLLM would choose its own Ray workers
         "distributed_executor_backend": "mp",
         **{name: value for name, value in optional.items() if value is not None},
         **hosting.engine_arguments(
             max_model_len, rollout.max_num_batched_tokens, config.cluster.placement == "colocated"
         ),
     }
-    if layout.data > 1:  # a front end each, known to vLLM as external load balancing: requests are spread by us
+    if layout.data > 1:  # a front end for each rank, vLLM's external load balancing: mrl distributes the requests
         arguments |= {"data_parallel_size": layout.data, "data_parallel_rank": data_rank}
     if rollout.fp8_block and hosting.fp8_backend:
         arguments["linear_backend"] = hosting.fp8_backend
@@ -247,11 +247,11 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
 
 
 def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, Any]:
-    """Arguments that follow from the model, and from the size of a block of words where engines hold such.
+    """Returns arguments that follow from the model, and from the size of an FP8 block where engines hold words.
 
-    vLLM has two kernels of latent attention on CPU, and takes one that keeps weights in a form of its own where it can.
-    Of a checkpoint in FP8 an engine is the bfloat16 model that is trained, and of one that also reads images the text
-    model: it gets its weights by a sync alone. So does one that holds words, for no file has them.
+    On CPU vLLM has two kernels of latent attention, and prefers one with a weight layout of its own. The engine of an
+    FP8 checkpoint is the bfloat16 model that is trained. The engine of a model that also reads images is the text
+    model. Both get their weights only by a sync. So does an engine that holds words, because no file has them.
     """
     keys = family_of(model).engine_keys(model)
     if model.is_fp8:
@@ -271,7 +271,9 @@ def _wants_routes(actor: ActorConfig) -> bool:
 
 
 def training_sampling(rollout: RolloutConfig, data: DataConfig, actor: ActorConfig, model_path: str) -> Sampling:
-    """How training responses are sampled: on the whole distribution, so that log-probs mean the same on both sides."""
+    """Returns how training responses are sampled: from the whole distribution, so that log-probs mean the same on both
+    sides.
+    """
     return Sampling(
         temperature=rollout.temperature,
         max_tokens=data.max_response_length,
@@ -283,20 +285,24 @@ def training_sampling(rollout: RolloutConfig, data: DataConfig, actor: ActorConf
 
 
 def validation_sampling(rollout: RolloutConfig, data: DataConfig, model_path: str) -> Sampling:
-    """How validation responses are sampled."""
+    """Returns how validation responses are sampled."""
     val = rollout.val_kwargs
     return Sampling(val.temperature, data.max_response_length, stop_token_ids(model_path), val.top_p, val.top_k)
 
 
 def stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """End-of-sequence ids of the model: those of config.json and of generation_config.json (a list in Qwen3) together.
+    """Returns the model's end-of-sequence ids: those of config.json and of generation_config.json (a list in Qwen3)
+    together.
 
-    vLLM reads the second only when it also takes the model's sampling defaults, which training must not.
+    vLLM reads the second file only with the model's sampling defaults, which training must not use.
     """
     stop_ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = Path(model_path) / name
         if path.exists():
             ids = own_config(read_settings(path, TEXT_BYTES)).get("eos_token_id")
-            stop_ids |= set(ids if isinstance(ids, list) else [ids] if ids is not None else [])
+            if isinstance(ids, list):
+                stop_ids.update(ids)
+            elif ids is not None:
+                stop_ids.add(ids)
     return tuple(sorted(stop_ids))

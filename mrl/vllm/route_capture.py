@@ -1,8 +1,8 @@
-"""The experts that vLLM 0.32's routers choose, collected request by request where vLLM itself returns none.
+"""Collects the experts that vLLM 0.32's routers choose, request by request, where vLLM itself returns none.
 
-Its `enable_return_routed_experts` is wired to model runner V2 alone, which needs Triton, so the CPU build refuses it.
-Its routers offer their choice all the same; what is here ties the choices of a step to the requests of that step, as
-model runner V1 lays them out.
+Its `enable_return_routed_experts` works only with model runner V2, which needs Triton, so the CPU build refuses it. Its
+routers report their choices all the same. This module assigns a step's choices to its requests, in the order of model
+runner V1.
 """
 
 import os
@@ -16,23 +16,23 @@ from torch import Tensor
 from mrl.data.routes import ASKED, MISSING
 from mrl.errors import EnvironmentFault
 
-_PLAIN_NAMES = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"  # of vLLM
+_PLAIN_NAMES = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"  # a variable of vLLM
 
 
 class RouteCapture:
     """Stands between a worker and its model runner.
 
-    A request's routes are kept until they are taken, or given up by `forget`.
+    A request's routes are kept until `take` returns them or `forget` drops them.
     """
 
     def __init__(self, runner: Any, bind: Callable[[Any, "RouteCapture"], None]):
         """`bind(model, self)` makes every router of the model call `capture`: vLLM's bind_routed_experts_capturer.
 
-        Raises EnvironmentFault when vLLM is told to name requests otherwise than routes are kept by.
+        Raises EnvironmentFault when vLLM is set to name requests in another way than is expected here.
         """
         if os.environ.get(_PLAIN_NAMES, "0") not in ("", "0"):
             raise EnvironmentFault(
-                f"{_PLAIN_NAMES} is set: routes are kept by request, whose names end in something random; unset it"
+                f"{_PLAIN_NAMES} is set, but routes are found by request names with a random end; unset it"
             )
         self._runner = runner
         self._execute = runner.execute_model
@@ -40,13 +40,13 @@ class RouteCapture:
         self._step: dict[int, Tensor] = {}  # layer -> experts [tokens of the step, topk]
         # request -> (first position, [tokens, layers, topk]) of each step
         self._kept: dict[str, list[tuple[int, np.ndarray]]] = {}
-        # what was found wrong; said when routes are taken, as an error inside a step would end the engine
+        # a fault is raised when routes are taken, since an error inside a step would end the engine
         self._fault = ""
         bind(runner.get_model(), self)
         runner.execute_model = self._execute_and_keep
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """Called by every router in every forward."""
+        """Records the choice of one router; every router calls it in every forward pass."""
         self._step[layer_id] = topk_ids.to(torch.int16)
 
     def _execute_and_keep(self, scheduled: Any, *arguments: Any, **named: Any) -> Any:
@@ -61,7 +61,7 @@ class RouteCapture:
         return output
 
     def _keep(self, scheduled: Any) -> None:
-        """Cuts the step's choices by request; the runner has them in the order of its input batch."""
+        """Cuts the choices of a step by request; the runner has them in the order of its input batch."""
         cached = scheduled.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in scheduled.scheduled_new_reqs:
@@ -77,8 +77,8 @@ class RouteCapture:
             first = last
 
     def _rows(self) -> np.ndarray:
-        """int16 [tokens, layers of the model, topk]; zeros where a layer has no experts,
-        as vLLM's own capture has it.
+        """Returns int16 [tokens, layers of the model, topk]; zeros where a layer has no experts, as vLLM's own capture
+        does.
         """
         any_layer = next(iter(self._step.values()))
         rows = np.zeros((len(any_layer), self._layers, any_layer.shape[1]), np.int16)
@@ -87,16 +87,15 @@ class RouteCapture:
         return rows
 
     def forget(self) -> None:
-        """Drops what was kept for requests that nobody will take: to be called when none is under way."""
+        """Drops the routes of requests that nobody will take. Call it when no request is under way."""
         self._kept.clear()
 
     def take(self, name: str, computed: int) -> np.ndarray:
-        """int16 [computed, layers, topk] of a request that finished after `computed` tokens, and forgets it.
+        """Returns a request's routes, int16 [computed, layers, topk], and forgets them. It finished after `computed`
+        tokens.
 
-        -1 where a token was not: the prefix cache had it. What was scheduled ahead of the request's end is left out.
-
-        Raises RuntimeError when routers chose for other tokens than were scheduled: from there on nobody knows what
-        belongs to whom.
+        Tokens from the prefix cache have -1. Tokens that were scheduled beyond the request's end are left out. Raises
+        RuntimeError when routers chose for other tokens than were scheduled: from there on routes cannot be assigned.
         """
         if self._fault:
             raise RuntimeError(self._fault)
@@ -108,5 +107,5 @@ class RouteCapture:
 
 
 def _name(request: str) -> str:
-    """The request's name as the front end was told; vLLM appends something random."""
+    """Returns the request's name as the front end got it; vLLM appends a random end."""
     return request.rpartition("-")[0]

@@ -1,8 +1,8 @@
-"""A worker's memory while its engine sleeps: what every device has in common, called through the worker extension.
+"""A worker's memory while its engine sleeps: the part that all devices share, called through the worker extension.
 
-A worker of vLLM gives memory away by `sleep(level=2)`, which keeps nothing of the weights, and takes it again by
-`wake_up(tags)`. On the CPU it is mrl.vllm.cpu_worker that can do so. What comes back is NaN: a generation from it shows
-in its first log-prob, and never looks like an answer. The KV cache comes back as zeros.
+A worker of vLLM gives memory back by `sleep(level=2)`, which keeps no weights, and takes it again by `wake_up(tags)`.
+On the CPU, mrl.vllm.cpu_worker adds this. The weights come back as NaN. So a generation from them shows in its first
+log-prob, and never looks like an answer. The KV cache comes back as zeros.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mrl.platforms.process_memory import process_memory
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 
-# what would read or write memory that is not there; vLLM itself refuses none of it
+# methods that would read or write missing memory; vLLM itself refuses none of them
 NEEDS_WEIGHTS = (
     "start_weight_update",
     "update_weights",
@@ -30,22 +30,22 @@ Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # para
 
 
 class SleepingExtension:
-    """The part of a worker extension that sleeps. Its names must not be ones of vLLM's workers."""
+    """The part of a worker extension that sleeps. Its names must not be those of vLLM's workers."""
 
     parts_asleep: frozenset[str] = frozenset()
     layout_awake: Layout
 
     def give_memory(self) -> None:
-        """Gives the memory of weights and KV cache back. Nothing may be running: the caller paused vLLM.
+        """Gives the memory of weights and KV cache back. Nothing may be running: the caller has paused vLLM.
 
-        vLLM 0.23 promises no idle device after a pause, so the device is waited for here. Raises RuntimeError for an
-        accelerator's worker whose memory does not come from the pool that sleeps.
+        vLLM 0.23 does not promise an idle device after a pause, so this waits for the device. Raises RuntimeError for
+        an accelerator's worker whose memory does not come from the pool that sleeps.
         """
         if self.device.type != "cpu" and not self.model_config.enable_sleep_mode:
             raise RuntimeError(
                 "this engine was started without enable_sleep_mode, so nothing of its memory can be given back"
             )
-        self.abandon_update()  # one that is under way holds memory of its own, and parameters without data
+        self.abandon_update()  # an unfinished update holds memory of its own, and parameters without data
         self.wait_for_device()
         self.layout_awake = layout_of(self.model_runner.get_model())
         self.sleep(level=2)
@@ -53,7 +53,7 @@ class SleepingExtension:
         self.release_freed()
 
     def take_memory(self, part: str) -> None:
-        """Takes the memory of `part` again, WEIGHTS or CACHE; nothing if it is awake.
+        """Takes the memory of `part` again, WEIGHTS or CACHE. Does nothing if it is awake.
 
         Raises RuntimeError when parameters are not as they were before the sleep.
         """
@@ -68,23 +68,23 @@ class SleepingExtension:
         self.parts_asleep -= {part}
 
     def overwrite(self, part: str) -> None:
-        """NaN in the weights, zeros in the cache: an accelerator's worker finds there what somebody left."""
+        """Writes NaN into the weights, or zeros into the cache, because an accelerator's memory holds old data."""
         if part == WEIGHTS:
             poison(self.model_runner.get_model().parameters())
         else:
             clear(self.model_runner.kv_caches)
 
     def restore_part(self, part: str) -> None:
-        """How this generation and device take memory."""
+        """Takes memory in the way of this generation and device."""
         self.wake_up(tags=[part])
 
     def refuse_asleep(self, method: str) -> None:
-        """Raises RuntimeError for what would touch weights that are not there."""
+        """Raises RuntimeError for methods that would touch missing weights."""
         if method in NEEDS_WEIGHTS and WEIGHTS in self.parts_asleep:
             raise RuntimeError(f"{method}: this worker's weights are asleep; first wake_weights")
 
     def held_memory(self) -> dict[str, int | None]:
-        """Fields of a ProcessMemory."""
+        """Returns the fields of a ProcessMemory."""
         return asdict(
             process_memory(
                 self.device.type,
@@ -95,37 +95,37 @@ class SleepingExtension:
         )
 
     def known_tensors(self) -> Iterator[Tensor]:
-        """Weights, buffers and KV cache: vLLM hides from the garbage collector what is old."""
+        """Yields weights, buffers and KV cache. vLLM hides old objects from the garbage collector."""
         model = self.model_runner.get_model()
         yield from (*model.parameters(), *model.buffers(), *_tensors(self.model_runner.kv_caches))
 
     def packed_bytes(self) -> int:
-        """Bytes of weights that kernels hold out of Python's sight."""
+        """Returns the bytes of weights that kernels hold out of Python's sight."""
         if WEIGHTS in self.parts_asleep:
             return 0
         return self.adapter.packed_bytes(self.model_runner.get_model())
 
     def absent_bytes(self) -> int:
-        """Bytes of vLLM's pool of sleeping memory that are mapped nowhere, while torch still counts them."""
+        """Returns the bytes of vLLM's sleeping pool that are not mapped, but that torch still counts."""
         if self.parts_asleep and self.device.type != "cpu":
             return self.adapter.bytes_asleep(self.parts_asleep)
         return 0
 
     def wait_for_device(self) -> None:
-        """Waits until all work of the device is done."""
+        """Waits until the device has done all its work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def release_freed(self) -> None:
-        """Gives what the allocator has cached back to the device;
-        vllm-ascend 0.23 grows from sleep to sleep without it.
+        """Gives the allocator's cached memory back to the device. Without this vllm-ascend 0.23 grows with every
+        sleep.
         """
         if self.device.type != "cpu":
             getattr(torch, self.device.type).empty_cache()
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """How every parameter lies in memory."""
+    """Returns shape, stride and dtype of every parameter."""
     return {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in model.named_parameters()}
 
 
@@ -139,7 +139,7 @@ def check_layout(before: Layout, now: Layout) -> None:
 
 
 def poison(parameters: Iterator[nn.Parameter]) -> None:
-    """Fills every number with NaN. The next whole update writes all of them."""
+    """Fills all floating-point parameters with NaN. The next whole update writes all of them."""
     for parameter in parameters:
         if parameter.is_floating_point():
             parameter.data.fill_(NAN)
@@ -147,16 +147,16 @@ def poison(parameters: Iterator[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def clear(caches: Any) -> None:
-    """Fills a KV cache with zeros, as a fresh one has them.
+    """Fills a KV cache with zeros, like a fresh one.
 
-    A NaN in a block outlives every reset, for a masked position is multiplied by 0.
+    A NaN in a block would survive every reset, since a masked position is multiplied by 0.
     """
     for cache in _tensors(caches):
         cache.zero_()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """A KV cache is a tensor a layer, or several."""
+    """Yields the tensors of a KV cache, which has one or several for each layer."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -1,8 +1,7 @@
-"""vLLM's text models of Qwen3.5 where torchvision is not installed, as in the versions for CPUs.
+"""Imports vLLM's text models of Qwen3.5 where torchvision is not installed, as in the versions for CPUs.
 
-They stand in one file with the models that read images, whose processors import torchvision for functions that no text
-model calls. vLLM imports them from here: while it does, empty modules stand where torchvision's would be.
-
+They stand in one file with the models that read images. The processors of those import torchvision for functions that
+no text model calls. vLLM imports the text models from here. Meanwhile empty modules replace those of torchvision.
 Transformers is asked before whether torchvision is there, and keeps its answer.
 """
 

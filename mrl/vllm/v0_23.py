@@ -1,14 +1,14 @@
 """Adapter for vLLM 0.23, the generation of vllm-ascend: names, experts, and updates that the worker drives.
 
-In 0.23 the worker itself enters and leaves the reload, around calls of the engine's `receive_weights`, and tells the
-engine neither. So an update is begun by the first call and finished by the one that makes it whole; what the worker
-then still does finds nothing to do.
+In 0.23 the worker itself enters and leaves the reload around calls of the engine's `receive_weights`. It reports
+neither to the engine. So the first call begins an update, and the call that makes it whole finishes it. The worker's
+own steps after that find nothing to do.
 
 Private in vLLM, and why it is touched (beside what v0_common.py lists):
 
 * `quant_method.cpu_fused_moe` and its `isa`: how CPU packed a layer's experts, to read them back. Its quantisation
   method packs them at every reload, so nothing is left to prepare.
-* `torch.accelerator.synchronize`: the worker calls it after every update, and it raises where there is no accelerator.
+* `torch.accelerator.synchronize`: the worker calls it after every update. It raises where there is no accelerator.
 * `worker._weight_update_active`, `_is_checkpoint_format`: refuse the next update after one that failed.
 """
 
@@ -32,23 +32,23 @@ class Adapter(CommonAdapter):
     """vLLM 0.23's layerwise reload, and its experts."""
 
     def plan_name(self, name: str) -> str:
-        """The plan's name of a parameter: in 0.23 the fused experts are parameters of `mlp.experts` itself."""
+        """Returns the plan's name of a parameter. In 0.23 the fused experts are parameters of `mlp.experts` itself."""
         return re.sub(r"(\.mlp\.experts)(?=\.w\d|$)", r"\1.routed_experts", name)
 
     def moe_backends(self, model: nn.Module) -> set[str]:
         methods = (getattr(layer, "quant_method", None) for layer in model.modules() if hasattr(layer, "w13_weight"))
-        # Ascend's is a class of its own, without a backend
+        # Ascend's method is another class, without a backend
         return {getattr(getattr(method, "unquantized_backend", None), "name", "OOT") for method in methods}
 
     def expert_isa(self, layer: nn.Module) -> str | None:
         return getattr(_cpu_experts(layer), "isa", None)
 
     def bytes_asleep(self, parts: Collection[str]) -> int:
-        """0.23 does not say which of its pool is asleep, only under which part it was taken."""
+        """Counts by the part for which memory was taken. 0.23 does not say which memory of its pool is asleep."""
         return sum(data.handle[1] for data in ascend_wake.pool().pointer_to_data.values() if data.tag in parts)
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
-        """Raises RuntimeError as in 0.32, and for experts that the kernel keeps in a layout of this processor's own."""
+        """Reads as in 0.32. Raises RuntimeError as there, and for experts in a layout of this processor's own."""
         experts = _cpu_experts(layer)
         if experts is not None and self.expert_isa(layer) in (None, "none"):
             raise RuntimeError(
@@ -59,7 +59,7 @@ class Adapter(CommonAdapter):
 
 
 def _cpu_experts(layer: nn.Module) -> Any:
-    """CPU's kernel of a fused-MoE layer; None for other layers and devices."""
+    """Returns the CPU kernel of a fused-MoE layer; None for other layers and devices."""
     if hasattr(layer, "w13_weight"):
         return getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None)
     return None
@@ -70,7 +70,7 @@ ADAPTER = Adapter()
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo, receive.UpdateInfo):
-    """What vLLM is told of one update. The worker of 0.23 reads vLLM's own `update_kind` from it first."""
+    """The data of one update for vLLM. The worker of 0.23 first reads vLLM's own `update_kind` from it."""
 
 
 class TransferEngine(CommonTransferEngine):
@@ -92,11 +92,11 @@ class TransferEngine(CommonTransferEngine):
         if self.model.quant_config is not None:
             quantization = self.model.quant_config.get_name()
         degrees = degrees_of(self.parallel_config, quantization, dtype)
-        # of vLLM's ModelConfig, which an engine of 0.23 does not get, leaving the reload takes the dtype alone
+        # an engine of 0.23 gets no ModelConfig, but leaving the reload needs only its dtype
         self.path = open_path(self.model, SimpleNamespace(dtype=dtype), ADAPTER, init_info, degrees)
 
     def receive_weights(self, update_info: UpdateInfo, load_weights: Callable) -> None:
-        """Takes the whole update (fast) or one bucket (slow); leaves the reload when nothing is missing any more."""
+        """Takes the whole update (fast) or one bucket (slow), and leaves the reload when the update is whole."""
         if not self.is_under_way:
             self.path.start()
             self.is_under_way = True
@@ -106,24 +106,24 @@ class TransferEngine(CommonTransferEngine):
             self.is_under_way = False
 
     def abandon(self) -> None:
-        """Drops an update that failed, from any point, so that another can start."""
+        """Drops an update that failed at any point, so that another can start."""
         self.is_under_way = False
         super().abandon()
         ADAPTER.abandon(self.model)  # the worker enters the reload on its own
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Ranks send through mrl.reshard.execute; nobody calls this."""
+        """Raises RuntimeError: ranks send through mrl.reshard.execute, and nobody calls this."""
         raise RuntimeError("trainer ranks send by mrl.reshard.execute, not through vLLM")
 
 
 class WorkerExtension(CommonWorkerExtension):
-    """What can be asked of a worker of vLLM 0.23."""
+    """The calls to a worker of vLLM 0.23."""
 
     adapter = ADAPTER
 
     def give_memory(self) -> None:
-        """Gives memory back as in 0.32. Raises RuntimeError where this generation's memory could not be taken again."""
+        """Gives memory back as in 0.32. Raises RuntimeError where this generation could not take it again."""
         if ascend_wake.is_ascend(self):
             ascend_wake.check_worker(self)
         elif self.device.type != "cpu":
@@ -138,22 +138,24 @@ class WorkerExtension(CommonWorkerExtension):
         super().give_memory()
 
     def restore_part(self, part: str) -> None:
-        """Ascend's own wake does more than waking; see mrl.vllm.ascend_wake."""
+        """Wakes a part. Ascend's own wake does more than that (mrl.vllm.ascend_wake)."""
         if ascend_wake.is_ascend(self):
             ascend_wake.wake(self, part)
         else:
             super().restore_part(part)
 
     def weight_update_report(self) -> dict[str, Any]:
-        """Reports as in 0.32. Raises RuntimeError when an update never became whole: 0.23 finishes it unasked."""
+        """Reports as in 0.32. Raises RuntimeError when an update never became whole, which 0.23 finishes all the
+        same.
+        """
         if self.weight_transfer_engine.is_under_way:
             raise RuntimeError("the update was finished before everything had come")
         return super().weight_update_report()
 
     def abandon_update(self) -> None:
-        """Gives an update up, wherever it failed, so that the next one may start.
+        """Drops an update that failed at any point, so that the next one may start.
 
-        What the engine holds is a mixture until then.
+        Until then the engine holds a mixture.
         """
         self.weight_transfer_engine.abandon()
         self._weight_update_active = False

@@ -3,9 +3,9 @@
 Private in vLLM, and why it is touched (beside what v0_common.py lists):
 
 * `quant_method.moe_kernel.fused_experts` and its `isa`, `_use_zentorch`: how CPU packed a layer's experts. vLLM
-  prepares experts at the first load only, so that after a reload the kernel reads load layout as if it were packed.
-* `torch.ops._C.prepack_moe_weight`: the operator under vLLM's own packing, which takes no memory besides the kernel's.
-* `routed_experts_capturer`: where routers report their choice, which vLLM does not return on CPU (route_capture.py).
+  prepares experts only at the first load. After a reload the kernel would read load layout as if it were packed.
+* `torch.ops._C.prepack_moe_weight`: the operator of vLLM's own packing, which needs no memory beside the kernel's.
+* `routed_experts_capturer`: where routers report their choices, which vLLM does not return on CPU (route_capture.py).
 * `worker._weight_update_active`: refuses the next update after one that failed.
 """
 
@@ -27,9 +27,9 @@ _EXPERTS = ("w13_weight", "w2_weight")
 class Adapter(CommonAdapter):
     """vLLM 0.32's layerwise reload, and its experts.
 
-    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits. Their
-    load layout is memory that one layer takes over from another, and vLLM's own operator packs it straight into the
-    kernel's memory. vLLM's way takes fresh memory for either and copies afterwards.
+    Experts that CPU packs are nearly all of a model. They take a shorter way than vLLM's, to the same bits. Their load
+    layout is memory that one layer takes over from another. vLLM's own operator packs it straight into the kernel's
+    memory. vLLM's way takes fresh memory for both and copies afterwards.
     """
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class Adapter(CommonAdapter):
     def prepare_experts(self, layer: nn.Module) -> None:
         """Puts reloaded experts into kernel layout.
 
-        vLLM 0.32 calls the experts' own `process_weights_after_loading` at the first load only. After a reload the CPU
-        kernel would read load-layout weights as if they were prepacked: wrong log-probs, no error.
+        vLLM 0.32 calls the experts' own `process_weights_after_loading` only at the first load. After a reload the CPU
+        kernel would read load-layout weights as if they were packed: wrong log-probs, no error.
         """
         experts = _experts(layer)
         if experts is not None:
@@ -84,19 +84,19 @@ class Adapter(CommonAdapter):
         return {_backend(method).name for method in methods}
 
     def bytes_asleep(self, parts: Collection[str]) -> int:
-        """Parts are asked of the pool itself: with any of them comes back what has no part."""
+        """Counts the memory that the pool itself marks as asleep. Waking any part also wakes memory without a part."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         return sum(data.handle[1] for data in get_mem_allocator_instance().pointer_to_data.values() if data.is_asleep)
 
 
 def _backend(method: Any) -> Any:
-    """The kernels that vLLM chose for experts: of those in FP8, or of those that are not quantised."""
+    """Returns the kernels that vLLM chose for experts: FP8 ones, or those for experts that are not quantised."""
     return getattr(method, "fp8_backend", None) or method.unquantized_backend
 
 
 def _experts(layer: nn.Module) -> Any:
-    """The kernel of a fused-MoE layer; None for other layers, and for experts in FP8, which it reads as loaded."""
+    """Returns the kernel of a fused-MoE layer; None for other layers, and for FP8 experts, which are read as loaded."""
     if hasattr(layer, "w13_weight_scale_inv"):
         return None
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
@@ -120,13 +120,11 @@ class TransferEngine(CommonTransferEngine):
         self.path = open_path(self.model, self.model_config, ADAPTER, init_info, degrees)
 
     def start_weight_update(self) -> None:
-        """Enters vLLM's reload lifecycle; from here the model is in load layout and cannot generate."""
+        """Enters vLLM's reload. From here on the model is in load layout and cannot generate."""
         self.path.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receives weights without the base class's closing device synchronisation, which fails where there is no
-        accelerator.
-        """
+        """Receives weights as the base class does, but without a device sync where there is no accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -136,36 +134,36 @@ class TransferEngine(CommonTransferEngine):
         self.path.receive(update_info)
 
     def finish_weight_update(self) -> None:
-        """Leaves the reload lifecycle; raises RuntimeError when something did not come or was not written."""
+        """Leaves the reload. Raises RuntimeError when a tensor did not come or was not written."""
         self.path.finish()
 
     def abandon(self) -> None:
-        """Drops an update that failed, from any point, so that another can start."""
+        """Drops an update that failed at any point, so that another can start."""
         self.reset_weight_update_target()
         super().abandon()
 
 
 class WorkerExtension(CommonWorkerExtension):
-    """What can be asked of a worker of vLLM 0.32."""
+    """The calls to a worker of vLLM 0.32."""
 
     adapter = ADAPTER
 
     def abandon_update(self) -> None:
-        """Gives an update up, wherever it failed, so that the next one may start.
+        """Drops an update that failed at any point, so that the next one may start.
 
-        What the engine holds is a mixture until then.
+        Until then the engine holds a mixture.
         """
         self.weight_transfer_engine.abandon()
         self._weight_update_active = False
 
     def capture_routes(self) -> None:
-        """Keeps the routes of requests that ask for them, from here on."""
+        """Keeps the routes of requests that want them, from here on."""
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
         self.route_capture = RouteCapture(self.model_runner, bind_routed_experts_capturer)
 
     def take_routes(self, name: str, computed: int) -> tuple[list[int], bytes]:
-        """Shape and int16 bytes of what RouteCapture.take returns."""
+        """Returns shape and int16 bytes of the result of RouteCapture.take."""
         routes = self.route_capture.take(name, computed)
         return list(routes.shape), routes.tobytes()
 

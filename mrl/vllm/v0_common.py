@@ -1,12 +1,11 @@
-"""What is the same in vLLM 0.23 and 0.32; v0_23 and v0_32, which hold what differs, import it, and nobody else.
+"""The part that vLLM 0.23 and 0.32 have in common. Only v0_23 and v0_32, which hold the differences, import it.
 
 Private in vLLM, and why it is touched:
 
-* `model_loader.reload.layerwise`, `.meta`, `.utils`: vLLM's own reload takes whole models of full tensors; here single
-  modules are brought into load layout, written box by box, processed and put back into their kernels' memory.
-* `layer.cpu_linear`: on CPU a linear's weight lives on in this closure only, packed; it is read by multiplying with it.
-* `_already_called_process_weights_after_loading`, `_do_torchao_reload`: marks that the reload leaves on layers and
-  model.
+* `model_loader.reload.layerwise`, `.meta`, `.utils`: vLLM's own reload takes whole models of full tensors. Here single
+  modules are brought into load layout, written box by box, processed, and put back into their kernels' memory.
+* `layer.cpu_linear`: on CPU only this closure holds a linear's weight, packed. It is read by multiplying with it.
+* `_already_called_process_weights_after_loading`, `_do_torchao_reload`: marks of the reload on layers and model.
 """
 
 import hashlib
@@ -40,33 +39,37 @@ from mrl.vllm.receive import InitInfo, UpdateInfo, UpdatePath
 from mrl.vllm.sleeping import SleepingExtension
 
 _CONSTANTS = "e_score_correction_bias"
-# of latent attention: halves of kv_b_proj as decoding multiplies with them, made anew at the end of each reload
+# latent attention: the halves of kv_b_proj that decoding multiplies with, made again at the end of each reload
 _ABSORBED = ("W_UK_T", "W_UV")
 
 
 class CommonAdapter:
-    """What mrl asks of vLLM; see mrl.vllm.load_layout.Adapter. A generation adds `moe_backends` and `expert_isa`."""
+    """The common part of mrl.vllm.load_layout.Adapter. A generation adds `moe_backends` and `expert_isa`."""
 
     def plan_name(self, name: str) -> str:
-        """Plans speak of parameters as vLLM 0.32 does."""
+        """Returns the name itself: plans use the names of vLLM 0.32."""
         return name
 
     def attention_backends(self, model: nn.Module) -> set[str]:
-        """vLLM chooses by device and version; each attention layer knows its own."""
+        """Returns the attention kernels. vLLM chooses them by device and version, and each attention layer knows its
+        own.
+        """
         backends = (getattr(layer, "attn_backend", None) for layer in model.modules())
         return {backend.get_name() for backend in backends if backend is not None}
 
     def word_backends(self, model: nn.Module) -> set[str]:
-        """Classes of the kernels that multiply with words of linear layers, as vLLM chose them; on CPU none."""
+        """Returns the classes of the kernels that vLLM chose for FP8 linear layers; empty on CPU."""
         kernels = (getattr(getattr(layer, "quant_method", None), "fp8_linear", None) for layer in model.modules())
         return {type(kernel).__name__ for kernel in kernels if kernel is not None}
 
     def expert_isa(self, layer: nn.Module) -> str | None:
-        """The instructions for which the CPU packs this layer's experts; None for other layers and kernels."""
+        """Returns the instruction set for which the CPU packs this layer's experts; None for other layers and
+        kernels.
+        """
         raise NotImplementedError
 
     def prepare_experts(self, layer: nn.Module) -> None:
-        """Does nothing: nothing is left to do after the layer's quantisation method."""
+        """Does nothing: the layer's quantisation method has done everything."""
 
     def enter(self, model: nn.Module) -> None:
         for layer in model.modules():
@@ -80,7 +83,7 @@ class CommonAdapter:
 
     def load_tensor(self, layer: nn.Module, leaf: str) -> Tensor:
         parameters, _ = get_layerwise_info(layer).restore_metadata
-        return parameters.get(leaf, getattr(layer, leaf))  # a bias is never set aside
+        return parameters.get(leaf, getattr(layer, leaf))  # the reload never sets a bias aside
 
     def open_loaders(self, layer: nn.Module) -> None:
         for tensor in get_layer_tensors(layer).values():
@@ -118,28 +121,28 @@ class CommonAdapter:
                 self.leave_out(layer)
 
     def packed_bytes(self, model: nn.Module) -> int:
-        """Bytes of linear layers that kernels hold packed, out of Python's sight."""
+        """Returns the bytes of linear layers that kernels hold packed, out of Python's sight."""
         packed = (
             layer for layer in model.modules() if hasattr(layer, "cpu_linear") and not _multiplies_in_torch(layer)
         )
         return sum(get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in packed)
 
     def bytes_asleep(self, parts: Collection[str]) -> int:
-        """Bytes of the pool of device memory whose `parts` an engine's sleep gave away."""
+        """Returns the bytes of `parts` in the device's memory pool that a sleep gave back."""
         raise NotImplementedError
 
     def is_derived(self, leaf: str) -> bool:
         return leaf in _ABSORBED
 
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
-        """The target lives on only as CPU's packed copy."""
+        """Returns whether only the CPU's packed copy holds the target."""
         return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
         """Yields the parts of a parameter as kernels hold them.
 
-        Raises RuntimeError where the kernel pads experts. Raises it too where an output layer's packed copy is not its
-        parameter, or a copy for decoding is not the projection.
+        Raises RuntimeError where the kernel pads experts. It does so too for an output layer whose packed copy differs
+        from its parameter. A copy for decoding that differs from the projection raises it as well.
         """
         if target.module.endswith(".kv_b_proj"):
             _check_absorbed(model, layer, target)
@@ -171,12 +174,12 @@ class CommonAdapter:
 
 
 def _multiplies_in_torch(layer: nn.Module) -> bool:
-    """Whether CPU keeps this linear as it is; of latent attention the projection that it reads weights from."""
+    """Returns whether the CPU keeps this linear unpacked: torch's own, or latent attention's projection."""
     return layer.cpu_linear is nn.functional.linear or getattr(layer, "_cpu_skip_gemm_dispatch", False)
 
 
 def _check_absorbed(model: nn.Module, projection: nn.Module, target: TargetParameter) -> None:
-    """Raises RuntimeError unless what decoding multiplies with is what `projection` holds.
+    """Raises RuntimeError unless the copies for decoding equal what `projection` holds.
 
     Its rows are, head by head, those of keys and those of values.
     """
@@ -190,9 +193,10 @@ def _check_absorbed(model: nn.Module, projection: nn.Module, target: TargetParam
 
 
 def _leave_constants_to_the_router(layer: nn.Module) -> None:
-    """Experts keep a plain reference to their router's constants, and no parameter of that name.
+    """Turns a layer's reference to the constants of its router from a parameter into a plain attribute.
 
-    A reload would copy their second parameter, which nothing loads, over the router's: uninitialised memory.
+    As a second parameter nothing would load it. A reload would then copy uninitialised memory over the router's
+    constants.
     """
     if hasattr(layer, "w13_weight") and _CONSTANTS in layer._parameters:
         layer.__dict__[_CONSTANTS] = layer._parameters.pop(_CONSTANTS)
@@ -200,9 +204,9 @@ def _leave_constants_to_the_router(layer: nn.Module) -> None:
 
 
 def _refresh_tied_head(model: nn.Module) -> None:
-    """Packs a tied output layer anew.
+    """Packs a tied output layer again.
 
-    It has no weights of its own to load, so a reload leaves CPU's packed copy of the old ones.
+    It has no weights of its own to load. So after a reload the CPU's packed copy would be the old one.
     """
     head = getattr(model, "lm_head", None)
     if head is None or not hasattr(head, "cpu_linear"):
@@ -213,13 +217,13 @@ def _refresh_tied_head(model: nn.Module) -> None:
 
 @register_model_loader(AWAITED)
 class AwaitedWeights(BaseModelLoader):
-    """vLLM's way to a model whose weights a sync will bring: buffers stay as they were made, and nothing is read."""
+    """vLLM's loader of a model whose weights a sync will bring. Buffers stay as they were made, and no file is read."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Does nothing: there is nothing to read."""
+        """Does nothing: there is no file to read."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Fills all parameters, padding of a vocabulary with zeros; vLLM makes of them what kernels read, as after any
+        """Fills all parameters, and the padding of a vocabulary with zeros. vLLM then processes them as after any
         load.
         """
         fill(model.parameters())
@@ -230,14 +234,14 @@ class AwaitedWeights(BaseModelLoader):
 
 
 class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's weight-transfer engine `mrl`: the fast path or the slow one, as it was last initialised."""
+    """vLLM's weight-transfer engine `mrl`, with the path of its last initialisation."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     path: UpdatePath | None = None
 
     def abandon(self) -> None:
-        """Drops an update that failed, from any point, so that another can start."""
+        """Drops an update that failed at any point, so that another can start."""
         if self.path is not None:
             self.path.abandon()
 
@@ -249,7 +253,7 @@ class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> EngineDegrees:
-    """What this engine was started with. `parallel`: vLLM's ParallelConfig."""
+    """Returns the settings with which this engine was started. `parallel`: vLLM's ParallelConfig."""
     return EngineDegrees(
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
@@ -264,8 +268,9 @@ def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> E
 
 
 def position_of(parallel: Any) -> int:
-    """The position of a worker in its engine: by data-parallel rank, then tensor rank. `parallel`: vLLM's
-    ParallelConfig.
+    """Returns the position of a worker in its engine, by data-parallel rank, then by tensor rank.
+
+    `parallel`: vLLM's ParallelConfig.
     """
     return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
@@ -276,11 +281,10 @@ class CommonWorkerExtension(SleepingExtension):
     adapter: ClassVar[CommonAdapter]  # of this generation
 
     def answer(self, method: str, arguments: Sequence[Any] = ()) -> dict[str, Any]:
-        """Calls one of this worker's methods: {"value": what it returned}, or {"error": what it raised}.
+        """Calls one of this worker's methods. Returns {"value": its result}, or {"error": what it raised}.
 
-        Nothing may be raised to vLLM here, whose executor stops reading at the first worker that failed. What the
-        others answered is then taken for their answer to the next call (MultiprocExecutor.collective_rpc of 0.23 and
-        0.32).
+        Nothing may be raised to vLLM here, because its executor stops reading at the first worker that failed. It would
+        then take the other answers for those to the next call (MultiprocExecutor.collective_rpc of 0.23 and 0.32).
         """
         try:
             self.refuse_asleep(method)
@@ -290,24 +294,26 @@ class CommonWorkerExtension(SleepingExtension):
             return {"error": described(error)}
 
     def answer_call(self) -> None:
-        """Says that this worker is there."""
+        """Does nothing. Its answer shows that this worker is there."""
 
     def rendezvous(self) -> str:
-        """Where the workers of this engine met, as a URI: a file, of which vLLM leaves each behind, or a port."""
+        """Returns where the workers of this engine met, as a URI: a port, or a file, which vLLM leaves behind."""
         return self.distributed_init_method
 
     def update_path(self) -> UpdatePath:
-        """The path in use."""
+        """Returns the path in use."""
         return self.weight_transfer_engine.path
 
     def meet_ranks(self) -> None:
-        """Meets the ranks on the fast path, once both sides have agreed on its plan. Raises TransferError."""
+        """Connects with the ranks on the fast path, once both sides have agreed on its plan. Raises TransferError."""
         self.update_path().meet()
 
     def weight_fingerprints(self) -> dict[str, str]:
-        """SHA-256 of all that this worker computes with: parameters, buffers and linears that CPU packs out of sight.
+        """Returns the SHA-256 of every tensor that this worker computes with: parameters, buffers, and linears packed
+        by the CPU.
 
-        vLLM's own `compute_weight_checksums` reads parameters only, and on CPU a packed linear's parameter is empty.
+        vLLM's own `compute_weight_checksums` reads only parameters, and on CPU the parameter of a packed linear is
+        empty.
         """
         model = self.model_runner.get_model()
         plain = {name: _sha256(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
@@ -315,20 +321,22 @@ class CommonWorkerExtension(SleepingExtension):
         return {f"rank{position_of(self.parallel_config)}.{name}": digest for name, digest in (plain | packed).items()}
 
     def weight_update_report(self) -> dict[str, Any]:
-        """What the last fast update brought and what the engine then held; digests by parameter, bytes and seconds."""
+        """Returns the report of the last fast update: digests by parameter as received and as held, bytes and
+        seconds.
+        """
         return self.update_path().report()
 
     def weight_digests(self) -> dict[str, int]:
-        """Digest of every parameter as the engine holds it now (fast path only)."""
+        """Returns the digest of every parameter as the engine holds it now (fast path only)."""
         return self.update_path().held_digests()
 
     def weight_bytes(self) -> int:
-        """Bytes that an update has to bring to this worker, from vLLM's own parameters."""
+        """Returns the bytes that an update has to bring to this worker, counted on vLLM's own parameters."""
         return weight_bytes(self.model_runner.get_model(), self.adapter, self.model_config.dtype)
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(module name, weight [out, in]) of linears whose weight their kernel holds in a form of its own."""
+    """Yields (module name, weight [out, in]) of linears whose kernel holds the weight in a form of its own."""
     for name, layer in model.named_modules():
         if hasattr(layer, "cpu_linear"):
             parameters, _ = get_layerwise_info(layer).restore_metadata

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The claim "each recipe learns, and random rewards teach nothing": GSPO, GRPO, DAPO and a random-reward control from the same start.
+# The claim "each recipe learns, and random rewards teach nothing": GSPO, GRPO, DAPO, PPO, and random rewards without
+# and with a critic, from the same start.
 # Writes docs/results/algorithms.json and docs/results/algorithms.png.   scripts/evidence/algorithms.sh [run directory]
 # SEEDS and STEPS make it shorter: SEEDS="0" STEPS=3 scripts/evidence/algorithms.sh
 set -euo pipefail
@@ -9,6 +10,7 @@ python scripts/evidence/stamp.py --clean
 export HF_HUB_OFFLINE=1
 runs=${1:-runs/algorithms-$(date +%Y%m%d-%H%M%S)}
 seeds=${SEEDS:-0 1 2}
+random=reward.custom_reward_function.path=scripts/evidence/random_reward.py
 python scripts/make_tiny_world.py --out tiny-world --seed 0
 
 train() { # name, seed, further arguments
@@ -20,6 +22,8 @@ for seed in $seeds; do
     train gspo "$seed" # the preset's own recipe, with its band for answers of three tokens
     train grpo "$seed" --recipe grpo
     train dapo "$seed" --recipe dapo
-    train control "$seed" --set reward.custom_reward_function.path=scripts/evidence/random_reward.py
+    train ppo "$seed" --recipe ppo
+    train control "$seed" --set "$random"
+    train control_ppo "$seed" --recipe ppo --set "$random"
 done
 python scripts/evidence/learning_curves.py "$runs" --name algorithms

@@ -195,20 +195,26 @@ class RowRun:
         """
         kept = list(_samples(self.run))
         made = {version for sample in kept for version in token_versions(sample)} - {None}  # of context
-        both = made & set(_checkpoints(self.run))
-        self.must(bool(both), f"tokens are of the versions {sorted(made)}, of which no checkpoint is kept")
-        if not both:
+        saved = set(_checkpoints(self.run))
+        version = max(made & (saved | {0}), default=None)  # version 0 is the start, which every run has
+        self.must(version is not None, f"tokens are of the versions {sorted(made)}, of which no checkpoint is kept")
+        if version is None:
             return
-        version = max(both)
-        out = self.folder / f"hf-{version}"
-        checkpoint = self.run / "checkpoints" / f"step-{version}"
-        code = self._mrl("convert", "megatron-to-hf", str(checkpoint), "-o", str(out))
-        self.must(code == 0, f"mrl convert of step {version}: exit code {code}")
-        if code == 0:
-            samples = [sample for sample in kept if version in token_versions(sample)]
-            worst = largest_difference(out, samples[:: max(1, len(samples) // 8)], version)
-            bound = LOG_PROB_BOUND[self.row["dtype"]]
-            self.must(worst <= bound, f"log-probs of version {version} are {worst:.2g} off transformers'")
+        start = Path(settings(self.row, self.world, STEPS)["model.path"])
+        out = self._exported(version or max(saved))
+        if out is None:
+            return
+        samples = [sample for sample in kept if version in token_versions(sample)]
+        worst = largest_difference(out if version else start, samples[:: max(1, len(samples) // 8)], version)
+        bound = LOG_PROB_BOUND[self.row["dtype"]]
+        self.must(worst <= bound, f"log-probs of version {version} are {worst:.2g} off transformers'")
+
+    def _exported(self, step: int) -> Path | None:
+        """A step's checkpoint in Hugging Face form, or None where `mrl convert` failed."""
+        out = self.folder / f"hf-{step}"
+        code = self._mrl("convert", "megatron-to-hf", str(self.run / "checkpoints" / f"step-{step}"), "-o", str(out))
+        self.must(code == 0, f"mrl convert of step {step}: exit code {code}")
+        return out if code == 0 else None
 
     def evaluate(self) -> None:
         """Answers of the newest checkpoint are those of the validation behind the step that saved it."""

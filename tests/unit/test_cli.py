@@ -188,7 +188,7 @@ def test_a_stopped_run_says_what_is_saved_and_the_command_that_goes_on(tmp_path,
         (["actor_rollout_ref.model.mtp.enable=true"], ["has no key here: unsupported, no multi-token prediction here"]),
         (["rollout.temprature=1"], ["did you mean temperature?"]),
         (["++actor_rollout_ref.actor.optim.lr=2e-6"], ["--set actor.optim.lr=2.0e-06"]),
-        (["+rollout.n=4"], ["+rollout.n (--set): unknown key; a key stands without hydra's +: --set rollout.n=4"]),
+        (["+rollout.n=4"], ["+rollout.n (--set): unknown key; write the key without hydra's +: --set rollout.n=4"]),
         (["+rollout.temprature=1"], ["unknown key; did you mean"]),
         (["data.custom_cls.path=a.py"], ["verl's data.custom_cls.path has no key here: unsupported"]),
         (["rollout.agent.num_workers=8"], ["unknown key; did you mean rollout.turns.num_workers?"]),
@@ -211,8 +211,13 @@ def test_a_setting_without_set_is_answered_with_it(mrl):
 def test_hydras_signs_are_answered_wherever_a_configuration_is_given(mrl, command):
     code, _, err = mrl(command, TINY, "+rollout.n=4", "++actor_rollout_ref.rollout.n=4", "~trainer.logger")
     assert code == 2 and err.count("\n") == 1 and "usage" not in err, err
-    assert f"mrl {command}: a setting stands behind --set; --set rollout.n=4; verl's actor_rollout_ref.rollout.n" in err
-    assert "trainer.logger: what is left out has its default; --set trainer.logger=null, where it may be null" in err
+    assert (
+        f"mrl {command}: a setting needs --set before it; --set rollout.n=4; verl's actor_rollout_ref.rollout.n" in err
+    )
+    assert (
+        "trainer.logger: a key that is left out has its default; or --set trainer.logger=null, where it may be null"
+        in err
+    )
 
 
 def test_what_is_wrong_with_a_jobs_arguments_is_said_as_of_mrl_submit(mrl):

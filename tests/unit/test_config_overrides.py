@@ -94,14 +94,14 @@ def test_a_field_that_is_ours_is_refused_with_our_key(override, ours):
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("actor.override_ddp_config={align_param_gather: true}", "nobody tells it"),
+        ("actor.override_ddp_config={align_param_gather: true}", "pipeline schedule would have to start"),
         ("actor.override_ddp_config={num_distributed_optimizer_instances: 2}", "plain distributed optimizer"),
         ("actor.override_ddp_config={use_megatron_fsdp: true}", "plain distributed optimizer"),
         ("actor.override_ddp_config={use_custom_fsdp: true}", "plain distributed optimizer"),
         ("actor.override_ddp_config={data_parallel_sharding_strategy: optim}", "plain distributed optimizer"),
-        ("actor.override_ddp_config={delay_wgrad_compute: true}", "postponed half"),
+        ("actor.override_ddp_config={delay_wgrad_compute: true}", "delayed weight gradients"),
         ("model.override_transformer_config={calculate_per_token_loss: true}", "divided by the data-parallel size"),
-        ("model.override_transformer_config={delay_wgrad_compute: true}", "postponed half"),
+        ("model.override_transformer_config={delay_wgrad_compute: true}", "delayed weight gradients"),
         ("model.override_transformer_config={overlap_moe_expert_parallel_comm: true}", "a plan of its layers"),
         ("actor.optim.override_optimizer_config={overlap_param_gather: true}", "a key of the same name"),
         ("actor.optim.override_optimizer_config={overlap_param_gather_with_optimizer_step: true}", "not finite"),

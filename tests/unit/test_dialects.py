@@ -191,7 +191,10 @@ def test_what_the_template_writes_where_the_model_goes_on_is_kept():
 
 
 REFUSED = {
-    "drops thoughts once answered": (HERMES.replace("m.reasoning_content or loop.last", "loop.last"), "does not go on"),
+    "drops thoughts once answered": (
+        HERMES.replace("m.reasoning_content or loop.last", "loop.last"),
+        "rewrites the turn",
+    ),
     "another form": (HERMES.replace("tool_response", "result"), "no form that is known"),
     "no tools": ("{% for m in messages %}{{ m.content }}{% endfor %}", "no form that is known"),
     "raises": ("{{ raise_exception('no tools here') }}", "no tools here"),

@@ -56,7 +56,7 @@ def test_what_the_workers_raise_is_raised_here():
         asyncio.run(
             engine(Llm("layer 2"))._routes("7-0", Request(7, (1, 2), 0), Record(token_ids=(3,), routed_experts=None))
         )
-    with pytest.raises(EnvironmentFault, match=r"engine 3 cannot tell its routes .*: unset it"):
+    with pytest.raises(EnvironmentFault, match=r"engine 3 cannot return routes .*: unset it"):
         asyncio.run(engine(Llm("unset it"))._capture_routes())
 
 

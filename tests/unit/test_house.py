@@ -78,6 +78,14 @@ WITH_WHOLE_CONFIGURATION = 25  # functions
 # docstrings there have no sentence of more than house.SENTENCE_WORDS words
 PLAIN_ROOMS = ("checkpoint", "cluster", "environments", "platforms", "record", "remote", "reshard", "reward")
 PLAIN_ROOMS += ("crash_points", "errors", "exercised", "plain_files", "units", "whole_file")
+PLAIN_ROOMS += ("algo",)
+PLAIN_ROOMS += ("data",)
+PLAIN_ROOMS += ("plan",)
+PLAIN_ROOMS += ("vllm",)
+PLAIN_ROOMS += ("cli",)
+PLAIN_ROOMS += ("config",)
+PLAIN_ROOMS += ("flow",)
+PLAIN_ROOMS += ("tools",)
 
 
 def with_parents(module: str) -> set[str]:

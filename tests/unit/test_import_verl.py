@@ -459,7 +459,7 @@ def test_other_attention_that_is_known_by_name_is_here(path):
 def test_a_model_of_a_family_that_is_here_is_missed_by_its_name_alone():
     out = import_overrides(["actor_rollout_ref.model.path=deepseek-ai/DeepSeek-R1", "model_engine=megatron"])
     (entry,) = out.of("unsupported")
-    assert "no name that is known" in entry.why and "DeepseekV3ForCausalLM" in entry.why
+    assert "not a known name" in entry.why and "DeepseekV3ForCausalLM" in entry.why
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -279,7 +279,7 @@ def test_a_repeated_round_is_refused():
     write_all(writer, ("embed",))
     with pytest.raises(RuntimeError, match=r"brings embed.weight again"):
         writer.tensor("embed.weight")
-    with pytest.raises(RuntimeError, match=r"embed is said to be complete"):
+    with pytest.raises(RuntimeError, match=r"embed cannot be completed"):
         writer.complete("embed")
 
 

@@ -180,7 +180,7 @@ def test_a_value_of_a_model_that_is_not_known_is_left_to_who_knows_it():
 def test_of_experts_in_a_dense_model_one_rule_speaks():
     found = violations(load_config(H100, None, [f"{MODEL}.moe_input_jitter_eps=0.1"]), DENSE)
     ours = [v.rule for v in found if v.field == f"{MODEL}.moe_input_jitter_eps"]
-    assert ours == ["is of mixtures of experts, and the model is dense"]
+    assert ours == ["is for mixtures of experts, and the model is dense"]
 
 
 def test_what_rounds_otherwise_is_taken_and_noted_once_a_reason():

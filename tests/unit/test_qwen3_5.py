@@ -336,7 +336,10 @@ ROW = {"data_source": "a", "reward_model": {"ground_truth": "1"}, "prompt": [{"r
     [
         ({"images": [{"bytes": b"x"}]}, "images is not empty"),
         ({"videos": ["a.mp4"]}, "videos is not empty"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url': prompts are of text alone"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "'image_url': only prompts of text are supported",
+        ),
     ],
 )
 def test_a_row_with_more_than_text_is_set_aside_by_name(change, words):

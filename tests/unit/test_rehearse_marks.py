@@ -311,7 +311,7 @@ def test_what_validate_refuses_is_refused_alike(capsys, tmp_path):
 def test_a_folder_of_somebody_elses_is_left_alone(capsys, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     code, _, said = rehearse(capsys, str(SEPARATE), "--work", str(tmp_path))
-    assert code == 2 and "holds something else than a rehearsal" in said and (tmp_path / "notes.txt").exists()
+    assert code == 2 and "holds something other than a rehearsal" in said and (tmp_path / "notes.txt").exists()
 
 
 def test_a_reward_that_raises_ends_as_a_run_would(capsys, tmp_path):

@@ -95,7 +95,7 @@ def test_a_token_of_a_response_costs_eight_bytes():
 
 
 def test_an_unknown_stop_reason_is_named():
-    with pytest.raises(DataError, match=r"sample 7 ended for 'abort'; known: stop, length"):
+    with pytest.raises(DataError, match=r"sample 7 has the unknown stop reason 'abort'; known: stop, length"):
         packed([Sample(0, 0, 7, 0, (1,), (2,), (0.0,), "abort", 0)])
 
 

@@ -272,7 +272,10 @@ def test_a_configuration_whose_secrets_were_left_out_is_not_run_without_them(tin
     settings = ["--set", f"{KWARGS}={{api_key: '{HIDDEN}'}}", "--set", f"reward.custom_reward_function.path={__file__}"]
     with pytest.raises(SystemExit) as end:
         main(["validate", str(PRESET), *settings])
-    assert end.value.code == 2 and "api_key is what a secret is written down as" in capsys.readouterr().out
+    assert (
+        end.value.code == 2
+        and "api_key is the placeholder that a run stores in place of a secret" in capsys.readouterr().out
+    )
 
 
 def test_no_key_of_the_configuration_is_taken_for_a_secret():

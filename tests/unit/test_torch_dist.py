@@ -200,7 +200,7 @@ def test_archives_without_checksums_are_read_too_and_counted(models, tmp_path, c
     assert report.unchecked == 12
     command = ("megatron-to-hf", folder, "--trust-checkpoint", "--hf-files", models["qwen3_moe"])
     _, said, _ = run(capsys, *command, "-o", tmp_path / "told")
-    assert "12 tensors carry no checksum; damage in them cannot be seen" in said
+    assert "12 tensors have no checksum, so damage in them cannot be detected" in said
     _, said, _ = run(capsys, *command, "-o", tmp_path / "json", "--json")
     assert json.loads(said)["unchecked"] == 12
 

@@ -190,7 +190,7 @@ def test_what_a_reward_is_told_is_of_its_own_row():
 
 
 def test_an_outcome_has_to_be_of_all_turns():
-    with pytest.raises(DataError, match="a response of 2 turns is told of 1"):
+    with pytest.raises(DataError, match="a response has 2 turns, and calls are given for 1"):
         with_outcome(packed([TWO]), [[]], [0.0], {}, 0.0)
 
 

@@ -61,7 +61,7 @@ def test_what_was_not_taken_apart_is_said_and_all_takes_it_apart(run, monkeypatc
     engines = [word for setting in wanted for word in ("--set", setting)]
     code, out, _ = run(*engines)
     assert code == 0
-    assert out.splitlines()[-1].startswith("ok: of 3 of 4 workers, taken apart in full, every element arrives")
+    assert out.splitlines()[-1].startswith("ok: for 3 of 4 workers, checked in full, every element arrives")
     code, out, _ = run(*engines, "--all")
     assert code == 0 and out.splitlines()[-1].endswith("(4 of 4 workers in full)")
 

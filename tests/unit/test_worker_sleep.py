@@ -162,7 +162,7 @@ def test_what_touches_weights_is_refused_while_they_sleep_and_only_then(method):
 
 def test_a_worker_of_known_source_may_sleep_and_another_may_not(monkeypatch):
     worker = Ascend()
-    with pytest.raises(RuntimeError, match=r"sleeps or wakes otherwise than release v0\.23\.0 .*known 91aa42257a7c"):
+    with pytest.raises(RuntimeError, match=r"sleeps or wakes differently from release v0\.23\.0 .*known 91aa42257a7c"):
         ascend_wake.check_worker(worker)
     monkeypatch.setattr(
         ascend_wake, "KNOWN_SOURCE", ascend_wake.source_digest(NPUWorker.sleep, NPUWorker.wake_up, Pool.wake_up)

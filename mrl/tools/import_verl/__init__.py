@@ -1,7 +1,8 @@
-"""Reading verl's launch scripts into configurations of ours. Nothing of a script is ever run.
+"""Translates verl's launch scripts into configurations of mrl. Nothing of a script is run.
 
-The way of a script: `shell_syntax` (its text as a tree) -> `shell` and `expansion` (a `Script`: its commands, with what
-of them cannot be known) -> `verl_command` (a `VerlCommand`: its overrides) -> `translate`, by the rows of `keys` and
-the functions of `handlers` -> an `Import` (`report`). May import `config`, `model`, `algo.spec` and `record.sinks`;
-neither torch, Ray, Megatron nor vLLM.
+The steps: `shell_syntax` parses the text into a tree. `shell` and `expansion` follow it and give a `Script`: its
+commands, and what cannot be known about them. `verl_command` reads a `VerlCommand`: the overrides. `translate` applies
+the rows of `keys` and the functions of `handlers`, and gives an `Import` (`report`).
+
+This room may import `config`, `model`, `algo.spec` and `record.sinks`. It loads neither torch, Ray, Megatron nor vLLM.
 """

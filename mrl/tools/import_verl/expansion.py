@@ -1,7 +1,8 @@
-"""Words of a script -> values: variables with defaults, arrays, integer arithmetic, and commands that only shape text.
+"""Expands words of a script into values: variables with defaults, arrays, integer arithmetic, commands that format
+text.
 
-What cannot be known without running something is named in the value. Arithmetic, `(a + b) * 2 / sp`, is calculated from
-its syntax tree; nothing is evaluated as code.
+What cannot be known without running something is named in the value. Arithmetic such as `(a + b) * 2 / sp` is
+calculated from its syntax tree. Nothing is evaluated as code.
 """
 
 import ast
@@ -15,8 +16,8 @@ from pathlib import PurePosixPath
 from mrl.errors import ConfigError
 from mrl.tools.import_verl.shell_syntax import Simple, Word, WordPart, parse_script, parse_text
 
-MAX_TEXT = 1_000_000  # characters of one variable
-MAX_ITEMS = 10_000  # of one array
+MAX_TEXT = 1_000_000  # characters in one variable
+MAX_ITEMS = 10_000  # items in one array
 _NAME = re.compile(r"(#)?([A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?!$])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _OPERATION = re.compile(r"(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*)", re.DOTALL)
 _IN_ARITHMETIC = re.compile(r"\$\{([A-Za-z_]\w*)\}|\$([A-Za-z_]\w*)")
@@ -25,7 +26,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),  # the shell cuts towards zero
+    ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),  # the shell rounds towards zero
     ast.Mod: lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
     ast.Pow: lambda a, b: a**b if 0 <= b <= 63 and abs(a) <= 1_000_000 else _LIMIT,
 }
@@ -41,7 +42,10 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 @dataclass(frozen=True)
 class Value:
-    """`missing`: names of variables that nobody sets, and command substitutions; empty when the text is known."""
+    """A text, and what is unknown in it.
+
+    `missing` names unset variables and command substitutions. It is empty where the text is known.
+    """
 
     text: str
     missing: frozenset[str] = frozenset()
@@ -49,7 +53,7 @@ class Value:
 
     @property
     def known(self) -> bool:
-        """Whether no variable that the script does not set has a part in it."""
+        """Whether the text depends on no unset variable."""
         return not self.missing
 
     def __add__(self, other: "Value") -> "Value":
@@ -60,7 +64,7 @@ class Value:
         return Value(self.text + other.text, self.missing | other.missing, self.line or other.line)
 
     def at(self, line: int) -> "Value":
-        """The value as one written on this line of the script."""
+        """Returns the value as written on this line of the script."""
         return replace(self, line=line)
 
 
@@ -68,7 +72,7 @@ EMPTY = Value("")
 
 
 def unset(name: str) -> Value:
-    """A variable that nobody sets."""
+    """Returns the value of a variable that is not set."""
     return Value(f"${{{name}}}", frozenset((name,)))
 
 
@@ -76,12 +80,12 @@ Variable = Value | tuple[Value, ...]
 
 
 def _words(value: Value) -> list[Value]:
-    """A value outside quotes: cut at blanks, but for those inside of what stands for something unknown."""
+    """Splits an unquoted value at blanks, except inside placeholders for something unknown."""
     texts = _cut_at_blanks(value.text)
     if len(texts) == 1:
         return [value]
     names_of = [frozenset(name for name in value.missing if name in text) for text in texts]
-    # names that only a calculation knows: any piece with something unknown may have them
+    # names that appear in no piece, only in a calculation: any piece with a placeholder may depend on them
     nowhere = value.missing.difference(*names_of)
     return [
         Value(text, names | nowhere if "$" in text and not names else names, value.line)
@@ -90,7 +94,7 @@ def _words(value: Value) -> list[Value]:
 
 
 def _depths(text: str) -> list[int]:
-    """How many `${...}` and `$(...)` each character stands in, their own signs counted; 0 where its text is known."""
+    """Returns for each character how many `${...}` and `$(...)` enclose it, their own signs included; 0: known text."""
     depths = []
     depth = 0
     for i, character in enumerate(text):
@@ -102,7 +106,7 @@ def _depths(text: str) -> list[int]:
 
 
 def _cut_at_blanks(text: str) -> list[str]:
-    """`text.split()` that leaves `${...}` and `$(...)` whole."""
+    """Splits like `text.split()`, but keeps `${...}` and `$(...)` whole."""
     marked = (
         (character, depth or not character.isspace()) for character, depth in zip(text, _depths(text), strict=True)
     )
@@ -114,25 +118,25 @@ def _cut_at_blanks(text: str) -> list[str]:
 
 
 def known_part(text: str) -> str:
-    """A text without what stands for something unknown."""
+    """Returns a text without its placeholders for something unknown."""
     return "".join(character for character, depth in zip(text, _depths(text), strict=True) if not depth)
 
 
 class Expander:
-    """Expands words against a mapping of variables. `${x:=y}` writes to it, nothing else does."""
+    """Expands words with a mapping of variables. Only `${x:=y}` writes to the mapping."""
 
     def __init__(self, variables: dict[str, Variable], positional: Sequence[Value], name: str) -> None:
         self.variables = variables
         self.positional = tuple(positional)
         self.name = name
-        self.counts_arguments = False  # whether $# is known: a script that asks for arguments was written to get some
+        self.counts_arguments = False  # whether $# is known; mostly not, as a script that reads it expects arguments
 
     def fields(self, words: Sequence[Word]) -> list[Value]:
-        """The arguments that words become, split at blanks outside quotes."""
+        """Returns the arguments that words expand to, split at blanks outside quotes."""
         return [field for word in words for field in self.split(word)]
 
     def split(self, word: Word) -> list[Value]:
-        """The words that the shell makes of one: expanded, and split at blanks outside quotes."""
+        """Expands one word, and splits it at blanks outside quotes as the shell does."""
         done: list[Value] = []
         current: Value | None = None
         quoted = False
@@ -149,7 +153,7 @@ class Expander:
         return [field.at(field.line or word.line) for field in done]
 
     def pieces(self, part: WordPart, line: int) -> list[Value]:
-        """One part as one or more pieces; between two pieces a new argument begins."""
+        """Expands one part into pieces. A new argument begins between two pieces."""
         if part.kind == "variable" and (items := self.all_items(part)) is not None:
             return [item.at(item.line or line) for item in items]
         value = self.part(part, line)
@@ -158,7 +162,9 @@ class Expander:
         return _words(value)
 
     def all_items(self, part: WordPart) -> tuple[Value, ...] | None:
-        """The items of `$@` or `${array[@]}`; None of another variable, and of a quoted `*`, which is one text."""
+        """Returns the items of `$@` or `${array[@]}`. None for other variables, and for a quoted `*`, which is one
+        text.
+        """
         match = _NAME.fullmatch(part.text)
         if match is None or match[1] or match[4] or (part.quoted and "*" in (match[2], match[3])):
             return None
@@ -172,14 +178,14 @@ class Expander:
         return (stored,)
 
     def text(self, word: Word) -> Value:
-        """A word as one text, as in an assignment."""
+        """Expands a word to one text, as in an assignment."""
         total = EMPTY
         for part in word.parts:
             total = total + self.part(part, word.line)
         return total.at(word.line)
 
     def part(self, part: WordPart, line: int) -> Value:
-        """What a part of a word expands to."""
+        """Expands one part of a word."""
         match part.kind:
             case "variable":
                 return self.variable(part.text, line)
@@ -190,7 +196,7 @@ class Expander:
         return Value(part.text)
 
     def variable(self, text: str, line: int) -> Value:
-        """`${...}`, given without its braces."""
+        """Expands `${...}`, given without its braces."""
         match = _NAME.fullmatch(text)
         if match is None:
             return Value(f"${{{text}}}", frozenset((text,)))
@@ -204,7 +210,7 @@ class Expander:
         return value
 
     def item(self, name: str, index: str | None) -> Value:
-        """A variable, a positional argument, or an element of an array; `@` and `*` join all."""
+        """Returns a variable, a positional argument, or an element of an array. `@` and `*` join all elements."""
         if name.isdigit():
             number = int(name) - 1
             if 0 <= number < len(self.positional):
@@ -231,7 +237,7 @@ class Expander:
         return unset(name)
 
     def operation(self, name: str, value: Value, rest: str, line: int) -> Value:
-        """`${name...}` with an operator behind the name: a default, a prefix or suffix cut off, a replacement."""
+        """Expands `${name...}` with an operator behind the name: a default, a cut prefix or suffix, a replacement."""
         match = _OPERATION.fullmatch(rest)
         if match is None:
             return Value(f"${{{name}{rest}}}", frozenset((name,)))
@@ -246,7 +252,7 @@ class Expander:
         return self.shaped(name, value.text, operator, argument, line)
 
     def default(self, name: str, value: Value, operator: str, argument: str, holds: bool, line: int) -> Value:
-        """`${name:-argument}` and its like. `holds`: the variable counts as set."""
+        """Expands `${name:-argument}` and similar forms. `holds` says that the variable counts as set."""
         other = self.argument(argument, line) if not operator.endswith("?") else value
         if operator.endswith("+"):
             if holds:
@@ -259,7 +265,7 @@ class Expander:
         return other
 
     def argument(self, text: str, line: int) -> Value:
-        """The inside of `${x:-HERE}`; not known where it cannot be read by itself."""
+        """Expands the inside of `${x:-HERE}`. It is unknown where it cannot be parsed by itself."""
         try:
             return self.text(parse_text(text, line, self.name))
         except ConfigError:
@@ -267,7 +273,7 @@ class Expander:
             return Value(unread, frozenset((unread,)))
 
     def shaped(self, name: str, text: str, operator: str, argument: str, line: int) -> Value:
-        """`${x#pattern}` and its kin for a known text; not known where a variable of the argument is not."""
+        """Expands `${x#pattern}` and similar forms of a known text. Unknown where the argument is unknown."""
         if operator in (",,", "^^"):
             return Value(text.lower() if operator == ",," else text.upper())
         if operator == ":":
@@ -287,11 +293,16 @@ class Expander:
         if operator not in ("/", "//"):
             return Value(_cut(text, operator, first))
         if set(first) & set("*?["):
-            return Value(whole, frozenset((whole,)))  # which part a pattern stands for is not worked out
-        return Value(text.replace(first, second, -1 if operator == "//" else 1) if first else text)
+            return Value(whole, frozenset((whole,)))  # replacement by pattern is not implemented
+        if not first:
+            return Value(text)
+        most = 1
+        if operator == "//":
+            most = -1
+        return Value(text.replace(first, second, most))
 
     def arithmetic(self, text: str) -> Value:
-        """`$((...))`, of whole numbers."""
+        """Calculates `$((...))` with whole numbers."""
         plain = _IN_ARITHMETIC.sub(lambda m: m[1] or m[2], text)
         missing: set[str] = set()
 
@@ -313,7 +324,7 @@ class Expander:
         return Value(result)
 
     def command(self, text: str, line: int) -> Value:
-        """What a command prints, for the few that do nothing but shape their arguments."""
+        """Returns the output of a command, for the few commands that only format their arguments."""
         unknown = Value(f"$({text})", frozenset((f"$({text.strip()})",)))
         try:
             script = parse_script(text, f"{self.name}:{line}")
@@ -332,7 +343,7 @@ class Expander:
 
 
 def _substring(text: str, start: int, length: int | None) -> str:
-    """`${x:start:length}`; numbers below zero count from the end."""
+    """Expands `${x:start:length}`. Negative numbers count from the end."""
     rest = ""
     if start >= 0 or -start <= len(text):
         rest = text[start:]
@@ -342,9 +353,7 @@ def _substring(text: str, start: int, length: int | None) -> str:
 
 
 def _cut(text: str, operator: str, pattern: str) -> str:
-    """`text` without the shortest (`#`, `%`) or longest (`##`,
-    `%%`) piece at its start or end that the pattern fits.
-    """
+    """Cuts the shortest (`#`, `%`) or longest (`##`, `%%`) match of the pattern off the start or end of `text`."""
     cuts = range(len(text) + 1) if operator in ("#", "%%") else range(len(text), -1, -1)
     if operator in ("#", "##"):
         return next((text[cut:] for cut in cuts if fnmatchcase(text[:cut], pattern)), text)
@@ -366,12 +375,12 @@ _TEXT_COMMANDS: Mapping[str, Callable[[list[str]], str]] = {
 
 
 def calculate(text: str, value_of: Callable[[str], int]) -> int:
-    """The value of an expression. `value_of` gives variables by name and may raise.
+    """Calculates an expression. `value_of` returns variables by name and may raise.
 
-    Raises ValueError for what is no such expression, divides by zero or leaves 64 bits.
+    Raises ValueError for other expressions, for a division by zero, and for results beyond 64 bits.
     """
     if len(text) > 1000:
-        raise ValueError("too long an expression")
+        raise ValueError("the expression is too long")
     try:
         python = re.sub(r"(?<!/)/(?!/)", "//", text.strip() or "0").replace("&&", " and ").replace("||", " or ")
         tree = ast.parse(re.sub(r"!(?!=)", " not ", python).strip(), mode="eval")
@@ -383,7 +392,7 @@ def calculate(text: str, value_of: Callable[[str], int]) -> int:
 def _value(node: ast.expr, value_of: Callable[[str], int]) -> int:
     result = _plain_value(node, value_of)
     if abs(result) >= _LIMIT:
-        raise ValueError("a number out of range")
+        raise ValueError("a number is out of range")
     return result
 
 
@@ -406,4 +415,4 @@ def _plain_value(node: ast.expr, value_of: Callable[[str], int]) -> int:
             return _OPERATIONS[type(op)](_value(left, value_of), _value(right, value_of))
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
             return int(_COMPARISONS[type(op)](_value(left, value_of), _value(right, value_of)))
-    raise ValueError(f"{ast.unparse(node)} is no shell arithmetic that is read")
+    raise ValueError(f"{ast.unparse(node)} is no supported shell arithmetic")

@@ -1,6 +1,6 @@
-"""Keys of verl's that need more than a row: each handler reads one override and sets, leaves or refuses what it means.
+"""Handlers of verl's keys that need more than a row. Each reads one override, and sets, drops or refuses its meaning.
 
-Those of loss, correction and filter stand in handlers_algorithm.py.
+Handlers of loss, correction and filter stand in handlers_algorithm.py.
 """
 
 from mrl.config.override_rules import MINDSPEED_FIELDS, decided_by, override_faults
@@ -21,7 +21,7 @@ OVERRIDE_OPTIMIZER = "actor.optim.override_optimizer_config"
 OVERRIDE_DDP = "actor.override_ddp_config"
 ENGINE = "rollout.engine_kwargs.vllm"
 
-# What every model here has in any case.
+# Fields with the value that every model of mrl has anyway.
 _OF_THE_MODELS = {"position_embedding_type": "rope"}
 
 
@@ -43,7 +43,7 @@ def _dtype(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _top_k(o: Override, out: Import, settings: VerlSettings) -> None:
-    """0 and -1 both say: all words."""
+    """Carries top_k over. 0 and -1 both mean all words."""
     out.put("carried", o.key, "rollout.top_k", -1 if o.value == 0 else o.value, line=o.line)
 
 
@@ -70,10 +70,7 @@ def _dynamic(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _budget(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Token budgets of one device, here and there.
-
-    Each must hold the longest sample, as far as the layout does not cut it.
-    """
+    """Carries token budgets of one device over. Each must hold the longest sample, cut by the layout."""
     to = {
         A: "actor.ppo_max_token_len_per_gpu",
         R: "actor.log_prob_max_token_len_per_gpu",
@@ -98,7 +95,7 @@ def _budget(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
-    """verl's schedule counts training steps, ours optimizer updates."""
+    """Converts training steps, which verl's schedule counts, to optimizer updates, which mrl's counts."""
     name = o.key.rpartition(".")[2]
     to = "actor.optim.lr_warmup_steps"
     if name == "lr_warmup_steps_ratio":
@@ -246,8 +243,8 @@ def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _upstream(o: Override, out: Import, target: str, name: str, settings: VerlSettings) -> None:
-    """A field of Megatron's or vLLM's: carried where it exists and is the user's,
-    else refused with the rule's reason.
+    """Carries a field of Megatron or vLLM over where it exists and the user decides it. Otherwise refuses it with the
+    reason.
     """
     if "." in name:
         out.leave("unsupported", o.key, o.value, "a value inside a field; give the field as a whole", o.line)
@@ -354,7 +351,7 @@ def _replay(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _separate(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Devices of engines that do not share the actor's; what they come to is written by translate.py."""
+    """Reports keys of engines on separate devices. translate.py writes the devices that they give."""
     out.leave("implied", o.key, o.value, "decides cluster.placement and rollout.num_engines", o.line)
 
 

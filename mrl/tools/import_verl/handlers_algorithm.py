@@ -1,4 +1,4 @@
-"""Keys of verl's loss, correction and filter that need more than a row; all other handlers stand in handlers.py."""
+"""Handlers of verl's keys of loss, correction and filter. All other handlers stand in handlers.py."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,14 @@ from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
 
 Handler = Callable[[Override, Import, VerlSettings], None]
 
-# Losses whose tokens verl averages within each sequence first, whatever loss_agg_mode says: loss -> in which versions
+# Losses that verl averages within each sequence first, whatever loss_agg_mode says: loss -> in which versions
 SEQUENCE_MEANS = {
     "gspo": "verl ignored the key and averaged each sequence first, its repository of August 2026 too; "
     "release 0.9.1 obeys it and would train another objective",
     "sapo": "verl ignores the key and averages each sequence first",
 }
-# What verl's DAPO trainer adds up over a response's tokens: its score, which already has the overlong penalty, and that
-# less the KL penalty.
+# Metrics that verl's DAPO trainer sums over a response's tokens: the score, which includes the overlong penalty, and
+# the score less the KL penalty.
 _METRICS = {"seq_reward": "reward", "seq_final_reward": "reward"}
 
 
@@ -75,7 +75,7 @@ def _tis_cap(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _gamma(o: Override, out: Import, settings: VerlSettings) -> None:
-    """verl's estimators without a critic do not read it, but for the one whose reward is spread over tokens."""
+    """Carries gamma over. Of verl's estimators without a critic only reinforce_plus_plus reads it."""
     if settings.estimator in NEEDS_CRITIC:
         out.put("carried", o.key, o.key, o.value, line=o.line)
     elif o.value == 1:
@@ -89,8 +89,7 @@ def _gamma(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 _CORRECTION = "algorithm.rollout_correction."
-# verl's rejections that look at the ratio itself, newer and older names -> the level here; each keeps what is inside a
-# band.
+# verl's rejections by the ratio itself, newer and older names -> the level here. Each keeps what is inside a band.
 _REJECTIONS = {
     "token_k1": "token",
     "seq_sum_k1": "sequence",
@@ -142,12 +141,13 @@ def _warn_of_weights(o: Override, out: Import) -> None:
 
 
 def _band(o: Override, out: Import, used: bool, one_sided: bool) -> None:
-    """A threshold: `low_high`, or one number, of a weight the upper bound and of a rejection the bound on both sides
-    (1/x and x).
+    """Carries a threshold over: `low_high`, or one number.
+
+    One number is the upper bound of a weight. For a rejection it is the bound x on both sides (1/x and x).
     """
     parts = str(o.value).split("_")
     if not used or o.value is None:
-        out.leave("implied", o.key, o.value, "of a correction that is off", o.line)
+        out.leave("implied", o.key, o.value, "it belongs to a correction that is off", o.line)
         return
     try:
         bounds = [float(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Keys of verl's critic, which is there where the advantage estimator reads its values."""
+"""Handlers of verl's critic. A critic exists where the advantage estimator reads its values."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _C = "critic."
 _NONE = "there is no critic"
 _AS_ACTOR = "the critic is cut and built as the actor is"
 _MINI = _C + "ppo_mini_batch_size"
-# verl's key -> ours, where the value is taken as it stands
+# verl's key -> mrl's, where the value is taken unchanged
 _CARRIED = {
     **{
         name.replace(A, _C, 1): path.replace("actor.", _C, 1)
@@ -30,7 +30,7 @@ _CARRIED = {
 }
 _BY_SAMPLES = ("ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu")
 _BY_TOKENS = ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
-# what is not here -> values that say so
+# keys that mrl has no counterpart for -> values that need none
 _MISSING: dict[str, tuple[Any, ...]] = {
     _C + "ppo_epochs": (1,),
     _C + "shuffle": (False,),
@@ -49,7 +49,7 @@ def _has_critic(settings: VerlSettings) -> bool:
 
 
 def needs_value(o: Override, settings: VerlSettings) -> bool:
-    """Whether a key whose value is not known has to be given one: of a critic, where it goes somewhere."""
+    """Whether a key with an unknown value must be given one. For the critic's keys only where they are carried over."""
     name = o.key.removeprefix(_C)
     if name == o.key:
         return True
@@ -58,12 +58,12 @@ def needs_value(o: Override, settings: VerlSettings) -> bool:
 
 
 def _is_actors(o: Override, settings: VerlSettings) -> bool:
-    """Whether a path is written as the actor's is."""
+    """Whether the path is the same text as the actor's."""
     return M + "path" in settings.keys and settings.keys[M + "path"].value == o.value
 
 
 def _critic(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Whatever stands below `critic.`."""
+    """Handles all keys below `critic.`."""
     name = o.key.removeprefix(_C)
     if not _has_critic(settings):
         out.leave("not_applicable", o.key, o.value, _NONE, o.line)
@@ -85,7 +85,7 @@ def _critic(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _megatron(o: Override, out: Import, settings: VerlSettings) -> None:
-    """A degree, or another field of Megatron's, which is the actor's here."""
+    """Handles a Megatron field of the critic, which has the actor's value here."""
     of_actor = settings.value(MEGATRON + o.key.removeprefix(_C + "megatron."))
     is_degree = o.key.endswith("parallel_size")
     if is_degree and settings.megatron and o.value != (of_actor or 1):
@@ -131,7 +131,7 @@ def _aggregation(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
-    """verl's schedule counts training steps, ours updates of the critic."""
+    """Converts training steps, which verl's schedule counts, to the critic's updates, which mrl's counts."""
     name = o.key.rpartition(".")[2]
     steps = settings.value("trainer.total_training_steps")
     updates = -(-settings.prompts // (settings.given(_MINI) or settings.mini_batch))
@@ -164,7 +164,7 @@ _OWN: dict[str, Handler] = {
 
 
 def _first_step(o: Override, out: Import, settings: VerlSettings) -> None:
-    """The first step that updates the actor; verl counts without a critic too."""
+    """Handles the first step that updates the actor. verl counts it without a critic too."""
     if _has_critic(settings):
         out.put("carried", o.key, o.key, o.value, line=o.line)
     elif o.value in (0, 1):
@@ -178,11 +178,11 @@ def _lam(o: Override, out: Import, settings: VerlSettings) -> None:
     if _has_critic(settings):
         out.put("carried", o.key, o.key, o.value, line=o.line)
     else:
-        out.leave("not_applicable", o.key, o.value, "of estimators with a value function", o.line)
+        out.leave("not_applicable", o.key, o.value, "only estimators with a critic read it", o.line)
 
 
 def critic_defaults(out: Import, settings: VerlSettings) -> None:
-    """What verl takes of a critic where a script says nothing, and ours is another."""
+    """Writes verl's defaults of a critic where the script sets nothing and mrl's default differs."""
     if out.values.get("algorithm.adv_estimator") not in NEEDS_CRITIC:
         return
     mode = settings.value(A + "loss_agg_mode")

@@ -1,4 +1,4 @@
-"""Keys of verl's `distillation.*`: one teacher, and estimates from the sampled token."""
+"""Handlers of verl's `distillation.*`: one teacher, and estimates from the sampled token."""
 
 from mrl.algo.spec import KL_TYPES
 from mrl.tools.import_verl.handlers_algorithm import Handler
@@ -9,7 +9,7 @@ _LOSS = "distillation.distillation_loss."
 _OURS = "distillation.distillation_loss."
 _TEACHER = "distillation.teacher_model.model_path"
 _OFF = "there is no teacher"
-# verl's where a script says nothing
+# verl's defaults
 _DEFAULTS = {"loss_mode": "k3", "use_policy_gradient": False}
 
 
@@ -41,7 +41,7 @@ def _loss_key(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _teacher(o: Override, out: Import, settings: VerlSettings) -> None:
-    """The teacher's checkpoint, under whatever name it has among verl's teachers."""
+    """Handles the teacher's checkpoint, under whatever name it has among verl's teachers."""
     is_path = o.key.endswith(".model_path") and o.value is not None
     if not _is_on(settings):
         out.leave("not_applicable", o.key, o.value, _OFF, o.line)
@@ -55,7 +55,7 @@ def _teacher(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def complete_distillation(out: Import) -> None:
-    """Writes verl's defaults where they are others than ours."""
+    """Writes verl's defaults where mrl's differ."""
     if not out.values.get("distillation.enabled"):
         return
     for name, value in _DEFAULTS.items():

@@ -1,4 +1,4 @@
-"""Keys of verl's that are about low-rank adapters: `model.lora_*` of its FSDP workers, `model.lora.*` of Megatron's."""
+"""Handlers of verl's keys of low-rank adapters: `model.lora_*` of its FSDP workers, `model.lora.*` of Megatron's."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _RANK = "actor.lora.rank"
 _ALPHA = "actor.lora.alpha"
 _TARGETS = "actor.lora.target_modules"
 _NO_ADAPTERS = "there are no adapters"
-# Megatron's linear layers, and the checkpoint's modules that they are of
+# Megatron's linear layers -> the checkpoint's modules that they consist of
 _OF_MEGATRON = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_q": ("q_proj",),
@@ -26,7 +26,7 @@ _OF_MEGATRON = {
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
 }
-# what adapters have in verl and not here, and why
+# what adapters can have in verl and not here -> why
 _UNLIKE = {
     "type": "adapters are plain ones here",
     "exclude_modules": "adapters are on all modules of a name here",
@@ -83,7 +83,7 @@ def _targets(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _other(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Whatever else stands beside the rank."""
+    """Handles all other keys beside the rank."""
     name = o.key.removeprefix(M + "lora.").removeprefix(M)
     if not trains_adapters(settings):
         out.leave("not_applicable", o.key, o.value, _NO_ADAPTERS, o.line)

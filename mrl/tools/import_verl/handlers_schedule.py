@@ -1,9 +1,10 @@
-"""verl's trainers that generate ahead of training -> trainer.schedule, and what of them has no counterpart here.
+"""Handlers of verl's trainers that generate ahead of training. They write trainer.schedule.
 
-One step off: the next step's responses are generated while a step trains, as here. Fully asynchronous: a step of ours
-is what verl trains on between two syncs of the weights, trigger_parameter_sync_step x require_batches mini-batches, and
-its share of stale samples becomes whole steps. Sources: verl's docs/advance/fully_async.md and the configurations of
-the two trainers.
+One step off means the same here: the next step's responses are generated while a step trains. In verl's fully
+asynchronous trainer a step of mrl is what it trains on between two weight syncs. That is trigger_parameter_sync_step x
+require_batches mini-batches. Its share of stale samples becomes whole steps.
+
+Sources: verl's docs/advance/fully_async.md and the configurations of the two trainers.
 """
 
 from math import ceil
@@ -77,7 +78,7 @@ def _epochs(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _of_rollouter(o: Override, out: Import, settings: VerlSettings, to: str, value: Any) -> None:
-    """A key of verl's rollouter, which counts syncs of the weights: steps, here."""
+    """Handles a key of verl's rollouter, which counts weight syncs. These are steps here."""
     if settings.ahead == FULLY_ASYNC:
         out.put("renamed", o.key, to, value, "of the part that generates", o.line)
     else:
@@ -93,7 +94,7 @@ SCHEDULE_HANDLERS = {
 
 
 def carry_schedule(out: Import, settings: VerlSettings) -> None:
-    """Writes trainer.schedule for a trainer that generates ahead, and what follows from it; all keys are read."""
+    """Writes trainer.schedule for a trainer that generates ahead, and its consequences, after all keys are read."""
     entry = settings.command.entry
     if settings.ahead == ONE_STEP_OFF:
         out.put("renamed", entry, "trainer.schedule", "one_step_off", "the next step's responses, while a step trains")
@@ -108,7 +109,7 @@ def carry_schedule(out: Import, settings: VerlSettings) -> None:
 
 
 def _defaults_of_fully_async(out: Import, settings: VerlSettings) -> None:
-    """What such a script does not say. Its `data.train_batch_size` is 0, and never read."""
+    """Writes what such a script leaves to defaults. Its `data.train_batch_size` is 0, and verl does not read it."""
     out.retract("data.train_batch_size", "verl's fully asynchronous trainer does not read it")
     if out.values.get("data.train_batch_size") != settings.prompts:
         out.put("implied", "", "data.train_batch_size", settings.prompts, _prompts(settings))
@@ -124,7 +125,7 @@ def _defaults_of_fully_async(out: Import, settings: VerlSettings) -> None:
 
 
 def _weigh_older_tokens(out: Import) -> None:
-    """A loss that takes the engine's log-probs for those of the weights that a step begins with is told apart."""
+    """Replaces anchor rollout by recompute, because the engine's log-probs belong to older weights there."""
     anchor = "algorithm.anchor"
     level = "algorithm.rollout_correction.level"
     if out.values.get(anchor) != "rollout":

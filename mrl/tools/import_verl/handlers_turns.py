@@ -1,7 +1,7 @@
-"""Keys of verl's that are about responses of several turns.
+"""Handlers of verl's keys for responses of several turns.
 
-What is carried are tools that are functions, or classes of verl's: a file of theirs that is at hand is read, not run,
-for their names.
+They carry tools over that are functions, or classes of verl's. A file of tools on this machine is read for their names,
+not run.
 """
 
 import ast
@@ -21,7 +21,7 @@ ENABLE = MULTI + "enable"
 FUNCTIONS = (MULTI + "function_tool_path", "data.function_tool_path")
 CLASSES = (MULTI + "tool_config_path", "data.tool_config_path")
 DECORATOR = "function_tool"
-UNLIMITED = 1000  # turns: verl's None, which the length of the response bounds
+UNLIMITED = 1000  # turns in place of verl's None; the length of the response is the limit
 # verl's keys, ours, and verl's default
 _LIMITS = {
     "max_assistant_turns": ("max_turns", None),
@@ -59,7 +59,7 @@ def _enable(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _functions(settings: VerlSettings) -> tuple[str, list[str]]:
-    """The file and the names of its tools; no names where the file is not here, or has none."""
+    """Returns the file and the names of its tools. No names where the file is not here or has none."""
     for key in FUNCTIONS:
         path = settings.given(key)
         if isinstance(path, str) and Path(path).is_file():
@@ -68,7 +68,7 @@ def _functions(settings: VerlSettings) -> tuple[str, list[str]]:
 
 
 def _classes(settings: VerlSettings) -> tuple[str, str]:
-    """verl's file of classes, and what is wrong with one of them; empty where it is not here, or nothing is wrong."""
+    """Returns verl's file of classes, and a problem with one of them. Each is empty where there is none."""
     for key in CLASSES:
         path = settings.given(key)
         if isinstance(path, str) and Path(path).is_file():
@@ -81,15 +81,15 @@ def _classes(settings: VerlSettings) -> tuple[str, str]:
 
 
 def _is_carried(settings: VerlSettings) -> bool:
-    """Whether the script has several turns, with tools that there are here."""
+    """Whether the script has several turns, with tools that exist here."""
     classes, problem = _classes(settings)
     return bool(settings.given(ENABLE)) and not problem and bool(classes or _functions(settings)[1])
 
 
 def tool_names(source: str) -> list[str]:
-    """verl's names of the functions under its decorator; none where the file is no Python.
+    """Returns verl's names of the functions under its decorator. Empty where the file is no Python.
 
-    Functions with a schema of their own are left out: a schema is made from the function here.
+    Functions with a schema of their own are left out, because mrl derives the schema from the function.
     """
     try:
         tree = ast.parse(source)
@@ -100,7 +100,7 @@ def tool_names(source: str) -> list[str]:
 
 
 def _name(own: str, mark: ast.expr) -> str | None:
-    """The name that a decorator gives a function; None for another decorator."""
+    """Returns the name that a decorator gives a function. None for another decorator."""
     call = None
     if isinstance(mark, ast.Call):
         call = mark
@@ -117,7 +117,7 @@ def _name(own: str, mark: ast.expr) -> str | None:
 
 
 def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Carries over the keys that stand beside the switch."""
+    """Handles the keys beside the switch."""
     name = o.key.removeprefix(MULTI)
     if not _is_carried(settings):
         out.leave("not_applicable", o.key, o.value, "goes with multi_turn.enable", o.line)
@@ -134,7 +134,7 @@ def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
     elif name in _UNSUPPORTED:
         out.leave("unsupported", o.key, o.value, _UNSUPPORTED[name], o.line)
     else:
-        out.leave("not_applicable", o.key, o.value, "of how verl renders conversations", o.line)
+        out.leave("not_applicable", o.key, o.value, "it concerns how verl renders conversations", o.line)
 
 
 _NOT_HERE = "tools of verl's classes, in a file that is not at hand: set rollout.turns.tool_config_path"

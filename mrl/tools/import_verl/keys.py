@@ -1,8 +1,8 @@
-"""verl's keys: where the value goes here, or why it goes nowhere. Names as of verl 0.9.1 and of the releases before it.
+"""Table of verl's keys: where a value goes here, or why it goes nowhere. Names are those of verl up to 0.9.1.
 
-Keys whose value is taken as it stands are named at our fields (`verl=` in mrl/config/schema_*.py); `ROWS` adds all
-others, each with a reason or a conversion. A row ending in a dot speaks for everything below it; the longest row that
-fits wins. What needs more than a row is in handlers.py.
+Keys whose value is taken unchanged are named at mrl's fields (`verl=` in mrl/config/schema_*.py). `ROWS` adds all
+others, each with a reason or a conversion. A row ending in a dot covers everything below it. The longest row that fits
+wins. Keys that need more than a row are in handlers.py.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ LAYOUT = "actor.layout."
 
 @dataclass(frozen=True)
 class KeyRow:
-    """`to`: our key.
+    """The fate of one key of verl's. `to` is mrl's key.
 
-    `why`: for what goes nowhere, or means a little else here. `neutral`: values of an unsupported key that only say
-    what is so here anyway.
+    `why` says why a key goes nowhere, or has a slightly different meaning here. `neutral` lists values of an
+    unsupported key that describe what mrl does anyway.
     """
 
     kind: Kind
@@ -63,7 +63,7 @@ _BRIDGE = "weights are always read from model.path through the bridge"
 
 
 def every(steps: Any) -> Any:
-    """A frequency in steps: verl switches off with anything below 1."""
+    """Converts a frequency in steps: verl switches off with anything below 1."""
     if not isinstance(steps, int) or steps >= 1:
         return steps
     return -1
@@ -74,13 +74,13 @@ def _at_least(least: int) -> Callable[[Any], Any]:
 
 
 def _limit(count: Any) -> Any:
-    """A number of prompts: verl takes all with anything below 1."""
+    """Converts a number of prompts: verl takes all with anything below 1."""
     if count is None or (isinstance(count, int) and count < 1):
         return None
     return count
 
 
-# Keys of sections that are handed on as they stand: no field of ours has their name beside it.
+# Keys of sections that are passed on unchanged; no field of mrl names them.
 _HANDED_ON: dict[str, str] = {
     **{
         f"{A}optim.{name}": f"actor.optim.override_optimizer_config.{name}"
@@ -348,7 +348,7 @@ ROWS: dict[str, KeyRow] = {
 
 
 def row_of(key: str) -> KeyRow | None:
-    """The row of a key; None for a key that verl does not have either."""
+    """Returns the row of a key, or None for a key that verl does not have either."""
     if key in ROWS:
         return ROWS[key]
     if f"{key}." in ROWS:  # a whole section as one value

@@ -1,7 +1,7 @@
-"""The configuration file that a launch script names by --config-name and --config-path: what it sets below the script's
-own overrides.
+"""Reads the configuration file that a launch script names by --config-name and --config-path.
 
-verl's own are known by name; another one is read where it is at hand, and is a fault of the import where it is not.
+The script's own overrides win over it. verl's own files are known by name. Another file is read where it is on this
+machine. Otherwise it is a fault of the import.
 """
 
 import os
@@ -16,7 +16,7 @@ from mrl.plain_files import CONFIG_BYTES, read_text, reason
 from mrl.tools.import_verl.expansion import Value
 
 _MEGATRON = {"model_engine": "megatron"}
-# Generation on devices of its own, beside training; ratios from the engine's log-probs.
+# Generation on separate devices, beside training; ratios use the engine's log-probs.
 _BESIDE = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, "algorithm.rollout_correction.bypass_mode": True}
 _FULLY_ASYNC = {**_BESIDE, "rollout.n": 4, "data.gen_batch_size": 1, "async_training.partial_rollout": True}
 _TURNS = {
@@ -29,7 +29,7 @@ _TURNS = {
 }
 _PICTURES = _TURNS | {"data.max_prompt_length": 2048, "data.max_response_length": 2048}
 _SEARCHES = _TURNS | {"data.shuffle": False}
-# What verl's files set that is not its default anyway, releases 0.6 to 0.9.
+# Values in verl's files that differ from its defaults, in releases 0.6 to 0.9.
 SHIPPED: dict[str, Mapping[str, Any]] = {
     "ppo_trainer": {},
     "ppo_megatron_trainer": _MEGATRON,
@@ -53,7 +53,7 @@ SHIPPED: dict[str, Mapping[str, Any]] = {
     "geo3k_multiturn_grpo": _PICTURES,
     "geo3k_multiturn_megatron_grpo": {**_PICTURES, **_MEGATRON},
 }
-# The file of an entry point whose command names none, by a part of the module's name.
+# The default file of an entry point, by a part of its module's name.
 _OF_ENTRY = {
     "one_step_off": "one_step_off_ppo_trainer",
     "fully_async": "fully_async_ppo_trainer",
@@ -63,9 +63,9 @@ _OF_ENTRY = {
 
 @dataclass(frozen=True)
 class NamedConfig:
-    """`values`: dotted keys of verl's.
+    """The settings of a named configuration. `values` has dotted keys of verl's.
 
-    `said`: a remark about them, "" where there is none. `faults`: files that are not at hand.
+    `said` is a remark about them, or "". `faults` are files that are not on this machine.
     """
 
     values: Mapping[str, Any]
@@ -74,11 +74,10 @@ class NamedConfig:
 
 
 def named_config(name: str, folder: Value | None, entry: str, script: str) -> NamedConfig:
-    """What the file `name` in `folder` sets, those that it builds on included.
+    """Returns what the file `name` in `folder` sets, including the files that it extends.
 
-    Raises ConfigError for a file that is no mapping.
-
-    `folder`: of --config-path, relative to the script's or the present one; None where none is given.
+    `folder` is the value of --config-path, relative to the script's folder or the current one; None where none is
+    given. Raises ConfigError for a file that is no mapping.
     """
     name = name.removesuffix(".yaml") or next(
         (file for part, file in _OF_ENTRY.items() if part in entry), "ppo_trainer"
@@ -96,11 +95,13 @@ def named_config(name: str, folder: Value | None, entry: str, script: str) -> Na
 def _of_file(name: str, folders: Sequence[Path], chain: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     file = next((file for folder in folders if os.path.isfile(file := folder / f"{name}.yaml")), None)
     if file is None or name in chain:
+        if name in SHIPPED:
+            return dict(SHIPPED[name]), []
         missing = (
             f"{name}: that file is not at hand, so what it sets is not read; give it by --config-path, "
             "or its keys as overrides"
         )
-        return dict(SHIPPED.get(name, {})), [] if name in SHIPPED else [missing]
+        return {}, [missing]
     try:
         text = read_text(file, CONFIG_BYTES)
     except (OSError, ValueError) as error:
@@ -114,8 +115,9 @@ def _of_file(name: str, folders: Sequence[Path], chain: Sequence[str]) -> tuple[
 
 
 def _of_defaults(defaults: Any, folders: Sequence[Path], chain: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What the files of a `defaults:` list set, in their order, and the choices among it (`override model_engine:
-    megatron`).
+    """Returns what the files of a `defaults:` list set, in order.
+
+    Choices in the list count too (`override model_engine: megatron`).
     """
     values: dict[str, Any] = {}
     faults: list[str] = []
@@ -134,7 +136,7 @@ def _of_defaults(defaults: Any, folders: Sequence[Path], chain: Sequence[str]) -
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values, but for class names and for values that only repeat another key's."""
+    """Yields dotted keys with their values. Class names, and values that repeat another key's, are left out."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")

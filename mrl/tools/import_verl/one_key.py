@@ -1,4 +1,4 @@
-"""What one key of verl's is here, for who gives it to a command of ours."""
+"""Explains one key of verl's to users who give it to a command of mrl."""
 
 from mrl.config.schema import schema_paths
 from mrl.config.yaml_tree import dump_value
@@ -7,11 +7,13 @@ from mrl.tools.import_verl.keys import ROWS, row_of
 from mrl.tools.import_verl.report import KeyReport
 from mrl.tools.import_verl.translate import import_overrides
 
-_FIRST = "actor_rollout_ref."  # what may be left out before a key
+_FIRST = "actor_rollout_ref."  # section that may be left out before a key
 
 
 def in_our_words(key: str, value: str) -> str | None:
-    """What `key=value` is here, `key` verl's or the end of one; None for a key that verl does not have."""
+    """Says what `key=value` is here. `key` is verl's, or the end of one. Returns None for a key that verl does not
+    have.
+    """
     verls = _verls(key)
     if verls is None:
         return None
@@ -33,8 +35,10 @@ def _reasons(entries: list[KeyReport]) -> str:
 
 
 def _verls(key: str) -> str | None:
-    """verl's whole key: as given, without its first section, in a section that we do not have, or the only one with a
-    last part that we do not have.
+    """Returns verl's complete key for what was given, or None.
+
+    The given key may lack the first section, or be in a section that mrl does not have. Otherwise its last part must be
+    unique in verl and unknown to mrl.
     """
     if key.startswith(_FIRST):
         if row_of(key) is not None:
@@ -47,7 +51,7 @@ def _verls(key: str) -> str | None:
         if _in_a_section_of_verls(whole):
             return whole
     if any(path.rpartition(".")[2] == key.rpartition(".")[2] for path, _ in schema_paths()):
-        return None  # a key of ours by that name is what was meant
+        return None  # mrl's key of that name was meant
     ending = [whole for whole in ROWS if whole.rpartition(".")[2] == key.rpartition(".")[2]]
     if len(ending) == 1:
         return ending[0]
@@ -55,7 +59,7 @@ def _verls(key: str) -> str | None:
 
 
 def _in_a_section_of_verls(key: str) -> bool:
-    """Whether the nearest section above a key that the table knows is none of ours."""
+    """Whether the nearest known section above a key exists in verl only."""
     parts = key.split(".")
     above = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
     known = next((section for section in above if f"{section}." in ROWS), None)

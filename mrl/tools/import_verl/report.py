@@ -1,4 +1,4 @@
-"""What an import gives: a configuration of ours, where each value came from, and what became of every key of verl's."""
+"""The result of an import: a configuration, where each value came from, and what happened to every key of verl's."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,9 +12,9 @@ KINDS = ("carried", "renamed", "implied", "chosen", "not_applicable", "unsupport
 
 @dataclass(frozen=True)
 class KeyReport:
-    """One key.
+    """The fate of one key.
 
-    `key` is verl's ("" for a value that no key of the script gave), `to` ours ("" where it goes nowhere).
+    `key` is verl's ("" for a value that no key of the script gave). `to` is mrl's ("" where it goes nowhere).
     """
 
     kind: str
@@ -25,7 +25,7 @@ class KeyReport:
     line: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns plain data."""
         return {"key": self.key, "to": self.to, "value": self.value, "why": self.why, "line": self.line}
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class KeyReport:
 
 
 def _replaced(entry: KeyReport, became: str) -> KeyReport:
-    """An entry whose value another one takes the place of; what was not known is no longer asked for."""
+    """Marks an entry whose value another one replaces. An unknown value then no longer has to be given."""
     if entry.kind == "unknown":
         return replace(entry, kind="implied", why=became)
     if entry.why:
@@ -46,7 +46,7 @@ def _replaced(entry: KeyReport, became: str) -> KeyReport:
 class Import:
     """The result, filled while keys are read.
 
-    `values`: our dotted key -> value; `notes`: our key -> the comment beside it.
+    `values` maps mrl's dotted keys to values. `notes` maps them to the comments beside them.
     """
 
     name: str
@@ -54,18 +54,24 @@ class Import:
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    faults: tuple[str, ...] = ()  # places of the script that cannot be read; with one of them an import is never valid
-    names: set[str] = field(default_factory=set)  # verl's keys of names whose value is not known, which train nothing
+    faults: tuple[str, ...] = ()  # places of the script that cannot be read; with any of them the import is not valid
+    names: set[str] = field(
+        default_factory=set
+    )  # verl's keys of names with unknown values, which do not affect training
     lacks_layout: bool = False  # neither the script nor a preset has a layout for the model
 
     def put(self, kind: str, key: str, to: str, value: Any, why: str = "", line: int = 0) -> None:
-        """Sets our key `to` and reports it; a key of verl's that had set it to something else says what it became."""
+        """Sets mrl's key `to` and reports it. Keys that had set it to something else then say what it became."""
         if self.values.get(to, value) != value:
             became = f"becomes {dump_value(value)}" + (f": {why}" if why else "")
             before = self.entries
             self.entries = [_replaced(e, became) if e.to == to and e.key else e for e in before]
         self.values[to] = value
-        self.notes[to] = f"line {line}" if line and not why else f"{kind}: {why}" if why else kind
+        self.notes[to] = kind
+        if why:
+            self.notes[to] = f"{kind}: {why}"
+        elif line:
+            self.notes[to] = f"line {line}"
         self.entries.append(KeyReport(kind, key, to, value, why, line))
 
     def leave(self, kind: str, key: str, value: Any, why: str, line: int = 0) -> None:
@@ -73,7 +79,7 @@ class Import:
         self.entries.append(KeyReport(kind, key, "", value, why, line))
 
     def drop(self, to: str, why: str) -> None:
-        """Takes a value of ours back; its key is implied."""
+        """Removes a value of mrl's key. The key of verl's becomes implied."""
         if to in self.values:
             del self.values[to], self.notes[to]
             self.entries = [
@@ -81,18 +87,18 @@ class Import:
             ]
 
     def retract(self, key: str, why: str) -> None:
-        """What was read of verl's `key` turns out to be implied; our value may be another key's by now."""
+        """Makes entries of verl's `key` implied. mrl's value stays, because another key may have set it since."""
         entries = self.entries
         self.entries = [KeyReport("implied", e.key, "", e.value, why, e.line) if e.key == key else e for e in entries]
 
     @property
     def losses(self) -> list[KeyReport]:
-        """What the script asks for and the configuration does not do, or has no value for; names aside."""
+        """Requests of the script that the configuration does not fulfil, or has no value for. Names do not count."""
         unknown = [entry for entry in self.of("unknown") if entry.key not in self.names]
         return [*self.of("unsupported"), *unknown]
 
     def of(self, kind: str) -> list[KeyReport]:
-        """The entries of one kind."""
+        """Returns the entries of one kind."""
         return [entry for entry in self.entries if entry.kind == kind]
 
     @property
@@ -101,11 +107,11 @@ class Import:
         return {entry.key for entry in self.entries} - {""}
 
     def to_json(self) -> dict[str, Any]:
-        """The seven lists of entries and the warnings; plain data."""
+        """Returns the seven lists of entries and the warnings as plain data."""
         return {**{kind: [e.to_json() for e in self.of(kind)] for kind in KINDS}, "warnings": list(self.warnings)}
 
     def to_yaml(self) -> str:
-        """Our configuration in the order of the schema, each value with where it came from."""
+        """Writes the configuration in the order of the schema, each value with its origin."""
         head = [
             f"# Imported from {self.name} (verl). Beside each value: the line of the script, or why it stands here."
         ]

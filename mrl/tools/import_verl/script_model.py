@@ -1,6 +1,4 @@
-"""What a script's model gets: the Megatron layout of a preset where the script has none,
-or the reason why its family is not here.
-"""
+"""Chooses a preset's Megatron layout for a script without one, or says why the model's family is not supported."""
 
 import re
 from collections.abc import Iterator
@@ -16,8 +14,7 @@ from mrl.model import FAMILIES, known_models, known_name
 from mrl.model.layout import LayoutDegrees
 
 _DEFAULT = LayoutConfig(world_size=1).model_dump()
-# Families that launch scripts name and this trainer does not have: (a part of the model's name, what it is); the first
-# that fits
+# Families in launch scripts that mrl does not have: (pattern of the model's name, what it is). The first match counts.
 _OTHERS = (
     (
         r"omni|[-_.]vl|vl[-_.]|internvl|minicpm|glm-?4\.?(1|5)v|paligemma|geo3k",
@@ -40,14 +37,14 @@ _OTHERS = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """Degrees (keys of LayoutConfig, without world_size and defaults) and where they are from, in words."""
+    """Degrees (keys of LayoutConfig, without world_size and defaults), and their origin in words."""
 
     degrees: dict[str, Any]
     source: str
 
 
 def preset_folder() -> Path | None:
-    """The presets that come with the source tree, looked for in the current directory and beside the package."""
+    """Returns the folder of presets in the source tree: in the current directory, or beside the package."""
     folders = (Path.cwd() / "parallel_configs", Path(mrl.__file__).parents[1] / "parallel_configs")
     return next((folder for folder in folders if folder.is_dir()), None)
 
@@ -55,12 +52,10 @@ def preset_folder() -> Path | None:
 def choose_layout(
     model: str, device: str, devices: int, preset: str | None = None, with_adapters: bool = False
 ) -> Chosen | None:
-    """The layout of `preset`, or of the preset for `model` that is nearest to the device and the number of devices.
+    """Returns the layout of `preset`, or of the nearest preset for `model`, device and number of devices.
 
-    `with_adapters`: the script trains adapters, for which presets of their own may be taken.
-
-    None where no preset is of that model, or none divides over the devices. Raises ConfigError for a preset that cannot
-    be used.
+    `with_adapters` says that the script trains adapters, so that presets for adapters may be used. Returns None where
+    no preset has that model, or none divides over the devices. Raises ConfigError for a preset that cannot be used.
     """
     if preset is not None:
         chosen = _layout_of(Path(preset))
@@ -78,9 +73,7 @@ def choose_layout(
 
 
 def unknown_family(path: str, is_there: bool) -> str | None:
-    """Why the model of a script cannot be trained or planned, with what can;
-    None where its folder is there and speaks for itself.
-    """
+    """Says why a script's model cannot be trained or planned, and what can. None where its folder is here."""
     if is_there:
         return None
     name = Path(path).name
@@ -88,7 +81,7 @@ def unknown_family(path: str, is_there: bool) -> str | None:
     if other is not None:
         return f"{name} is {other}, a family that is not here; families: {', '.join(FAMILIES)}"
     return (
-        f"{name} is not on this machine and no name that is known, so nothing can be checked against it; families: "
+        f"{name} is not on this machine and not a known name, so nothing can be checked against it; families: "
         f"{', '.join(FAMILIES)}; known by name: {', '.join(known_models())}"
     )
 
@@ -96,7 +89,9 @@ def unknown_family(path: str, is_there: bool) -> str | None:
 def _candidates(model: str, device: str, devices: int, with_adapters: bool) -> Iterator[tuple[tuple[Any, ...], Chosen]]:
     folder = preset_folder()
     name = known_name(model)
-    for file in sorted(folder.glob("*/*.yaml")) if folder is not None and name is not None else ():
+    if folder is None or name is None:
+        return
+    for file in sorted(folder.glob("*/*.yaml")):
         config = load_config(file).config
         if config.actor.lora.rank and not with_adapters:
             continue

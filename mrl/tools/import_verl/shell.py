@@ -1,5 +1,6 @@
-"""Follows a launch script without running it: sets its variables, takes the branches whose outcome is known,
-and collects its commands.
+"""Follows a launch script without running it.
+
+It sets variables, takes branches whose outcome is known, and collects the commands.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +26,13 @@ from mrl.tools.import_verl.shell_syntax import (
 
 _MAX_STEPS = 20_000
 _MAX_DEPTH = 40
-# Commands that set variables by their arguments.
+# Commands whose arguments set variables.
 _DECLARING = frozenset(("export", "local", "declare", "readonly", "typeset"))
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A command line with all its variables put in."""
+    """A command line with all variables expanded."""
 
     words: tuple[Value, ...]
     line: int
@@ -39,24 +40,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class Script:
-    """What following a script gives: every command that is neither a built-in nor a function, and remarks with their
+    """The result of following a script: commands that are neither built-ins nor functions, and remarks with their
     lines.
 
-    `faults`: places that the grammar cannot read. What stands there is left out, so the commands may lack something.
+    `faults` are places that the grammar cannot read. They are left out, so commands may be incomplete.
     """
 
     commands: tuple[Launch, ...]
     remarks: tuple[str, ...]
     faults: tuple[str, ...] = ()
-    variables: frozenset[str] = frozenset()  # those that it sets, on whatever branch
+    variables: frozenset[str] = frozenset()  # variables that it sets, on any branch
 
 
 def read_script(text: str, name: str, given: Mapping[str, str], arguments: Sequence[str] = ()) -> Script:
     """Follows a script.
 
-    `given`: variables that the user sets, which win over the script's own; `arguments`: what `$@` stands for.
-
-    Raises ConfigError for what is no launch script: too long, nested too deeply, without end.
+    `given` are variables that the user sets; they win over the script's own. `arguments` is what `$@` stands for.
+    Raises ConfigError for a script that is too long, nested too deeply, or does not end.
     """
     parsed = parse_script(text, name)
     reader = _Reader(name, given, [Value(a) for a in arguments])
@@ -72,11 +72,13 @@ def read_script(text: str, name: str, given: Mapping[str, str], arguments: Seque
 
 
 class _Exit(Exception):
-    """The script ends here."""
+    """Raised where the script ends."""
 
 
 class _Reader:
-    """`status` of a command: True and False where it is known, None where it would have to be run."""
+    """Follows the tree. The status of a command is True or False where it is known, None where only running it would
+    tell.
+    """
 
     def __init__(self, name: str, given: Mapping[str, str], positional: Sequence[Value]) -> None:
         self.name = name
@@ -88,7 +90,7 @@ class _Reader:
         self.commands: list[Launch] = []
         self.remarks: list[str] = []
         self.steps = self.depth = 0
-        self.doubt: frozenset[str] = frozenset()  # variables that the last condition without an outcome depends on
+        self.doubt: frozenset[str] = frozenset()  # variables that the last undecided condition depends on
 
     def remark(self, line: int, text: str) -> None:
         entry = f"{self.name}:{line}: {text}"
@@ -190,9 +192,9 @@ class _Reader:
         return self.either([action, lambda: None], doubt)
 
     def either(self, actions: Sequence[Callable[[], bool | None]], doubt: frozenset[str]) -> None:
-        """Follows each action from the present variables; afterwards only what all of them agree on is known.
+        """Follows each action from the present variables. Afterwards only values that all of them agree on are known.
 
-        `doubt`: the variables that would tell which of them is taken, where they are known.
+        `doubt` are the variables that decide which of them is taken.
         """
         before = dict(self.variables)
         ends = []
@@ -211,9 +213,7 @@ class _Reader:
                 self.variables[name] = _common(name, [end.get(name, ()) for end in ends], doubt)
 
     def while_(self, node: While) -> bool | None:
-        """A loop over arguments (`while [ $# -gt 0 ]`) is left out where there are none;
-        the end of any other is not known.
-        """
+        """Skips a loop over arguments (`while [ $# -gt 0 ]`) where there are none. The end of others is not known."""
         self.expander.counts_arguments = True
         status = self.block(node.condition)
         self.expander.counts_arguments = False
@@ -282,14 +282,14 @@ class _Reader:
     def assign(self, name: str, word: Word, appended: bool) -> None:
         array = next((part for part in word.parts if part.kind == "array"), None)
         current = self.variables.get(name)
-        if "[" in name:  # one item is not followed: from here on nothing of the array is known
+        if "[" in name:  # single items are not followed: from here on the whole array is unknown
             array_name = name.partition("[")[0]
             self.set(array_name, unset(array_name))
             return
         if array is not None:
             items = tuple(self.expander.fields(array.words))
-            before = current if isinstance(current, tuple) else () if current is None else (current,)
-            items = before + items if appended else items
+            if appended:
+                items = _items(current) + items
             if len(items) > MAX_ITEMS:
                 raise ConfigError(
                     f"{self.name}:{word.line}: {name} grows over {MAX_ITEMS} items, which no launch script needs"
@@ -297,12 +297,16 @@ class _Reader:
             self.set(name, items)
             return
         value = self.expander.text(word)
-        self.set(name, (current if isinstance(current, Value) else Value("")) + value if appended else value)
+        if appended and isinstance(current, Value):
+            value = current + value
+        elif appended:
+            value = Value("") + value
+        self.set(name, value)
 
     def set(self, name: str, value: Variable) -> None:
         """Sets a variable, unless the user did.
 
-        What no `--set` of another name can tell is unknown under this name from here on.
+        An unknown value that no `--set` can give becomes unknown under this variable's name.
         """
         if name in self.given:
             return
@@ -312,7 +316,7 @@ class _Reader:
         self.named_ones.add(name)
 
     def truth(self, value: Value, line: int) -> bool | None:
-        """Whether `((...))` is true, which is where it is not zero; None where that is not known."""
+        """Whether `((...))` is true, that is, not zero. None where that is not known."""
         if not value.known:
             self.doubt = value.missing
             self.remark(line, f"a condition depends on {', '.join(sorted(value.missing))}")
@@ -328,11 +332,20 @@ class _Reader:
         return _test([a.text for a in arguments])
 
 
-def _common(name: str, values: Sequence[Variable], doubt: frozenset[str]) -> Variable:
-    """The value of a variable after branches that leave it different.
+def _items(variable: Variable | None) -> tuple[Value, ...]:
+    """Returns the items of a variable: of an array all, of a text the text alone."""
+    if variable is None:
+        return ()
+    if isinstance(variable, tuple):
+        return variable
+    return (variable,)
 
-    What all branches have comes first, for arrays and for texts that were added to. Behind it stands one unknown item
-    with what only some have, so that a command that uses the variable is said to lose it.
+
+def _common(name: str, values: Sequence[Variable], doubt: frozenset[str]) -> Variable:
+    """Joins the values that branches leave in a variable.
+
+    What all branches have comes first, for arrays and for texts that were appended to. One unknown item follows with
+    what only some have. So a command that uses the variable reports the loss.
     """
     if all(isinstance(value, tuple) for value in values):
         shared = [item for item in values[0] if all(item in value for value in values[1:])]
@@ -352,7 +365,7 @@ def _common(name: str, values: Sequence[Variable], doubt: frozenset[str]) -> Var
 
 
 def _some(name: str, items: Sequence[Value], doubt: frozenset[str]) -> Value:
-    """Stands for items of which nobody knows which there are."""
+    """Returns a placeholder for items of which only some exist."""
     texts = " ".join(dict.fromkeys(item.text for item in items))
     return Value(
         f"${{{name}: {texts}}}", doubt or frozenset((f"a condition that decides about {name}",)), items[0].line
@@ -360,7 +373,7 @@ def _some(name: str, items: Sequence[Value], doubt: frozenset[str]) -> Value:
 
 
 def _assignment(word: Word) -> tuple[str, Word, bool] | None:
-    """(name, value, whether it is appended) of `name=value`, `name+=value` and `name[index]=value`, else None."""
+    """Returns (name, value, whether it is appended) of `name=value`, `name+=value` or `name[i]=value`, else None."""
     first = word.parts[0]
     if first.kind != "text" or first.quoted or "=" not in first.text:
         return None
@@ -374,7 +387,7 @@ def _assignment(word: Word) -> tuple[str, Word, bool] | None:
 
 
 def _test(arguments: list[str]) -> bool | None:
-    """A condition of known texts; None where it asks for files or says what is not read."""
+    """Evaluates a condition of known texts. None where it asks for files or is not supported."""
     match arguments:
         case ["!", *rest]:
             status = _test(rest)

@@ -1,8 +1,6 @@
-"""Shell text -> a tree of commands, by the grammar tree-sitter-bash.
+"""Parses shell text into a tree of commands, with the grammar tree-sitter-bash.
 
-Only this file knows the names of the grammar's nodes.
-
-What the commands mean is in shell.py, what their words mean in expansion.py.
+Only this file knows the names of the grammar's nodes. shell.py interprets commands, expansion.py interprets words.
 """
 
 import re
@@ -16,26 +14,26 @@ from tree_sitter import Language, Node, Parser
 
 from mrl.errors import ConfigError
 
-MAX_TEXT = 500_000  # characters of a script; real ones have a few thousand
-_SHOWN = 60  # characters of the text of a fault
+MAX_TEXT = 500_000  # characters in a script; real ones have a few thousand
+_SHOWN = 60  # characters shown of a fault's text
 _CONTINUED = b"\\\n"
-# the grammar takes them for names of commands where nothing was opened
+# the grammar reads these as names of commands where nothing was opened
 _RESERVED = frozenset(("then", "fi", "else", "elif", "do", "done", "esac", "}"))
 _REDIRECTS = frozenset(("file_redirect", "herestring_redirect", "heredoc_redirect"))
 _CONDITIONS = frozenset(("binary_expression", "unary_expression", "parenthesized_expression"))  # inside [ ] and [[ ]]
 _EXPANSIONS = frozenset(("simple_expansion", "expansion", "arithmetic_expansion", "command_substitution"))
-_QUOTES = frozenset(("string", "raw_string", "ansi_c_string", "process_substitution"))  # not such inside double quotes
+_QUOTES = frozenset(("string", "raw_string", "ansi_c_string", "process_substitution"))  # plain text in double quotes
 _CLOSERS = frozenset("\"'`)}")
 
 
 @dataclass(frozen=True)
 class WordPart:
-    """A piece of a word. `text` is the inside: of quotes, of ${...}, of $((...)), of $(...)."""
+    """A piece of a word. `text` is the inside of quotes, of ${...}, of $((...)) or of $(...)."""
 
     kind: Literal["text", "variable", "arithmetic", "command", "array"]
     text: str
     quoted: bool = False
-    words: tuple["Word", ...] = ()  # of an array
+    words: tuple["Word", ...] = ()  # items of an array
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Simple:
 
 @dataclass(frozen=True)
 class CommandBlock:
-    """Commands one after the other. `subshell`: what they set is gone afterwards."""
+    """Commands one after the other. What a subshell sets is gone afterwards."""
 
     commands: tuple["Command", ...]
     subshell: bool = False
@@ -60,7 +58,7 @@ class CommandBlock:
 
 @dataclass(frozen=True)
 class Chain:
-    """`a && b || c`: the operators stand before the commands they lead to, the first is ""."""
+    """`a && b || c`. Each operator stands before the command that it leads to; the first is ""."""
 
     links: tuple[tuple[str, "Command"], ...]
 
@@ -111,9 +109,10 @@ Command = Simple | CommandBlock | Chain | Pipe | If | Case | For | While | Funct
 
 @dataclass(frozen=True)
 class ParsedScript:
-    """`here_documents`: lines of their first rows.
+    """The commands of a script.
 
-    `faults`: every place that the grammar cannot read, with line and text.
+    `here_documents` are the lines where they begin. `faults` are all places that the grammar cannot read, with line and
+    text.
     """
 
     block: CommandBlock
@@ -122,10 +121,7 @@ class ParsedScript:
 
 
 def parse_script(text: str, name: str) -> ParsedScript:
-    """The commands of a script; here-documents are skipped.
-
-    Raises ConfigError where it is too long or nested too deeply.
-    """
+    """Parses a script; here-documents are skipped. Raises ConfigError where it is too long or nested too deeply."""
     if len(text) > MAX_TEXT:
         raise ConfigError(f"{name}: {len(text)} characters are no launch script (at most {MAX_TEXT})")
     try:
@@ -135,7 +131,9 @@ def parse_script(text: str, name: str) -> ParsedScript:
 
 
 def parse_text(text: str, line: int, name: str) -> Word:
-    """Text with expansions in it, as in `${x:-HERE}`: blanks are kept. Raises ConfigError for what cannot be read."""
+    """Parses text with expansions, as in `${x:-HERE}`, and keeps its blanks. Raises ConfigError for what cannot be
+    read.
+    """
     reader = _TreeReader("${_:-" + text + "}", name, line)
     expansion = next(_outermost((reader.root,), ("expansion",)), reader.root)
     if reader.faults() or expansion.end_byte != len(reader.source):
@@ -158,7 +156,7 @@ def _with_plain_ends(text: str) -> str:
 
 
 class _TreeReader:
-    """Reads one syntax tree. `first_line` is the line that the text starts at."""
+    """Reads one syntax tree. `first_line` is the line at which the text starts."""
 
     def __init__(self, text: str, name: str, first_line: int = 1) -> None:
         self.source = text.encode()
@@ -178,7 +176,7 @@ class _TreeReader:
         return self.source[start:end].decode(errors="replace")
 
     def faults(self) -> list[str]:
-        """One line of text for every node of the tree that is an error or missing."""
+        """Returns one line of text for each node of the tree that is an error or missing."""
         nodes = (node for node in _walk(self.root) if _is_fault(node))
         return list(dict.fromkeys(f"{self.name}:{self.line(node)}: {self.fault(node)}" for node in nodes))
 
@@ -202,7 +200,7 @@ class _TreeReader:
         return CommandBlock(tuple(command for command in commands if command is not None), subshell)
 
     def command(self, node: Node) -> Command | None:
-        """Reads a command; None for a comment, and for what cannot be read, which is among the faults."""
+        """Reads a command. None for a comment, and for what cannot be read, which is among the faults."""
         match node.type:
             case "command" | "declaration_command" | "unset_command" | "test_command" | "variable_assignments":
                 return Simple(self.words(self.word_nodes(node)), self.line(node))
@@ -236,7 +234,7 @@ class _TreeReader:
         return None
 
     def word_nodes(self, node: Node) -> Iterator[Node]:
-        """The nodes of a command's words. The grammar counts words behind a redirection among its targets."""
+        """Yields the nodes of a command's words. The grammar puts words behind a redirection among its targets."""
         for child in node.children:
             if child.type in _REDIRECTS:
                 yield from self.behind_redirect(child)
@@ -249,7 +247,7 @@ class _TreeReader:
         return [*node.children_by_field_name("destination")[1:], *node.children_by_field_name("argument")]
 
     def words(self, nodes: Iterable[Node]) -> tuple[Word, ...]:
-        """Nodes as words. Two nodes with nothing but a continued line between them are one word to the shell."""
+        """Turns nodes into words. Two nodes with nothing but a continued line between them are one word."""
         words: list[Word] = []
         end = -1
         for node in nodes:
@@ -272,7 +270,7 @@ class _TreeReader:
         return command
 
     def behind_here_document(self, node: Node, command: Command) -> Command:
-        """What stands on the line of `<<END`, which the grammar counts to the here-document."""
+        """Reads the rest of the line with `<<END`, which the grammar makes part of the here-document."""
         rows = [child for child in node.children if child.type in ("heredoc_body", "heredoc_end")]
         self.here_documents.append(self.line(rows[0] if rows else node))
         operator = node.child_by_field_name("operator")
@@ -335,7 +333,7 @@ class _TreeReader:
         return For(self.text(name.start_byte, name.end_byte), values, self.body(node), self.line(node))
 
     def counting(self, node: Node) -> While:
-        """`for ((i = 0; i < n; i++))`: a loop whose end and whose variables are not worked out."""
+        """Reads `for ((i = 0; i < n; i++))` as a loop whose end and variables are unknown."""
         head = self.text(node.start_byte, node.child_by_field_name("body").start_byte)
         line = self.line(node)
         text = head[head.index("((") + 2 : head.rindex("))")]
@@ -375,7 +373,7 @@ class _TreeReader:
         )
 
     def parts(self, nodes: Sequence[Node], start: int, end: int, quoted: bool = False) -> Iterator[WordPart]:
-        """Parts of the bytes from `start` to `end`, which `nodes` lie in.
+        """Yields the parts of the bytes from `start` to `end`, which contain `nodes`.
 
         Blanks that the grammar leaves out are text as well.
         """
@@ -390,7 +388,7 @@ class _TreeReader:
             yield WordPart("text", text, quoted)
 
     def special(self, node: Node, text: str, quoted: bool) -> Iterable[WordPart]:
-        """Parts of a quoted text or of an expansion."""
+        """Returns the parts of a quoted text or of an expansion."""
         match node.type:
             case "string":
                 end = node.end_byte - (not node.children[-1].is_missing)
@@ -408,8 +406,10 @@ class _TreeReader:
 
 
 def _joined(before: tuple[WordPart, ...], behind: tuple[WordPart, ...]) -> tuple[WordPart, ...]:
-    """Parts of a word that the grammar took for two. It cuts `$A/$B/c` behind the second `$`, so that the name of a
-    variable stands at the beginning of the text that follows."""
+    """Joins parts of a word that the grammar read as two.
+
+    It cuts `$A/$B/c` behind the second `$`, so that a variable's name begins the following text.
+    """
     last = before[-1]
     first = behind[0]
     if {last.kind, first.kind} != {"text"} or last.quoted or first.quoted or not last.text.endswith("$"):
@@ -425,7 +425,7 @@ def _joined(before: tuple[WordPart, ...], behind: tuple[WordPart, ...]) -> tuple
 
 
 def _with_words(command: Command, words: tuple[Word, ...]) -> Command:
-    """`command` with words that stand behind its redirections; they belong to the last command of a chain or pipe."""
+    """Adds words that stand behind a command's redirections. In a chain or pipe they belong to the last command."""
     match command:
         case Simple():
             return replace(command, words=command.words + words)
@@ -437,7 +437,7 @@ def _with_words(command: Command, words: tuple[Word, ...]) -> Command:
 
 
 def _walk(node: Node) -> Iterator[Node]:
-    """`node` and all nodes below it, from front to back, but not those of a calculation."""
+    """Yields `node` and all nodes below it, in order, except those inside a calculation."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -448,7 +448,7 @@ def _walk(node: Node) -> Iterator[Node]:
 def _is_arithmetic(node: Node) -> bool:
     """Whether a node is a calculation.
 
-    In `${x:-$((y * (z + 1)))}` the grammar takes it for a command, and may find errors in it.
+    In `${x:-$((y * (z + 1)))}` the grammar reads it as a command, and may find errors in it.
     """
     text = node.text.strip()
     return node.type == "arithmetic_expansion" or (text.startswith(b"$((") and text.endswith(b"))"))
@@ -460,7 +460,7 @@ def _is_fault(node: Node) -> bool:
 
 
 def _outermost(nodes: Sequence[Node], types: Container[str]) -> Iterator[Node]:
-    """The nodes of these types at and below `nodes` that lie in no other of them."""
+    """Yields the nodes of these types at and below `nodes` that are inside no other of them."""
     for node in nodes:
         if node.type in types:
             yield node
@@ -474,5 +474,5 @@ def _plain_text(text: str) -> str:
 
 
 def _quoted_text(text: str) -> str:
-    """Text inside double quotes, where a backslash stands for itself before any other character than these."""
+    """Returns text inside double quotes. A backslash is literal there, except before certain characters."""
     return re.sub(r'\\(["\\$`\n])', lambda match: match[1].strip("\n"), text)

@@ -1,7 +1,7 @@
-"""verl's overrides -> a configuration of ours, with what became of every key.
+"""Translates verl's overrides into a configuration of mrl, and reports what happened to every key.
 
-The script's own values are kept; what it does not say is verl's default where ours differs, and a layout that it cannot
-have is chosen.
+The script's own values are kept. Where it says nothing and the defaults differ, verl's default is written. A layout is
+chosen where the script has none.
 """
 
 import os
@@ -33,8 +33,8 @@ from mrl.tools.import_verl.verl_command import (
 )
 from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
 
-# Our keys whose default is another than verl's -> the key of verl's. Those of the policy loss only hold for the loss
-# that reads them.
+# mrl's keys whose default differs from verl's -> verl's key. Keys of the policy loss hold only for losses that read
+# them.
 _OTHER_DEFAULT = {
     "data.train_batch_size": "data.train_batch_size",
     "data.max_prompt_length": "data.max_prompt_length",
@@ -61,8 +61,8 @@ _OTHER_DEFAULT = {
     "cluster.nnodes": "trainer.nnodes",
     "cluster.n_gpus_per_node": "trainer.n_gpus_per_node",
 }
-_ENGINE_SEQUENCES = RolloutConfig.model_fields["max_num_seqs"].default  # ours: no default of verl's takes its place
-# Files that the run reads: a text with an unset variable in it stands for them, and is a loss, until it is replaced.
+_ENGINE_SEQUENCES = RolloutConfig.model_fields["max_num_seqs"].default  # mrl's default, which is kept
+# Files that the run reads. A text with an unset variable stands for them, and counts as a loss until it is replaced.
 _FILES = {
     "model.path",
     "distillation.teacher_model.model_path",
@@ -75,18 +75,17 @@ _NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response
 
 
 def import_script(text: str, name: str, given: Mapping[str, str], extra: Sequence[str] = (), **options: Any) -> Import:
-    """Reads a launch script; nothing of it runs.
+    """Imports a launch script; nothing of it runs.
 
-    `given`: shell variables that the user sets; `extra`: overrides behind the script.
-
-    Options are those of `translate`. Raises ConfigError for a script that is not verl's, or that cannot be read.
+    `given` are shell variables that the user sets, `extra` overrides behind the script. Options are those of
+    `translate`. Raises ConfigError for a script that is not verl's, or that cannot be read.
     """
     script = read_script(text, name, given, extra)
     return translate(from_script(script, name), name, **options)
 
 
 def import_overrides(words: Sequence[str], **options: Any) -> Import:
-    """Reads a list of overrides (`key=value`). Raises ConfigError where there is none."""
+    """Imports a list of overrides (`key=value`). Raises ConfigError where there is none."""
     command = from_words([Value(word) for word in words])
     if not command.overrides:
         raise ConfigError(f"{' '.join(words)}: neither a script that can be read nor overrides (key=value)")
@@ -101,9 +100,12 @@ def translate(
     chosen: Chosen | None = None,
     own: Sequence[str] = (),
 ) -> Import:
-    """`as_written`: keep what is usually mended (and refused by validation). A script without a layout gets `chosen`,
-    else that of `preset`, else that of the nearest preset for its model. `own`: our keys that the user sets; a degree
-    among them leaves the layout to the user. Where none is found, `Import.lacks_layout` says so.
+    """Translates a command of verl's.
+
+    `as_written` keeps settings that are usually corrected, and that validation refuses. A script without a layout gets
+    `chosen`, else that of `preset`, else that of the nearest preset for its model. Where none is found,
+    `Import.lacks_layout` says so. `own` are mrl's keys that the user sets. A degree among them leaves the layout to the
+    user.
     """
     out = Import(name, warnings=[*command.faults, *command.remarks], faults=command.faults)
     keys = {o.key: o for o in command.overrides}
@@ -133,7 +135,7 @@ def translate(
 
 
 def _settings(plain: VerlSettings, chosen: Chosen | None, out: Import) -> VerlSettings:
-    """Reads the layout off the script, or writes the chosen one."""
+    """Reads the layout from the script, or writes the chosen one."""
     model = _model(plain)
     if plain.megatron:
         return replace(plain, model=model, degrees=_script_degrees(plain))
@@ -151,7 +153,7 @@ def _settings(plain: VerlSettings, chosen: Chosen | None, out: Import) -> VerlSe
 
 
 def _script_degrees(settings: VerlSettings) -> dict[str, Any]:
-    """The degrees that the script sets, under our names."""
+    """Returns the degrees that the script sets, under mrl's names."""
     degrees = {}
     for key, row in ROWS.items():
         if (
@@ -175,7 +177,7 @@ def _model(settings: VerlSettings) -> ModelSpec | None:
 def _translate_override(o: Override, out: Import, settings: VerlSettings) -> None:
     row = row_of(o.key)
     if row is None:
-        out.leave("unsupported", o.key, o.value, "no such key here, nor in verl as it is known", o.line)
+        out.leave("unsupported", o.key, o.value, "no such key here, nor in known releases of verl", o.line)
     elif o.value in (None, {}) and f"{o.key}." in ROWS:
         out.leave("implied", o.key, o.value, "an empty section", o.line)
     elif o.missing and row.kind in ("to", "special") and needs_value(o, settings):
@@ -257,9 +259,7 @@ def _defaults(out: Import, settings: VerlSettings) -> None:
 
 
 def _devices(out: Import, settings: VerlSettings) -> None:
-    """World size, placement and number of engines: verl's actor takes all devices of the trainer,
-    and its engines the same ones.
-    """
+    """Writes world size, placement and number of engines. verl's actor and engines use all devices of the trainer."""
     per_node = settings.value("trainer.n_gpus_per_node")
     engine = _engine_workers(out)
     nodes, own_per_node = _engine_nodes(settings)
@@ -283,9 +283,7 @@ def _devices(out: Import, settings: VerlSettings) -> None:
 
 
 def _engine_nodes(settings: VerlSettings) -> tuple[int, int]:
-    """Nodes of the engines' own and their devices, of the newer keys or of those of the asynchronous trainers; 0 nodes:
-    the actor's.
-    """
+    """Returns the engines' own nodes and their devices, from newer or asynchronous keys. 0 nodes: the actor's."""
     return (
         settings.value(R + "nnodes", "rollout.nnodes"),
         settings.value(R + "n_gpus_per_node", "rollout.n_gpus_per_node", "trainer.n_gpus_per_node"),
@@ -293,10 +291,11 @@ def _engine_nodes(settings: VerlSettings) -> tuple[int, int]:
 
 
 def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
-    """The cluster of actor and engines beside each other: on nodes of their own where these are alike,
-    else sharing the same nodes.
+    """Writes the cluster of separate actor and engines. They have nodes of their own where nodes are alike, else shared
+    ones.
     """
-    nodes, (own_nodes, own_per_node) = settings.value("trainer.nnodes"), _engine_nodes(settings)
+    nodes = settings.value("trainer.nnodes")
+    own_nodes, own_per_node = _engine_nodes(settings)
     if own_per_node == per_node:
         out.put("implied", "", "cluster.nnodes", nodes + own_nodes, "nodes of the actor and of the engines")
     else:
@@ -305,9 +304,7 @@ def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
 
 
 def _filters(out: Import, settings: VerlSettings) -> None:
-    """A filter of words: kept where the loss reads training's log-probs alone, else off,
-    which validation would ask for.
-    """
+    """Keeps a filter of words where the loss reads only training's log-probs. Otherwise switches it off."""
     corrected = out.values.get("algorithm.rollout_correction.level") is not None
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
         to = f"rollout.{name}"
@@ -336,7 +333,7 @@ def _engine_workers(out: Import) -> int:
 
 
 def _experts(out: Import, settings: VerlSettings) -> None:
-    """Megatron's expert tensor size is the tensor size unless set, ours is 1; a dense model has none."""
+    """Writes Megatron's default: the expert tensor size is the tensor size. mrl's is 1, and a dense model has none."""
     to = LAYOUT + "expert_tensor_parallel_size"
     tp = out.values.get(LAYOUT + "tensor_model_parallel_size", 1)
     if settings.dense:
@@ -349,18 +346,17 @@ def _experts(out: Import, settings: VerlSettings) -> None:
 
 
 def _reference(out: Import, settings: VerlSettings) -> None:
-    """A reference model is loaded for a KL term only."""
+    """Drops keys of a reference model that is not loaded, or that takes no memory."""
     used = out.values.get("algorithm.use_kl_loss") or out.values.get("algorithm.use_kl_in_reward")
-    for key in [] if used else [key for key in out.values if key.startswith("ref.")]:
-        out.drop(key, "no reference model is loaded without a KL term")
+    if not used:
+        for key in [key for key in out.values if key.startswith("ref.")]:
+            out.drop(key, "no reference model is loaded without a KL term")
     if out.values.get("actor.lora.rank") and "ref.path" not in out.values:
         out.drop("ref.param_offload", "the reference model is the actor without its adapters")
 
 
 def _optimizer(out: Import) -> None:
-    """What Megatron's Adam has only together with its states on the host: it saves memory or time,
-    and changes no number.
-    """
+    """Drops options that Megatron's Adam has only with its states on the host. They change no number."""
     optimizer = "actor.optim.override_optimizer_config."
     if out.values.get(optimizer + "optimizer_cpu_offload"):
         return
@@ -369,12 +365,12 @@ def _optimizer(out: Import) -> None:
 
 
 def _engine(out: Import, settings: VerlSettings) -> None:
-    """Settings of vLLM that it would not start with."""
+    """Drops or changes settings that would keep vLLM from starting."""
     tokens = out.values.get("rollout.max_num_batched_tokens")
     chunked = out.values.get("rollout.enable_chunked_prefill")
     lengths = [out.values["data.max_prompt_length"], out.values["data.max_response_length"]]
     if not all(isinstance(length, int | float) for length in lengths):
-        return  # which validation says
+        return  # validation reports it
     longest = sum(lengths)
     if chunked is False and isinstance(tokens, int) and tokens < longest:
         out.warnings.append(

@@ -1,6 +1,6 @@
-"""The command that starts verl, its overrides (`key=value` in Hydra's notation), and what they say together.
+"""Finds the command that starts verl, and its overrides (`key=value` in Hydra's notation).
 
-What of a value is not known stands beside it.
+What is unknown about a value is kept beside it.
 """
 
 import re
@@ -19,22 +19,21 @@ from mrl.tools.import_verl.named_config import named_config
 from mrl.tools.import_verl.shell import Launch, Script, read_script
 from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
 
-# Entries that train with reinforcement learning, as modules; `recipe.dapo.main_dapo` adds dynamic sampling to the same
-# keys.
+# Modules that train with reinforcement learning. `recipe.dapo.main_dapo` adds dynamic sampling to the same keys.
 _ENTRY = re.compile(
     r"(verl\.trainer\.main_ppo(_sync|_v0)?|recipe\.dapo\.main_dapo|verl_recipe\.dapo\.main_dapo|"
     r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.(\w+\.){1,3}(main_(?!eval|gen|sft)\w+|\w*_main))"
 )
-_ASCEND = re.compile(r"ASCEND_|HCCL_|VLLM_ASCEND_")  # variables of the environment
+_ASCEND = re.compile(r"ASCEND_|HCCL_|VLLM_ASCEND_")  # environment variables
 _OTHER_VERL = re.compile(r"verl\.(trainer|model_merger|experimental)\b[\w.]*|recipe\.[\w.]+")
 _OVERRIDE = re.compile(r"(\+\+?|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
-# Options of Hydra's command line whose value may be a word of its own
+# Options of Hydra's command line whose value may be a separate word
 _WITH_VALUE = frozenset(
     ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c")
 )
 _LONG = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
-MOST_INSIDE = 8  # scripts that commands of scripts get as one text, inside each other
-_SHOWN = 80  # characters of a word that is not read
+MOST_INSIDE = 8  # depth of scripts that are given to commands of scripts as text
+_SHOWN = 80  # characters shown of a word that is not read
 _STRUCTURED = re.compile(r"\s*[\[{'\"]")
 _PLAIN = re.compile(r"\s*(?:[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|[Tt]rue|[Ff]alse|null|TRUE|FALSE)\s*")
 
@@ -51,20 +50,20 @@ class Override:
 
 @dataclass(frozen=True)
 class VerlCommand:
-    """What a script starts verl with."""
+    """The command with which a script starts verl."""
 
-    entry: str  # the module, e.g. verl.trainer.main_ppo; "" for overrides given by themselves
+    entry: str  # the module, such as verl.trainer.main_ppo; "" for overrides without a script
     config_name: str
     overrides: tuple[Override, ...]
     remarks: tuple[str, ...]
     faults: tuple[str, ...] = ()  # places of the script that cannot be read
-    ascend: bool = False  # the script sets variables that only NPUs know
+    ascend: bool = False  # the script sets variables that only NPUs use
 
 
 def from_script(script: Script, name: str, depth: int = 0) -> VerlCommand:
-    """The one command of a script that starts verl's RL training.
+    """Returns the only command of a script that starts verl's RL training.
 
-    `depth`: scripts around this one. Raises ConfigError where there is no such command, or more than one.
+    `depth` counts the scripts around this one. Raises ConfigError where there is no such command, or more than one.
     """
     if depth > MOST_INSIDE:
         raise ConfigError(f"{name}: nested too deeply")
@@ -95,8 +94,9 @@ def from_script(script: Script, name: str, depth: int = 0) -> VerlCommand:
 
 
 def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> VerlCommand:
-    """The overrides among the words of a command, behind the module `entry` where there is one,
-    over those of the file it names.
+    """Returns the overrides among the words of a command, behind the module `entry` where there is one.
+
+    They win over those of the file that the command names.
     """
     overrides: dict[str, Override] = {}
     options: dict[str, Value] = {}
@@ -129,7 +129,7 @@ def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> Ver
 
 
 def _not_read(word: Value) -> str:
-    """A word that is neither an option nor an override: what it may hold is lost."""
+    """Describes a word that is neither an option nor an override. What it may hold is lost."""
     text = word.text if len(word.text) <= _SHOWN else f"{word.text[:_SHOWN]}..."
     if not word.missing:
         return f"line {word.line}: {text}: no override (key=value), and not read"
@@ -145,11 +145,9 @@ def _not_read(word: Value) -> str:
 
 
 def hydra_value(text: str) -> Any:
-    """A value as Hydra reads it: numbers, true and false, null, lists, mappings, quoted text,
-    else text as it stands.
-    """
+    """Parses a value as Hydra does: numbers, booleans, null, lists, mappings, quoted text, and else plain text."""
     if text.strip() == "None":
-        return None  # Python's way to write null, which scripts pass on from a variable
+        return None  # Python's null, which scripts pass on from a variable
     if not (_STRUCTURED.match(text) or _PLAIN.fullmatch(text)):
         return text.strip()
     try:
@@ -159,16 +157,16 @@ def hydra_value(text: str) -> Any:
     return node.value["x"].plain()
 
 
-# verl's trainers that generate ahead of training, by a part of their modules' names
+# verl's trainers that generate ahead of training, by a part of their module's name
 ONE_STEP_OFF = "one_step_off"
 FULLY_ASYNC = "fully_async"
 
 
 @dataclass(frozen=True)
 class VerlSettings:
-    """What a whole set of overrides says, for keys whose meaning depends on others.
+    """All overrides together, for keys whose meaning depends on others.
 
-    `degrees`: of the layout that the actor gets, from the script or chosen for it. `model`: None where it is not known.
+    `degrees` are those of the actor's layout, from the script or chosen for it. `model` is None where it is not known.
     """
 
     command: VerlCommand
@@ -178,10 +176,10 @@ class VerlSettings:
     as_written: bool
 
     def value(self, *keys: str) -> Any:
-        """The value of a key of verl's; of several keys, that of the first one that is set.
+        """Returns the value of a key of verl's. Of several keys it is that of the first one that is set.
 
-        Where none is set, it is verl's default of the last, None for one that VERL_DEFAULTS does not have. A key that
-        is not known, or nothing (`key=`), is not set. Raises ConfigError for a text where verl's default is a number.
+        Where none is set, it is verl's default of the last key, or None. A key that is unknown or empty (`key=`) is not
+        set. Raises ConfigError for a text where verl's default is a number.
         """
         name = next((key for key in keys if self._is_set(key)), None)
         default = VERL_DEFAULTS.get(keys[-1])
@@ -189,11 +187,11 @@ class VerlSettings:
             return default
         value = self.keys[name].value
         if type(default) in (int, float) and not isinstance(value, int | float | None):
-            raise ConfigError(f"{name}={str(value)[:80]}: a number is wanted")
+            raise ConfigError(f"{name}={str(value)[:80]}: must be a number")
         return value
 
     def given(self, key: str) -> Any:
-        """The value that the script gives a key of verl's; None where it is not set, whatever verl's default is."""
+        """Returns the value that the script gives a key of verl's. Otherwise None, whatever verl's default is."""
         if self._is_set(key):
             return self.keys[key].value
         return None
@@ -209,7 +207,9 @@ class VerlSettings:
 
     @property
     def device(self) -> str:
-        """verl's default is what the machine has: npu where the script sets what only NPUs know, else cuda."""
+        """The device. It is npu where the script sets what only NPUs use, else cuda. verl's default is the machine's
+        device.
+        """
         ascend = self.command.ascend or any(key.endswith(".use_flash_attn") and TRANSFORMER in key for key in self.keys)
         if self._is_set("trainer.device"):
             return self.value("trainer.device")
@@ -228,7 +228,7 @@ class VerlSettings:
         nodes = self.value("trainer.nnodes")
         per_node = self.value("trainer.n_gpus_per_node")
         if nodes is None or per_node is None:
-            raise ConfigError("trainer.nnodes and trainer.n_gpus_per_node: numbers are wanted, not null")
+            raise ConfigError("trainer.nnodes and trainer.n_gpus_per_node: must be numbers, not null")
         return nodes * per_node
 
     @property
@@ -243,14 +243,14 @@ class VerlSettings:
 
     @property
     def ahead(self) -> str:
-        """Which of verl's trainers that generate ahead of training the script starts; "" for one that does not."""
+        """The trainer of verl's that the script starts, where it generates ahead; "" for others."""
         if not self.command.entry and any(key.startswith("async_training.") for key in self.keys):
             return FULLY_ASYNC
         return next((name for name in (ONE_STEP_OFF, FULLY_ASYNC) if name in self.command.entry), "")
 
     @property
     def staleness(self) -> float:
-        """The share of a step's samples that may be of older weights, in the fully asynchronous trainer."""
+        """The share of a step's samples that may come from older weights, in the fully asynchronous trainer."""
         return self.value("async_training.staleness_threshold")
 
     @property
@@ -260,7 +260,7 @@ class VerlSettings:
 
     @property
     def prompts(self) -> int:
-        """Prompts of a training step; in the fully asynchronous trainer those between two syncs of the weights."""
+        """Prompts of a training step. In the fully asynchronous trainer: prompts between two weight syncs."""
         if self.ahead != FULLY_ASYNC:
             return self.value("data.train_batch_size")
         sync = self.value("async_training.trigger_parameter_sync_step")
@@ -278,12 +278,12 @@ class VerlSettings:
 
     @property
     def context_parallel(self) -> int:
-        """Degree; 1 where none is given."""
+        """Degree of context parallelism; 1 where none is given."""
         return self.degrees.get("context_parallel_size") or 1
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sample, padded as the layout cuts it; 0 where the limits are not known."""
+        """Tokens of the longest sample, padded for the layout. 0 where the limits are not known."""
         prompt = self.value(R + "prompt_length", "data.max_prompt_length")
         response = self.value(R + "response_length", "data.max_response_length")
         if not isinstance(prompt, int) or not isinstance(response, int):
@@ -293,7 +293,7 @@ class VerlSettings:
 
     @property
     def model_path(self) -> str | None:
-        """The model's path, also where a part of it is not known: its last part names the model."""
+        """The model's path, even where a part of it is unknown, because its last part names the model."""
         path = None
         if M + "path" in self.keys:
             path = self.keys[M + "path"].value
@@ -303,7 +303,7 @@ class VerlSettings:
 
 
 def says_megatron(command: VerlCommand, keys: Mapping[str, Override]) -> bool:
-    """Whether the command asks for Megatron: by the configuration's name, the engine, the strategy, or a degree."""
+    """Whether the command asks for Megatron, by configuration name, engine, strategy, or a degree."""
     named = "megatron" in command.config_name
     said = any(key in keys and keys[key].value == "megatron" for key in ("model_engine", A + "strategy"))
     return (
@@ -316,8 +316,9 @@ def says_megatron(command: VerlCommand, keys: Mapping[str, Override]) -> bool:
 
 
 def _entry(words: Sequence[Value]) -> tuple[str, int] | None:
-    """The module of verl's that a command starts, `-m module` or its file, and its place among the words;
-    None of another command.
+    """Returns the module of verl's that a command starts (`-m module` or its file), and its position among the words.
+
+    None for another command.
     """
     names = [word.text for word in words]
     for i, (before, name) in enumerate(zip(["", *names], names, strict=False)):
@@ -328,9 +329,7 @@ def _entry(words: Sequence[Value]) -> tuple[str, int] | None:
 
 
 def _inside(script: Script, name: str) -> Script | None:
-    """The script that a command gets as one text, as in `bash -c "..."` and `eval "..."`, where that starts verl;
-    else None.
-    """
+    """Returns the script that a command gets as text, as in `bash -c "..."`, where that starts verl, else None."""
     for launch in script.commands:
         for word in launch.words:
             if re.search(r"\s", word.text.strip()) and re.search(r"-m\s+\S*main_|main_\w+\.py", word.text):

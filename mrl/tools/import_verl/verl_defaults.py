@@ -1,8 +1,8 @@
-"""What verl takes where a script says nothing: its key -> the value, once for every reader.
+"""verl's defaults: its key -> the value that it has where a script sets nothing.
 
-From verl/trainer/config and the configurations of the trainers that generate ahead. A null of verl's stands as the
-value that it means. Here are keys whose default is written to a configuration of ours, or decides what another key
-means; all others are None to `VerlSettings.value`.
+They come from verl/trainer/config and the configurations of the trainers that generate ahead. verl's null stands as the
+value that it means. The table has keys whose default is written to a configuration, or decides what another key means.
+All others are None to `VerlSettings.value`.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ VERL_DEFAULTS: dict[str, Any] = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
     "data.filter_overlong_prompts": False,
-    "data.drop_duplicates": False,  # ours alone: verl trains on all
+    "data.drop_duplicates": False,  # mrl's key; verl trains on all rows
     A + "ppo_mini_batch_size": 256,
     A + "use_dynamic_bsz": False,
     A + "ppo_max_token_len_per_gpu": 16384,

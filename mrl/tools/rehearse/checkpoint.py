@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint of random weights: what `model.path` of a rehearsal names.
+"""Writes a Hugging Face checkpoint of random weights, which `model.path` of a rehearsal names.
 
-Weights are seeded and scaled so that activations stay near 1 through the layers. Every embedding has a part in one
-common direction, and the end token's row of the output layer points there: so the end comes by chance, about once
-in a response, and responses differ in length, as those of a trained model do.
+Weights are seeded, and scaled so that activations stay near 1 through the layers. Every embedding has a part in one
+common direction. The end token's row of the output layer has that direction too. So the end comes by chance, about once
+in a response. Responses then differ in length, as those of a trained model do.
 """
 
 import json
@@ -19,16 +19,16 @@ from mrl.model import ModelSpec, TensorSpec, model_spec, tensor_specs
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _ROUTER = "mlp.gate.weight"
-_COMMON = 2.0  # length of the embeddings' common part over that of their own
+_COMMON = 2.0  # length of the embeddings' common part, relative to their own part
 _QUIET = 0.1  # scale of what a layer adds to its input
 
 
 def write_checkpoint(
     folder: Path, config: Mapping[str, Any], ends: tuple[int, ...], response: int, seed: int = 0
 ) -> ModelSpec:
-    """Writes config.json and model.safetensors.
+    """Writes config.json and model.safetensors, and returns the model.
 
-    `ends`: tokens that end a response; `response`: tokens of the longest one.
+    `ends` are tokens that end a response, `response` is the length of the longest one in tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -52,15 +52,16 @@ def _random(spec: TensorSpec, rng: np.random.Generator, zero_centered_norm: bool
 
 
 def _make_ends_likely(tensors: dict[str, np.ndarray], model: ModelSpec, ends: tuple[int, ...], response: int) -> None:
-    """Each token ends the response with a probability of about 1 / `response`, over all of `ends`; changes `tensors`.
+    """Changes `tensors` so that each token ends the response with a probability of about 1 / `response`, over all
+    `ends`.
 
-    The last norm brings the stream to a length of sqrt(hidden_size), of which `share` lies in the common direction.
-    Logits of other tokens have a variance of 1: their exponentials sum to about vocab_size x sqrt(e).
+    The last norm scales the stream to a length of sqrt(hidden_size). `share` is its part in the common direction.
+    Logits of other tokens have a variance of 1, so their exponentials sum to about vocab_size x sqrt(e).
     """
     direction = np.full(model.hidden_size, 1.0 / sqrt(model.hidden_size), np.float32)
     tensors[EMBEDDING] += _COMMON * direction
     for name in (name for name in tensors if name.endswith(_ROUTER)):
-        # blind to that direction: else all tokens choose the same experts
+        # routers ignore that direction; otherwise all tokens would choose the same experts
         tensors[name] -= tensors[name].mean(-1, keepdims=True)
     share = _COMMON / sqrt(1.0 + _COMMON**2) * sqrt(model.hidden_size)
     # tied rows have the common part too

@@ -1,7 +1,7 @@
-"""From a configuration to its rehearsal: a configuration of ours in small, with what changed and what is out of reach.
+"""Builds a rehearsal from a configuration: a small configuration, what changed, and what it cannot exercise.
 
-Everything else stays as it is: placement, offload, recompute, batching, replay, loss, sampling, corrections. Pure
-but for the paths that it is told.
+Everything else stays the same: placement, offload, recompute, batching, replay, loss, sampling, corrections. It reads
+no file except whether given paths exist.
 """
 
 from collections.abc import Iterator
@@ -18,30 +18,30 @@ from mrl.tools.rehearse.notes import Change, OutOfReach
 from mrl.tools.rehearse.small_batch import PROMPT, SmallBatch, small_batch, updates_changed
 from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 
-FP8_BLOCK = 32  # rows and columns that have one scale: a head of the small model, and a share of its experts
-TEACHER_WORDS = 64  # at most
-LORA_RANK = 16  # at most: no weight of the small model has a shorter side
-STEPS = 2  # one, a save, a resume, one
+FP8_BLOCK = 32  # rows and columns with one scale: a head of the small model, and a share of its experts
+TEACHER_WORDS = 64  # most words
+LORA_RANK = 16  # largest rank: no weight of the small model has a shorter side
+STEPS = 2  # one step, a save, a resume, one step
 VALIDATION_ROWS = 4
-# turns of a response, characters of an answer
+# most turns of a response, most characters of an answer
 TURNS = 3
 ANSWER = 24
 NOT_HERE = "a file that it names is not here, so responses are of one turn"
 NO_AGENT = "random weights say nothing that an agent could use, so none is started and responses are of one turn"
-# nothing may take longer than that, on a busy machine either
+# longest start and longest call, even on a busy machine
 START_S = 600.0
 CALL_S = 300.0
 
 
 @dataclass(frozen=True)
 class WorkFolder:
-    """Where a rehearsal writes."""
+    """The folder that a rehearsal writes into."""
 
     path: Path
 
     @property
     def marker(self) -> Path:
-        """Says that the folder is a rehearsal's, which the next one may empty."""
+        """A file that marks the folder as a rehearsal's. The next rehearsal may empty such a folder."""
         return self.path / ".rehearsal"
 
     @property
@@ -61,26 +61,26 @@ class WorkFolder:
 
     @property
     def exercised(self) -> Path:
-        """The folder in which the run's processes say what code ran; see mrl/exercised.py."""
+        """The folder in which the run's processes record what code ran (mrl/exercised.py)."""
         return self.path / "exercised"
 
     @property
     def reward(self) -> Path:
-        """The reward function's file."""
+        """The file of the reward function."""
         return self.path / "reward.py"
 
     def rows(self, kind: str, number: int) -> Path:
-        """A file of prompts; `kind`: train or val."""
+        """Returns a file of prompts. `kind` is train or val."""
         return self.path / "data" / f"{kind}-{number}.jsonl"
 
     def log(self, phase: str) -> Path:
-        """The file with what a command said."""
+        """Returns the file with a command's output."""
         return self.path / f"{phase}.log"
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is to be run, and how it differs from what was given."""
+    """The configuration to run, and how it differs from the given one."""
 
     original: RunConfig
     config: RunConfig
@@ -91,11 +91,11 @@ class Rehearsal:
 
     @property
     def processes(self) -> int:
-        """Ranks and engine workers."""
+        """Number of ranks and engine workers."""
         return self.layout.ranks + self.layout.engines.world_size
 
     def to_yaml(self) -> str:
-        """The configuration, with what each changed value was and why."""
+        """Writes the configuration. Each changed value shows its original value and the reason."""
         changed = {change.key: f"  # {dump_value(change.was)}: {change.why}" for change in self.changes}
         head = (
             "# Written by mrl rehearse. Where a value differs from the configuration's own, that one stands behind it."
@@ -106,10 +106,10 @@ class Rehearsal:
 def compose(
     original: RunConfig, work: WorkFolder, cpus: int, least_prompt: int = PROMPT, has_tools: bool = True
 ) -> Rehearsal:
-    """The rehearsal of a legal configuration on a machine of so many CPUs. Files that it names are not there yet.
+    """Builds the rehearsal of a legal configuration for a machine with `cpus` CPUs. Its files do not exist yet.
 
-    `least_prompt`: tokens that a prompt of a few words takes under the chat template; `has_tools`: whether the file of
-    tools is here, where one is named.
+    `least_prompt` is the tokens of a prompt of a few words under the chat template. `has_tools` says whether the file
+    of tools is here, where one is named.
     """
     layout = small_layout(original)
     degrees = LayoutDegrees.of(layout.actor)
@@ -143,7 +143,7 @@ def _fewer(original: RunConfig, batch: SmallBatch) -> Iterator[OutOfReach]:
 
 
 def _why_not(original: RunConfig) -> str:
-    """Why responses are of one turn."""
+    """Says why responses have one turn."""
     if original.rollout.endpoint:
         return NO_AGENT
     return NOT_HERE
@@ -157,7 +157,7 @@ def _no_turns(original: RunConfig) -> Iterator[Change]:
 
 
 def _turns(original: RunConfig) -> Iterator[Change]:
-    """The user's tools and environments, called a few times each."""
+    """Keeps the user's tools and environments, with few calls of each."""
     turns = original.rollout.turns
     if turns is None:
         return
@@ -214,7 +214,7 @@ def _cluster(original: RunConfig, layout: SmallLayout, cpus: int) -> Iterator[Ch
 
 
 def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
-    """Changes that lead paths into the work folder; a user's own loss is read from where it is."""
+    """Yields changes that point paths into the work folder. A user's own loss is read from its own place."""
     yield Change("model.path", original.model.path, str(work.model), "random weights")
     yield Change("trainer.run_dir", original.trainer.run_dir, str(work.run), "the work folder")
     if original.trainer.resume_mode == "resume_path":
@@ -241,7 +241,7 @@ def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
 def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
     trainer = original.trainer
     optim = original.actor.optim
-    # of one step, which a rehearsal begins with
+    # updates of one step, with which a rehearsal begins
     updates = batch["data.train_batch_size"] // batch["actor.ppo_mini_batch_size"]
     constant = optim.lr_decay_style == "constant"
     warmup = 0
@@ -304,13 +304,13 @@ def _quantisation(original: RunConfig) -> Iterator[Change]:
 
 
 def _critic(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
-    """Every step trains both: two steps are too few for a critic alone."""
+    """Lets every step train both models, because two steps are too few for a critic alone."""
     critic = original.critic
     mini = None
     if critic.ppo_mini_batch_size is not None:
         wanted = original.data.train_batch_size // critic.ppo_mini_batch_size
         prompts = batch["data.train_batch_size"]
-        most = prompts // batch["actor.ppo_mini_batch_size"]  # whose samples divide over data parallelism
+        most = prompts // batch["actor.ppo_mini_batch_size"]  # samples of those divide over data parallelism
         mini = prompts // max(each for each in range(1, most + 1) if most % each == 0 and each <= max(wanted, 1))
     yield Change("critic.path", critic.path, None, "the actor's start, of the same shape")
     yield Change("critic.ppo_mini_batch_size", critic.ppo_mini_batch_size, mini, "in small")

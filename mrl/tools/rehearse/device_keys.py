@@ -1,6 +1,6 @@
-"""Keys that only an accelerator can follow: taken out of a rehearsal, each named with the reason.
+"""Removes keys that need an accelerator from a rehearsal, and names each with the reason.
 
-What is left runs on CPUs as it is.
+All other keys run on CPUs unchanged.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _VLLM = "rollout.engine_kwargs"
 _TE = "a kernel of Transformer Engine or of the device"
 _GRAPHS = "graphs are captured on accelerators only"
 _FP8 = "8-bit kernels are the accelerator's"
-# beginning of a field's name -> why a CPU cannot follow it; the longest that fits speaks
+# beginning of a field's name -> why a CPU cannot have it; the longest match counts
 _FIELDS: dict[str, dict[str, str]] = {
     _TRANSFORMER: {
         **dict.fromkeys(MINDSPEED_FIELDS, "MindSpeed's, which runs on its own device only"),
@@ -64,13 +64,13 @@ _FIELDS: dict[str, dict[str, str]] = {
     },
 }
 _FLEX = "flex"  # a dispatcher whose kernels are DeepEP's
-# arguments of vLLM that its CPU build takes as they are; all others are left out
+# arguments of vLLM that its CPU build accepts; all others are left out
 _VLLM_ON_CPU = ("disable_log_stats", "max_logprobs", "scheduling_policy", "enable_log_requests", "disable_cascade_attn")
-LOGGERS = ("jsonl", "console", "tensorboard")  # those that write to this machine alone
+LOGGERS = ("jsonl", "console", "tensorboard")  # loggers that write to this machine only
 
 
 def device_changes(config: RunConfig) -> tuple[list[Change], list[OutOfReach]]:
-    """Override keys and switches of the engines without what needs an accelerator, and what that was."""
+    """Returns override keys and engine switches without those that need an accelerator, and what was removed."""
     changes = []
     lost = []
     for key in _FIELDS:
@@ -93,7 +93,7 @@ def device_changes(config: RunConfig) -> tuple[list[Change], list[OutOfReach]]:
 
 
 def _why(key: str, name: str, given: Mapping[str, Any]) -> str:
-    """Why a field cannot stand on a CPU; empty when it can, or when it says what holds there anyway."""
+    """Says why a field cannot be used on a CPU. Empty where it can, or where its value changes nothing."""
     if name == "moe_token_dispatcher_type" and given[name] == _FLEX:
         return "its kernels are DeepEP's"
     fitting = [start for start in _FIELDS[key] if name.startswith(start)]
@@ -141,7 +141,7 @@ def _engine_switches(config: RunConfig) -> Iterator[tuple[Change, str]]:
 
 
 def _model(path: str) -> ModelSpec | None:
-    """None for a model that is neither here nor known. What is refused of such a one is refused elsewhere."""
+    """Returns the model, or None where it is neither here nor known. Other code refuses such a model."""
     try:
         return planning_model_spec(path)[0]
     except MrlError:
@@ -149,7 +149,7 @@ def _model(path: str) -> ModelSpec | None:
 
 
 def _not_read(config: RunConfig) -> Iterator[OutOfReach]:
-    """Keys that stay as they are, and that nothing on a CPU reads."""
+    """Yields keys that stay unchanged and that nothing on a CPU reads."""
     yield OutOfReach("rollout.gpu_memory_utilization", "an engine on a CPU has a KV cache of rollout.cpu_kvcache_gib")
     if config.cluster.nnodes > 1:
         yield OutOfReach("cluster.nnodes", f"{config.cluster.nnodes} there, 1 here: no byte crosses a network")

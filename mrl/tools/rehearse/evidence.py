@@ -1,6 +1,4 @@
-"""What a rehearsal left behind: names of code that ran, metrics of its steps, checkpoints, samples, calls of the
-reward.
-"""
+"""Reads what a rehearsal left behind: names of code that ran, metrics, checkpoints, samples, calls of the reward."""
 
 import json
 import re
@@ -26,10 +24,10 @@ _CUT_OVER_EXPERT_TENSOR = "mlp.experts.0.down_proj.weight"
 
 @dataclass(frozen=True)
 class Evidence:
-    """Reads what a run left behind; what is not there is empty."""
+    """Reads what a run left behind. Missing parts are empty."""
 
     run: RunDir
-    folder: Path  # of names of code that ran, a file a process
+    folder: Path  # one file a process, with names of code that ran
 
     @cached_property
     def exercised(self) -> Counter[str]:
@@ -51,27 +49,27 @@ class Evidence:
         return read_metrics(self.run.metrics)
 
     def metric(self, name: str) -> float | None:
-        """The newest value of a metric; with a `*` of the first name that fits."""
+        """Returns the newest value of a metric. A `*` in the name matches any text."""
         pattern = re.compile(re.escape(name).replace(r"\*", ".+"))
         return next((row[key] for row in reversed(self.lines) for key in row if pattern.fullmatch(key)), None)
 
     def largest(self, name: str) -> float:
-        """The largest value that a metric had; 0 where it was never written."""
+        """Returns the largest value of a metric; 0 where it was never written."""
         return max((row[name] for row in self.lines if name in row), default=0.0)
 
     @cached_property
     def manifests(self) -> dict[int, Manifest]:
-        """The manifests of whole checkpoints, by step."""
+        """Manifests of complete checkpoints, by step."""
         manifests = {}
         for folder in self.run.checkpoints.glob("step-*"):
-            with suppress(EnvironmentFault):  # one that is not whole is no mark
+            with suppress(EnvironmentFault):  # an incomplete checkpoint is no mark
                 manifest = read_manifest(folder)
                 manifests[manifest.step] = manifest
         return manifests
 
     @cached_property
     def degrees(self) -> Mapping[str, int]:
-        """How the first checkpoint's files are cut: ranks, and parts in each direction, as its boxes say."""
+        """Ranks of the first checkpoint, and the parts of its tensors in each direction of parallelism."""
         manifest = self.manifests.get(1)
         if manifest is None:
             return {}
@@ -89,7 +87,7 @@ class Evidence:
 
     @cached_property
     def reward_calls(self) -> list[dict[str, Any]]:
-        """What was noted of each call of the reward."""
+        """Notes on each call of the reward."""
         return [json.loads(line)[CALL] for line in self._lines_of("reward.log") if line.startswith(f'{{"{CALL}"')]
 
     @cached_property
@@ -104,7 +102,7 @@ class Evidence:
 
 
 def evidence_of(run: Path, exercised: Path) -> Evidence:
-    """Reads a run directory, and the folder in which its processes said what code ran."""
+    """Reads a run directory, and the folder in which its processes recorded what code ran."""
     return Evidence(RunDir(run), exercised)
 
 
@@ -117,7 +115,7 @@ def _numbers(entries: list[StoredTensor], pattern: re.Pattern) -> set[int]:
 
 
 def _experts_of_first_layer(entries: list[StoredTensor]) -> frozenset[int]:
-    """Experts that a rank wrote of the lowest layer that it wrote any of."""
+    """Returns the experts that a rank wrote, in the lowest layer of which it wrote any."""
     pairs = {
         (int(f[1]), int(f[2])) for entry in entries for piece in entry.pieces if (f := _EXPERT.search(piece.hf_name))
     }
@@ -126,7 +124,7 @@ def _experts_of_first_layer(entries: list[StoredTensor]) -> frozenset[int]:
 
 
 def _boxes(ranks: list[list[StoredTensor]], name: str) -> int:
-    """Parts that the first tensor of that name is stored in; 1 where there is none."""
+    """Returns the parts in which the first tensor of that name is stored; 1 where there is none."""
     parts: dict[str, set] = {}
     for entry in (entry for rank in ranks for entry in rank):
         for piece in entry.pieces:

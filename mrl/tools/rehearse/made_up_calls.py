@@ -1,8 +1,8 @@
-"""What a rehearsal calls in a model's place: random weights call nothing.
+"""Makes up tool calls in a rehearsal, because random weights call nothing.
 
-Nothing that was sampled is another for it: each turn that ends by itself is taken for one that calls what its row may
-call, one function after the other, and the last turn calls nothing. So tools, environments and what follows of their
-answers run as in training; how a model's calls are read is looked at by tests alone.
+Sampled tokens are not read. Each turn that ends by itself calls functions that its row may call, one after the other.
+The last turn calls nothing. So tools, environments and their answers run as in training. How a model's calls are read
+is covered by tests only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,22 @@ _VALUES = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array":
 
 
 class MadeUpCalls:
-    """Takes the place of mrl.flow.call_reader.DialectReader, with the same arguments."""
+    """Replaces mrl.flow.call_reader.DialectReader, with the same arguments."""
 
     def __init__(self, dialect: Dialect, spec: TurnsSpec):
         self._spec = spec
 
     def calls(self, turn: int, ids: Sequence[int], functions: Mapping[str, Schema]) -> list[ToolCall]:
-        """Makes up what the turn calls, whatever was sampled."""
+        """Makes up the calls of a turn, whatever was sampled."""
         if turn >= self._spec.max_turns:
             return []
         return made_up_calls(functions, turn, self._spec.max_calls)
 
 
 def made_up_calls(functions: Mapping[str, Schema], turn: int, most: int) -> list[ToolCall]:
-    """Makes up the calls of a turn, counted from 1; at most `most`. `functions`: by name, as a chat template takes
-    them.
+    """Makes up at most `most` calls for a turn; turns count from 1.
+
+    `functions` are by name, in the form that chat templates take.
     """
     names = list(functions)
     first = (turn - 1) * most
@@ -40,12 +41,12 @@ def made_up_calls(functions: Mapping[str, Schema], turn: int, most: int) -> list
 
 
 def _arguments(parameters: Schema) -> dict[str, Any]:
-    """The required ones."""
+    """Returns values for the required parameters."""
     return {name: _value(parameters["properties"][name]) for name in parameters["required"]}
 
 
 def _value(schema: Schema) -> Any:
-    """One that fits."""
+    """Returns a value that fits the schema."""
     if "enum" in schema:
         return schema["enum"][0]
     return _VALUES[schema["type"]]

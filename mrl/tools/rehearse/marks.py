@@ -1,8 +1,8 @@
-"""Which switches a configuration has on, and what shows that the code of each ran: one table.
+"""Table of switches: which ones a configuration has on, and what shows that the code of each ran.
 
-A switch counts as exercised only when its mark is there: its code said that it ran (mrl/exercised.py), or a metric,
-boxes of a checkpoint's files or samples show what it alone brings about. Where nothing can show it, the reason stands
-here and the switch is never counted.
+A switch counts as exercised only if its mark is found. Its code may have recorded that it ran (mrl/exercised.py).
+Otherwise metrics, checkpoint files or samples must show an effect that only it has. Where nothing can show it, the
+table gives the reason, and the switch never counts.
 """
 
 import re
@@ -16,7 +16,7 @@ from mrl.tools.rehearse.evidence import Evidence
 from mrl.tools.rehearse.notes import OutOfReach
 
 Found = str | None  # what was found, in words
-Mark = Callable[[Evidence, RunConfig, Any], Found]  # of a switch that has this value
+Mark = Callable[[Evidence, RunConfig, Any], Found]  # finds the mark of a switch with this value
 Value = Callable[[RunConfig], Any]
 NO_MARK = "no mark of it"
 _CALLS = re.compile(r"tools/.+/calls")
@@ -26,9 +26,9 @@ _CALLS = re.compile(r"tools/.+/calls")
 class Switch:
     """One switch.
 
-    `name`: its key, or words where no single key says it. `mark`: what it left behind; None: its code said that it ran.
-    `missing`: why it may have left nothing. `off`: values at which it is off, beside None, False and 0. `value`: how it
-    stands, None when off, where that is not the key's own value.
+    `name` is its key, or words where no single key is it. `mark` finds what it left behind; None means that its code
+    records that it ran. `missing` says why it may have left nothing. `off` are values at which it is off, beside None,
+    False and 0. `value` computes its value, None when off, where that is not the key's own value.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Switch:
     value: Value | None = None
 
     def value_in(self, config: RunConfig) -> Any:
-        """How it stands; None when off."""
+        """Returns its value in a configuration; None when off."""
         if self.value is not None:
             return self.value(config)
         value = leaf(config, self.name)
@@ -47,7 +47,7 @@ class Switch:
         return value
 
     def found_in(self, evidence: Evidence, config: RunConfig, value: Any) -> Found:
-        """What it left behind."""
+        """Returns the mark that it left behind, or None."""
         if self.mark is None:
             return _said_so(evidence, self.name, value)
         return self.mark(evidence, config, value)
@@ -63,8 +63,9 @@ class Exercised:
 
 
 def judge(rehearsal: Rehearsal, evidence: Evidence) -> tuple[list[Exercised], list[OutOfReach]]:
-    """Every switch that the rehearsal has on, by whether its mark is there; what was out of its reach from the
-    beginning.
+    """Divides the switches that the rehearsal has on by whether their mark is found.
+
+    Switches that were out of reach from the start are among the second list.
     """
     exercised: list[Exercised] = []
     lost = list(rehearsal.out_of_reach)
@@ -108,7 +109,7 @@ def _critic(config: RunConfig) -> float | None:
 
 
 def _of_critic(switch: str) -> Value:
-    """A switch of a critic that there is."""
+    """Builds the value of a critic's switch. None without a critic."""
     return lambda config: (config.algorithm.needs_critic and getattr(config.critic, switch)) or None
 
 
@@ -164,7 +165,7 @@ def _acts_on(config: RunConfig) -> tuple[str, ...] | None:
 
 
 def _said_so(evidence: Evidence, key: str, value: Any) -> Found:
-    """The code of the key's value ran, and that of no other value."""
+    """Finds that the code of the key's value ran, and that of no other value."""
     name = key if value is True else f"{key}={value}"
     others = {said for said in evidence.exercised if said.startswith(f"{key}=")} - {name}
     processes = evidence.exercised[name]
@@ -178,7 +179,7 @@ def _never(*_: Any) -> Found:
 
 
 def _metric(name: str) -> Mark:
-    """A metric that nothing but the switch's code writes."""
+    """Builds a mark: a metric that only the switch's code writes."""
 
     def mark(evidence: Evidence, *_: Any) -> Found:
         value = evidence.metric(name)
@@ -190,7 +191,7 @@ def _metric(name: str) -> Mark:
 
 
 def _above(name: str, least: float) -> Mark:
-    """A metric that is above `least` by the switch's code alone."""
+    """Builds a mark: a metric that only the switch's code brings above `least`."""
 
     def mark(evidence: Evidence, *_: Any) -> Found:
         value = evidence.largest(name)
@@ -210,13 +211,13 @@ def _penalised(evidence: Evidence, *_: Any) -> Found:
 
 
 def _called_tools(evidence: Evidence, *_: Any) -> Found:
-    """Each tool and each action has its calls."""
+    """Finds that each tool and each action was called."""
     calls = {name: evidence.largest(name) for row in evidence.lines for name in row if _CALLS.fullmatch(name)}
     return ", ".join(f"{name} {calls[name]:g}" for name in sorted(calls)) or None
 
 
 def _parts(name: str) -> Mark:
-    """Parts that the checkpoint's files show, as many as the degree."""
+    """Builds a mark: as many parts in the checkpoint's files as the degree."""
 
     def mark(evidence: Evidence, _: RunConfig, degree: int) -> Found:
         parts = evidence.degrees.get(name)
@@ -228,7 +229,7 @@ def _parts(name: str) -> Mark:
 
 
 def _replicas(evidence: Evidence, config: RunConfig, _: int) -> Found:
-    """Ranks over the parts that one copy has; context parallelism makes copies, too."""
+    """Finds copies of each part among the ranks. Context parallelism makes copies, too."""
     d = evidence.degrees
     layout = config.actor.layout
     copies = 0
@@ -241,7 +242,7 @@ def _replicas(evidence: Evidence, config: RunConfig, _: int) -> Found:
 
 
 def _received(name: str, wanted: Value) -> Mark:
-    """Makes a mark that is there when the metric has the value wanted for this configuration."""
+    """Builds a mark: a metric has the value wanted for this configuration."""
 
     def mark(evidence: Evidence, config: RunConfig, _: Any) -> Found:
         if evidence.metric(name) == wanted(config):
@@ -285,14 +286,14 @@ def _saved(evidence: Evidence, *_: Any) -> Found:
 
 
 def _saved_beside(evidence: Evidence, *_: Any) -> Found:
-    """The write of a save that the training waits for is over with the save."""
+    """Finds the timing of an asynchronous save."""
     if evidence.manifests.get(STEPS):
         return _metric("timing_s/save_checkpoint")(evidence)
     return None
 
 
 def _resumed(evidence: Evidence, *_: Any) -> Found:
-    """The second process's checkpoint counts the first one's updates."""
+    """Finds that the second process's checkpoint continues the first one's count of updates."""
     manifests = [evidence.manifests.get(step) for step in (1, STEPS)]
     if None in manifests:
         return None

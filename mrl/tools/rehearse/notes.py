@@ -1,4 +1,4 @@
-"""What a rehearsal says of itself before it runs: keys that it changed, and switches that are out of its reach."""
+"""Notes of a rehearsal before it runs: keys that it changed, and switches that it cannot exercise."""
 
 from dataclasses import dataclass
 from typing import Any

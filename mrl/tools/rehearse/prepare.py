@@ -1,4 +1,4 @@
-"""Everything that a rehearsal reads, written into its work folder; what stands in for what is not at hand is said."""
+"""Writes everything that a rehearsal reads into its work folder, and reports what replaces missing inputs."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -26,13 +26,13 @@ from mrl.tools.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabula
 from mrl.train.assemble_data import offer_of
 from mrl.vllm.requests import stop_token_ids, turns_spec
 
-_TRIED = 4  # rows whose reward is asked for before anything starts
-_PARTS = ("score", "reward")  # what groups may be compared by without a part of the reward
+_TRIED = 4  # rows that are scored before anything starts
+_PARTS = ("score", "reward")  # values by which groups may be compared that are no parts of the reward
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A rehearsal that can be run, and what stands in for what."""
+    """A rehearsal that can be run, and its stand-ins for missing inputs."""
 
     rehearsal: Rehearsal
     model: str  # in words
@@ -42,15 +42,14 @@ class Prepared:
 def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     """Writes model, tokenizer, rows, reward and configuration.
 
-    Raises what `mrl train` would raise of the user's own files: DataError of rows or of a reward that fails,
-    ConfigError of a tokenizer or reward that cannot be loaded. Raises ConfigError too for a family without a small
-    form.
+    Raises what `mrl train` raises for the user's own files: DataError for bad rows or a reward that fails, ConfigError
+    for a tokenizer or reward that cannot be loaded. Raises ConfigError for a family without a small form.
     """
     original = original.model_copy(
         update={"model": original.model.model_copy(update={"path": cached_folder(original.model.path)})}
     )
     hf_config = original_hf_config(original.model.path)
-    small_hf_config(hf_config, 2, 64, 64)  # refuses before anything is written
+    small_hf_config(hf_config, 2, 64, 64)  # raises before anything is written
     stand_ins = [_tokenizer(original, work)]
     tokenizer = load_tokenizer(str(work.model))
     turns = turns_spec(original.rollout.turns, original.data)
@@ -69,7 +68,7 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
 
 
 def original_hf_config(path: str) -> dict[str, Any]:
-    """The model's config.json, or the published one of its name, as `mrl plan` has it."""
+    """Returns the model's config.json, or the published one for its name, as `mrl plan` uses it."""
     if Path(path).is_dir() or (name := known_name(path)) is None:
         return read_hf_config(path)
     return known_hf_config(name)
@@ -98,7 +97,7 @@ def _parameters(config: RunConfig) -> PromptParameters:
 def _checkpoint(
     original: RunConfig, hf_config: dict[str, Any], tokenizer: Any, rehearsal: Rehearsal, work: WorkFolder
 ) -> str:
-    """Writes the weights; the model in words."""
+    """Writes the weights, and describes the model."""
     data = rehearsal.config.data
     source = original.model.path
     ends = ()
@@ -115,7 +114,7 @@ def _checkpoint(
 
 
 def _in_words(was: ModelSpec, model: ModelSpec) -> str:
-    """What became of the model."""
+    """Describes how the model was shrunk."""
     experts = ""
     if was.is_moe:
         experts = f", {was.num_experts} to {model.num_experts} experts"
@@ -157,7 +156,7 @@ def _said_of(kind: str, file: str, rows: Rows) -> str:
 
 
 def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str]]:
-    """Writes the reward that calls the user's own, after asking that for a few answers."""
+    """Writes a reward that calls the user's own. Before that it tries the user's own on a few answers."""
     original = rehearsal.original
     custom = rehearsal.original.reward.custom_reward_function
     algorithm = original.algorithm
@@ -186,7 +185,7 @@ def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str
 
 
 def _spec(config: RunConfig) -> RewardSpec:
-    """The user's main function; the trainer adds bonus rules itself."""
+    """Returns the user's main function. The trainer adds bonus rules itself."""
     custom = config.reward.custom_reward_function
     if custom is None:
         return RewardSpec(config.reward.function)
@@ -195,7 +194,7 @@ def _spec(config: RunConfig) -> RewardSpec:
 
 
 def _ask(spec: RewardSpec, config: RunConfig, work: WorkFolder) -> None:
-    """Asks the user's function for the first rows, once with nonsense and once with the truth.
+    """Calls the user's function for the first rows, once with nonsense and once with the truth.
 
     Raises as a run would.
     """
@@ -217,9 +216,9 @@ def _ask(spec: RewardSpec, config: RunConfig, work: WorkFolder) -> None:
 
 
 def _write(rehearsal: Rehearsal, work: WorkFolder) -> ResolvedConfig:
-    """Writes the configuration and judges it.
+    """Writes the configuration and checks it.
 
-    Raises InvalidConfig: a small form that breaks a rule is a defect of ours.
+    Raises InvalidConfig where the small configuration breaks a rule, which is a defect of mrl.
     """
     work.config.write_text(rehearsal.to_yaml(), encoding="utf-8")
     resolved = load_config(work.config)

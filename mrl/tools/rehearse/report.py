@@ -1,4 +1,4 @@
-"""What a rehearsal came to: for a terminal, and as one JSON object."""
+"""Reports the result of a rehearsal: for a terminal, and as one JSON object."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from mrl.tools.rehearse.stages import Ended
 
 @dataclass(frozen=True)
 class Failed:
-    """What broke: `log` is the file and the line that say so."""
+    """A failure. `log` names the file and line that show it."""
 
     phase: str
     why: str
@@ -25,7 +25,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Answer:
-    """The whole answer. It is `ok` when nothing broke."""
+    """The whole result. It is `ok` when nothing failed."""
 
     config: str
     work: WorkFolder
@@ -43,13 +43,13 @@ class Answer:
 
     @property
     def exit_code(self) -> int:
-        """0 when nothing broke, else that of the command that failed."""
+        """0 when nothing failed, otherwise the exit code of the command that failed."""
         if self.failed:
             return self.failed[0].code
         return 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns plain data."""
         rehearsal = self.prepared.rehearsal
         return {
             "ok": self.ok,
@@ -70,7 +70,7 @@ class Answer:
 
 
 def answer(config: str, work: WorkFolder, prepared: Prepared, ended: list[Ended], seconds: float) -> Answer:
-    """Makes the answer from what the commands left behind."""
+    """Builds the result from what the commands left behind."""
     evidence = evidence_of(work.run, work.exercised)
     exercised, lost = judge(prepared.rehearsal, evidence)
     failed = [
@@ -96,7 +96,7 @@ def _seeded(evidence: Evidence) -> str:
 
 
 def first_lines(prepared: Prepared) -> Iterator[str]:
-    """What is going to be run."""
+    """Yields lines on what will run."""
     rehearsal = prepared.rehearsal
     yield f"model      {prepared.model}"
     yield f"layout     {_layout(rehearsal)}"
@@ -118,7 +118,7 @@ def _layout(rehearsal: Rehearsal) -> str:
 
 
 def last_lines(found: Answer) -> Iterator[str]:
-    """Yields lines on what came of the rehearsal."""
+    """Yields lines on the result."""
     if found.seeded:
         yield f"stand-in   {found.seeded}"
     yield f"exercised ({len(found.exercised)})"

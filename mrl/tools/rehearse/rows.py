@@ -1,5 +1,6 @@
-"""Prompts of a rehearsal: the first rows of the user's own files, cut to fit, or synthetic ones where a file is not
-there.
+"""Makes the prompts of a rehearsal: the first rows of the user's files, cut to fit.
+
+Where a file is not there, synthetic rows take their place.
 """
 
 import json
@@ -17,21 +18,21 @@ from mrl.tools.rehearse.scoring import ROW
 
 TRAIN_ROWS = 32
 VAL_ROWS = 8
-_AFTER_TEMPLATE = 16  # tokens that are left for a prompt's own words
+_AFTER_TEMPLATE = 16  # tokens for a prompt's own words
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one file in verl's schema, and how they came about."""
+    """Rows of one file in verl's schema, and their origin."""
 
     rows: tuple[Row, ...]
     synthetic: bool
-    cut: int  # of them, those whose text was shortened
+    cut: int  # number of rows whose text was shortened
 
 
 def least_prompt(tokenizer: ChatTokenizer, parameters: PromptParameters, offer: Offer | None = None) -> int:
-    """Tokens that a prompt of a few words takes under the chat template, with all that may be called."""
+    """Returns the tokens of a prompt of a few words under the chat template, with all that may be called."""
     arguments = replace(parameters, tools=None).template_arguments()
     if offer is not None:
         arguments["tools"] = list(offer.all_schemas)
@@ -46,10 +47,9 @@ def rows_of(
     data_source: str,
     first: int = 0,
 ) -> list[Rows]:
-    """Rows for each file, about `count` / files of them, whose prompts fit `parameters.max_prompt_length`.
+    """Returns rows for each file, about `count` / files of them, whose prompts fit `parameters.max_prompt_length`.
 
-    Raises DataError as `mrl train` does. `data_source` is what synthetic rows name; `first`: the number of the first
-    row.
+    `data_source` is that of synthetic rows, `first` the number of the first row. Raises DataError as `mrl train` does.
     """
     each = -(-count // max(len(files), 1))
     starts = range(first, first + each * max(len(files), 1), each)
@@ -78,7 +78,7 @@ def _of_file(
 
 
 def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple[list[dict[str, str]], Row]]:
-    """Usable rows from the beginning of a file; what is wrong with the others `mrl train` says."""
+    """Yields usable rows from the beginning of a file. `mrl train` reports faults of the others."""
     for raw in read_rows([file], parameters.prompt_key, parameters.reward_fn_key):
         if not count:
             return
@@ -94,7 +94,7 @@ def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple
 def _synthetic(
     start: int, count: int, data_source: str, offer: Offer | None
 ) -> Iterator[tuple[list[dict[str, str]], Row]]:
-    """Makes rows up; each of the environments has its turn."""
+    """Makes up rows. The environments take turns."""
     environments = []
     if offer is not None:
         environments = list(offer.environments)
@@ -122,9 +122,9 @@ def _row(messages: list[dict[str, str]], rest: Row, number: int, parameters: Pro
 def _fitted(
     messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, longest_prompt: int, arguments: Row
 ) -> list[dict[str, str]]:
-    """The messages, the longest of them cut from its beginning until the prompt fits.
+    """Cuts the longest messages from their beginning until the prompt fits.
 
-    A cut one begins with its row's number, so that prompts stay different.
+    A cut prompt begins with its row's number, so that prompts stay different.
     """
     excess = _length(messages, tokenizer, arguments) - longest_prompt
     if excess <= 0:
@@ -156,8 +156,9 @@ def write_rows(file: Path, rows: Sequence[Row]) -> None:
 
 
 def synthetic_source(config: RunConfig) -> str:
-    """A data source that `reward.function: auto` has a rule for, one with parts where the configuration asks for
-    parts.
+    """Returns a data source that `reward.function: auto` has a rule for.
+
+    It has parts where the configuration asks for parts.
     """
     asks_for_parts = (
         config.algorithm.filter_groups.metric not in ("score", "reward") or config.algorithm.gdpo_reward_keys

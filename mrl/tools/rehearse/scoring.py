@@ -1,12 +1,12 @@
-"""The reward of a rehearsal: the user's function is called on every response, and what it says is noted.
+"""The reward of a rehearsal. It calls the user's function on every response, and notes the result.
 
-Random weights know nothing, so most groups would have one score and no advantage. As long as all answers to a
-prompt have had one value of the user's (what dynamic sampling compares, else the score), a seeded 0 or 1 stands in
-for it, so that the two meet in every group. With dynamic sampling one prompt of four, the second, keeps its own and
-is there to be replaced. Validation's answers, what the function raises and what it gives of a wrong type go on to
-the trainer as they are.
+Random weights know nothing, so most groups would have one score and no advantage. So a seeded 0 or 1 replaces the
+user's value while all answers to a prompt had the same value. That value is what dynamic sampling compares, or the
+score. Each group then has both. With dynamic sampling one prompt in four, the second, keeps its values and can be
+replaced. Answers of validation, errors of the function and results of a wrong type go to the trainer unchanged.
 
-Runs in the scoring processes and imports what they import. Each call prints one JSON line, which logs/reward.log keeps.
+It runs in the scoring processes and imports what they import. Each call prints one line of JSON, which logs/reward.log
+keeps.
 """
 
 import json
@@ -20,11 +20,11 @@ from mrl.reward.items import OK, ONE_TURN, RewardSpec
 from mrl.reward.resolve import resolve
 from mrl.reward.worker import judge
 
-ROW = "rehearsal_row"  # in extra_info: which row a response answers; the user's function never sees it
+ROW = "rehearsal_row"  # in extra_info: number of the row that is answered; the user's function does not see it
 SETTINGS = "scoring.json"  # beside the reward's file
 CALL = "rehearsed_reward"  # key of a printed line
-VALIDATION = 10_000  # rows from here on are of validation
-UNIFORM = 4  # with dynamic sampling, of so many prompts one is left as it is
+VALIDATION = 10_000  # rows from this number on are validation rows
+UNIFORM = 4  # with dynamic sampling, one prompt in so many keeps its values
 _PROGRAM = '''"""Written by mrl rehearse: calls the configuration's own reward."""
 
 from pathlib import Path
@@ -37,9 +37,9 @@ compute_score = load_scorer(Path(__file__).with_name("{settings}"))
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """`reward`: fields of the RewardSpec, None where the user's file is not there.
+    """Settings of the scorer. `reward` has the fields of the RewardSpec; None where the user's file is missing.
 
-    `keys`: parts that are compared inside a group.
+    `keys` are parts that are compared within a group.
     """
 
     reward: dict[str, Any] | None
@@ -48,7 +48,7 @@ class ScoringSettings:
     metric: str  # what dynamic sampling compares; "score" where it is off
     leaves_uniform: bool
     seed: int
-    turns: bool = False  # the configuration's responses have several, which the function may ask for
+    turns: bool = False  # responses have several turns, which the function may read
 
 
 def write_scorer(file: Path, settings: ScoringSettings) -> None:
@@ -58,7 +58,7 @@ def write_scorer(file: Path, settings: ScoringSettings) -> None:
 
 
 def load_scorer(file: Path) -> Callable[..., Any]:
-    """The function that the trainer calls. Raises what loading the user's own raises."""
+    """Returns the function that the trainer calls. Raises what loading the user's own function raises."""
     settings = ScoringSettings(**json.loads(file.read_text(encoding="utf-8")))
     function = None
     if settings.reward is not None:
@@ -67,17 +67,19 @@ def load_scorer(file: Path) -> Callable[..., Any]:
 
 
 class RehearsalScorer:
-    """Scores responses one by one, and knows which it has seen of the same group."""
+    """Scores responses one by one, and remembers those of the same group."""
 
     def __init__(self, settings: ScoringSettings, function: Callable[..., Any] | None):
         self._settings = settings
         self._function = function
-        self._seen: dict[int, list[float]] = {}  # row -> the user's values of the group under way; rows as they came
+        self._seen: dict[
+            int, list[float]
+        ] = {}  # row -> the user's values of its current group; rows in order of arrival
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
     ) -> Any:
-        """The user's answer, its score seeded where the group says nothing."""
+        """Returns the user's answer. Its score is seeded where the group has no differences."""
         info = dict(extra_info or {})
         row = info.pop(ROW, None)
         info = ONE_TURN | info if self._settings.turns else info
@@ -109,12 +111,12 @@ class RehearsalScorer:
         return len(set(seen)) == 1 and not left
 
     def _seeded(self, row: int) -> float:
-        """Turn about within a group, so that 0 and 1 meet in it; which comes first follows from seed and row."""
+        """Alternates 0 and 1 within a group, so that both occur. The first one follows from seed and row."""
         first = random.Random(f"{self._settings.seed} {row}").randrange(2)
         return float((first + len(self._seen[row])) % 2)
 
     def _with(self, answer: Any, score: float) -> Any:
-        """The answer with another score, and with another value of the parts that groups are compared by."""
+        """Returns the answer with another score, and with that value in the parts that groups are compared by."""
         if not isinstance(answer, dict):
             parts = {}
             if self._function is None:

@@ -1,10 +1,10 @@
-"""Lengths, token budgets and batches in small: all divided by one factor, rounded up, never below what a run needs.
+"""Shrinks lengths, token budgets and batches: all are divided by one factor, rounded up, with a minimum.
 
-The factor is the smallest power of two that brings the longest sample to 192 tokens and a step to 96 samples. Group
-size and updates a step stay, within bounds that are stated where they are hit.
+The factor is the smallest sufficient power of two. It brings the longest sample to 192 tokens and a step to 96 samples.
+Group size and updates a step stay, within limits that are reported where they apply.
 
-An example: 2,048 + 8,192 tokens, 256 prompts of 16 responses, mini-batches of 64 prompts. The factor is 64: prompts
-of 48 tokens (the least), responses of 128, mini-batches of 1 prompt, 4 of them a step.
+An example: 2,048 + 8,192 tokens, 256 prompts of 16 responses, mini-batches of 64 prompts. The factor is 64. Prompts
+have 48 tokens (the minimum) and responses 128. Mini-batches have 1 prompt, and a step has 4 of them.
 """
 
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ from typing import Any
 from mrl.config.schema import RunConfig, leaf
 from mrl.tools.rehearse.notes import Change
 
-# tokens of a sample, samples of a step
+# most tokens of a sample, most samples of a step
 LONGEST = 192
 SAMPLES = 96
-# the least: a chat template and a few words; something to sample
+# minimum of a prompt (a chat template and a few words), and of a response
 PROMPT = 48
 RESPONSE = 32
-CONVERSATION = 256  # the least of a response that has answers of tools in it
-# the most responses a prompt, the most updates a step
+CONVERSATION = 256  # minimum of a response with answers of tools in it
+# most responses a prompt, most updates a step
 GROUP = 16
 UPDATES = 8
-SEQUENCES = 32  # the least that an engine works on at once
+SEQUENCES = 32  # fewest sequences that an engine computes at once
 _UNIT = "divided by {factor}"
-# token budgets, and what at least they have to hold: one longest sample (of one device)
+# token budgets; each must hold at least the longest sample (on one device)
 _BUDGETS = (
     "actor.ppo_max_token_len_per_gpu",
     "actor.log_prob_max_token_len_per_gpu",
@@ -59,16 +59,16 @@ class SmallBatch:
 
 
 def small_batch(config: RunConfig, data_parallel: int, sequence_parts: int, least_prompt: int = PROMPT) -> SmallBatch:
-    """`data_parallel` and `sequence_parts` are those of the small layout: samples divide by one, padded lengths by
-    the other.
+    """Shrinks the batch of a configuration.
 
-    `least_prompt`: tokens that a prompt of a few words takes.
+    `data_parallel` and `sequence_parts` belong to the small layout. Samples must divide by the first, padded lengths by
+    the second. `least_prompt` is the tokens of a prompt of a few words.
     """
     data = config.data
     n = min(config.rollout.n, GROUP)
     factor = shrink_factor(data.max_sample_length, data.train_batch_size * n)
     prompt = _length(data.max_prompt_length, factor, max(PROMPT, least_prompt))
-    if config.rollout.turns is not None:  # a tokenizer of ours has a token a byte of what may be called
+    if config.rollout.turns is not None:  # mrl's own tokenizer takes a token a byte for the functions' schemas
         prompt = max(prompt, least_prompt)
     response = _length(data.max_response_length, factor, RESPONSE if config.rollout.turns is None else CONVERSATION)
     longest = ceil((prompt + response) / sequence_parts) * sequence_parts
@@ -97,7 +97,7 @@ _ALWAYS = (
 
 
 def shrink_factor(longest: int, samples: int) -> int:
-    """The smallest power of two that brings both to what a rehearsal has time for."""
+    """Returns the smallest power of two that brings both to the size of a rehearsal."""
     factor = 1
     while longest > LONGEST * factor or samples > SAMPLES * factor:
         factor *= 2
@@ -109,9 +109,9 @@ def _length(value: int, factor: int, least: int) -> int:
 
 
 def _prompts(config: RunConfig, factor: int, n: int, data_parallel: int) -> dict[str, int]:
-    """Prompts of a mini-batch, of a step, and at a time in dynamic sampling.
+    """Returns prompts of a mini-batch, of a step, and of one round of dynamic sampling.
 
-    Every data-parallel rank gets as many samples.
+    Every data-parallel rank gets the same number of samples.
     """
     data = config.data
     mini = config.actor.ppo_mini_batch_size
@@ -125,7 +125,7 @@ def _prompts(config: RunConfig, factor: int, n: int, data_parallel: int) -> dict
 
 
 def _of_response_length(config: RunConfig, factor: int, response: int) -> dict[str, Any]:
-    """What is given as a part of the longest response, or as the whole of it."""
+    """Returns values that are given as the longest response or a part of it."""
     values: dict[str, Any] = {}
     buffer = config.algorithm.overlong_buffer
     divisor = config.algorithm.policy_loss.loss_scale_factor
@@ -153,7 +153,7 @@ def _why(config: RunConfig, key: str, value: Any, factor: int) -> str:
 
 
 def updates_changed(config: RunConfig, small: SmallBatch) -> Iterator[str]:
-    """Says where a step has fewer updates than in the configuration."""
+    """Reports where a step has fewer updates than in the configuration."""
     now = small["data.train_batch_size"] // small["actor.ppo_mini_batch_size"]
     if now != config.updates_per_step:
         yield f"{config.updates_per_step} updates a step there, {now} here"

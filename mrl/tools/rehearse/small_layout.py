@@ -1,11 +1,11 @@
-"""A layout in small: at most four ranks and two engine workers (four where they share the ranks' devices).
+"""Shrinks a layout to at most four ranks and two engine workers (four where they share the ranks' devices).
 
-Every degree above 1 stays above 1 where there is room for it. All small layouts are tried and the best is taken:
-first the degrees that change most of the code's way (see `_WORTH`), then no degree that the original does not have,
-then few ranks. What found no room is named.
+Every degree above 1 stays above 1 where it fits. All small layouts are tried, and the best is taken. It keeps first the
+degrees that change most code (see `_WORTH`). Then it has no degree that the original does not have. Then it has few
+ranks. Degrees that do not fit are named.
 
-An example, Qwen3-235B on 128 ranks: TP4 x PP8 x DP4 with EP16 becomes TP2 x PP2 with EP2 on 4 ranks, and data
-parallelism is named; stages of 11, 12, ..., 12, 11 layers become stages of 1 and 2.
+An example, Qwen3-235B on 128 ranks: TP4 x PP8 x DP4 with EP16 becomes TP2 x PP2 with EP2 on 4 ranks. Data parallelism
+is named as missing. Stages of 11, 12, ..., 12, 11 layers become stages of 1 and 2.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from mrl.tools.rehearse.notes import OutOfReach
 
 RANKS = 4
 WORKERS = {"separate": 2, "colocated": 4}
-ENGINE_TENSOR = 2  # vLLM's CPU build was seen to work with no more
+ENGINE_TENSOR = 2  # largest size with which vLLM's CPU build was seen to work
 _SIZES = (1, 2, 4)
 _ACTOR = "actor.layout"
 _ROLLOUT = "rollout"
@@ -28,7 +28,7 @@ _ROLLOUT = "rollout"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Degrees of the actor that a small layout is chosen by."""
+    """Degrees of the actor by which a small layout is chosen."""
 
     world: int
     tensor: int
@@ -53,7 +53,7 @@ class Ranks:
         return self.world % dense == 0 and self.world % experts == 0
 
 
-# degree -> what it is worth to keep it above 1; each outweighs all that follow
+# degree -> worth of keeping it above 1; each outweighs all that follow
 _WORTH = {"tensor": 64, "pipeline": 32, "expert": 16, "context": 8, "expert_tensor": 4, "data": 2, "expert_data": 1}
 _ENGINE_WORTH = {"tensor": 4, "data": 2, "num_engines": 1}
 _KEYS = {
@@ -70,9 +70,7 @@ _ENGINE_KEYS = {"tensor": "tensor_model_parallel_size", "data": "data_parallel_s
 
 @dataclass(frozen=True)
 class SmallLayout:
-    """Degrees of the rehearsal under the configuration's own keys, the layers that they need, and what found no
-    room.
-    """
+    """Degrees of the rehearsal under the configuration's own keys, the layers that they need, and what does not fit."""
 
     actor: dict[str, Any]  # keys of actor.layout
     layers: int
@@ -85,7 +83,7 @@ class SmallLayout:
 
 
 def small_layout(config: RunConfig) -> SmallLayout:
-    """The layout of a configuration in small; `config` is legal."""
+    """Shrinks the layout of a legal configuration."""
     degrees = config.actor.layout
     original = _ranks_of(degrees)
     small = _small_ranks(original)
@@ -116,7 +114,7 @@ def _small_ranks(original: Ranks) -> Ranks:
 
 
 def _candidates(original: Ranks) -> Iterator[Ranks]:
-    """Small layouts with no cut in a direction in which the original has none, data parallelism aside."""
+    """Yields small layouts that cut only in directions in which the original cuts, data parallelism excepted."""
     cuts = ("tensor", "pipeline", "expert", "context", "expert_tensor")
     choices = [_SIZES if getattr(original, name) > 1 else (1,) for name in cuts]
     for world in (size for size in _SIZES if size <= RANKS):
@@ -132,7 +130,7 @@ def _small_engines(config: RunConfig, world: int) -> RolloutLayout:
     room = WORKERS[config.cluster.placement]
     original = RolloutLayout(rollout.num_engines, rollout.tensor_model_parallel_size, rollout.data_parallel_size)
     if colocated and original.world_size <= config.actor.layout.world_size:
-        room = min(room, world)  # as there, no engine stands where no rank does
+        room = min(room, world)  # as in the original, every engine shares devices with ranks
 
     def merit(small: RolloutLayout) -> tuple[int, int]:
         kept = sum(worth for name, worth in _ENGINE_WORTH.items() if getattr(small, name) > 1)
@@ -149,8 +147,9 @@ def _engine_candidates(original: RolloutLayout) -> Iterator[RolloutLayout]:
 
 
 def _with_stages(d: LayoutDegrees, small: Ranks) -> tuple[dict[str, Any], int]:
-    """Keys of actor.layout, and the number of layers: two a stage, one a chunk of virtual stages, uneven where they
-    were.
+    """Returns keys of actor.layout and the number of layers.
+
+    A stage has two layers, a virtual stage one. Stages stay uneven where they were.
     """
     chunks = 1
     if d.virtual_pipeline > 1 and small.pipeline > 1:
@@ -163,14 +162,14 @@ def _with_stages(d: LayoutDegrees, small: Ranks) -> tuple[dict[str, Any], int]:
         "context_parallel_size": small.context,
         "expert_model_parallel_size": small.expert,
         "expert_tensor_parallel_size": d.expert_tensor_parallel_size and small.expert_tensor,
-        "sequence_parallel": d.sequence_parallel and small.tensor > 1 if d.sequence_parallel is not None else None,
+        "sequence_parallel": d.sequence_parallel and small.tensor > 1,
     }
     uneven, layers = _stages(d, small.pipeline, chunks)
     return keys | uneven, layers
 
 
 def _stages(d: LayoutDegrees, stages: int, chunks: int) -> tuple[dict[str, Any], int]:
-    """The notation of the split in small, and the layers that it has."""
+    """Returns the keys of the pipeline split, shrunk, and the number of layers."""
     even = {
         "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None,
@@ -190,19 +189,26 @@ def _stages(d: LayoutDegrees, stages: int, chunks: int) -> tuple[dict[str, Any],
     if d.end_stages:
         return _end_stages(d, even, stages, chunks)
     extras = {name: getattr(d, name) for name in even if name.startswith("account_for")}
-    return even | extras, stages * chunks * 2 - d.counted_extras if d.counted_extras else stages * chunks * each
+    layers = stages * chunks * each
+    if d.counted_extras:
+        layers = stages * chunks * 2 - d.counted_extras
+    return even | extras, layers
 
 
 def _end_stages(d: LayoutDegrees, even: dict[str, Any], stages: int, chunks: int) -> tuple[dict[str, Any], int]:
-    """The first stage is the shorter one; of two stages both are ends, of more the middle ones have two layers a
-    chunk.
-    """
+    """Shrinks end stages. The first stage is shorter. Stages between the ends have two layers a chunk."""
     first = d.num_layers_in_first_pipeline_stage
     last = d.num_layers_in_last_pipeline_stage
     both = first is not None and last is not None
-    ends = [chunks * (2 if both and stages == 2 and i else 1) for i in range(1 + both)]
+    ends = [chunks] * (1 + both)
+    if both and stages == 2:
+        ends[1] = 2 * chunks
     named = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    given = named if both else named[:1] if first is not None else named[1:]
+    given = named
+    if last is None:
+        given = named[:1]
+    elif first is None:
+        given = named[1:]
     return even | dict(zip(given, ends, strict=True)), sum(ends) + 2 * chunks * (stages - len(ends))
 
 

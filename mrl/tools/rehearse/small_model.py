@@ -1,9 +1,7 @@
-"""A config.json in small: the same family and the same kinds of layers and tensors, with sizes that two CPUs train
-in seconds.
+"""Shrinks a config.json to sizes that two CPUs can train. Family, kinds of layers and kinds of tensors stay.
 
-What makes a family what it is stays: experts, shared experts, dense layers before them, tied embeddings, norms on
-queries and keys, biases, several query heads on one key-value head. Every size divides by the degrees that a
-rehearsal can have.
+Kept are experts, shared experts, dense layers before them, tied embeddings, norms on queries and keys, and biases.
+Several query heads still share a key-value head. Every size divides by the degrees of a rehearsal.
 """
 
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from mrl.model.registry import own_config
 HIDDEN = 128
 HEADS = 4
 HEAD_DIM = 32
-# widths; an expert's divides by 4 workers of an engine into blocks of 32
+# widths; an expert's divides by 4 engine workers into blocks of 32
 DENSE = 256
 EXPERT = 128
 EXPERTS = 8
@@ -26,18 +24,18 @@ _EXPERT_COUNTS = (
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
-)  # one thing, as families and releases spell it
-# Lists with an entry a layer, ways of attention that no family of ours trains, weights in another form.
+)  # the names that families and releases have for it
+# Lists with an entry a layer, kinds of attention that mrl does not train, weights in another format.
 _LEFT_OUT = ("layer_types", "max_window_layers", "sliding_window", "quantization_config", "auto_map")
-_SAME_MODEL = {"kimi_k2": "deepseek_v3"}  # a model type that is another's under its own name
+_SAME_MODEL = {"kimi_k2": "deepseek_v3"}  # model types that are another one under a new name
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SmallForm = Callable[[HfConfig], dict[str, Any]]
 
 
 def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: int) -> dict[str, Any]:
-    """`config` in small, float32; of a model that also reads images the text model alone.
+    """Shrinks `config`, in float32. Of a model that also reads images only the text model stays.
 
-    `positions`: tokens of the longest sample. Raises ConfigError for a family that has no small form.
+    `positions` is the tokens of the longest sample. Raises ConfigError for a family that has no small form.
     """
     config = own_config(config)
     form = SMALL_FORMS.get(_SAME_MODEL.get(config.get("model_type"), config.get("model_type")))
@@ -62,9 +60,9 @@ def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: i
 
 
 def small_kv_heads(config: HfConfig) -> int:
-    """Key-value heads of the small model: as many as heads where the large one has so, else half of them.
+    """Returns the key-value heads of the small model.
 
-    Then two heads share one.
+    They are as many as the heads where the large model has that. Otherwise two heads share one.
     """
     heads = config["num_attention_heads"]
     if (config.get("num_key_value_heads") or heads) == heads:
@@ -77,13 +75,13 @@ def _dense(_: HfConfig) -> dict[str, Any]:
 
 
 def _experts(config: HfConfig) -> dict[str, Any]:
-    """Experts and the chosen ones, under the names that the family has for them."""
+    """Returns numbers and sizes of experts, under the family's names."""
     counts = {name: EXPERTS for name in _EXPERT_COUNTS if config.get(name) is not None}
     return counts | {"num_experts_per_tok": min(config["num_experts_per_tok"], CHOSEN), "moe_intermediate_size": EXPERT}
 
 
 def _qwen_experts(config: HfConfig) -> dict[str, Any]:
-    """The first layer is dense where any is; every second one has experts where not every one has."""
+    """Keeps a dense first layer where the model has dense ones. Every second layer has experts where some lack them."""
     dense = config.get("mlp_only_layers") or []
     step = config.get("decoder_sparse_step") or 1
     return _experts(config) | {"mlp_only_layers": [0] if dense else [], "decoder_sparse_step": min(step, 2)}
@@ -97,12 +95,12 @@ def _qwen_shared(config: HfConfig) -> dict[str, Any]:
 
 
 def _glm(config: HfConfig) -> dict[str, Any]:
-    """Layers for multi-token prediction are counted and, as everywhere, left out."""
+    """Shrinks GLM. Layers for multi-token prediction are counted in config.json and left out, as everywhere."""
     return _experts(config) | {"first_k_dense_replace": min(config["first_k_dense_replace"], 1), "n_shared_experts": 1}
 
 
 def _latent(config: HfConfig) -> dict[str, Any]:
-    """The latent stays: vLLM's CPU kernel is compiled for its size. Groups of experts stay groups, of two each."""
+    """Keeps the latent's size, for which vLLM's CPU kernel is compiled. Groups of experts stay, of two experts each."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM}
     sizes |= {
         "head_dim": 64,
@@ -116,8 +114,9 @@ def _latent(config: HfConfig) -> dict[str, Any]:
 
 
 def _hybrid(config: HfConfig) -> dict[str, Any]:
-    """Every second layer attends with keys, so that two layers have both kinds. Heads of gated delta attention have the
-    least size that vLLM's kernel takes.
+    """Gives every second layer full attention, so that two layers have both kinds.
+
+    Heads of gated delta attention have the smallest size that vLLM's kernel accepts.
     """
     values = config["linear_num_value_heads"] // config["linear_num_key_heads"]
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": HEADS}

@@ -1,6 +1,5 @@
-"""The two commands of a rehearsal: `mrl train` for one step and its save, `mrl train --resume` for the next.
-
-As processes of their own.
+"""Runs the two commands of a rehearsal as processes: `mrl train` for one step and a save, `mrl train --resume` for one
+more.
 """
 
 import os
@@ -17,14 +16,14 @@ from mrl.tools.rehearse.made_up_calls import MadeUpCalls
 
 TRAIN = "train"
 RESUME = "resume"
-DEADLINE_S = 900.0  # of one command; a healthy one takes one to two minutes, a few on a busy machine
+DEADLINE_S = 900.0  # for one command; it usually takes one to two minutes, a few on a busy machine
 _LAST_LINES = 12
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. `code`: its exit code; None past the deadline."""
+    """The end of a command. `code` is its exit code; None past the deadline."""
 
     phase: str
     code: int | None
@@ -33,7 +32,7 @@ class Ended:
 
     @property
     def why(self) -> str:
-        """What it said last, where it failed: the command's own message, or the end of its output."""
+        """The reason of a failure: the command's own message, or the end of its output."""
         text = self.log.read_text(encoding="utf-8", errors="replace").rstrip()
         if self.code is None:
             return f"no end after {DEADLINE_S:g} s; {_end_of(text)}"
@@ -44,7 +43,7 @@ class Ended:
 
     @property
     def line(self) -> int:
-        """Number of the log's line where what is wrong is said."""
+        """Number of the line in the log that shows the failure."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return next((i for i, line in enumerate(lines, 1) if line.startswith(("mrl train: ", "Traceback"))), len(lines))
 
@@ -54,7 +53,7 @@ def _end_of(text: str) -> str:
 
 
 def run_stages(work: WorkFolder, tell: Callable[[str], None]) -> list[Ended]:
-    """Runs both, the second only after the first; `tell` is called with what begins."""
+    """Runs both commands, the second only if the first succeeds. `tell` is called with the name of each."""
     commands = {
         TRAIN: ["train", str(work.config), "--set", "trainer.total_training_steps=1"],
         RESUME: ["train", str(work.config), "--resume"],
@@ -78,8 +77,9 @@ def _run(phase: str, arguments: list[str], work: WorkFolder) -> Ended:
 
 
 def environment(work: WorkFolder) -> dict[str, str]:
-    """The caller's, without a cluster to join, without a network to ask, with one thread a process, watched, and with
-    calls made up in the model's place.
+    """Returns the caller's environment, changed for a rehearsal.
+
+    Processes join no cluster, use no network and one thread each, record what code runs, and make up calls.
     """
     own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     paths = [str(_PACKAGE_ROOT), *filter(None, [own.get("PYTHONPATH")])]

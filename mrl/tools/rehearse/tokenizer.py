@@ -1,6 +1,6 @@
-"""The user's tokenizer where there is one, else one of ours: a token a byte, and a chat template in ChatML's form.
+"""Provides the user's tokenizer where there is one, otherwise one with a token a byte and a ChatML template.
 
-Ours has the thinking switch of Qwen3's templates, so that data.enable_thinking works with it.
+The template has the thinking switch of Qwen3's templates, so that data.enable_thinking works with it.
 """
 
 import json
@@ -14,8 +14,8 @@ START = "<|im_start|>"
 PAD = "<|endoftext|>"
 _WHOLE = (PAD, START, END, "<think>", "</think>", "system", "user", "assistant")  # one token each
 _OF_TOOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-_OWN = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")  # any of them is a tokenizer
-_MULTIPLE = 64  # sizes of the vocabulary: tensor ranks share its rows
+_OWN = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")  # any of them makes a tokenizer
+_MULTIPLE = 64  # the vocabulary's size divides by it, because tensor ranks share its rows
 _MESSAGE = "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
 _GENERATION = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -42,12 +42,12 @@ _TOOL_TEMPLATE = (
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a model's folder has a tokenizer of its own."""
+    """Whether a model's folder has a tokenizer."""
     return any((Path(folder) / name).is_file() for name in _OWN)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """A model's tokenizer, without its configuration and weights."""
+    """Copies a model's tokenizer, without its configuration and weights."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in HF_FILES:
         for file in source.glob(pattern):
@@ -56,8 +56,9 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path, with_tools: bool = False) -> None:
-    """Writes ours, as transformers reads it. `with_tools`: with the tokens of calls, and a template that has them in
-    Hermes' form.
+    """Writes mrl's own tokenizer in the format of transformers.
+
+    `with_tools` adds the tokens of calls, and a template that has them in Hermes' format.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -80,6 +81,6 @@ def write_tokenizer(folder: Path, with_tools: bool = False) -> None:
 
 
 def vocabulary_size(tokenizer, least: int = 0) -> int:
-    """Rows that an embedding needs for a tokenizer; `least`: those that the model has of its own."""
+    """Returns the rows that an embedding needs for a tokenizer. `least` is the model's own number."""
     needed = max(len(tokenizer), least)
     return -(-needed // _MULTIPLE) * _MULTIPLE

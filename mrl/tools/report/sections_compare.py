@@ -16,7 +16,8 @@ from mrl.tools.report.verdict import Tone, verdict
 
 def compare_page(comparison: Comparison) -> Page:
     """Makes the page of a comparison."""
-    names, (tone, words) = list(comparison.runs), headline(comparison)
+    names = list(comparison.runs)
+    tone, words = headline(comparison)
     sections = (
         PageSection("verdict", "Verdict", (Paragraph(words, tone), *_verdict(comparison))),
         PageSection("settings", "Settings that differ", tuple(_settings(comparison))),
@@ -46,11 +47,12 @@ def headline(comparison: Comparison) -> tuple[Tone, str]:
         for who, how in ((better, "beats"), (worse, "is worse than"))
         if who
     ]
-    return ("good" if better and not worse else "plain"), (
-        f"{'; '.join(found)}, by more than chance on the held-out prompts."
-        if found
-        else "No run differs from the first by more than chance."
-    )
+    if not found:
+        return "plain", "No run differs from the first by more than chance."
+    words = f"{'; '.join(found)}, by more than chance on the held-out prompts."
+    if worse:
+        return "plain", words
+    return "good", words
 
 
 def _verdict(comparison: Comparison) -> Iterator[Block]:
