@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,8 +24,8 @@ _COLLECTIVES = (
     *("_reduce_scatter_base", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
     *("all_to_all_single", "alltoall_base", "alltoall", "broadcast", "reduce", "gather", "scatter", "barrier"),
 )
-# the argument with what a rank gives, of those of which all ranks give as much
-_GIVEN = {"allreduce": 0, "broadcast": 0, "all_gather_single": 1, "reduce_scatter_single": 1}
+# the argument with what a rank gives, of those of which the rows of all ranks are alike
+_GIVEN = {"allreduce": 0, "broadcast": 0, "all_gather_single": 1, "reduce_scatter_single": 1, "all_to_all_single": 1}
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,19 @@ class RankGroup:
 class Entry(NamedTuple):
     """A collective that a rank has come to. `number` counts those of its group from 1, since the rank started.
 
-    `nbytes` is what this rank gives, where all ranks of a group give as much; 0 for others.
+    `row_bytes` are those of a row of what this rank gives: alike on all ranks, from one micro-batch to the next. 0
+    where they are not known.
     """
 
     group: RankGroup
     number: int
     operation: str
-    nbytes: int = 0
+    row_bytes: int = 0
 
     def __str__(self) -> str:
         size = ""
-        if self.nbytes:
-            size = f" with {self.nbytes} bytes"
+        if self.row_bytes:
+            size = f" with rows of {self.row_bytes} bytes"
         return f"{self.operation} {self.number} of {self.group}{size}"
 
 
@@ -83,9 +85,9 @@ class _Count:
         self.group = group
         self.done = 0
 
-    def note(self, operation: str, nbytes: int = 0) -> None:
+    def note(self, operation: str, row_bytes: int = 0) -> None:
         self.done += 1
-        _recent.append(Entry(self.group, self.done, operation, nbytes))
+        _recent.append(Entry(self.group, self.done, operation, row_bytes))
 
 
 _counts: list[_Count] = []
@@ -124,22 +126,22 @@ def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callab
 
     @wraps(method)
     def counted(group: Any, *arguments: Any, **named: Any) -> Any:
-        nbytes = 0
+        row_bytes = 0
         if place is not None and len(arguments) > place:
-            nbytes = _bytes_of(arguments[place])
-        groups.of(group).note(name, nbytes)
+            row_bytes = _row_bytes(arguments[place])
+        groups.of(group).note(name, row_bytes)
         return method(group, *arguments, **named)
 
     return counted
 
 
-def _bytes_of(given: Any) -> int:
-    """Returns the size of a tensor, or of the only one of a list."""
+def _row_bytes(given: Any) -> int:
+    """Returns the bytes of a row of a tensor, or of the only one of a list; there may be no row."""
     if isinstance(given, list):
         if len(given) != 1:
             return 0
         given = given[0]
-    return given.nbytes
+    return given.element_size() * prod(given.shape[1:])
 
 
 class _Nothing:

@@ -169,10 +169,10 @@ def _unusual(parting: _Parting, trails: Mapping[int, Trail]) -> list[int]:
 def _likeness(recent: Sequence[Entry], place: int) -> tuple[int, int]:
     """Returns how many entries before this one are as they were before the same operation at some earlier time.
 
-    The second number counts those that were of the same size, too.
+    The second number counts those whose rows had as many bytes, too.
     """
     kinds = [(entry.group, entry.operation) for entry in recent[: place + 1]]
-    whole = [(*kind, entry.nbytes) for kind, entry in zip(kinds, recent, strict=False)]
+    whole = [(*kind, entry.row_bytes) for kind, entry in zip(kinds, recent, strict=False)]
     return _longest(kinds, place), _longest(whole, place)
 
 

@@ -27,7 +27,7 @@ keep_trail(leaves_out)
 keep_trail()
 pair = dist.new_group([0, 1], group_desc="A_PAIR")
 values = torch.ones(3)
-dist.all_reduce(values, group=pair)
+dist.all_reduce(torch.ones(3, 5), group=pair)
 dist.all_gather([torch.empty(3), torch.empty(3)], values, group=pair)
 if rank == 0:
     dist.send(values, 1, group=pair)
@@ -37,7 +37,7 @@ work = dist.all_reduce(torch.ones(2), group=pair, async_op=True)
 if not int(skipped):
     work.wait()
     dist.barrier()
-told = [[each.group.name.split()[0], each.group.ranks, each.group.is_pair, each.number, each.operation, each.nbytes]
+told = [[each.group.name.split()[0], each.group.ranks, each.group.is_pair, each.number, each.operation, each.row_bytes]
         for each in trail().recent]
 os.write(1, (json.dumps([rank, before, told, trail().total, str(trail().recent[0])]) + "\\n").encode())
 if other:
@@ -45,10 +45,10 @@ if other:
 os._exit(0)
 """
 PAIR = [
-    ["A_PAIR", [0, 1], False, 1, "allreduce", 12],
+    ["A_PAIR", [0, 1], False, 1, "allreduce", 20],
     ["A_PAIR", [0, 1], False, 2, "allgather", 0],
     ["A_PAIR", [0, 1], True, 1, "send", 0],
-    ["A_PAIR", [0, 1], False, 3, "allreduce", 8],
+    ["A_PAIR", [0, 1], False, 3, "allreduce", 4],
 ]
 
 
@@ -90,7 +90,7 @@ def test_a_collective_that_is_left_out_is_not_counted(whole):
 def test_a_collective_is_told_with_its_number_and_ranks():
     group = RankGroup("TENSOR_MODEL_PARALLEL_GROUP 7", (0, 1))
     said = str(Entry(group, 57, "allreduce", 4096))
-    assert said == "allreduce 57 of TENSOR_MODEL_PARALLEL_GROUP 7 (ranks 0, 1) with 4096 bytes"
+    assert said == "allreduce 57 of TENSOR_MODEL_PARALLEL_GROUP 7 (ranks 0, 1) with rows of 4096 bytes"
     assert str(Entry(RankGroup("x", (3, 5), is_pair=True), 2, "receive")) == "receive 2 of x (ranks 3 to 5)"
 
 

@@ -162,11 +162,23 @@ def test_a_number_of_another_size_is_a_parting_and_the_past_tells_whose():
     sizes = (4, 64, 256)
 
     def own(given: Sequence[int]) -> Trail:
-        return trail_of([Entry(group, number, "allreduce", nbytes) for number, nbytes in enumerate(given, start=1)])
+        return trail_of([Entry(group, number, "allreduce", size) for number, size in enumerate(given, start=1)])
 
     found = missing_ranks({0: own([*sizes, *sizes, 4, 64]), 1: own([*sizes, *sizes, 4, 256])})
     assert found.ranks == (1,)
     assert found.words == (
-        "rank 1 went on to allreduce 8 of tensor (ranks 0, 1) with 256 bytes where rank 0 came to allreduce 8 of "
-        "tensor (ranks 0, 1) with 64 bytes, as before"
+        "rank 1 went on to allreduce 8 of tensor (ranks 0, 1) with rows of 256 bytes where rank 0 came to "
+        "allreduce 8 of tensor (ranks 0, 1) with rows of 64 bytes, as before"
     )
+
+
+def test_one_exchange_of_several_in_a_row_that_is_left_out_is_told_by_its_rows():
+    """As experts have them: rank 1 left out the first of a layer, and came to the second under its number."""
+    group = RankGroup("expert", (0, 1))
+    layer = [(4, "all_to_all_single"), (256, "all_to_all_single"), (256, "all_to_all_single"), (64, "allreduce")]
+
+    def own(given: Sequence[tuple[int, str]]) -> Trail:
+        return trail_of([Entry(group, number, kind, size) for number, (size, kind) in enumerate(given, start=1)])
+
+    found = missing_ranks({0: own([*layer * 3, layer[0]]), 1: own([*layer * 3, layer[1]])})
+    assert found.ranks == (1,)
