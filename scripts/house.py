@@ -32,7 +32,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     3: ("reshard",),
     2: ("config",),
     1: ("model", "algo", "data", "schedule", "reward", "environments", "record", "platforms"),
-    0: ("errors", "exercised", "plain_files", "units", "whole_file"),
+    0: ("crash_points", "errors", "exercised", "plain_files", "units", "whole_file"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 # the path of a training step

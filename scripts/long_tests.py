@@ -32,7 +32,7 @@ PIECES = {
     "rehearsals": ("test_rehearse",),
     "ranks": ("test_dp2", "test_dp_runs", "test_overlap"),
     "rows": ("test_rows",),
-    "restarts": ("test_rank_restart", "test_engines_back", "test_supervised"),
+    "restarts": ("test_rank_restart", "test_engines_back", "test_supervised", "test_late_ranks"),
     "turns": ("test_turns",),
     "held_turns": ("test_held_turns",),
     "adapters": ("test_lora", "test_lora_run"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mrl.checkpoint.manifest import MANIFEST, Manifest, fsync, read_manifest
+from mrl.crash_points import crash_point
 from mrl.errors import EnvironmentFault
 
 _REPLACED = ".replaced"  # a step's former checkpoint while a new one gets its name
@@ -73,11 +74,13 @@ def write_atomically(folder: Path, write: Callable[[Path], None], check: Callabl
     try:
         write(work)
         check()
+        crash_point("checkpoint", "written")
         if folder.exists() and old.exists():  # left by an earlier kill
             discard(folder)
         elif folder.exists():
             folder.rename(old)
         work.rename(folder)
+        crash_point("checkpoint", "renamed")
         fsync(folder.parent)
         fsync(folder.parent.parent)  # created with the run; nobody else syncs it
     except BaseException:

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from mrl.cluster.late_ranks import with_cause
 from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.shared_folder import check_seen, marked
@@ -20,9 +21,9 @@ from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.process_tree import end_below
-from mrl.remote.calls import SETTLE_S, Late, LostPeer, ask, blame, gather, gather_all, unwrap
+from mrl.remote.calls import Late, LostPeer, ask, blame, gather, gather_all, unwrap
 from mrl.remote.deadlines import Deadlines
-from mrl.remote.process_logs import concerning, log_file, processes_of
+from mrl.remote.process_logs import concerning, log_file
 
 _EXPORT = "weight export"
 _AHEAD = 2  # objects: head and data of one bucket are made while the previous one is loaded
@@ -133,27 +134,14 @@ class ActorGroup:
     def _answers(
         self, refs: dict[str, ray.ObjectRef], timeout_s: float | None, phase: str, poll: Callable[[], None]
     ) -> dict[str, Any]:
-        """Gathers answers. If several ranks are late, the error names those whose processes do not run at all."""
+        """Gathers answers. If ranks are late, the error names those that are the cause; see late_ranks."""
         began = time.monotonic()
         try:
             answers = gather(refs, timeout_s or self._deadlines.of(phase), phase, poll)
-        except Late as error:
-            raise self._with_cause(error) from error
+        except (Late, LostPeer) as error:
+            raise with_cause(error, self.refs) from error
         self._deadlines.ended(phase, time.monotonic() - began)
         return answers
-
-    def _with_cause(self, error: Late) -> Late:
-        """Adds the cause to an error. All running ranks write their stacks, so the others are the cause."""
-        asked = self.refs("write_stacks")
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SETTLE_S)
-        silent = [name for name, ref in asked.items() if ref not in ready]
-        if silent and len(silent) < len(asked):
-            words = f"{', '.join(silent)} did not even write its stacks: stopped, or cut off"
-            return concerning(Late(f"{error}; {words}; the stacks of the others are in logs/*.stacks"), *silent)
-        where = "their stacks are in logs/*.stacks"
-        if silent:
-            where = "none of them could write its stacks"
-        return concerning(Late(f"{error}; {where}"), *processes_of(error))
 
     def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, ray.ObjectRef]:
         """Calls every rank with its own arguments, without waiting. Returns references to the answers, by name."""

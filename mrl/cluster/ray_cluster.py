@@ -23,6 +23,7 @@ from mrl.model.device_grid import rank_order
 from mrl.platforms.process_memory import few_heaps
 from mrl.platforms.process_tree import end_below, pids_below
 
+_OWN_SETTINGS = {"gcs_rpc_server_reconnect_timeout_s": 8}
 _STARTS = 3  # for a run's own cluster, each as long as Ray waits for its processes
 _OUT_OF_TIME = re.compile(r"timed? ?out", re.I)
 
@@ -80,8 +81,17 @@ def _init_own(folder: Path) -> None:
         include_dashboard=False,
         _temp_dir=str(folder),
         _node_ip_address="127.0.0.1",
+        _system_config=_of_one_machine(),
         **_quiet(),
     )
+
+
+def _of_one_machine() -> dict[str, Any]:
+    """Returns settings of Ray for a cluster whose processes reach each other without a network.
+
+    Its GCS is lost when its process is, so nobody waits for it for Ray's minute. A value in the environment wins.
+    """
+    return {name: value for name, value in _OWN_SETTINGS.items() if f"RAY_{name}" not in os.environ}
 
 
 def _join(address: str) -> None:

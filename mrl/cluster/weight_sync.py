@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.late_ranks import with_cause
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.places import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess
 from mrl.model import read_hf_config
-from mrl.remote.calls import gather, settle
+from mrl.remote.calls import Late, gather, settle
 from mrl.remote.deadlines import LEAST_S, Deadlines
 from mrl.remote.process_logs import concerning
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, describe_routes, p2p_members
@@ -198,7 +199,10 @@ class WeightSync:
         sending = self.actor.refs("send_weights", update, self._workers(engines), read_back)
         receiving = self.engines.refs("receive_weights", update, read_back, engines=sorted(engines))
         began = time.perf_counter()
-        answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
+        try:
+            answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
+        except Late as error:
+            raise with_cause(error, self.actor.refs) from error
         if not any(isinstance(answer, Exception) for answer in answers.values()):
             self._deadlines.ended(PHASE, time.perf_counter() - began)
         received = {}

@@ -22,6 +22,7 @@ from mrl.cluster.same_software import software
 from mrl.cluster.shared_folder import FolderMark
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig, with_values
+from mrl.crash_points import crash_point
 from mrl.data.samples import Samples
 from mrl.flow.handed_rows import HandedRows
 from mrl.flow.kept_tokens import fetched, going_on, with_kept
@@ -33,6 +34,7 @@ from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
 from mrl.platforms.addresses import address_environment
+from mrl.platforms.collective_trail import Trail, trail
 from mrl.platforms.imports import many_imports
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
@@ -86,10 +88,19 @@ class ActorWorker:
         self.critic_copy = None  # the same for a critic
 
     @ray.method(concurrency_group=LOOKING)
-    def write_stacks(self) -> None:
-        """Writes the stacks of all threads beside the log. Works while the rank is busy, if its process runs."""
+    def write_stacks(self) -> Trail:
+        """Writes the stacks of all threads beside the log, and returns the trail of collectives.
+
+        Works while the rank is busy, if its process runs.
+        """
         with stacks_file(self._log).open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
+        return trail()
+
+    @ray.method(concurrency_group=LOOKING)
+    def trail(self) -> Trail:
+        """Returns the trail of collectives, as `write_stacks` does."""
+        return trail()
 
     def host(self) -> str:
         """Returns the address under which the other ranks reach this one."""
@@ -182,6 +193,7 @@ class ActorWorker:
 
     def do(self, verb: str, *arguments: Any) -> Any:
         """Calls one of MODEL_VERBS on MegatronActor, or a verb of RankBatch on the rows of the step."""
+        crash_point("rank", self.rank, verb)
         if verb in MODEL_VERBS:
             return getattr(self.actor, verb)(*arguments)
         return self.batch.do(verb, *arguments)
@@ -268,6 +280,7 @@ class ActorWorker:
         """Sends this rank's part of the weights to `workers`. Returns the fields of a SendReport."""
         from mrl.config.schema_actor import PARAMETERS
 
+        crash_point("rank", self.rank, "send_weights")
         with self.actor.residence.using(PARAMETERS):
             return self.sender.send(update, workers, check_replicas).to_json()
 
@@ -293,6 +306,7 @@ class ActorWorker:
 
         The part of a critic is in it, under its name.
         """
+        crash_point("rank", self.rank, "write_checkpoint")
         part = self.host_copy.write(Path(folder)).to_json()
         if self.critic_copy is not None:
             part["critic"] = self.critic_copy.write(Path(folder)).to_json()
@@ -314,6 +328,7 @@ def _packed(data: bytes) -> Iterator[str | np.ndarray]:
 class EngineWorker:
     """One vLLM engine in a Ray actor, or one data-parallel rank of it."""
 
+    name = ""  # the engine's, at crash points
     conversations = None  # set after the start, if responses have several turns
 
     def __init__(
@@ -326,6 +341,7 @@ class EngineWorker:
         from mrl.vllm.engine import VllmEngine
 
         log_to(log_path)
+        self.name = settings.name
         self._places = places
         os.environ |= address_environment(ray.util.get_node_ip_address())  # inherited by vLLM's own processes
         # vLLM 0.23's coordinator of ranks would ask twice and get one port
@@ -395,6 +411,7 @@ class EngineWorker:
         `kept`: by sample_id, block and row of the tokens after which a response continues. Its answer contains those
         too.
         """
+        crash_point(self.name, "generate")
         outbox = self.outboxes.of(client)
         with outbox.call(call):
             before = await fetched(kept or {})
@@ -439,6 +456,7 @@ class EngineWorker:
         if self.conversations is not None and verb in ("end_requests", "give_up"):
             # first, otherwise an ended request's conversation would issue another one
             await self.conversations.end(*arguments)
+        crash_point(self.name, verb)
         answer = await getattr(self.engine, verb)(*arguments)
         if verb == "give_up":
             self.outboxes = Outboxes()  # the clients of its content are gone

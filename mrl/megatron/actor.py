@@ -82,6 +82,7 @@ class MegatronActor:
         self.platform = get_platform(config.cluster.device)
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
         self.platform.apply_patches()
+        parallel.count_collectives(rank)
         check_layers(config.cluster.device, layers(), config.model.allow_torch_layers)
         check_dispatcher(config.model.override_transformer_config)
         if config.trainer.deterministic:

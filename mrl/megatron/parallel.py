@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel import random as generators
 
+from mrl.crash_points import crash_point, is_wanted_at
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.layout import TrainLayout
 from mrl.platforms import Platform
+from mrl.platforms.collective_trail import keep_trail
 
 
 def init_distributed(
@@ -39,6 +42,14 @@ def init_distributed(
             f"actor rank {rank} of {world_size} could not meet the others at {master_addr}:{master_port} within "
             f"{timeout_s:.0f} s: {error}"
         ) from error
+
+
+def count_collectives(rank: int) -> None:
+    """Counts from now on, so that a rank that does not come to one can be named. A crash point may leave one out."""
+    leaves_out = None
+    if is_wanted_at("rank", rank, "collective"):
+        leaves_out = partial(crash_point, "rank", rank, "collective")
+    keep_trail(leaves_out)
 
 
 def release_scratch() -> None:

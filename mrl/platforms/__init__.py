@@ -4,8 +4,8 @@ torch.
 `torch_platforms` computes on a device, `hosting` starts processes for it, `inventory` looks for it on this host.
 `versions` lists the packages that it needs, `transfer` moves weights between its processes, `process_memory` counts the
 memory of a process. `cpu_patches` is the table of replacements in torch and Megatron. Imports nothing of mrl but errors
-and units. Without torch: this module, hosting, inventory, versions, imports, patching, process_memory and
-npu_mindspeed.
+and units. Without torch: this module, hosting, inventory, versions, imports, patching, process_memory,
+collective_trail and npu_mindspeed.
 """
 
 from collections.abc import Mapping

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from mrl.crash_points import crash_point
 from mrl.data.samples import CALL_REASONS, STOP_REASONS, SampleRows
 from mrl.record.spec import DEVIATIONS, metric_spec
 
@@ -221,6 +222,7 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Times the block, also when it raises."""
+        crash_point("phase", phase)
         start = self._clock()
         try:
             yield

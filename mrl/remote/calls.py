@@ -14,7 +14,8 @@ from mrl.remote.process_logs import concerning, log_file
 _CAUSE_CHARACTERS = 800
 SETTLE_S = 5.0  # a rank's peers notice its death before Ray does
 _LOST = re.compile(
-    r"gloo/transport|connection (closed|reset|refused)|broken pipe|remote process exited|collective operation timeout",
+    r"gloo/transport|connection (closed|reset|refused)|broken pipe|remote process exited|collective operation timeout|"
+    r"not in the same collective",
     re.I,
 )
 _FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)

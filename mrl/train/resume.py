@@ -193,6 +193,21 @@ def _named(path: str) -> Newest:
     return Newest(folder, read_manifest(folder), {})
 
 
+def new_run(manifest: Manifest) -> str:
+    """What is left where a run cannot go on with a checkpoint, and what that keeps and loses: no option forces it."""
+    lost = ["the optimizer's moments", f"the count of steps ({manifest.step}) that learning rates follow"]
+    if manifest.trainer.get("cursor"):
+        lost.append(f"the place in the data (epoch {manifest.trainer['cursor']['epoch']})")
+    if manifest.critic:
+        lost.append("the critic")
+    if "ahead" in manifest.trainer:
+        lost.append("the responses on their way")
+    return (
+        "start a new run from an export of the checkpoint (mrl convert megatron-to-hf), which keeps its weights and "
+        f"loses {', '.join(lost)}"
+    )
+
+
 def _check_same_values(fixed: Mapping[str, Any], manifest: Manifest, folder: Path) -> None:
     if manifest.weights_only:
         raise ConfigError(
@@ -205,7 +220,7 @@ def _check_same_values(fixed: Mapping[str, Any], manifest: Manifest, folder: Pat
     if changed:
         raise ConfigError(
             f"{'; '.join(changed)}. The place in the data and the samples of a step follow from them: give the run's "
-            "own values, or start a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
+            f"own values, or {new_run(manifest)}"
         )
 
 
@@ -228,10 +243,7 @@ def _check_same_adapters(identity: RunIdentity, manifest: Manifest, folder: Path
         what = (
             "has adapters alone and actor.lora.rank is 0" if then else "has whole weights and actor.lora.rank is not 0"
         )
-        raise ConfigError(
-            f"{folder} {what}: give the run's own actor.lora, or start a new run from an export of the checkpoint (mrl "
-            "convert megatron-to-hf)"
-        )
+        raise ConfigError(f"{folder} {what}: give the run's own actor.lora, or {new_run(manifest)}")
     for name in ("rank", "alpha", "target_modules"):
         if now and now[name] != then.get(name):
             raise ConfigError(
@@ -260,10 +272,7 @@ def _check_same_critic(identity: RunIdentity, manifest: Manifest, folder: Path) 
     now = "has no critic and algorithm.adv_estimator needs one"
     if manifest.critic:
         now = "has a critic and algorithm.adv_estimator reads none"
-    raise ConfigError(
-        f"{folder} {now}: give the run's own algorithm.adv_estimator, or start a new run from an export of the "
-        "checkpoint (mrl convert megatron-to-hf)"
-    )
+    raise ConfigError(f"{folder} {now}: give the run's own algorithm.adv_estimator, or {new_run(manifest)}")
 
 
 def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None:
@@ -279,7 +288,7 @@ def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None
         raise ConfigError(
             f"model.path: the tokenizer in {model} has other tokens than the one that {folder} was trained with: "
             f"{differing}. What the model has learned of a number would be read as another token: give the run's own "
-            "tokenizer, or start a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
+            f"tokenizer, or {new_run(manifest)}"
         )
 
 
@@ -373,8 +382,7 @@ def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) ->
     if manifest.trainer["data_fingerprint"] != data_fingerprint:
         raise DataError(
             f"{folder} was trained on other prompts than data.train_files gives now, so its place in the data means "
-            "nothing here; give the same files, tokenizer and limits, or start a new run from an export of the "
-            "checkpoint (mrl convert megatron-to-hf)"
+            f"nothing here; give the same files, tokenizer and limits, or {new_run(manifest)}"
         )
 
 
@@ -384,8 +392,8 @@ def _check_same_groups(identity: RunIdentity, manifest: Manifest, data_fingerpri
         return
     if "ahead" not in manifest.trainer:
         raise ConfigError(
-            f"trainer.schedule: {identity.fixed['trainer.schedule']}, and {folder} has no groups on their way: start a "
-            "new run from an export of the checkpoint (mrl convert megatron-to-hf)"
+            f"trainer.schedule: {identity.fixed['trainer.schedule']}, and {folder} has no groups on their way: "
+            f"{new_run(manifest)}"
         )
     ledger = Ledger.from_json(manifest.trainer["ahead"]["ledger"])
     check_goes_on(ledger, identity.schedule, made_by(identity.model.path, data_fingerprint))

@@ -11,6 +11,7 @@ the step itself, less what the undisturbed run took between the two. What was do
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from killed_run import ROOT, RUN_S
 from stamp import facts
 from supervised_faults import VICTIMS, supervised
 
+from mrl.crash_points import VARIABLE
 from mrl.record.run_dir import METRICS, read_metrics
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
@@ -52,8 +54,14 @@ class Row:
         return STEPS_OF_TWO if self.engines > 1 else STEPS
 
     @property
+    def crashes(self) -> bool:
+        """Whether a process of the run does it to itself, at a place that MRL_CRASH_AT has: `point` is PLACE:NTH."""
+        return ":" in self.point
+
+    @property
     def name(self) -> str:
         words = "-".join(map(str, list(asdict(self).values())[:-1])).replace(" ", "_").replace(",", "")
+        words = words.replace(":", "_")
         return words + "-shares" * self.shares
 
     @property
@@ -73,6 +81,15 @@ class Supervised(Row):
 
     point: str = "a step"
     victim: str = "driver"
+
+    @property
+    def steps(self) -> int:
+        """More where the run goes on for a while without what is lost."""
+        return STEPS_OF_TWO if self.victim == "gcs" else STEPS
+
+    @property
+    def whole(self) -> str:
+        return f"{super().whole}-{self.steps}" if self.steps > STEPS else super().whole
 
 
 ROWS = (
@@ -97,6 +114,9 @@ ROWS = (
     Row("ranks compute log-probs", "rank"),
     Row("weights are moved", "rank", "SIGSTOP"),
     Row("a checkpoint is written", "rank", "SIGSTOP"),
+    Row("rank 1 collective:400", "rank"),  # in the second step, which has some 300
+    Row("rank 1 collective:400", "rank", "SIGSTOP"),
+    Row("rank 1 collective:400", "rank", "skip"),
     *(Supervised(victim=victim) for victim in VICTIMS),
 )
 NOTICED = re.compile(r"engine \d+ is lost: |the ranks are started again")
@@ -171,6 +191,7 @@ class Faults:
             "step_s": round(usual_s, 2),
             "engines_start_s": whole["engines_start_s"],
             "start_s": round(whole["loop"], 2),
+            "said": own.get("said", ""),
             "difference": self._difference(row),
         }
 
@@ -186,13 +207,19 @@ class Faults:
         if disturbed and isinstance(row, Supervised):
             return supervised(row.victim, row.preset, settings(row, self._world, run_dir), run_dir)
         point = row.point if disturbed else "none"
+        fired = self._work / f"{name}.fired"
+        environment = dict(os.environ)
+        if disturbed and row.crashes:
+            fired.unlink(missing_ok=True)
+            environment[VARIABLE] = f"{row.point}:{row.signal}:{fired}"
+            point = "none"
         words = [str(row.preset), point, row.victim, row.signal, *settings(row, self._world, run_dir)]
-        driver = Path(__file__).with_name("fault_run.py")
+        command = [sys.executable, str(Path(__file__).with_name("fault_run.py")), *words]
         log = self._work / f"{name}.log"
         began = time.monotonic()
         with log.open("w") as file:
-            process = subprocess.Popen([sys.executable, str(driver), *words], cwd=ROOT, stdout=file, stderr=file)
-            found = follow(process, log, run_dir, began)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=environment)
+            found = follow(process, log, run_dir, began, fired)
         if process.wait() != 0:
             raise RuntimeError(f"exit code {process.returncode}: {log}")
         return found
@@ -204,13 +231,15 @@ def duration(run: dict[str, Any], step: int) -> float:
     return lines[step + 1] - lines[step]
 
 
-def follow(process: subprocess.Popen, log: Path, run_dir: Path, began: float) -> dict[str, Any]:
-    """What a run says, with seconds since `began`, until it has ended."""
+def follow(process: subprocess.Popen, log: Path, run_dir: Path, began: float, fired: Path) -> dict[str, Any]:
+    """What a run says, with seconds since `began`, until it has ended. `fired` is there once it crashed by itself."""
     found: dict[str, Any] = {"lines": []}
     with log.open() as said:
         while True:
             over = process.poll() is not None
             now = time.monotonic() - began
+            if fired.exists():
+                found.setdefault("sent", now)
             take(found, said.read(), now)
             steps = len(read_metrics(run_dir / METRICS)) if (run_dir / METRICS).exists() else 0
             found["lines"] += [now] * (steps - len(found["lines"]))
@@ -229,10 +258,21 @@ def take(found: dict[str, Any], text: str, now: float) -> None:
         found.setdefault("loop", now)
     if f"{MARK} sent" in text:
         found.setdefault("sent", now)
-    if "sent" in found and NOTICED.search(text):
+    noticed = NOTICED.search(text)
+    if "sent" in found and noticed:
         found.setdefault("noticed", now)
+        found.setdefault("said", said_of(text, noticed.start()))
     if "noticed" in found and BACK.search(text):
         found.setdefault("back", now)
+
+
+def said_of(text: str, at: int) -> str:
+    """The line there; of ranks the one before it, which has the reason."""
+    lines = text[:at].split("\n")
+    whole = lines[-1] + text[at:].split("\n")[0]
+    if "ranks are started again" in whole:
+        return lines[-2] if len(lines) > 1 else ""
+    return whole
 
 
 def settings(row: Row, world: Path, run_dir: Path) -> list[str]:

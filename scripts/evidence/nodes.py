@@ -9,6 +9,7 @@ one, two, four    three steps of the tiny MoE (two ranks, two engines), by the f
 submit            the run as a job, handed in from the second node
 own               a run directory that every node has for itself
 lost              the second node dies in the middle of a run
+replaced          it does so below `mrl train --restarts`, and a third one joins; held against `one`
 version           another mrl on the second node
 closed            a firewall between the nodes that lets Ray's ports through, and not those of gloo
 """
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ STEPS = 3
 REMOTE = "reshard/bytes_remote"
 CPUS = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}  # of each node; Ray says which node gets ranks and which engines
 RUN_S = 240.0
+GOES_ON = re.compile(r"the ranks are started again|engines? .*lost: |supervisor: .*; start \d")
 RAY_PORTS = (
     "--node-manager-port=6380",
     "--object-manager-port=6381",
@@ -71,11 +74,11 @@ def settings(world: Path, nodes: int, steps: int = STEPS, **more: Any) -> list[s
 
 
 @contextmanager
-def cluster(nodes: int, **options: Any):
-    """A Ray cluster on so many nodes. What it writes below its folder goes with it."""
+def cluster(nodes: int, spare: int = 0, **options: Any):
+    """A Ray cluster on so many nodes, and `spare` ones without Ray. What it writes below its folder goes with it."""
     folder = Path(tempfile.mkdtemp(prefix="mrl-nodes-", dir="/tmp"))
     try:
-        with network(nodes, folder) as net:
+        with network(nodes + spare, folder) as net:
             rays = RayNodes(net, CPUS[nodes], **options)
             rays.start()
             yield rays
@@ -202,6 +205,41 @@ def lost(work: Path) -> dict[str, Any]:
     return {"exit_code": code, "seconds": round(time.monotonic() - died, 1), "said": last_lines(said)}
 
 
+def replaced(work: Path) -> dict[str, Any]:
+    """The second node dies after a step and another one joins: seconds until the run says so, and until its next step.
+
+    The run goes on inside itself, or as its next start; whichever, it ends as the one of one node.
+    """
+    run, world = emptied(work / "replaced"), world_of(work)
+    more = {"trainer__save_freq": 1, "cluster__step_timeout_s": 120, "rollout__generate_timeout_s": 120}
+    log = work / "replaced.log"
+    with cluster(2, spare=1) as rays, log.open("w") as said, ThreadPoolExecutor() as beside:
+        arguments = ["--restarts", "2", "--run-dir", str(run), *settings(world, 2, **more)]
+        process = rays.mrl("train", str(PRESET), *arguments, stdout=said)
+
+        def over() -> bool:
+            return process.poll() is not None
+
+        wait_for(lambda: checkpoint_steps(run / "checkpoints") or over(), RUN_S, "a first step")
+        steps = len(read_metrics(run / METRICS))
+        died = time.monotonic()
+        rays.net.nodes[1].end()
+        joins = beside.submit(rays.start_node, rays.net.nodes[2], rays.cpus[1])
+        wait_for(lambda: GOES_ON.search(log.read_text()) or over(), RUN_S, "a word of it")
+        noticed = time.monotonic()
+        wait_for(lambda: len(read_metrics(run / METRICS)) > steps or over(), RUN_S, "the next step")
+        stood = time.monotonic()
+        joins.result()
+        code = process.wait(RUN_S)
+    return {
+        "exit_code": code,
+        "noticed_s": round(noticed - died, 1),
+        "next_step_s": round(stood - died, 1),
+        "said": [line for line in log.read_text().splitlines() if GOES_ON.search(line)],
+        "difference": difference(work / "1-fast", run),
+    }
+
+
 def other_version(work: Path) -> dict[str, Any]:
     """One line of mrl is another one on the second node."""
     run = emptied(work / "version")
@@ -256,6 +294,7 @@ PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "submit": submitted,
     "own": own_folders,
     "lost": lost,
+    "replaced": replaced,
     "version": other_version,
     "closed": closed_ports,
 }

@@ -15,7 +15,7 @@ from random_kills import finished, title
 
 from mrl.record.attempts import ATTEMPTS
 
-VICTIMS = {"driver": "mrl.cli.main", "raylet": "raylet/raylet"}  # a GCS is missed after 60 s, by when the run is done
+VICTIMS = {"driver": "mrl.cli.main", "raylet": "raylet/raylet", "gcs": "gcs/gcs_server"}
 KILLED_AFTER = 2  # steps
 LOOK_S = 0.05
 

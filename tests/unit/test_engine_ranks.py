@@ -439,5 +439,5 @@ def test_engines_with_turns_are_told_where_the_users_command_was_given(monkeypat
     for name, value in given.items():
         monkeypatch.setattr(f"mrl.cluster.workers.{name}", lambda *_, value=value, **__: value)
     monkeypatch.setattr(rollout_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    worker = EngineWorker(SimpleNamespace(arguments={"model": "m"}), *made[1][1:])
+    worker = EngineWorker(SimpleNamespace(name="engine 0", arguments={"model": "m"}), *made[1][1:])
     assert (worker._environment, worker._folder) == made[1][3:]

@@ -24,16 +24,44 @@ def test_seconds_are_those_of_the_first_line_behind_the_signal():
     found = {}
     for text, now in SAID:
         faults.take(found, text, now)
+    assert found.pop("said") == "engine 0 is lost: it died"
     assert found == {"engines_start_s": 12.5, "loop": 30.0, "sent": 40.0, "noticed": 41.5, "back": 49.0}
 
 
 def test_ranks_are_back_when_the_driver_says_so():
     found = {}
-    for text, now in (("fault: sent\n", 1.0), ("after step 2 the ranks are started again\n", 2.0)):
+    said = "update: rank 1 died\nafter step 2 the ranks are started again\n"
+    for text, now in (("fault: sent\n", 1.0), (said, 2.0)):
         faults.take(found, text, now)
     assert "back" not in found
     faults.take(found, "fault: ranks are back\n", 9.0)
-    assert (found["noticed"], found["back"]) == (2.0, 9.0)
+    assert (found["noticed"], found["back"], found["said"]) == (2.0, 9.0, "update: rank 1 died")
+
+
+def test_a_run_that_crashes_by_itself_is_given_its_place_and_the_file_that_says_when(tmp_path, monkeypatch):
+    """The undisturbed one is not, and neither is one to whose processes a signal is sent."""
+    given = {}
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, command, env, **_):
+            given[command[3]] = env.get("MRL_CRASH_AT")
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(faults.subprocess, "Popen", Process)
+    monkeypatch.setattr(faults, "follow", lambda *_: {})
+    made = faults.Faults(tmp_path, tmp_path)
+    row = faults.Row("rank 1 collective:400", "rank", "skip")
+    sent = faults.Row("ranks update", "rank")
+    made._run(sent, sent.name, True)
+    assert given == {"ranks update": None}
+    made._run(row, row.whole, False)
+    assert given.pop("none") is None
+    made._run(row, row.name, True)
+    assert given["none"] == f"rank 1 collective:400:skip:{tmp_path / row.name}.fired"
 
 
 def test_a_row_is_held_against_the_same_step_of_the_undisturbed_run(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ def modules() -> dict[str, ast.Module]:
 # arrows between rooms of one floor: importing room -> imported modules, and why
 SIDEWAYS = {
     "plain_files": ({"mrl.errors"}, "an output that is refused is said as users see it"),
+    "crash_points": ({"mrl.errors"}, "a variable that names no place is refused as users see it"),
     "cluster": ({"mrl.flow"}, "workers hold outboxes and rows of a step, groups the streams that responses come by"),
     "remote": ({"mrl.vllm.requests"}, "logs of processes are found by the names that engines give theirs"),
     "checkpoint": ({"mrl.megatron"}, "a rank's part of a checkpoint is read out of Megatron's model and optimizer"),
@@ -76,7 +77,7 @@ MOST_PACKED = {
 WITH_WHOLE_CONFIGURATION = 25  # functions
 # docstrings there have no sentence of more than house.SENTENCE_WORDS words
 PLAIN_ROOMS = ("checkpoint", "cluster", "environments", "platforms", "record", "remote", "reshard", "reward")
-PLAIN_ROOMS += ("errors", "exercised", "plain_files", "units", "whole_file")
+PLAIN_ROOMS += ("crash_points", "errors", "exercised", "plain_files", "units", "whole_file")
 PLAIN_ROOMS += ("algo",)
 PLAIN_ROOMS += ("data",)
 PLAIN_ROOMS += ("plan",)

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from mrl.cluster import late_ranks
 from mrl.cluster.actor_group import ActorGroup
 from mrl.config.load import load_config
 from mrl.errors import DataError, EnvironmentFault, Interrupted
+from mrl.platforms.collective_trail import Entry, RankGroup, Trail
 from mrl.remote import calls
 from mrl.remote.deadlines import Deadlines
 
@@ -196,26 +198,36 @@ def test_a_rank_that_dies_in_a_sync_ends_it_as_resumable_although_others_complai
         calls.settle(refs, 60.0, "weight sync")
 
 
+GROUP = RankGroup("tensor", (0, 1, 2))
+
+
+def come_to(count: int) -> Trail:
+    return Trail({GROUP: count}, tuple(Entry(GROUP, number, "all_reduce") for number in range(1, count + 1)))
+
+
 @pytest.fixture
 def late(monkeypatch):
-    """ActorGroup.call in which ranks 0 and 1 of three are late, by who then says where it is: the error."""
+    """ActorGroup.call in which ranks 0 and 1 of three are late, by where each then says that it is, and is later: the
+    error. Nobody is where None stands.
+    """
 
-    def run(*there):
-        Answers(monkeypatch)
+    def run(there, later=None):
+        played = Answers(monkeypatch)
         group = object.__new__(ActorGroup)
         group.poll = lambda: None
         group._deadlines = Deadlines(60.0, is_set=True)
-        stacks = [f"stacks {i}" for i in range(3)]
-        answers = {"update": (NEVER, (10**9, "another"), (1, "a")), "write_stacks": stacks}
+        looks = {"write_stacks": there, "trail": later or there}
+        answers = {name: [NEVER if own is None else (0, own) for own in looks[name]] for name in looks}
+        answers["update"] = [NEVER, (10**9, "another"), (1, "a")]
         group.refs = lambda method: {f"rank {i}": answer for i, answer in enumerate(answers[method])}
 
         def wait(refs, timeout, num_returns=1):
-            if refs[0] == "stacks 0":
-                return [ref for ref in refs if ref in [f"stacks {i}" for i in there]], []
+            if num_returns > 1:
+                return [ref for ref in refs if ref is not NEVER], []
             return Answers.wait(played, refs, timeout)
 
-        played = Answers(monkeypatch)
         monkeypatch.setattr(calls.ray, "wait", wait)
+        monkeypatch.setattr(late_ranks, "time", SimpleNamespace(sleep=lambda seconds: None))
         with pytest.raises(calls.Late) as raised_late:
             group.call("update")
         return raised_late.value
@@ -224,20 +236,37 @@ def late(monkeypatch):
 
 
 def test_of_ranks_that_are_late_together_the_one_that_does_not_run_is_the_culprit(late):
-    error = late(0, 2)
+    error = late([come_to(2), None, come_to(2)])
     assert "no answer from rank 0, rank 1 within 60 s" in str(error)
     assert "rank 1 did not even write its stacks" in str(error) and "logs/*.stacks" in str(error)
+    assert "rank 0, rank 2 came to all_reduce 2 of tensor (ranks 0, 1, 2)" in str(error)
     assert error.processes == ("rank 1",)
 
 
 def test_where_all_run_all_that_are_late_are_named_and_where_they_are_is_written(late):
-    error = late(0, 1, 2)
-    assert "their stacks are in logs/*.stacks" in str(error)
+    error = late([come_to(2)] * 3)
+    assert "rank 0, rank 1, rank 2 came to all_reduce 2" in str(error)
+    assert "the stacks of ranks are in logs/*.stacks" in str(error)
+    assert error.processes == ("rank 0", "rank 1")
+
+
+def test_the_one_that_has_not_come_to_a_collective_is_named_although_it_has_answered(late):
+    error = late([come_to(2), come_to(2), come_to(1)])
+    said = (
+        "rank 2 has not come to all_reduce 2 of tensor (ranks 0, 1, 2), to which rank 0 has; the stacks of ranks are in"
+    )
+    assert said in str(error)
+    assert error.processes == ("rank 2",)
+
+
+def test_ranks_that_go_on_are_slow_and_nobody_is_accused(late):
+    error = late([come_to(2), come_to(2), come_to(1)], [come_to(3), come_to(3), come_to(3)])
+    assert "they go on, by 4 collectives in about 1 s, so they are slow and do not hang" in str(error)
     assert error.processes == ("rank 0", "rank 1")
 
 
 def test_where_nobody_answers_no_culprit_is_guessed(late):
-    assert late().processes == ("rank 0", "rank 1")
+    assert late([None] * 3).processes == ("rank 0", "rank 1")
 
 
 def test_a_phase_has_all_the_time_once_and_then_ten_times_its_longest():
@@ -271,3 +300,9 @@ def test_a_configuration_says_whether_its_deadline_is_set():
         deadlines = Deadlines.of_steps(cluster)
         deadlines.ended("update", 1.0)
         assert deadlines.of("update") == (3600.0 if is_set else 60.0)
+
+
+def test_ranks_in_different_collectives_have_lost_each_other_and_are_started_again(gather):
+    told = RuntimeError("ranks gave [4, 8] bytes of torch.float32 where ... : they are not in the same collective, or")
+    with pytest.raises(Interrupted, match="the ranks lost each other, as rank 0 saw"):
+        gather((1, raised(told)), (2, raised(told)))

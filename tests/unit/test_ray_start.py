@@ -17,6 +17,7 @@ class Rays:
 
     def __init__(self, monkeypatch, failures):
         self.failures, self.folders, self.left, self.shutdowns = list(failures), [], [], 0
+        self.options = []
         monkeypatch.setattr(ray_cluster.ray, "init", self.init)
         monkeypatch.setattr(ray_cluster.ray, "shutdown", self.shutdown)
 
@@ -24,6 +25,7 @@ class Rays:
         assert all(one.poll() is not None for one in self.left), "nothing of the start before is left"
         assert options["address"] == "local" and os.path.isdir(_temp_dir)
         self.folders.append(_temp_dir)
+        self.options.append(options)
         self.left.append(subprocess.Popen(["sleep", "60"]))
         if self.failures:
             raise self.failures.pop(0)
@@ -54,6 +56,20 @@ def test_a_start_that_ran_out_of_time_is_tried_again_in_a_folder_of_its_own(star
         assert rays.left[-1].poll() is None
     assert rays.shutdowns == 5 and not any(map(os.path.exists, rays.folders))
     assert capsys.readouterr().out.count("Ray did not start in time, and is started again (") == 2
+
+
+def test_a_lost_gcs_is_missed_within_ten_seconds_unless_the_environment_says_otherwise(starts, monkeypatch):
+    name = "gcs_rpc_server_reconnect_timeout_s"
+    monkeypatch.delenv(f"RAY_{name}", raising=False)
+    assert 0 < settings_of(starts())[name] < 10
+    monkeypatch.setenv(f"RAY_{name}", "60")
+    assert name not in settings_of(starts())
+
+
+def settings_of(rays: Rays) -> dict[str, object]:
+    with ExitStack() as stack:
+        ray_cluster._start_own(stack)
+    return rays.options[0]["_system_config"]
 
 
 def test_it_is_tried_three_times_and_no_more(starts):

@@ -8,7 +8,7 @@ import pytest
 from mrl.checkpoint.manifest import Manifest, facts_of
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.vocabularies import vocabulary
-from mrl.train.resume import _check_same_tokenizer
+from mrl.train.resume import _check_same_tokenizer, new_run
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 
@@ -35,6 +35,20 @@ def test_other_tokens_are_refused_with_the_difference(tmp_path, digest):
     other = write(tmp_path / "other" / "tokenizer.json", {"a": 0, "b": 2, "c": 1}, added=[("<end>", 3), ("<new>", 4)])
     with pytest.raises(ConfigError, match=r"3 of 4 differ: '<new>': None -> 4, 'b': 1 -> 2, 'c': 2 -> 1\. What"):
         check(tmp_path, other, digest)
+
+
+def test_what_a_new_run_would_lose_is_told_since_nothing_forces_a_resume(tmp_path):
+    write(tmp_path / "step-1" / "hf" / "tokenizer.json")
+    other = write(tmp_path / "other" / "tokenizer.json", {"a": 0, "b": 2, "c": 1})
+    with pytest.raises(ConfigError) as refused:
+        check(tmp_path, other)
+    assert str(refused.value).endswith(
+        "or start a new run from an export of the checkpoint (mrl convert megatron-to-hf), which keeps its weights and "
+        "loses the optimizer's moments, the count of steps (1) that learning rates follow"
+    )
+    trainer = {"cursor": {"epoch": 3, "index": 8}, "ahead": {}}
+    whole = new_run(Manifest(40, {}, "float32", {}, (), trainer, {}, {}))
+    assert whole.endswith("follow, the place in the data (epoch 3), the responses on their way")
 
 
 def test_a_list_of_pieces_is_a_vocabulary_too(tmp_path):

@@ -1,0 +1,74 @@
+"""Names who of the ranks that missed a deadline, or lost each other, is the cause.
+
+It is one that does not run, or did not come to a collective to which others came.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import ray
+
+from mrl.platforms.collective_trail import Trail
+from mrl.remote.calls import SETTLE_S, Late, LostPeer
+from mrl.remote.missing_ranks import missing_ranks, stand
+from mrl.remote.process_logs import concerning, processes_of
+
+AGAIN_S = 1.0  # between two looks at where ranks are, of which the second tells whether they go on
+_LOST = (ray.exceptions.RayError, ray.exceptions.RayTaskError)
+
+
+def with_cause(error: Late | LostPeer, refs: Callable[[str], dict[str, ray.ObjectRef]]) -> Late | LostPeer:
+    """Adds the cause to an error. `refs` calls a method of all ranks.
+
+    All running ranks write their stacks, so the others are the cause. If all run, it is the rank that did not come to a
+    collective to which others have come.
+    """
+    kind = type(error)
+    asked = refs("write_stacks")
+    trails = _answered(asked)
+    silent = [name for name in asked if name not in trails]
+    if silent and len(silent) < len(asked):
+        words = f"{', '.join(silent)} did not even write its stacks: stopped, or cut off"
+        where = f"{_at(trails)}the stacks of the others are in logs/*.stacks"
+        return concerning(kind(f"{error}; {words}; {where}"), *silent)
+    if silent:
+        return concerning(kind(f"{error}; none of them could write its stacks"), *processes_of(error))
+    words, names = _cause(trails, refs)
+    return concerning(
+        kind(f"{error}; {words}the stacks of ranks are in logs/*.stacks"), *(names or processes_of(error))
+    )
+
+
+def _cause(trails: dict[str, Trail], refs: Callable[[str], dict[str, ray.ObjectRef]]) -> tuple[str, list[str]]:
+    """Returns words, and the ranks that they name: none where all have come to the same, or go on."""
+    time.sleep(AGAIN_S)
+    later = _answered(refs("trail"))
+    done = sum(later[name].total - trails[name].total for name in later)
+    if done:
+        return f"they go on, by {done} collectives in about {AGAIN_S:g} s, so they are slow and do not hang; ", []
+    missing = missing_ranks(_numbered(trails))
+    if missing is None:
+        return _at(trails), []
+    return f"{missing.words}; ", [f"rank {number}" for number in missing.ranks]
+
+
+def _answered(asked: dict[str, ray.ObjectRef]) -> dict[str, Trail]:
+    """Returns the trails of ranks that answer within SETTLE_S, by name."""
+    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SETTLE_S)
+    found = {}
+    for name, ref in asked.items():
+        if ref in ready:
+            with suppress(*_LOST):  # one that has died meanwhile is not heard
+                found[name] = ray.get(ref)
+    return found
+
+
+def _numbered(trails: dict[str, Trail]) -> dict[int, Trail]:
+    return {int(name.removeprefix("rank ")): own for name, own in trails.items()}
+
+
+def _at(trails: dict[str, Trail]) -> str:
+    if words := stand(_numbered(trails)):
+        return f"{words}; "
+    return ""

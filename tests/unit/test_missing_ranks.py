@@ -1,0 +1,184 @@
+"""Of ranks that wait in vain the one that did not come is named: simulated ranks, each with its program of collectives.
+
+A rank waits in each collective until all ranks of its group are in that number of it, by the same operation. The
+oracle is who was made to leave one out, or to stand still.
+"""
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import pytest
+
+from mrl.platforms.collective_trail import Entry, RankGroup, Trail
+from mrl.remote.missing_ranks import missing_ranks, stand
+
+LAYERS = 3
+Program = list[tuple[RankGroup, str]]
+
+
+def groups(name: str, *members: Sequence[int]) -> dict[int, RankGroup]:
+    """One kind of group by rank."""
+    return {rank: RankGroup(name, tuple(ranks)) for ranks in members for rank in ranks}
+
+
+WORLDS = {
+    "two ranks": (groups("tensor", (0, 1)), groups("expert", (0, 1)), groups("data", (0, 1))),
+    "four ranks": (groups("tensor", (0, 1), (2, 3)), groups("expert", (0, 2), (1, 3)), groups("data", (0, 1, 2, 3))),
+    "eight ranks": (
+        groups("tensor", (0, 1), (2, 3), (4, 5), (6, 7)),
+        groups("expert", (0, 1, 2, 3), (4, 5, 6, 7)),
+        groups("data", (0, 2, 4, 6), (1, 3, 5, 7)),
+    ),
+}
+
+
+def program(rank: int, world: str, steps: int, micro_batches: Sequence[int]) -> Program:
+    """Of a few updates: collectives of layers forwards and backwards, then gradients and their norm."""
+    tensor, expert, data = (kind[rank] for kind in WORLDS[world])
+    layer = [(tensor, "all_reduce"), (expert, "all_to_all"), (expert, "all_to_all"), (tensor, "all_gather")]
+    done: Program = []
+    for step in range(steps):
+        done += (layer * LAYERS + layer[::-1] * LAYERS) * micro_batches[step % len(micro_batches)]
+        done += [(data, "reduce_scatter"), (data, "all_gather"), (tensor, "all_reduce")]
+    return done
+
+
+def trails_of(programs: dict[int, Program], stops: dict[int, int]) -> dict[int, Trail]:
+    """Where ranks stand when none can go on; rank r comes to no more than stops[r] collectives."""
+    come: dict[int, list[Entry]] = {rank: [] for rank in programs}
+    counts: dict[int, Counter[RankGroup]] = {rank: Counter() for rank in programs}
+    operations: dict[tuple[RankGroup, int], set[str]] = defaultdict(set)
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in programs.items():
+            while len(come[rank]) < min(len(own), stops.get(rank, len(own))):
+                if come[rank] and not has_passed(come[rank][-1], counts, operations):
+                    break
+                group, operation = own[len(come[rank])]
+                counts[rank][group] += 1
+                entry = Entry(group, counts[rank][group], operation)
+                operations[group, entry.number].add(operation)
+                come[rank].append(entry)
+                moved = True
+    return {rank: trail_of(entries) for rank, entries in come.items()}
+
+
+def has_passed(entry: Entry, counts, operations) -> bool:
+    """All are in it, by the same operation."""
+    of_one_mind = len(operations[entry.group, entry.number]) == 1
+    return of_one_mind and all(counts[other][entry.group] >= entry.number for other in entry.group.ranks)
+
+
+def trail_of(entries: list[Entry], kept: int = 4096) -> Trail:
+    counts: dict[RankGroup, int] = {}
+    for entry in entries:
+        counts[entry.group] = entry.number
+    return Trail(counts, tuple(entries[-kept:]))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_that_stands_still_is_named_with_what_it_has_not_come_to(world):
+    draw = random.Random(0)
+    ranks = range(len(WORLDS[world][0]))
+    for _ in range(10):
+        programs = {rank: program(rank, world, 2, (2,)) for rank in ranks}
+        culprit = draw.choice(ranks)
+        at = draw.randrange(5, len(programs[culprit]) - 1)
+        found = missing_ranks(trails_of(programs, {culprit: at}))
+        assert found.ranks == (culprit,)
+        group, operation = programs[culprit][at]
+        awaited = sum(each == group for each, _ in programs[culprit][:at]) + 1
+        first = f"rank {culprit} has not come to {operation} {awaited} of {group}"
+        assert found.words.startswith(first), found.words
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("micro_batches", [(2,), (2, 3, 1)])
+def test_a_rank_that_leaves_one_out_is_named(world, micro_batches):
+    draw = random.Random(1)
+    ranks = range(len(WORLDS[world][0]))
+    wrong = []
+    for _ in range(12):
+        programs = {rank: program(rank, world, 4, micro_batches) for rank in ranks}
+        culprit = draw.choice(ranks)
+        at = draw.randrange(len(programs[culprit]) // 2, len(programs[culprit]))
+        skipped = programs[culprit].pop(at)
+        found = missing_ranks(trails_of(programs, {}))
+        if found is None or found.ranks != (culprit,):
+            wrong.append((culprit, at, skipped, found))
+    assert not wrong
+
+
+def test_where_the_past_tells_nothing_both_are_named():
+    first = RankGroup("first", (0, 1))
+    second = RankGroup("second", (0, 1))
+    trails = {0: trail_of([Entry(first, 1, "all_reduce")]), 1: trail_of([Entry(second, 1, "all_reduce")])}
+    found = missing_ranks(trails)
+    assert found.ranks == (0, 1) and found.words.endswith("which of them is wrong is not known")
+
+
+def test_ranks_that_have_come_to_the_same_are_nobodys_cause():
+    programs = {rank: program(rank, "four ranks", 1, (1,)) for rank in range(4)}
+    assert missing_ranks(trails_of(programs, {})) is None
+    assert missing_ranks({}) is None
+    assert stand({0: trail_of([]), 1: trail_of([])}) == ""
+
+
+def test_a_stage_that_waits_for_a_message_leads_to_the_one_that_waits_for_nobody():
+    """Rank 2 waits for a message of rank 1, which waits for rank 0; what was sent and not received is no wait."""
+    down = RankGroup("pipeline", (0, 1), is_pair=True)
+    further = RankGroup("pipeline", (1, 2), is_pair=True)
+    trails = {
+        0: trail_of([Entry(down, 1, "send")]),
+        1: trail_of([Entry(down, 1, "receive"), Entry(further, 1, "send"), Entry(down, 2, "receive")]),
+        2: trail_of([Entry(further, 1, "receive"), Entry(further, 2, "receive")]),
+    }
+    found = missing_ranks(trails)
+    assert found.ranks == (0,)
+    assert "rank 0 has not come to receive 2 of pipeline (ranks 0 to 1), to which rank 1 has" in found.words
+    ahead = {0: trail_of([Entry(down, 1, "send"), Entry(down, 2, "send")]), 1: trail_of([Entry(down, 1, "receive")])}
+    assert missing_ranks(ahead) is None
+
+
+def test_what_a_rank_forgot_is_no_parting():
+    programs = {rank: program(rank, "two ranks", 3, (2,)) for rank in range(2)}
+    whole = trails_of(programs, {})
+    for kept in (1, 2, 7, 20):
+        short = trail_of(list(whole[1].recent), kept)
+        assert missing_ranks({0: whole[0], 1: short}) is None
+
+
+def test_all_that_came_to_the_same_are_told_together():
+    group = RankGroup("tensor", (0, 1))
+    one = trail_of([Entry(group, 1, "all_reduce")])
+    assert stand({0: one, 1: one}) == "rank 0, rank 1 came to all_reduce 1 of tensor (ranks 0, 1)"
+
+
+def test_a_number_of_another_size_is_a_parting_and_the_past_tells_whose():
+    """Both come to the second of the group, rank 1 with what is the third's."""
+    group = RankGroup("tensor", (0, 1))
+    sizes = (4, 64, 256)
+
+    def own(given: Sequence[int]) -> Trail:
+        return trail_of([Entry(group, number, "allreduce", size) for number, size in enumerate(given, start=1)])
+
+    found = missing_ranks({0: own([*sizes, *sizes, 4, 64]), 1: own([*sizes, *sizes, 4, 256])})
+    assert found.ranks == (1,)
+    assert found.words == (
+        "rank 1 went on to allreduce 8 of tensor (ranks 0, 1) with rows of 256 bytes where rank 0 came to "
+        "allreduce 8 of tensor (ranks 0, 1) with rows of 64 bytes, as before"
+    )
+
+
+def test_one_exchange_of_several_in_a_row_that_is_left_out_is_told_by_its_rows():
+    """As experts have them: rank 1 left out the first of a layer, and came to the second under its number."""
+    group = RankGroup("expert", (0, 1))
+    layer = [(4, "all_to_all_single"), (256, "all_to_all_single"), (256, "all_to_all_single"), (64, "allreduce")]
+
+    def own(given: Sequence[tuple[int, str]]) -> Trail:
+        return trail_of([Entry(group, number, kind, size) for number, (size, kind) in enumerate(given, start=1)])
+
+    found = missing_ranks({0: own([*layer * 3, layer[0]]), 1: own([*layer * 3, layer[1]])})
+    assert found.ranks == (1,)
