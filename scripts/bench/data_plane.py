@@ -262,7 +262,7 @@ def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
         def policy_log_probs(self, batch, micros):
             if self.on_last_stage:
                 gap, every = np.float32(1e-4), np.arange(len(batch))
-                return RowResult(every, batch.rollout_log_probs + gap, (0.0, 1.0))
+                return RowResult(every, batch.rollout_log_probs[batch.is_sampled] + gap, (0.0, 1.0))
 
         def update_replica(self, batch, mini_batches, counts):
             told = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}
