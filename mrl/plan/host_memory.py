@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrl.config.schedule_rules import schedule_of
+from mrl.config.schema import RunConfig
 from mrl.model.device_grid import Place
 from mrl.model.precision import Precision
 from mrl.plan.engine_memory import EngineMemory
@@ -28,6 +29,9 @@ from mrl.plan.sample_bytes import (
 )
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.setup import pair_route
+from mrl.units import GIB
+
+_TOOL_PROCESS = 20 * 2**20  # one with its keeper, measured: 17 MB, of what they share each its part
 
 
 def host_section(
@@ -56,6 +60,8 @@ def host_section(
     for node, stored in stores.items():
         nodes[node]["object_store"] = stored
     nodes[min(nodes)]["kept_group"] = written_group_bytes(inputs)
+    for place in _engine_ranks(inputs, workers):
+        nodes[place.node]["tools"] += tool_bytes(inputs.config)
     terms = dict(max(nodes.values(), key=lambda node: node.total()))
     terms = {name: size for name, size in terms.items() if size}
     used = sum(terms.values())
@@ -72,6 +78,30 @@ def host_section(
         "bytes_of_a_rank": max(sum(rank.values()) for rank in of_ranks),
         "bytes_of_a_worker": max(sum(worker.values()) for worker in of_workers),
     }
+
+
+def _engine_ranks(inputs: PlanInputs, workers: Sequence[Place]) -> Sequence[Place]:
+    """Returns the place of each engine rank's first worker; every rank has conversations of its own."""
+    return workers[:: inputs.rollout.tensor]
+
+
+def tool_bytes(config: RunConfig) -> int:
+    """Bytes of the processes that one engine rank has for tools, environments or agents; 0 for responses of one turn.
+
+    Each takes what rollout.turns.max_memory_gib allows. Without that limit only what is there before a user's file is
+    counted, and what the file imports is not.
+    """
+    turns = config.rollout.turns
+    if turns is None:
+        return 0
+    each = _TOOL_PROCESS
+    if turns.max_memory_gib is not None:
+        each = int(turns.max_memory_gib * GIB)
+    kinds = 1 + bool(turns.environments)
+    program = 0
+    if "python" in turns.tools:
+        program = int(turns.python.max_memory_gib * GIB)
+    return turns.num_workers * (kinds * each + program)
 
 
 def object_stores(

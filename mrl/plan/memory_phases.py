@@ -105,6 +105,7 @@ _ROWS = (
     ),
     Term("samples", host_cure=_FEWER_SAMPLES),
     Term("kept_group", host_cure=_FEWER_SAMPLES),
+    Term("tools", host_cure="a smaller rollout.turns.num_workers or max_memory_gib"),
     Term(
         "object_store",
         host_cure=f"{_FEWER_SAMPLES}; a smaller data.val_max_samples where answers to held-out prompts are",

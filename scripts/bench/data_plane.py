@@ -16,10 +16,14 @@ seconds, those that no phase counts.
 scripts/nodes/network.py; needs root), joined by a link of 4 Gbit/s: a hundredth of a node's of a cluster, as some
 hundred responses are of a step. `came_over_needed`: bytes that the interface of the ranks' node counted in the step,
 headers included, over those that ranks need; ranks of one node share what came.
+
+`--turns 1 8`: each size once with responses of one turn and once with those of eight, whose sides are named so: tokens
+are as many, of which some are read, and each turn but the last has a call.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import resource
@@ -40,6 +44,7 @@ FULL, MEAN, SHORTEST, LONGEST = 8192, 7385, 1190, 20480
 PROMPT, N, ENGINES, REPLICAS, LAYERS, TOPK = 120, 8, 2, 2, 94, 8
 RATE = FULL / 200  # responses a second, all engines together
 LINK = "4gbit"
+CONTEXT = 20  # tokens that a turn's call brings
 SIGMA = 0.62  # of the logarithm: 3.9 % beyond LONGEST, with that mean
 
 
@@ -61,6 +66,21 @@ def settings(responses: int, routes: bool = False) -> list[str]:
         f"actor.layout={{{cut}world_size: {REPLICAS * (4 if routes else 1)}, tensor_model_parallel_size: 1, "
         "expert_model_parallel_size: 1, sequence_parallel: false}",
     ]  # fmt: skip
+
+
+def talked(tokens: int, turns: int) -> dict:
+    """What a response of so many turns has beside its tokens, for `Sample`; nothing of one turn."""
+    from mrl.data.samples import Turn, TurnCall
+
+    if turns == 1:
+        return {}
+    starts = [tokens * turn // turns for turn in range(turns)]
+    sampled = np.ones(tokens, bool)
+    for start in starts[1:]:
+        sampled[start - CONTEXT : start] = False  # behind the turn that called
+    called = [Turn(start, "stop", 1, 0.1) for start in starts[:-1]]
+    calls = [TurnCall("calculator", "ok", 0.1)] * len(called)
+    return {"sampled": sampled, "turns": (*called, Turn(starts[-1], "stop")), "calls": tuple(calls)}
 
 
 def rss() -> int:
@@ -142,7 +162,7 @@ def measuring_timer(phases: dict[str, dict[str, float]]) -> type:
 # ---------------------------------------------------------------- this tree
 
 
-def run_now(responses: int, routes: bool, folder: Path) -> dict:
+def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     """One step of the loop. What stands in is made of nothing: model, saver, weight sync."""
     import ray
 
@@ -201,7 +221,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
                 log_probs = -rng.random(tokens).astype(np.float32)
                 yield packed([
                     Sample(request.prompt_id, request.group_id, request.sample_id, 0, request.prompt_ids, ids,
-                        log_probs, "stop", 0, known)
+                        log_probs, "stop", 0, known, **talked(tokens, turns))
                 ])  # fmt: skip
 
     class Engine(EngineWorker):
@@ -243,7 +263,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
         def policy_log_probs(self, batch, micros):
             if self.on_last_stage:
                 gap, every = np.float32(1e-4), np.arange(len(batch))
-                return RowResult(every, batch.rollout_log_probs + gap, (0.0, 1.0))
+                return RowResult(every, batch.rollout_log_probs[batch.is_sampled] + gap, (0.0, 1.0))
 
         def update_replica(self, batch, mini_batches, counts):
             told = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}
@@ -337,7 +357,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
 # ---------------------------------------------------------------- a tree whose driver held everything
 
 
-def run_before(responses: int, routes: bool, folder: Path) -> dict:
+def run_before(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     """The same phases by the code of commits up to 3a7ad58."""
     import ray
 
@@ -431,7 +451,7 @@ def warm(ray, *groups) -> None:
     ray.get([actor.__ray_ready__.remote() for group in groups for actor in group])
 
 
-def child(side: str, responses: int, routes: bool) -> None:
+def child(side: str, responses: int, routes: bool, turns: int) -> None:
     """One run; prints its figures as JSON."""
     import ray
 
@@ -447,7 +467,8 @@ def child(side: str, responses: int, routes: bool) -> None:
         address = os.environ.get("RAY_ADDRESS", "local")
         ray.init(address, log_to_driver=False, logging_level="error", **(own if address == "local" else {}))
         try:
-            print(json.dumps({"now": run_now, "before": run_before}[side](responses, routes, Path(folder, "samples"))))
+            run = {"now": run_now, "before": run_before}[side]
+            print(json.dumps(run(responses, routes, turns, Path(folder, "samples"))))
         finally:
             ray.shutdown()
 
@@ -457,17 +478,23 @@ def store_bytes(routes: bool) -> int:
     return 4 * 1024**3 if routes else 1024**3
 
 
-def words_of(side: str, responses: int, routes: bool) -> list[str]:
+def words_of(side: str, responses: int, routes: bool, turns: int = 1) -> list[str]:
     """The command of a child."""
-    return [sys.executable, __file__, "--child", side, "--responses", str(responses), *(["--routes"] if routes else [])]
+    words = [sys.executable, __file__, "--child", side, "--responses", str(responses), "--turns", str(turns)]
+    if routes:
+        words.append("--routes")
+    return words
 
 
-def run_side(side: str, code: Path, responses: int, routes: bool) -> dict:
+def run_side(side: str, code: Path, responses: int, routes: bool, turns: int) -> dict:
     """A child process with the packages of this environment and the code of a tree."""
     env = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
-    command = words_of(side, responses, routes)
+    command = words_of(side, responses, routes, turns)
     done = subprocess.run(command, cwd=code, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
-    return {"side": side, "responses": responses} | json.loads(done.stdout.splitlines()[-1])
+    name = side
+    if turns > 1:
+        name = f"{turns} turns"
+    return {"side": name, "responses": responses} | json.loads(done.stdout.splitlines()[-1])
 
 
 def run_nodes(responses: int, routes: bool) -> dict:
@@ -503,12 +530,15 @@ def main() -> None:
     parser.add_argument("--responses", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--before", metavar="COMMIT")
     parser.add_argument("--routes", action="store_true")
+    parser.add_argument("--turns", type=int, nargs="+", default=[1])
     parser.add_argument("--nodes", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", choices=("now", "before"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        return child(args.child, args.responses[0], args.routes)
+        return child(args.child, args.responses[0], args.routes, args.turns[0])
+    if args.turns != [1] and (args.before or args.nodes):
+        parser.error("--turns goes with neither --before nor --nodes")
     trees = {"now": ROOT}
     with tempfile.TemporaryDirectory() as folder:
         if args.before:
@@ -520,7 +550,8 @@ def main() -> None:
                 capture_output=True,
             )
         try:
-            rows = [run_side(side, code, size, args.routes) for size in args.responses for side, code in trees.items()]
+            kinds = list(itertools.product(args.responses, trees.items(), args.turns))
+            rows = [run_side(*tree, size, args.routes, turns) for size, tree, turns in kinds]
             rows += [run_nodes(size, args.routes) for size in args.responses if args.nodes]
         finally:
             if args.before:
@@ -530,7 +561,7 @@ def main() -> None:
             key: extrapolated([row for row in rows if row["side"] == side], key)
             for key in ("driver_peak_bytes", "driver_busy_s")
         }
-        for side in trees
+        for side in dict.fromkeys(row["side"] for row in rows if row["side"] != "nodes")
     }
     if args.json:
         return print(json.dumps({"rows": rows, "extrapolated": full}))

@@ -7,6 +7,7 @@ source scripts/install.sh cpu
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 python scripts/make_tiny_world.py --out tiny-world --seed 0
 python scripts/make_long_world.py --out long-world --seed 0
+python scripts/make_tool_world.py --out tool-world --seed 0
 status=0
 python scripts/evidence/rehearsals.py "$@" || status=$?
 python scripts/generate_docs.py

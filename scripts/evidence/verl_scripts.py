@@ -64,10 +64,10 @@ def _of_clone(name: str, clone: Path) -> Iterator[dict[str, Any]]:
         if command := _launch(_passed(file, clone)):
             at = next(i for i, word in enumerate(command) if ENTRY.search(word))
             row = {"repository": name, "commit": commit, "path": str(file.relative_to(clone)), "entry": command[at]}
-            behind = [word.replace(str(clone), HOME) for word in command[at + 1 :]]
-            row |= {"words": [word for word in behind if PAIR.fullmatch(word)]}
-            row |= {"options": [word for word in behind if not PAIR.fullmatch(word)]}
-            judged = _compared(file, row["words"])
+            passed = [word for word in command[at + 1 :] if PAIR.fullmatch(word)]
+            row["words"] = [word.replace(str(clone), HOME) for word in passed]
+            row["options"] = [w.replace(str(clone), HOME) for w in command[at + 1 :] if not PAIR.fullmatch(w)]
+            judged = _compared(file, passed, clone)
             yield row | judged | {"why": judged["why"].replace(str(clone), HOME)}
 
 
@@ -124,9 +124,18 @@ def _launch(commands: list[list[str]]) -> list[str] | None:
 # ---------------------------------------------------------------- our reader beside it
 
 
-def _compared(file: Path, words: list[str]) -> dict[str, Any]:
+def _known(text: str, clone: Path) -> dict[str, str]:
+    """What a user says of a script: where it is started, if it asks for that to find files of verl's."""
+    known = {"HOME": HOME}
+    if 'PROJECT_DIR="$(pwd)"' in text:
+        known["PROJECT_DIR"] = str(clone)
+    return known
+
+
+def _compared(file: Path, words: list[str], clone: Path) -> dict[str, Any]:
+    text = file.read_text(encoding="utf-8")
     try:
-        command = from_script(read_script(file.read_text(encoding="utf-8"), str(file), {"HOME": HOME}), str(file))
+        command = from_script(read_script(text, str(file), _known(text, clone)), str(file))
     except MrlError as error:
         return {"counts": {"refused": 1}, "verdict": "refused", "why": str(error).partition(": ")[2]}
     counts = Counter(_judged(command, words)) | Counter({"scripts": 1})

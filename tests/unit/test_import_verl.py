@@ -462,6 +462,23 @@ def test_a_model_of_a_family_that_is_here_is_missed_by_its_name_alone():
     assert "not a known name" in entry.why and "DeepseekV3ForCausalLM" in entry.why
 
 
+@pytest.mark.parametrize(
+    ("words", "chosen", "value"),
+    [
+        (["Qwen/Qwen3-Next-80B-A3B-Instruct"], True, False),
+        (["Qwen/Qwen3.5-35B-A3B"], True, False),
+        (["moonshotai/Moonlight-16B-A3B"], False, None),
+        (["Qwen/Qwen3.5-35B-A3B", "actor_rollout_ref.rollout.enable_prefix_caching=True"], False, True),
+    ],
+)
+def test_engines_of_hybrids_have_no_prefix_cache_where_the_script_says_nothing(words, chosen, value):
+    """What the script says stays, for the rule to refuse."""
+    path, *more = words
+    out = import_overrides([f"actor_rollout_ref.model.path={path}", "model_engine=megatron", *more])
+    key = "rollout.enable_prefix_caching"
+    assert (key in [entry.to for entry in out.of("chosen")], out.values.get(key)) == (chosen, value)
+
+
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 

@@ -246,6 +246,27 @@ def test_a_store_that_is_too_small_is_refused_with_the_number():
         check_object_stores(10 * GIB, {"a": 10 * GIB, "b": int(9.5 * GIB)})
 
 
+def test_processes_of_tools_and_agents_stand_on_the_nodes_of_their_engines():
+    """By hand: each engine rank has processes for tools, and as many for environments."""
+    preset = "qwen3-30b-a3b/h100-4x8"
+    plain = inputs_of(preset)
+    assert "tools" not in host_of(plain)["terms"]
+    ranks = 8 // plain.config.rollout.tensor_model_parallel_size
+    limit = "num_workers: 3, max_memory_gib: 0.5"
+    for turns, processes in (
+        (f"tools: [calculator], {limit}", 3), (f"environments: [guess_the_number], {limit}", 6),
+        (f"tools: [python], {limit}, python: {{max_memory_gib: 2}}", 3 + 3 * 4),
+    ):  # fmt: skip
+        inputs = inputs_of(preset, f"rollout.turns={{{turns}}}")
+        assert host_of(inputs)["terms"]["tools"] == ranks * processes * GIB // 2
+    agent = ("rollout.endpoint=true", "rollout.agent={command: [python]}", "rollout.turns={network: true}")
+    unlimited = host_of(inputs_of(preset, *agent))["terms"]["tools"]
+    assert 0 < unlimited < ranks * GIB // 2
+    small = replace(inputs, device=replace(inputs.device, host_memory=10**9))
+    huge = inputs_of(preset, "rollout.turns={tools: [calculator], num_workers: 64, max_memory_gib: 200}")
+    assert "num_workers" in host_of(huge)["change"] and "num_workers" not in host_of(small)["change"]
+
+
 def test_staging_lies_in_host_memory_where_processes_cannot_open_each_others_device_memory(tiny_model):
     budget = 256 * 1024**2
     assert host_of(inputs_of(TINY, tiny_model))["terms"]["staging"] == 2 * budget

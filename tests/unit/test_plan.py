@@ -124,19 +124,35 @@ def test_the_235b_model_does_not_train_on_16_devices_of_80_gb(layout):
         assert phase["change"]
 
 
-@pytest.mark.parametrize("preset", ["deepseek-v3/h200-32x8", "kimi-k2-instruct/h200-32x8"])
-def test_models_of_latent_attention_are_planned_on_256_devices_in_seconds(preset):
+LARGEST_HYBRID = (
+    "model.path=Qwen3.5-397B-A17B", "cluster.nnodes=32", "cluster.accelerator=h200-141g", "rollout.num_engines=32",
+    "actor.layout.world_size=256", "actor.layout.pipeline_model_parallel_size=4",
+    "actor.layout.expert_model_parallel_size=32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "values"),
+    [("deepseek-v3/h200-32x8", ()), ("kimi-k2-instruct/h200-32x8", ()), ("qwen3.5-35b-a3b/h100-4x8", LARGEST_HYBRID)],
+    ids=["DeepSeek-V3", "Kimi-K2", "Qwen3.5-397B-A17B"],
+)
+def test_the_largest_models_of_other_attention_are_planned_on_256_devices_in_seconds(preset, values):
+    """No byte is moved that need not be."""
+    words = [str(ROOT / "parallel_configs" / f"{preset}.yaml"), "--json"]
+    words += [word for value in values for word in ("--set", value)]
     program = (
         "import sys, time\n"
         "from mrl.cli.main import main\n"
-        f"main(['plan', {str(ROOT / 'parallel_configs' / preset)!r} + '.yaml', '--json'])\n"
+        f"main(['plan', *{words!r}])\n"
         "print(time.process_time(), file=sys.stderr)\n"  # its own: other processes may share the core
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
     assert float(done.stderr.strip().splitlines()[-1]) < 4  # 2.8 to 3.5 beside a load of 17 on two cores
-    assert len(json.loads(done.stdout)["layout"]["ranks"]) == 256
+    plan = json.loads(done.stdout)
+    assert len(plan["layout"]["ranks"]) == 256
+    assert plan["reshard"]["bytes_moved"] == plan["reshard"]["bytes_required"]
 
 
 def test_the_largest_model_is_planned_on_128_devices_in_three_seconds_without_heavy_packages():

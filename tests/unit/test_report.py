@@ -15,16 +15,18 @@ import pytest
 from report_run import HOSTILE, ROOT, World, write_run
 
 from mrl.cli.main import main
+from mrl.data.samples import Sample, Turn, TurnCall, packed
 from mrl.errors import Interrupted, NumericAbort
 from mrl.record.attempts import attempt, read_attempts
 from mrl.record.run_dir import RunDir, json_line, read_metrics
+from mrl.record.sample_files import write_samples
 from mrl.record.shown_rows import extreme_rows, read_shown_rows, write_shown_rows
 from mrl.tools.report.columns import STEP, Curve, curves_of
 from mrl.tools.report.heldout import Response, differences, paired, prompt_means
 from mrl.tools.report.html import page_html
 from mrl.tools.report.page import Chart, color_of
 from mrl.tools.report.run_record import read_run
-from mrl.tools.report.samples import decoder, looked_at, tokens_of
+from mrl.tools.report.samples import PartHead, TrainingSample, decoder, looked_at, parts_of, tokens_of
 from mrl.tools.report.sections import curve_charts, run_page
 from mrl.tools.report.sections_run import PHASES
 from mrl.tools.report.settings import read_settings
@@ -235,6 +237,44 @@ def test_rounding_stays_white_and_another_steps_log_probs_are_not_taken(tmp_path
     assert "trainer less engine" not in the_page(run)
     RunDir.open(run.path, "", resume=True).truncate_metrics(6)
     assert read_shown_rows(run.path) is None
+
+
+TALKED = Sample(
+    0, 0, 0, 0, (0, 1), (2, 4, 3, 1, 0), (-0.5, -4.0, 0, 0, -1.0), "stop", 5, sampled=(1, 1, 0, 0, 1),
+    turns=(Turn(0, "stop", 2, 0.75, 0.25), Turn(4, "stop")), parts={},
+    calls=(TurnCall("guess", "ok", 0.5), TurnCall("<b>x</b>", "timeout", 0.25)),
+)  # fmt: skip
+
+
+def test_a_trajectory_stands_turn_by_turn_its_sampled_tokens_coloured(tmp_path):
+    """What was read has no colour; calls and their seconds stand over the turn that made them."""
+    run = write_run(tmp_path / "run", World(with_samples=False))
+    write_samples(run.samples, 6, [packed([TALKED])], [{"score": 1.0, "reason": "ok"}], turns=True)
+    page = the_page(run)
+    response = page.partition('<pre class="response">')[2].partition("</pre>")[0]
+    first, second = response.split("</b>")[1:]
+    heads = [text for text in Elements(response).text if text.startswith("turn ")]
+    assert heads == [
+        "turn 1: guess ok 0.50 s, <b>x</b> timeout 0.25 s · 0.75 s in all · reward 0.25 · ended by stop",
+        "turn 2: no call · ended by stop",
+    ]
+    kinds = [(a["class"], a["title"]) for tag, a in Elements(first).found if tag == "span"]
+    read = ("context", "read, not sampled")
+    assert kinds == [("t0", "log-prob -0.5"), ("t-2", "log-prob -4"), read, read]
+    assert [a["class"] for tag, a in Elements(second).found if tag == "span"] == ["t-1"]
+    assert "What is grey was read" in page and "What is grey was read" not in the_page(write_run(tmp_path / "other"))
+
+
+def test_heads_of_turns_and_branches_stand_before_their_tokens_and_what_is_not_shown_has_none():
+    sample = TrainingSample(
+        0, 0, [], [1, 2, 3, 4], [0.0] * 4, "stop", (5,), 1.0, "ok", sampled=[True, False, False, True],
+        heads=(PartHead(0, "turn 1"), PartHead(2, "branch 2"), PartHead(2, "turn 2"), PartHead(9, "turn 3")),
+    )  # fmt: skip
+    parts = parts_of(sample, [None] * 3, None)
+    shown = [(part.head, [(token.text.strip(), token.is_context) for token in part.tokens]) for part in parts]
+    assert shown == [
+        ("turn 1", [("1", False), ("2", True)]), ("branch 2", []), ("turn 2", [("3", True)]), ("turn 3", []),
+    ]  # fmt: skip
 
 
 def test_tokens_that_only_together_are_a_character_stand_together():

@@ -1,15 +1,23 @@
 """The pages of docs/: each stands in the site, no link leads nowhere, and every command of the tutorial is one."""
 
+import json
 import re
 import runpy
 import shlex
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from test_turns_config import MODEL
 
 from mrl.cli.main import make_parser
+from mrl.config.load import load_config
+from mrl.config.rules import violations
+from mrl.environments.environment_pool import EnvironmentPool
+from mrl.environments.tool import ToolsSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -83,3 +91,58 @@ def test_the_script_of_the_tutorial_comes_from_verl_without_a_loss(tmp_path, mon
         options = make_parser().parse_args(words)
         options.run(options)
     assert "  valid\n" in capsys.readouterr().out
+
+
+def written(page: str, name: str, folder: Path) -> str:
+    """The file that a block of the page writes, there."""
+    text = (DOCS / "tutorial" / f"{page}.md").read_text()
+    (folder / name).write_text(re.search(rf"cat > {name} <<'PY'\n(.*?)^PY$", text, re.MULTILINE | re.DOTALL)[1])
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("page", ["own_tool", "own_agent"])
+def test_what_the_tutorial_trains_with_tools_and_agents_is_legal(page, tmp_path):
+    (words,) = [words for words in commands(DOCS / "tutorial" / f"{page}.md") if words[0] == "train"]
+    own = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+    found = violations(load_config(ROOT / words[1], overrides=own), MODEL)
+    assert not [each for each in found if not each.field.startswith(("model.", "data."))]
+    assert len(own) >= 2
+
+
+def test_the_tool_of_the_tutorial_answers_as_it_says(tmp_path):
+    file = written("own_tool", "my_tools.py", tmp_path)
+    with EnvironmentPool(ToolsSpec(("calculator",), file), 1, 20.0) as pool:
+        right, wrong = (pool.call("calculator", {"expression": each}).result(60) for each in ("12*34", "12+34"))
+        (schema,) = pool.offer.tools
+    assert (right.reason, right.text) == ("ok", "408")
+    assert wrong.reason == "raised" and wrong.text.startswith("Error: calculator: ValueError")
+    assert schema["function"]["description"] == "Multiplies."
+
+
+class Said(SimpleNamespace):
+    """A message as the package openai has it."""
+
+    def model_dump(self, exclude_none):
+        return {"role": "assistant", "content": self.content}
+
+
+@pytest.mark.parametrize(("expression", "answer"), [("12*34", "408"), ("12+34", "?")])
+def test_the_agent_of_the_tutorial_calls_for_the_model_until_nothing_is_called(
+    expression, answer, tmp_path, monkeypatch
+):
+    """With a client in the place of the package's, which takes seconds to import."""
+    call = SimpleNamespace(id="c", function=SimpleNamespace(arguments=json.dumps({"expression": expression})))
+    answers = [Said(content="", tool_calls=[call]), Said(content="408", tool_calls=None)]
+    asked = []
+
+    def create(model, messages, tools):
+        asked.append(list(messages))
+        return SimpleNamespace(choices=[SimpleNamespace(message=answers[len(asked) - 1])])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda: client))
+    run = runpy.run_path(written("own_agent", "my_agent.py", tmp_path))["run"]
+    prompt = {"role": "user", "content": "12*34="}
+    run("http://127.0.0.1:1", "key", {"prompt": [prompt]}, 60.0)
+    told = {"role": "tool", "tool_call_id": "c", "content": answer}
+    assert asked == [[prompt], [prompt, {"role": "assistant", "content": ""}, told]]

@@ -30,7 +30,7 @@ from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec
 from mrl.reward.items import ONE_TURN as REWARD_ONE_TURN
 from mrl.schedule.segments import check_routes, continuation, continuation_seed, joined, token_versions, with_context
-from mrl.tools.report.samples import looked_at
+from mrl.tools.report.samples import PartHead, looked_at
 
 TURNS = (Turn(0, "stop", 2, 0.5, 0.25), Turn(4, "length"))
 CALLS = (TurnCall("guess", "ok", 0.5), TurnCall("", "unread"))
@@ -123,8 +123,8 @@ def test_files_have_the_turns_where_there_are_some(tmp_path):
     kinds = looked_at(tmp_path, 1, None)
     (shown,) = [sample for sample in kinds["best"] if sample.row == 0]
     assert [value is None for value in shown.log_probs] == [False, False, True, True, False]
-    said = "guess ok, no tool unread, from token 0, 0.50 s, reward 0.25"
-    assert shown.turns == (said, "no call, from token 4")
+    said = "turn 1: guess ok 0.50 s, no tool unread 0.00 s · 0.50 s in all · reward 0.25 · ended by stop"
+    assert shown.heads == (PartHead(0, said), PartHead(4, "turn 2: no call · ended by length"))
 
 
 def test_the_command_shows_no_log_prob_of_context(tmp_path, monkeypatch, capsys):

@@ -127,6 +127,7 @@ def translate(
     complete_distillation(out)
     _optimizer(out)
     _engine(out, settings)
+    _prefixes(out, settings)
     if out.values.get("rollout.quantization") and "algorithm.rollout_correction.level" not in out.values:
         why = "verl corrects nothing where nothing is said"
         out.put("implied", "", "algorithm.rollout_correction.level", None, why)
@@ -345,6 +346,13 @@ def _experts(out: Import, settings: VerlSettings) -> None:
     elif settings.megatron and out.values.get(to) is None and tp != 1:
         out.drop(to, "Megatron's default")
         out.put("implied", "", to, tp, "Megatron takes the tensor size where nothing is set")
+
+
+def _prefixes(out: Import, settings: VerlSettings) -> None:
+    """Engines of gated delta attention have no prefix cache; verl's default is one, which vLLM then does without."""
+    key = "rollout.enable_prefix_caching"
+    if settings.model is not None and settings.model.is_hybrid and key not in out.values:
+        out.put("chosen", "", key, False, "a state of gated delta attention has no prefix that could be found")
 
 
 def _reference(out: Import, settings: VerlSettings) -> None:

@@ -31,6 +31,7 @@ from mrl.tools.report.page import (
     PageSection,
     Pair,
     Paragraph,
+    ResponsePart,
     SampleBlock,
     Stack,
     Table,
@@ -254,15 +255,24 @@ def _legend(lanes: Lanes) -> str:
 
 
 def _sample(sample: SampleBlock) -> str:
-    tokens = "".join(_token(token, sample) for token in sample.tokens)
+    response = "".join(_part(part, sample) for part in sample.parts)
     facts = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in sample.facts)
     return (
         f'<figure class="sample"><figcaption>{escape(sample.title)}</figcaption><p class="facts">{facts}</p>'
-        f'<pre class="prompt">{escape(sample.prompt)}</pre><pre class="response">{tokens}</pre></figure>'
+        f'<pre class="prompt">{escape(sample.prompt)}</pre><pre class="response">{response}</pre></figure>'
     )
 
 
+def _part(part: ResponsePart, sample: SampleBlock) -> str:
+    head = ""
+    if part.head:
+        head = f"<b>{escape(part.head)}</b>"
+    return head + "".join(_token(token, sample) for token in part.tokens)
+
+
 def _token(token: Token, sample: SampleBlock) -> str:
+    if token.is_context:
+        return f'<span class="context" title="read, not sampled">{escape(token.text)}</span>'
     if token.value is None:
         return f"<span>{escape(token.text)}</span>"
     shade = round(max(-1.0, min(1.0, token.value / sample.scale)) * SHADES)

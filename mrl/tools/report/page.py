@@ -138,20 +138,29 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of text as the model wrote it, and its number (None: unknown)."""
+    """A piece of text as the model wrote it or read it, and its number (None: unknown)."""
 
     text: str
     value: float | None = None
+    is_context: bool = False  # read, not sampled
+
+
+@dataclass(frozen=True)
+class ResponsePart:
+    """Tokens of a response under a head, such as those of one turn. A response of one turn has no head."""
+
+    head: str
+    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True)
 class SampleBlock:
-    """One response. Its tokens are coloured by values from -`scale` to `scale`."""
+    """One response. Its tokens are coloured by values from -`scale` to `scale`, but for context, which is grey."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
     prompt: str
-    tokens: tuple[Token, ...]
+    parts: tuple[ResponsePart, ...]
     scale: float
     meaning: str  # of a token's value, shown when the reader points at it
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,18 @@ import pyarrow.parquet as pq
 
 from mrl.record.sample_files import read_samples, readable, rows_of
 from mrl.record.shown_rows import ShownRows, extreme_rows
-from mrl.tools.report.page import Token
+from mrl.tools.report.page import ResponsePart, Token
 
 _TORN = "\ufffd"  # a decoder's output for incomplete characters
 _WHOLE_AFTER = 4  # tokens; no character of UTF-8 has more bytes
+
+
+@dataclass(frozen=True)
+class PartHead:
+    """What begins at a token of a response: a turn, or another branch of an agent."""
+
+    first_token: int
+    words: str
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,7 @@ class TrainingSample:
     reason: str
     old_log_probs: list[float | None] | None = None  # the trainer's, for the first LONGEST tokens
     sampled: list[bool] | None = None  # False for context, whose log-probs have no meaning; None: all are sampled
-    turns: tuple[str, ...] = ()  # with several turns: the calls of each and their duration
-    branches: tuple[int, ...] = ()  # with several branches: the first token of each
+    heads: tuple[PartHead, ...] = ()  # with several turns: how each ended, its calls and their duration; and branches
 
     @property
     def log_probs(self) -> list[float | None]:
@@ -98,6 +105,9 @@ def _sample(
     log_probs = [float(value) for value in row["rollout_log_probs"]]
     if len(response_ids) != len(log_probs):
         raise ValueError(f"{len(response_ids)} tokens with {len(log_probs)} log-probs")
+    sampled = row.get("sampled")
+    if sampled is not None and len(sampled) != len(response_ids):
+        raise ValueError(f"{len(response_ids)} tokens with {len(sampled)} marks of what was sampled")
     return TrainingSample(
         number,
         int(row["prompt_id"]),
@@ -108,29 +118,34 @@ def _sample(
         tuple(map(int, versions)),
         float(score),
         str(reason),
-        sampled=row.get("sampled"),
-        turns=tuple(_turns(row.get("turns") or [], iter(row.get("calls") or []))),
-        branches=_branches(row.get("branches") or []),
+        sampled=sampled,
+        heads=_heads(row),
     )
 
 
-def _turns(turns: Sequence[dict[str, Any]], calls: Iterator[dict[str, Any]]) -> Iterator[str]:
-    for turn in turns if len(turns) > 1 else ():
-        called = [f"{call['name'] or 'no tool'} {call['reason']}" for call in islice(calls, turn["calls"])]
-        words = f"{', '.join(called) or 'no call'}, from token {turn['first_token']}"
-        took = ""
-        if turn["calls"]:
-            took = f", {turn['seconds']:.2f} s"
-        reward = ""
+def _heads(row: dict[str, Any]) -> tuple[PartHead, ...]:
+    """Returns heads in the order of their tokens; a branch stands before the turn that begins with it."""
+    branches = [int(branch["first_token"]) for branch in row.get("branches") or []][1:]
+    heads = [PartHead(first, f"branch {number}") for number, first in enumerate(branches, start=2)]
+    turns = row.get("turns") or []
+    if len(turns) > 1:
+        heads += _turns(turns, iter(row.get("calls") or []))
+    return tuple(sorted(heads, key=lambda head: head.first_token))
+
+
+def _turns(turns: Sequence[dict[str, Any]], calls: Iterator[dict[str, Any]]) -> Iterator[PartHead]:
+    for number, turn in enumerate(turns, start=1):
+        called = list(map(_call, islice(calls, turn["calls"])))
+        words = [f"turn {number}: {', '.join(called) or 'no call'}"]
+        if called:
+            words.append(f"{turn['seconds']:.2f} s in all")
         if turn.get("reward"):
-            reward = f", reward {turn['reward']:g}"
-        yield words + took + reward
+            words.append(f"reward {turn['reward']:g}")
+        yield PartHead(int(turn["first_token"]), " · ".join([*words, f"ended by {turn['stop_reason']}"]))
 
 
-def _branches(branches: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    if len(branches) < 2:
-        return ()
-    return tuple(int(branch["first_token"]) for branch in branches)
+def _call(call: dict[str, Any]) -> str:
+    return f"{call['name'] or 'no tool'} {call['reason']} {call['seconds']:.2f} s"
 
 
 def _ids(values: Sequence[int]) -> list[int]:
@@ -164,6 +179,34 @@ def text_of(ids: Sequence[int], decode: Decode | None) -> str:
     if decode is None:
         return " ".join(map(str, ids))
     return decode(ids)
+
+
+def parts_of(sample: TrainingSample, values: Sequence[float | None], decode: Decode | None) -> tuple[ResponsePart, ...]:
+    """Returns the first tokens of a response, as many as there are values, under their heads.
+
+    Heads of what is not shown stand at the end without tokens.
+    """
+    shown = len(values)
+    heads = sample.heads
+    if not heads or heads[0].first_token > 0:
+        heads = (PartHead(0, ""), *heads)
+    edges = [max(0, min(head.first_token, shown)) for head in heads] + [shown]
+    return tuple(
+        ResponsePart(head.words, tuple(_runs(sample, values, start, stop, decode)))
+        for head, (start, stop) in zip(heads, pairwise(edges), strict=True)
+    )
+
+
+def _runs(
+    sample: TrainingSample, values: Sequence[float | None], start: int, stop: int, decode: Decode | None
+) -> Iterator[Token]:
+    """Yields tokens from `start` to `stop`; none is joined with one that came another way."""
+    sampled = sample.sampled or [True] * len(sample.response_ids)
+    borders = [at for at in range(start + 1, stop) if sampled[at] != sampled[at - 1]]
+    for first, end in pairwise([start, *borders, stop]):
+        tokens = tokens_of(sample.response_ids[first:end], values[first:end], decode)
+        is_context = first < end and not sampled[first]
+        yield from (replace(token, is_context=is_context) for token in tokens)
 
 
 def tokens_of(ids: Sequence[int], values: Sequence[float | None], decode: Decode | None) -> tuple[Token, ...]:

@@ -11,7 +11,7 @@ from mrl.reward.items import UNJUDGED
 from mrl.tools.report.heldout import Response
 from mrl.tools.report.page import Block, PageSection, Pair, Paragraph, SampleBlock
 from mrl.tools.report.run_record import RunRecord
-from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, text_of, tokens_of
+from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, parts_of, text_of
 
 PAIRS = 4
 TEXT_LIMIT = 6000  # limit of shown characters of a held-out response
@@ -38,10 +38,14 @@ def _training(run: RunRecord) -> Iterator[Block]:
         yield Paragraph(str(error), "warn")
         return
     decode = decoder(_tokenizer_folders(run))
-    colour = _colour([sample for chosen in found.values() for sample in chosen])
+    every = [sample for chosen in found.values() for sample in chosen]
+    colour = _colour(every)
+    grey = ""
+    if any(sample.sampled is not None for sample in every):
+        grey = " What is grey was read (answers of tools, the template), and is not trained on."
     yield Paragraph(
-        f"Training step {step}: {', '.join(_KINDS[kind] for kind in found)}. {colour.words} Point at a token for its "
-        "number."
+        f"Training step {step}: {', '.join(_KINDS[kind] for kind in found)}. {colour.words}{grey} Point at a token for "
+        "its number."
     )
     if decode is None:
         yield Paragraph(
@@ -96,8 +100,8 @@ def _tokenizer_folders(run: RunRecord) -> list[Path]:
 
 
 def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode | None, colour: _Colour) -> SampleBlock:
-    shown = sample.response_ids[:LONGEST]
-    cut = len(sample.response_ids) - len(shown)
+    shown = min(len(sample.response_ids), LONGEST)
+    cut = len(sample.response_ids) - shown
     facts = [
         ("score", f"{sample.score:.4g}"),
         ("tokens", str(len(sample.response_ids))),
@@ -107,18 +111,15 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     ]
     if sample.reason not in ("ok", "None"):
         facts.append(("reward", sample.reason))
-    facts += [(f"turn {number}", words) for number, words in enumerate(sample.turns, start=1)]
-    if sample.branches:
-        facts.append(("branches", "from tokens " + ", ".join(map(str, sample.branches))))
     if cut:
         facts.append(("not shown", f"{cut} tokens"))
     values = _gaps(sample) if colour.meaning != "log-prob" else sample.log_probs[:LONGEST]
-    values = [*values, *[None] * (len(shown) - len(values))]
+    values = [*values, *[None] * (shown - len(values))]
     return SampleBlock(
         f"{kind.capitalize()}: row {sample.row} of step {step}",
         tuple(facts),
         text_of(sample.prompt_ids, decode),
-        tokens_of(shown, values, decode),
+        parts_of(sample, values, decode),
         colour.scale,
         colour.meaning,
     )
