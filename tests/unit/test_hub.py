@@ -167,6 +167,7 @@ def test_a_run_of_a_name_hears_of_its_mistakes_before_anything_is_fetched(monkey
         raise EnvironmentFault(f"{path} was to be fetched")
 
     monkeypatch.setattr("mrl.config.model_folders.local_folder", fetched)
+    monkeypatch.setattr("mrl.cluster.prerequisites.shows_devices", lambda kind: True)
     (tmp_path / "rows.jsonl").write_text("{}\n")
     preset = [
         str(root / "parallel_configs" / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"),

@@ -306,7 +306,7 @@ CONTRADICTIONS = [
         "the penalty is in none but reward",
     ),
     (["data.gen_batch_size=128"], "data.gen_batch_size", "trains on all that it generates"),
-    ([FILTER, END + "partial"], "algorithm.filter_groups.max_num_gen_batches", "without end"),
+    ([FILTER, END + "partial"], "algorithm.filter_groups.max_num_gen_batches", "never used up"),
     (["rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus", FILTER], "rollout.n", "one response does not"),
     (
         ["algorithm.overlong_buffer={enable: true, len: 5}"],

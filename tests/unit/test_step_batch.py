@@ -207,6 +207,7 @@ def test_a_rank_is_asked_for_its_verbs_and_nothing_else():
         rank.do("fetched")
     assert all(callable(getattr(RankBatch, verb)) for verb in rank_batch.VERBS)
     worker = ActorWorker.__new__(ActorWorker)
+    worker.rank = 0
     worker.actor, worker.batch = SimpleNamespace(bring=lambda *kinds: kinds, close=None), rank
     assert worker.do("bring", "a", "b") == ("a", "b")
     with pytest.raises(ValueError, match="asked to close"):
