@@ -37,6 +37,8 @@ if [ "$RAY_AUTH_MODE" != token ] && [ "${MRL_ALLOW_OPEN_RAY:-}" != 1 ]; then
 fi
 mrl_make_token
 mrl_make_temp "$temp"
+# a node that is gone is missed after five looks: 5 s here, 15 with Ray's own pause between them
+export RAY_health_check_period_ms=${RAY_health_check_period_ms:-1000}
 start=(ray start --head --node-ip-address "$host" --port "$port" --dashboard-host "$host" --dashboard-port "$dashboard"
     --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(mrl_cores)}" --temp-dir "$temp" --disable-usage-stats
     "${resources[@]}" "$@")

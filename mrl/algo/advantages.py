@@ -11,18 +11,20 @@ Every estimator treats small groups in the same way:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mrl.algo.own_functions import load_registered
+from mrl.algo.own_functions import load_registered, unload
 from mrl.algo.rows import RowValues, on_tokens, second_moment, total
 from mrl.algo.spec import ADVANTAGES
 from mrl.errors import ConfigError, DataError
 from mrl.exercised import exercised
 
 CUSTOM_ADVANTAGE_KEY = "algorithm.custom_advantage.path"
+_DECORATOR = "register_advantage"  # of a user's file
 STD_EPS = 1e-6
 WHITEN_EPS = 1e-8
 
@@ -193,7 +195,25 @@ def load_custom_advantage(path: str, adv_estimator: str) -> None:
 
     Raises ConfigError where it does not, or cannot be loaded.
     """
-    load_registered(path, CUSTOM_ADVANTAGE_KEY, "register_advantage", adv_estimator, ADVANTAGE_FUNCTIONS)
+    load_registered(path, CUSTOM_ADVANTAGE_KEY, _DECORATOR, adv_estimator, ADVANTAGE_FUNCTIONS)
+
+
+@contextmanager
+def tried_advantage(path: str, adv_estimator: str) -> Iterator[None]:
+    """Loads a user's advantage for the block alone, so that a run meets the file as if nobody had asked it before."""
+    functions = dict(ADVANTAGE_FUNCTIONS)
+    of_batch = set(WHITENED)
+    load_custom_advantage(path, adv_estimator)
+    if adv_estimator in functions:  # the file has run before
+        yield
+        return
+    try:
+        yield
+    finally:
+        unload(path, _DECORATOR)
+        for name in ADVANTAGE_FUNCTIONS.keys() - functions.keys():
+            del ADVANTAGE_FUNCTIONS[name]
+        WHITENED.intersection_update(of_batch)
 
 
 @_advantage("grpo")

@@ -58,7 +58,7 @@ def load_registered(path: str, key: str, decorator: str, name: str, table: Mappi
     Raises ConfigError where it does not; the message names the configuration's `key`.
     """
     file = Path(path).resolve()
-    module = f"mrl_{decorator}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    module = _module_name(file, decorator)
     before = set(table)
     if module not in sys.modules:
         _run_file(file, module, key)
@@ -67,6 +67,15 @@ def load_registered(path: str, key: str, decorator: str, name: str, table: Mappi
         raise ConfigError(
             f'{key}: {file} registers {registered}, not {name!r}; put @{decorator}("{name}") on the function'
         )
+
+
+def unload(path: str, decorator: str) -> None:
+    """Forgets that the file ran, so that the next load runs it anew."""
+    sys.modules.pop(_module_name(Path(path).resolve(), decorator), None)
+
+
+def _module_name(file: Path, decorator: str) -> str:
+    return f"mrl_{decorator}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
 
 
 def _run_file(file: Path, name: str, key: str) -> None:

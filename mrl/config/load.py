@@ -24,6 +24,8 @@ RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = Origin("default")
 COMMAND_LINE = "--set"
 TIS = CORRECTIONS["TIS"]
+# Keys that mean more where a user set them: the deadline then always holds, and no correction is chosen.
+JUDGED_BY_BEING_SET = ("cluster.step_timeout_s", "algorithm.rollout_correction.level")
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,8 @@ def _override(text: str) -> Node:
     key, equals, value = text.partition("=")
     if key.startswith("~"):
         raise ConfigError(
-            f"--set {text}: hydra's ~ removes a key; here what is left out has its default, so leave it out"
+            f"--set {text}: hydra's ~ removes a key; here a key that is left out has its default; or --set KEY=null, "
+            "where it may be null"
         )
     if not equals or not value.strip() or not all(key.strip().split(".")):
         raise ConfigError(f"--set {text}: must read a.b=value, such as actor.optim.lr=1e-6 (null unsets a key)")
@@ -265,5 +268,8 @@ def _lines(values: dict[str, Any], origins: dict[str, Origin], prefix: tuple[str
         if isinstance(value, dict) and value:
             yield f"{indent}{dump_value(key)}:"
             yield from _lines(value, origins, path)
-        else:
-            yield f"{indent}{dump_value(key)}: {dump_value(value)}  # {origins['.'.join(path)]}"
+            continue
+        name = ".".join(path)
+        # what stands in the file counts as set when it is read again
+        comment = "# " if name in JUDGED_BY_BEING_SET and origins[name] == DEFAULT else ""
+        yield f"{indent}{comment}{dump_value(key)}: {dump_value(value)}  # {origins[name]}"

@@ -3,7 +3,7 @@
 So a large file is never in memory as Python objects all at once.
 """
 
-import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ BATCH_BYTES = 256 * MIB
 ARRAY_BYTES = 2048 * MIB  # limit of a JSON array, which is held whole
 OTHER_THAN_TEXT = ("images", "videos")  # columns of verl's rows that hold no text
 _READ_TOO = ("extra_info", *OTHER_THAN_TEXT)  # optional columns
+_MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 BUFFER_BYTES = MIB  # a buffer for each column, so that a file of one large row group is not read whole
 
 
@@ -224,7 +225,10 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
             raise BadRow(f"{key} is a list of messages written as text; store the list itself, {{role, content}} each")
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise BadRow(f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}", key)
+        raise BadRow(
+            f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}",
+            f"{key} {type(prompt).__name__}",
+        )
     for message in prompt:
         if kind := _other_kind(message):
             raise BadRow(f"{key} holds a part of the type {kind[:40]!r}: only prompts of text are supported")
@@ -236,14 +240,8 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
 
 
 def _holds_messages(text: str) -> bool:
-    """Whether the text is JSON of a list of messages, as tables have it that went through CSV."""
-    if not text.lstrip().startswith("["):
-        return False
-    try:
-        messages = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return bool(messages) and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages)
+    """Whether the text is a list of messages as JSON or Python writes it, which tables have that went through CSV."""
+    return _MESSAGES.match(text) is not None and text.rstrip().endswith("]")
 
 
 def _has_some(value: Any) -> bool:

@@ -65,11 +65,11 @@ def _check_call(function: Callable[..., Any], spec: RewardSpec, where: str) -> N
             "reward.num_workers responses are judged beside each other"
         )
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # a function of C has none that can be read
         return
     try:
-        signature.bind(**dict.fromkeys(CALLED_WITH), **spec.kwargs)
+        signature.bind(**{**dict.fromkeys(CALLED_WITH), **spec.kwargs})
     except TypeError as error:
         raise ConfigError(
             f"{where}: {spec.name}{signature} is called for one response at a time, by the names "

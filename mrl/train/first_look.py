@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.algo.advantages import CUSTOM_ADVANTAGE_KEY, AdvantageInputs, load_custom_advantage, numbers_of
+from mrl.algo.advantages import CUSTOM_ADVANTAGE_KEY, AdvantageInputs, numbers_of, tried_advantage
 from mrl.config.schema import AlgorithmConfig, DataConfig, RewardConfig, RunConfig
 from mrl.data.dataset import ChatTokenizer, PromptDataset, load_tokenizer
 from mrl.data.quick_tokenizer import quick_tokenizer
@@ -56,8 +56,8 @@ def look(config: RunConfig) -> str | None:
     that cannot be loaded.
     """
     if (own := config.algorithm.custom_advantage) is not None and Path(own.path).is_file():
-        load_custom_advantage(own.path, config.algorithm.adv_estimator)
-        _try_advantage(config.algorithm, config.rollout.n)
+        with tried_advantage(own.path, config.algorithm.adv_estimator):
+            _try_advantage(config.algorithm, config.rollout.n)
     data = config.data
     turns = turns_spec(config.rollout.turns, data, config.rollout.agent)
     offer = None
@@ -91,7 +91,10 @@ def _try_advantage(algorithm: AlgorithmConfig, responses: int) -> None:
         scores,
         group_ids=np.repeat([0, 1], responses),
         lengths=np.arange(2 * responses) + 1,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        penalties=np.zeros_like(scores) if algorithm.use_kl_in_reward else None,
         parts=dict.fromkeys(algorithm.gdpo_reward_keys, scores),
+        part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
         custom=algorithm.custom_advantage.parameters,
     )
     try:

@@ -232,10 +232,11 @@ def test_rows_of_one_fault_are_one_line_whatever_value_each_has(tmp_path, wrong)
 
 def test_messages_that_are_written_as_text_are_no_prompt_and_other_brackets_are(tmp_path):
     rows = [row("a") | {"prompt": text} for text in ("[1, 2] sorted?", '["role", "content"]', "[", "[]")]
-    written = row("a") | {"prompt": json.dumps(row("b")["prompt"])}
-    report = load(write_jsonl(tmp_path / "a.jsonl", [*rows, written]), max_bad_row_share=1.0).report
+    messages = [{"role": "user", "content": "b"}]
+    written = [row("a") | {"prompt": text} for text in (json.dumps(messages), str(messages), f" {messages}\n")]
+    report = load(write_jsonl(tmp_path / "a.jsonl", [*rows, *written]), max_bad_row_share=1.0).report
     (line,) = report.examples
-    assert (report.kept, report.bad, line.row) == (4, 1, 4) and "store the list itself" in line.reason
+    assert (report.kept, report.bad, line.row) == (4, 3, 4) and "store the list itself" in line.reason
 
 
 @pytest.mark.parametrize(("truncation", "expected"), [("left", "cdef"), ("right", "u:ab"), ("middle", "u:ef")])

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import dialect_templates
+import numpy as np
 import pytest
 from small_model import write_model
 
-from mrl.algo.advantages import ADVANTAGE_FUNCTIONS
+from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, AdvantageInputs, tried_advantage
 from mrl.cli.main import main
 from mrl.cluster.prerequisites import check_devices_here
 from mrl.config.load import load_config
@@ -338,26 +339,32 @@ def test_an_advantage_that_fails_is_told_from_a_made_up_step(folder, body, words
         f"@register_advantage('fails')\ndef fails(inputs):\n    return {body}\n"
     )
     own = f"algorithm.custom_advantage.path={folder / 'fails.py'}"
-    try:
-        with pytest.raises(ConfigError, match=re.escape(words)):
-            look(config_with("algorithm.adv_estimator=fails", own).config)
-    finally:
-        ADVANTAGE_FUNCTIONS.pop("fails", None)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        look(config_with("algorithm.adv_estimator=fails", own).config)
+    assert "fails" not in ADVANTAGE_FUNCTIONS
 
 
-@pytest.mark.parametrize("parts", ["", "[format, acc]"])
-def test_an_advantage_that_works_is_asked_of_its_constants_and_parts(folder, parts):
+@pytest.mark.parametrize(
+    "more", [(), ("use_kl_in_reward=true",), ("gdpo_reward_keys=[format]", "gdpo_reward_weights=[2]")]
+)
+def test_an_advantage_that_works_is_asked_of_what_a_step_has_and_its_file_runs_anew(folder, more):
     (folder / "works.py").write_text(
-        "from mrl.algo.advantages import register_advantage\n\n\n"
+        "from mrl.algo.advantages import register_advantage\n\nseen = []\n\n"
         "@register_advantage('works')\ndef works(inputs):\n"
-        "    return inputs.custom['scale'] * sum(inputs.parts.values(), inputs.totals)\n"
+        "    seen.append(inputs)\n"
+        f"    taken_off = inputs.penalties if {'use_kl_in_reward=true' in more} else 0.0\n"
+        "    weighed = sum((inputs.part_weights[key] * part for key, part in inputs.parts.items()), inputs.scores)\n"
+        "    return len(seen) * inputs.custom['scale'] * (weighed - taken_off)\n"
     )
-    own = f"algorithm.custom_advantage={{path: {folder / 'works.py'}, parameters: {{scale: 2.0}}}}"
-    keys = [f"algorithm.gdpo_reward_keys={parts}"] if parts else []
-    try:
-        look(config_with("algorithm.adv_estimator=works", own, *keys).config)
-    finally:
-        ADVANTAGE_FUNCTIONS.pop("works", None)
+    path = folder / "works.py"
+    own = f"algorithm.custom_advantage={{path: {path}, parameters: {{scale: 2.0}}}}"
+    look(config_with("algorithm.adv_estimator=works", own, *(f"algorithm.{key}" for key in more)).config)
+    assert "works" not in ADVANTAGE_FUNCTIONS
+    inputs = AdvantageInputs(
+        np.ones(2), np.zeros(2, int), np.ones(2, int), penalties=np.zeros(2), custom={"scale": 3.0}
+    )
+    with tried_advantage(str(path), "works"):
+        assert ADVANTAGE_FUNCTIONS["works"](inputs).tolist() == [3.0, 3.0], "what was asked before is forgotten"
 
 
 def test_a_host_without_the_runs_devices_is_told_before_a_model_is_fetched(monkeypatch):

@@ -102,6 +102,8 @@ def test_a_users_file_that_cannot_serve_is_refused_with_the_reason(tmp_path, tex
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, weight): return weight",
         "class Judge:\n    def __call__(self, **_): return 1.0\ncompute_score = Judge()",
         "compute_score = dict",  # of C
+        "import functools\ndef f(answer, truth): return 1.0\n@functools.wraps(f)\n"
+        "def compute_score(data_source, solution_str, ground_truth, **_): return f(solution_str, ground_truth)",
     ],
 )
 def test_whatever_takes_a_rows_names_is_a_reward(tmp_path, text):

@@ -11,7 +11,7 @@ import pytest
 from small_model import SIZES, write_model
 
 from mrl.cli.main import main
-from mrl.config.load import load_config
+from mrl.config.load import TIS, load_config
 from mrl.config.rules import notes, violations
 from mrl.model import known_spec
 
@@ -384,6 +384,10 @@ def test_the_resolved_configuration_can_be_printed_and_read_again(capsys, tmp_pa
     main(["validate", str(BASE), "--resolved", "--set", "actor.optim.lr=3e-7"])
     out, err = capsys.readouterr()
     (file := tmp_path / "whole.yaml").write_text(out)
+    again = load_config(file, overrides=["rollout.quantization=fp8"]).config
+    assert (
+        again.algorithm.rollout_correction.level == TIS.level and "step_timeout_s" not in again.cluster.model_fields_set
+    )
     assert load_config(file).config == load_config(BASE, overrides=["actor.optim.lr=3e-7"]).config
     assert "lr: 3.0e-07  # --set" in out and err.rstrip().endswith("ok")
 
