@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA): which weights have them, what a rank holds of them, and the weights that they make.
 
-A weight W [out, in] of the checkpoint gets two factors, A [rank, in] and B [out, rank], and stands for W + alpha / rank
-* B A. Each pair belongs to one tensor of the checkpoint, even if Megatron fuses several. Factors are cut like the
-weight:
+A weight W [out, in] of the checkpoint gets two factors, A [rank, in] and B [out, rank]. The effective
+weight is W + (alpha / rank) B A. Each pair belongs to one tensor of the checkpoint, even if Megatron fuses several.
+Factors are cut like the weight:
 
     weight                      A                           B
     rows cut (q, k, v,          whole on every              rows cut, as
@@ -224,7 +224,7 @@ def all_shards(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora | No
 
 
 def _whole_on(layout: TrainLayout, rank: int, is_expert: bool) -> tuple[int, ...]:
-    """Returns the ranks that hold the same parameters as `rank`, for parameters that tensor parallelism does not cut."""
+    """Returns the ranks that hold the same as `rank`, for parameters that tensor parallelism does not cut."""
     if is_expert:
         return layout.expert_group(rank, "etp", "edp")
     return layout.dense_group(rank, "tp", "cp", "dp")

@@ -130,6 +130,6 @@ def cut_in_words(name: str, hf_box: Box) -> str:
 
 
 def _is_whole(held: tuple[int, int], size: int, local: tuple[int, int], local_size: int, block: int) -> bool:
-    """Tells whether, along one dimension, a piece begins and ends at block boundaries or at the ends of both tensors."""
+    """Tells whether a piece, along one dimension, begins and ends with a block or at the ends of both tensors."""
     begins = held[0] % block == 0 and local[0] % block == 0
     return begins and (held[1] % block == 0 or (held[1] == size and local[1] == local_size))
