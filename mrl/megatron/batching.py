@@ -128,8 +128,9 @@ def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Splitter:
-    """Cuts batches into micro-batches, by the relevant parallel degrees, one of the two limits of a micro-batch, and the cost of a
-    sequence.
+    """Cuts batches into micro-batches.
+
+    It has the relevant parallel degrees, one of the two limits of a micro-batch, and the cost of a sequence.
     """
 
     shape: Shape
