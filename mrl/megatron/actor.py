@@ -1,6 +1,4 @@
-"""The trained model on one rank: it computes log-probabilities and updates, and exports weights under Hugging Face
-names.
-"""
+"""The trained model on one rank: log-probabilities, updates, and export of its weights under Hugging Face names."""
 
 import math
 import time
@@ -74,8 +72,8 @@ class MegatronActor:
     def __init__(self, config: RunConfig, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Joins the other ranks, builds this rank's part of the model and loads it from `config.model.path`.
 
-        Raises ConfigError for an illegal layout or override. Raises EnvironmentFault when the ranks do not meet or the
-        checkpoint is unusable.
+        Raises ConfigError for an illegal layout or override. Raises EnvironmentFault for absent ranks or a bad
+        checkpoint.
         """
         self.config = config
         self.rank = rank
@@ -200,8 +198,8 @@ class MegatronActor:
     def bring(self, *kinds: str) -> None:
         """Brings these kinds of offloaded state onto the device, and moves the others off it.
 
-        Methods that compute would bring them as well. A separate call lets time and lack of memory be told apart from
-        computing.
+        Methods that compute would bring them as well. A separate call tells its time and lack of memory apart from
+        theirs.
         """
         self._release_scratch()
         self.residence.settle()  # waits for what was prefetched for an update, which a critic's warm-up leaves out
@@ -231,9 +229,8 @@ class MegatronActor:
         return process_memory(self.platform.name, on_host)
 
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
-        """Computes `policy_log_probs` for a whole step. Every rank gets the same batch.
-
-        One rank of each replica returns the replica's result, the others None.
+        """Computes `policy_log_probs` for a whole step. Every rank gets the same batch, and one rank per replica a
+        result.
         """
         batch = self._of_own_layers(batch)
         return _handed_out(self.policy_log_probs(batch, self._whole(batch).log_probs))
@@ -244,8 +241,8 @@ class MegatronActor:
         return _handed_out(self.reference_log_probs(batch, self._whole(batch).reference))
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """Runs `update_replica` for a whole step. Every rank gets the same batch, selects the loss's tokens and counts
-        them.
+        """Runs `update_replica` for a whole step. Every rank gets the same batch, and selects and counts the loss's
+        tokens.
         """
         batch = self._of_own_layers(batch)
         check_batch(batch, self.model, self._moe_layers)
@@ -261,11 +258,10 @@ class MegatronActor:
 
     @needs(PARAMETERS)
     def policy_log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
-        """Returns log-probabilities of the sampled tokens under the current weights, at the batch's temperatures. These
-        are the old policy of a step.
+        """Returns log-probabilities of the sampled tokens under the current weights: the old policy of a step.
 
-        `batch` holds at least the rows of this replica's `micros`. Every rank of the last pipeline stage returns them,
-        the others None.
+        They are at the batch's temperatures. `batch` holds at least the rows of this replica's `micros`. Every rank of
+        the last pipeline stage returns them, the others None.
         """
         check_batch(batch, self.model, self._moe_layers)
         if self.routing is None:
@@ -302,8 +298,7 @@ class MegatronActor:
         `old_log_probs` and `advantages`. `counts` cover whole mini-batches over all replicas.
 
         Metrics have one entry per mini-batch on the ranks that hold results. The last entry also has the metrics of the
-        stage's routers and of offloading. A rank that reports
-        these but holds no results returns this entry alone.
+        stage's routers and of offloading. A rank that reports these but holds no results returns this entry alone.
 
         A mini-batch whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in
         `actor/skipped_updates`. Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such
@@ -331,9 +326,8 @@ class MegatronActor:
         return {f"offload/{kind}_bytes": (float(nbytes), 1.0) for kind, nbytes in left.items() if nbytes}
 
     def _spent(self, begun: float) -> FloatParts:
-        """Returns time and memory of this rank's update since `begun`, a value of time.perf_counter.
-
-        Peaks are those since the previous update.
+        """Returns time of this rank's update since `begun`, by time.perf_counter, and memory peaks since the previous
+        update.
         """
         self.platform.synchronize()
         spent = {

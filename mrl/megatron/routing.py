@@ -235,7 +235,7 @@ class Routing:
         `router/missing_routes`: they should have an engine's route but have none. `router/rollout_drift`: the engine's
         set differs from the trainer's own choice at the old log-probs. Loads count real tokens.
         """
-        if not len(self._load):  # a stage with only the embedding, which is equal on all ranks of its group
+        if not len(self._load):  # a stage with only the embedding, as on all ranks of its group
             return {}
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         pairs = [torch.as_tensor(count, device=self._device) for count in vars(self._counts).values()]

@@ -48,9 +48,7 @@ class Beginning:
     folder: Path
     identity: RunIdentity
     point: Newest | None  # None for a new run
-    find_point: Callable[
-        ..., Newest | None
-    ]  # searches again; `resume`: whether the run's own newest checkpoint is allowed
+    find_point: Callable[..., Newest | None]  # searches again; `resume`: whether the run's own newest is allowed
     plan: dict[str, Any]
     data_fingerprint: str
     token_routes: int  # bytes of one token's routes, in the form of samples

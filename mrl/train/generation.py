@@ -1,13 +1,11 @@
-"""Generates a step's rollouts: a thread sends requests and takes responses and rewards, and the loop takes complete
-batches.
+"""Generates rollouts: a thread sends requests and takes responses and rewards, and the loop takes whole batches.
 
     thread   admit prompts --> assignments --> engines --> responses --> reward pool --> groups finished, or filtered
     loop     next_batch: a step's ........ train ........ drain: weights may change ... sync ... resume: on with them
 
-mrl.schedule decides when a group is issued, with which weights each token is generated, and by which engine. It knows
-groups by number. Their prompts, engines and rewards are here. So all schedules share this code. The synchronous one
-issues nothing for later steps, and engines rest from `next_batch` to `resume`. Both threads hold `_changed` while they
-use shared data, and neither holds it while it waits for Ray.
+mrl.schedule decides, by number, when a group is issued, and which weights and engine generate each token. So all
+schedules share this code. The synchronous one issues nothing for later steps, and engines rest from `next_batch` to
+`resume`. Both threads hold `_changed` while they use shared data, and neither holds it while it waits for Ray.
 """
 
 import threading
@@ -74,9 +72,7 @@ class Generation:
         state: TrainState,
         left: Mapping[int, GroupParts] = MappingProxyType({}),
     ):
-        """Continues from `state`, at `begin`. `left`: groups by number that an earlier start finished with these
-        weights.
-        """
+        """Continues from `state`. `left`: groups by number that an earlier start finished with these weights."""
         schedule = rules.schedule
         self._rules = rules
         self._responder = responder
@@ -208,16 +204,12 @@ class Generation:
             raise self._groups.too_many_filtered(self._buffer.step + 1, len(filtered))
 
     def _filtered_before(self, last: int) -> list[Filtered]:
-        """Returns the groups filtered for a step with `last` as its last group.
-
-        ready_first: all since the step before.
-        """
+        """Returns the groups filtered for a step that ends with `last`; ready_first: all since the step before."""
         ready_first = self._rules.schedule.order == "ready_first"
         return [each for each in self._groups.filtered if each[0] < last or ready_first]
 
     def drain(self, timer: PhaseTimer, saves: bool) -> None:
-        """Waits until engines may get other weights. Nothing is sent until `resume`. The phases are "pause" and
-        "settle".
+        """Waits until engines may get other weights; nothing is sent until `resume`. Phases: "pause", "settle".
 
         in_order waits for all tokens of these weights, and for their rewards if rewards decide which groups are trained
         on. With ready_first, engines keep unfinished responses and nothing is awaited. If the step `saves`, they give
@@ -346,8 +338,7 @@ class Generation:
     ) -> Any:
         """Returns the first result of `condition` that is not None. `timed` is entered for each part of the wait.
 
-        `mend` brings engines back while ranks hold the weights that engines serve. Raises the thread's errors, and
-        those of a signal.
+        `mend` brings engines back while ranks hold the served weights. Raises errors of the thread and of signals.
         """
         while True:
             self._responder.poll()

@@ -1,8 +1,10 @@
 """Saves the checkpoints of a run beside the training, and keeps only as many as configured.
 
-step N      ranks copy their parts to host memory     training waits
-step N+1    a thread writes them to the disk          training continues
-step N+2    the result is requested                   a refusal of the disk is counted, and the run continues
+The writing overlaps the steps that follow:
+
+    step N      ranks copy their parts to host memory     training waits
+    step N+1    a thread writes them to the disk          training continues
+    step N+2    the result is requested                   a refusal of the disk is counted, and the run continues
 """
 
 import importlib.metadata
