@@ -182,7 +182,7 @@ class MegatronActor:
         return kernels_in_words(self.chunks, self.optimizer)
 
     def speed(self, threads: int) -> tuple[str, float]:
-        """Measures the FLOP/s of a large matrix product in the model's dtype. Returns the device's name and the rate.
+        """Returns the device's name, and the FLOP/s of a large matrix product there in the model's dtype.
 
         `threads`: number of CPU threads that compute it.
         """

@@ -164,7 +164,7 @@ def _first_row(file: str, data: DataConfig) -> dict[str, Any] | None:
 def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
     """Loads a user's function that is on this host, and asks it about the first row.
 
-    The responses are nonsense, the truth, and the truth in words, until one is judged. Raises if all three fail,
+    The responses are nonsense, the truth, and the truth in words, until one is judged. It raises only if all three fail,
     because a correct function may fail on some answers.
     """
     spec = reward_spec(reward, {row["data_source"] for row in rows})

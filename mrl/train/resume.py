@@ -395,7 +395,7 @@ def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) ->
 
 
 def _check_same_groups(identity: RunIdentity, manifest: Manifest, data_fingerprint: str, folder: Path) -> None:
-    """Raises DataError if live groups were made with other inputs than now."""
+    """Raises DataError if live groups were made with other inputs, ConfigError if the checkpoint has none."""
     if identity.schedule.is_synchronous:
         return
     if "ahead" not in manifest.trainer:
