@@ -164,8 +164,8 @@ def _first_row(file: str, data: DataConfig) -> dict[str, Any] | None:
 def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
     """Loads a user's function that is on this host, and asks it about the first row.
 
-    The responses are nonsense, the truth, and the truth in words, until one is judged. It raises only if all three fail,
-    because a correct function may fail on some answers.
+    The responses are nonsense, the truth, and the truth in words, until one is judged. A correct function may
+    fail on some answers, so it raises only if all three fail.
     """
     spec = reward_spec(reward, {row["data_source"] for row in rows})
     custom = reward.custom_reward_function
