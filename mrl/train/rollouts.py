@@ -277,7 +277,7 @@ class Judge:
         return with_failures_scored(self.reward, results)
 
     def rewards(self, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
-        """Returns scores minus the soft overlong penalty if that is on, float64 [batch]."""
+        """Returns scores plus the soft overlong penalty, which is not positive, if that is on. float64 [batch]."""
         scores = np.array([result.score for result in results], dtype=np.float64)
         buffer = self.algorithm.overlong_buffer
         if not buffer.enable:
