@@ -9,10 +9,10 @@ Three cases, with two ranks A and B and the collectives of two groups, g and h:
 In the first case B is named, also where a third rank waits for A: it is followed from rank to rank until one waits for
 nobody. In the others the two trails say only that they differ. Which of them is wrong is told by each rank's own past.
 Each came to its last collective behind others: named is the one for whom that is newer. If it is as new for both,
-both are named. Pure: trails in, names out.
+both are named. The same tells who is named of several that wait for each other in a circle. Pure: trails in, names out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 
@@ -39,11 +39,11 @@ def missing_ranks(trails: Mapping[int, Trail]) -> Missing | None:
     awaited = {rank for others in waiting.values() for rank in others}
     idle = sorted(awaited - waiting.keys())
     if idle and (len(idle) == 1 or not partings):
-        return Missing(tuple(idle), "; ".join(_absence(rank, trails) for rank in idle))
+        return _absent(idle, trails)
     if partings:
         return _of_partings(partings, trails)
     if awaited:
-        return Missing(tuple(sorted(awaited)), "; ".join(_absence(rank, trails) for rank in sorted(awaited)))
+        return _absent(_least_usual_now(awaited, trails), trails)
     return None
 
 
@@ -68,6 +68,10 @@ def _waiting(trails: Mapping[int, Trail]) -> dict[int, set[int]]:
             if behind:
                 found.setdefault(rank, set()).update(behind)
     return found
+
+
+def _absent(ranks: Sequence[int], trails: Mapping[int, Trail]) -> Missing:
+    return Missing(tuple(ranks), "; ".join(_absence(rank, trails) for rank in ranks))
 
 
 def _absence(rank: int, trails: Mapping[int, Trail]) -> str:
@@ -142,10 +146,10 @@ def _of_partings(partings: Sequence[_Parting], trails: Mapping[int, Trail]) -> M
     """Names of each two that went apart the one that is wrong by its past. Only those that are so most often stay."""
     named: dict[int, int] = {}
     for parting in partings:
-        for rank in _unusual(parting, trails):
+        for rank in _least_usual(parting.places, trails):
             named[rank] = named.get(rank, 0) + 1
     most = max(named.values())
-    ranks = tuple(sorted(rank for rank, times in named.items() if times == most))
+    ranks = tuple(_least_usual_now([rank for rank, times in named.items() if times == most], trails))
     shown = next(parting for parting in partings if ranks[0] in parting.entries)
     return Missing(ranks, _words(shown, ranks))
 
@@ -159,9 +163,13 @@ def _words(parting: _Parting, ranks: Sequence[int]) -> str:
     return f"{text}, as before"
 
 
-def _unusual(parting: _Parting, trails: Mapping[int, Trail]) -> list[int]:
-    """Returns the one of the two whose way is less like what it did before, or both."""
-    usual = {rank: _likeness(trails[rank].recent, place) for rank, place in parting.places.items()}
+def _least_usual_now(ranks: Iterable[int], trails: Mapping[int, Trail]) -> list[int]:
+    return _least_usual({rank: len(trails[rank].recent) - 1 for rank in ranks}, trails)
+
+
+def _least_usual(places: Mapping[int, int], trails: Mapping[int, Trail]) -> list[int]:
+    """Returns the rank whose way to its place is least like what it did before, or all that are as unusual."""
+    usual = {rank: _likeness(trails[rank].recent, place) for rank, place in places.items()}
     least = min(usual.values())
     return [rank for rank in sorted(usual) if usual[rank] == least]
 
@@ -171,6 +179,8 @@ def _likeness(recent: Sequence[Entry], place: int) -> tuple[int, int]:
 
     The second number counts those whose rows had as many bytes, too.
     """
+    if not recent:
+        return 0, 0
     kinds = [(entry.group, entry.operation) for entry in recent[: place + 1]]
     whole = [(*kind, entry.row_bytes) for kind, entry in zip(kinds, recent, strict=False)]
     return _longest(kinds, place), _longest(whole, place)

@@ -66,7 +66,9 @@ def trails_of(programs: dict[int, Program], stops: dict[int, int]) -> dict[int, 
 
 
 def has_passed(entry: Entry, counts, operations) -> bool:
-    """All are in it, by the same operation."""
+    """All are in it, by the same operation; or its message was sent, which waits for nobody."""
+    if entry.group.is_pair:
+        return counts[entry.group.ranks[0]][entry.group] >= entry.number
     of_one_mind = len(operations[entry.group, entry.number]) == 1
     return of_one_mind and all(counts[other][entry.group] >= entry.number for other in entry.group.ranks)
 
@@ -108,6 +110,37 @@ def test_a_rank_that_leaves_one_out_is_named(world, micro_batches):
         found = missing_ranks(trails_of(programs, {}))
         if found is None or found.ranks != (culprit,):
             wrong.append((culprit, at, skipped, found))
+    assert not wrong
+
+
+def stages(rank: int) -> Program:
+    """An update of eight ranks, two of each of tensor, data and pipeline: forwards, backwards, gradients."""
+    first, other = rank % 4, (rank + 4) % 8
+    tensor = RankGroup("tensor", (rank // 2 * 2, rank // 2 * 2 + 1))
+    data = RankGroup("data", (rank - rank // 2 % 2 * 2, rank - rank // 2 % 2 * 2 + 2))
+    ends = RankGroup("embeddings", (first, first + 4))
+    gives = (RankGroup("pipeline", (rank, other), is_pair=True), "send")
+    takes = (RankGroup("pipeline", (other, rank), is_pair=True), "receive")
+    layers = [(tensor, "all_gather"), (tensor, "reduce_scatter")] * 2
+    loss = [(tensor, "all_reduce")] * 2
+    after = [(ends, "all_reduce"), (data, "all_reduce"), (RankGroup("world", tuple(range(8))), "all_reduce")]
+    if rank < 4:
+        return [*layers, gives] * 3 + [takes, *layers] * 3 + after
+    return [takes, *layers, *loss] * 3 + [*layers, gives] * 3 + after
+
+
+@pytest.mark.parametrize("culprit", range(8))
+def test_with_pipeline_stages_whoever_leaves_out_a_collective_or_a_message_is_named_alone(culprit):
+    own = stages(culprit)
+    skipped = [place for place, (_, operation) in enumerate(own) if operation != "receive"]
+    assert {own[place][1] for place in skipped} > {"send"}
+    wrong = {}
+    for place in skipped:
+        programs = {rank: stages(rank) * 4 for rank in range(8)}
+        del programs[culprit][2 * len(own) + place]
+        found = missing_ranks(trails_of(programs, {}))
+        if found is None or found.ranks != (culprit,):
+            wrong[place] = (own[place], found)
     assert not wrong
 
 
