@@ -81,9 +81,15 @@ def _absence(rank: int, trails: Mapping[int, Trail]) -> str:
     """
     own = trails[rank].counts
     for other, theirs in sorted(trails.items(), key=lambda item: (item[1].total, item[0])):
-        missed = (entry for entry in theirs.recent if rank in entry.group.ranks)
-        for entry in missed:
-            if entry.number > own.get(entry.group, 0) and not (entry.group.is_pair and entry.operation == "send"):
+        missed = {
+            group
+            for group, count in theirs.counts.items()
+            if rank in group.ranks and count > own.get(group, 0) and not (group.is_pair and group.ranks[0] == other)
+        }
+        for entry in theirs.recent if missed else ():
+            if entry.group in missed and entry.number > own.get(entry.group, 0):
+                if entry.group.is_pair:  # what the other one receives
+                    entry = entry._replace(operation="send")
                 return f"rank {rank} has not come to {entry}, to which rank {other} has"
     return f"rank {rank} is more collectives behind the others than they remember"
 

@@ -170,7 +170,7 @@ def test_a_stage_that_waits_for_a_message_leads_to_the_one_that_waits_for_nobody
     }
     found = missing_ranks(trails)
     assert found.ranks == (0,)
-    assert "rank 0 has not come to receive 2 of pipeline (ranks 0 to 1), to which rank 1 has" in found.words
+    assert "rank 0 has not come to send 2 of pipeline (ranks 0 to 1), to which rank 1 has" in found.words
     ahead = {0: trail_of([Entry(down, 1, "send"), Entry(down, 2, "send")]), 1: trail_of([Entry(down, 1, "receive")])}
     assert missing_ranks(ahead) is None
 
