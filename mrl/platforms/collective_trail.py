@@ -9,8 +9,8 @@ the system, and a thread beside the waiting one hands out what this process reme
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, field
+from functools import cache, wraps
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -36,14 +36,23 @@ class RankGroup:
     """
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = field(hash=False)  # hundreds, and groups are looked up a million times
     is_pair: bool = False
+
+    def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple]:
+        return _group, (self.name, self.ranks, self.is_pair)
 
     def __str__(self) -> str:
         joined = ", ".join(map(str, self.ranks))
         if self.is_pair:
             joined = " to ".join(map(str, self.ranks))
         return f"{self.name} (ranks {joined})"
+
+
+@cache
+def _group(name: str, ranks: tuple[int, ...], is_pair: bool) -> RankGroup:
+    """Makes one object of what several ranks hand out, so that equal groups are compared in no time."""
+    return RankGroup(name, ranks, is_pair)
 
 
 class Entry(NamedTuple):

@@ -18,8 +18,8 @@ from itertools import combinations, islice
 
 from mrl.platforms.collective_trail import Entry, Trail
 
-MOST_PAIRS = 500  # of ranks that are compared entry by entry, each in milliseconds
-LONGEST = 512  # collectives of its past that a rank's newest ones are compared with
+MOST_PAIRS = 16  # of ranks that are compared entry by entry, each in some 20 ms of the driver
+LONGEST = 512  # newest collectives of a rank that are compared with others', or with those of its past
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,15 @@ def stand(trails: Mapping[int, Trail]) -> str:
 def _waiting(trails: Mapping[int, Trail]) -> dict[int, set[int]]:
     """Returns for each rank those that have come to fewer collectives of a group. Only receivers wait for messages."""
     found: dict[int, set[int]] = {}
-    for rank, own in trails.items():
-        for group, count in own.counts.items():
-            others = group.ranks
-            if group.is_pair:
-                others = group.ranks[:1]
-            behind = {other for other in others if other in trails and trails[other].counts.get(group, 0) < count}
+    for group in {group for own in trails.values() for group in own.counts}:
+        come = {rank: trails[rank].counts.get(group, 0) for rank in group.ranks if rank in trails}
+        if len(set(come.values())) == 1:
+            continue
+        awaited = group.ranks
+        if group.is_pair:
+            awaited = group.ranks[:1]
+        for rank, count in come.items():
+            behind = {other for other in awaited if come.get(other, count) < count}
             if behind:
                 found.setdefault(rank, set()).update(behind)
     return found
@@ -109,7 +112,8 @@ class _Parting:
 
 
 def _partings(trails: Mapping[int, Trail], waiting: Mapping[int, set[int]]) -> Iterator[_Parting]:
-    pairs = {tuple(sorted((rank, other))) for rank, others in waiting.items() for other in others}
+    circles = {(one, other) for one, others in waiting.items() for other in others if one in waiting.get(other, ())}
+    pairs = {tuple(sorted(pair)) for pair in circles}
     for one, other in islice(sorted(pairs | _clashing(trails)), MOST_PAIRS):
         mine = _common(one, other, trails)
         theirs = _common(other, one, trails)
@@ -123,12 +127,12 @@ def _clashing(trails: Mapping[int, Trail]) -> set[tuple[int, int]]:
     """Returns pairs of ranks that came to the same number of a group with different operations."""
     met: dict[tuple, dict[Entry, int]] = {}
     for rank, own in sorted(trails.items()):
-        for entry in own.recent:
+        for entry in own.recent[-LONGEST:]:
             if not entry.group.is_pair:
                 met.setdefault((entry.group, entry.number), {}).setdefault(entry, rank)
     found: set[tuple[int, int]] = set()
     for kinds in met.values():
-        found |= set(combinations(sorted(kinds.values()), 2))
+        found |= set(islice(combinations(sorted(kinds.values()), 2), MOST_PAIRS))
     return found
 
 
@@ -185,22 +189,30 @@ def _likeness(recent: Sequence[Entry], place: int) -> tuple[int, int]:
 
     The second number counts those whose rows had as many bytes, too.
     """
-    if not recent:
-        return 0, 0
     kinds = [(entry.group, entry.operation) for entry in recent[: place + 1]]
     whole = [(*kind, entry.row_bytes) for kind, entry in zip(kinds, recent, strict=False)]
-    return _longest(kinds, place), _longest(whole, place)
+    return _longest(kinds), _longest(whole)
 
 
-def _longest(done: Sequence, place: int) -> int:
-    earlier = (before for before in range(place) if done[before] == done[place])
-    return max((1 + _same_before(done, before, place) for before in earlier), default=0)
+def _longest(done: Sequence) -> int:
+    """Returns how many entries at the end are as they were at an earlier place, at most LONGEST.
 
-
-def _same_before(done: Sequence, one: int, other: int) -> int:
-    """Returns how many entries before the two places are alike."""
-    most = min(one, other, LONGEST)
-    return next((n for n in range(most) if done[one - 1 - n] != done[other - 1 - n]), most)
+    This is the Z algorithm on the reversed entries: each is compared about once, also where all are alike.
+    """
+    back = done[::-1]
+    alike = [0] * len(back)
+    start = end = 0  # the match that reaches furthest
+    for at in range(1, len(back)):
+        n = 0
+        if at < end:
+            n = min(end - at, alike[at - start])
+        while at + n < len(back) and back[n] == back[at + n]:
+            n += 1
+        alike[at] = n
+        if at + n > end:
+            start = at
+            end = at + n
+    return min(max(alike, default=0), LONGEST)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
