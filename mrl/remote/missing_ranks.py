@@ -208,11 +208,13 @@ def _longest(done: Sequence) -> int:
             n = min(end - at, alike[at - start])
         while at + n < len(back) and back[n] == back[at + n]:
             n += 1
+            if n == LONGEST:  # as most ranks are soon, which go their usual way
+                return n
         alike[at] = n
         if at + n > end:
             start = at
             end = at + n
-    return min(max(alike, default=0), LONGEST)
+    return max(alike, default=0)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

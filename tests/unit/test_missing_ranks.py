@@ -4,7 +4,9 @@ A rank waits in each collective until all ranks of its group are in that number 
 oracle is who was made to leave one out, or to stand still.
 """
 
+import pickle
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -215,3 +217,36 @@ def test_one_exchange_of_several_in_a_row_that_is_left_out_is_told_by_its_rows()
 
     found = missing_ranks({0: own([*layer * 3, layer[0]]), 1: own([*layer * 3, layer[1]])})
     assert found.ranks == (1,)
+
+
+def circle(size: int, culprit: int, times: int) -> dict[int, Trail]:
+    """Each rank meets the next one and then the one before, and waits for the next; the culprit did so the other way
+    round, and left out the one before.
+    """
+    trails = {}
+    for rank in range(size):
+        after = received(RankGroup(f"pair {rank}", (rank, (rank + 1) % size)))
+        before = received(RankGroup(f"pair {(rank - 1) % size}", ((rank - 1) % size, rank)))
+        whole = received(RankGroup("world", tuple(range(size))))
+        order = (after, before, whole)
+        if rank == culprit:
+            order = (before, after, whole)
+        entries = [Entry(group, number, "all_reduce") for number in range(1, times + 1) for group in order]
+        trails[rank] = trail_of([*entries, Entry(after, times + 1, "all_reduce")])
+    return trails
+
+
+def received(group: RankGroup) -> RankGroup:
+    """As the driver has it of each rank."""
+    return pickle.loads(pickle.dumps(group))
+
+
+def test_hundreds_of_ranks_that_all_remember_thousands_are_compared_in_seconds():
+    """A circle of all is the longest: the past of each is asked."""
+    trails = circle(256, 77, 1365)
+    assert {len(own.recent) for own in trails.values()} == {4096}
+    assert trails[0].recent[-2].group is trails[255].recent[-2].group, "so that comparing takes no time"
+    began = time.process_time()
+    found = missing_ranks(trails)
+    assert found.ranks == (77,)
+    assert time.process_time() - began < 3
