@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 _MARK = "keeps_trail"
 KEPT = 4096  # of the newest collectives; an update of the tiny model has about 100
+MOST_TOLD = 8  # ranks of a group, one by one
 # Names of torch 2.9 to 2.13; a class has some of them.
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"),
@@ -43,10 +44,11 @@ class RankGroup:
         return _group, (self.name, self.ranks, self.is_pair)
 
     def __str__(self) -> str:
-        joined = ", ".join(map(str, self.ranks))
         if self.is_pair:
-            joined = " to ".join(map(str, self.ranks))
-        return f"{self.name} (ranks {joined})"
+            return f"{self.name} (ranks {' to '.join(map(str, self.ranks))})"
+        if len(self.ranks) > MOST_TOLD:
+            return f"{self.name} ({len(self.ranks)} ranks, {min(self.ranks)} to {max(self.ranks)})"
+        return f"{self.name} (ranks {', '.join(map(str, self.ranks))})"
 
 
 @cache

@@ -92,6 +92,8 @@ def test_a_collective_is_told_with_its_number_and_ranks():
     said = str(Entry(group, 57, "allreduce", 4096))
     assert said == "allreduce 57 of TENSOR_MODEL_PARALLEL_GROUP 7 (ranks 0, 1) with rows of 4096 bytes"
     assert str(Entry(RankGroup("x", (3, 5), is_pair=True), 2, "receive")) == "receive 2 of x (ranks 3 to 5)"
+    assert str(RankGroup("x", tuple(range(8)))) == "x (ranks 0, 1, 2, 3, 4, 5, 6, 7)"
+    assert str(RankGroup("x", tuple(range(64)))) == "x (64 ranks, 0 to 63)"
 
 
 @pytest.mark.parametrize("of", ["counts", "recent"])
