@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from mrl.cluster.prerequisites import free_port
+from mrl.cluster.workers import ActorWorker
 from mrl.platforms.collective_trail import KEPT, Entry, RankGroup, trail
 
 SCRIPT = """
@@ -94,6 +95,18 @@ def test_a_collective_is_told_with_its_number_and_ranks():
     assert str(Entry(RankGroup("x", (3, 5), is_pair=True), 2, "receive")) == "receive 2 of x (ranks 3 to 5)"
     assert str(RankGroup("x", tuple(range(8)))) == "x (ranks 0, 1, 2, 3, 4, 5, 6, 7)"
     assert str(RankGroup("x", tuple(range(64)))) == "x (64 ranks, 0 to 63)"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_rank_that_cannot_write_its_stacks_hands_out_its_trail_all_the_same(tmp_path, is_there):
+    worker = ActorWorker.__new__(ActorWorker)
+    worker._log = tmp_path / "logs" / "actor-rank-0.log"
+    if is_there:
+        worker._log.parent.mkdir()
+    assert worker.write_stacks() == trail() and worker.collectives() == trail().total
+    stacks = tmp_path / "logs" / "actor-rank-0.stacks"
+    assert stacks.exists() is is_there
+    assert not is_there or "test_collective_trail.py" in stacks.read_text()
 
 
 @pytest.mark.parametrize("of", ["counts", "recent"])
