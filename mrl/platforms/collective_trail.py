@@ -147,12 +147,18 @@ def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callab
 
 
 def _row_bytes(given: Any) -> int:
-    """Returns the bytes of a row of a tensor, or of the only one of a list; there may be no row."""
-    if isinstance(given, list):
+    """Returns the bytes of a row of a tensor, or of the only one of a list; there may be no row.
+
+    0 for whatever else torch takes: counting never ends a collective.
+    """
+    if isinstance(given, list | tuple):
         if len(given) != 1:
             return 0
         given = given[0]
-    return given.element_size() * prod(given.shape[1:])
+    try:
+        return given.element_size() * prod(given.shape[1:])
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without a shape
+        return 0
 
 
 class _Nothing:

@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from mrl.cluster.prerequisites import free_port
 from mrl.cluster.workers import ActorWorker
-from mrl.platforms.collective_trail import KEPT, Entry, RankGroup, trail
+from mrl.platforms.collective_trail import KEPT, Entry, RankGroup, _row_bytes, trail
 
 SCRIPT = """
 import json, os, sys
@@ -86,6 +87,24 @@ def test_a_collective_that_is_left_out_is_not_counted(whole):
     first, second = ranks(made_by_torch + 3)
     assert of_pair(first[2]) == PAIR
     assert len(of_pair(second[2])) == 3 and second[2][-1][4] == "receive"
+
+
+@pytest.mark.parametrize(
+    ("given", "row_bytes"),
+    [
+        (torch.ones(3, 5), 20),
+        ([torch.ones(3, 5)], 20),
+        ((torch.ones(3, 5),), 20),
+        (torch.tensor(1.0), 4),
+        ((torch.ones(3), torch.ones(3)), 0),
+        ([], 0),
+        ((None,), 0),
+        (7, 0),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), 0),
+    ],
+)
+def test_counting_takes_whatever_torch_takes(given, row_bytes):
+    assert _row_bytes(given) == row_bytes
 
 
 def test_a_collective_is_told_with_its_number_and_ranks():
