@@ -9,7 +9,7 @@ the system, and a thread beside the waiting one hands out what this process reme
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, wraps
 from math import prod
 from typing import Any, NamedTuple
@@ -37,8 +37,11 @@ class RankGroup:
     """
 
     name: str
-    ranks: tuple[int, ...] = field(hash=False)  # hundreds, and groups are looked up a million times
+    ranks: tuple[int, ...]
     is_pair: bool = False
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.ranks[:2], self.is_pair))  # of hundreds, where groups are looked up very often
 
     def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple]:
         return _group, (self.name, self.ranks, self.is_pair)

@@ -14,9 +14,9 @@ both are named. The same tells who is named of several that wait for each other 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 
-from mrl.platforms.collective_trail import Entry, Trail
+from mrl.platforms.collective_trail import MOST_TOLD, Entry, Trail
 
 MOST_PAIRS = 16  # of ranks that are compared entry by entry, each in some 20 ms of the driver
 LONGEST = 512  # newest collectives of a rank that are compared with others', or with those of its past
@@ -33,7 +33,7 @@ class Missing:
 def missing_ranks(trails: Mapping[int, Trail]) -> Missing | None:
     """Names who did not come. None where all have come to the same collectives, or there is only one trail."""
     waiting = _waiting(trails)
-    partings = [*_partings(trails, waiting)]
+    partings = [*_partings(trails)]
     if clear := [parting for parting in partings if parting.is_of_one_number]:
         return _of_partings(clear, trails)
     awaited = {rank for others in waiting.values() for rank in others}
@@ -56,10 +56,12 @@ def stand(trails: Mapping[int, Trail]) -> str:
     return "; ".join(f"{_ranks(ranks)} came to {entry}" for entry, ranks in at.items())
 
 
-def _waiting(trails: Mapping[int, Trail]) -> dict[int, set[int]]:
+def _waiting(trails: Mapping[int, Trail], with_messages: bool = True) -> dict[int, set[int]]:
     """Returns for each rank those that have come to fewer collectives of a group. Only receivers wait for messages."""
     found: dict[int, set[int]] = {}
     for group in {group for own in trails.values() for group in own.counts}:
+        if group.is_pair and not with_messages:
+            continue
         come = {rank: trails[rank].counts.get(group, 0) for rank in group.ranks if rank in trails}
         if len(set(come.values())) == 1:
             continue
@@ -74,7 +76,10 @@ def _waiting(trails: Mapping[int, Trail]) -> dict[int, set[int]]:
 
 
 def _absent(ranks: Sequence[int], trails: Mapping[int, Trail]) -> Missing:
-    return Missing(tuple(ranks), "; ".join(_absence(rank, trails) for rank in ranks))
+    told = [_absence(rank, trails) for rank in ranks[:MOST_TOLD]]
+    if more := len(ranks) - len(told):
+        told.append(f"nor have {more} more")
+    return Missing(tuple(ranks), "; ".join(told))
 
 
 def _absence(rank: int, trails: Mapping[int, Trail]) -> str:
@@ -87,9 +92,11 @@ def _absence(rank: int, trails: Mapping[int, Trail]) -> str:
         missed = {
             group
             for group, count in theirs.counts.items()
-            if rank in group.ranks and count > own.get(group, 0) and not (group.is_pair and group.ranks[0] == other)
+            if count > own.get(group, 0) and rank in group.ranks and not (group.is_pair and group.ranks[0] == other)
         }
-        for entry in theirs.recent if missed else ():
+        if not missed:
+            continue
+        for entry in theirs.recent:
             if entry.group in missed and entry.number > own.get(entry.group, 0):
                 if entry.group.is_pair:  # what the other one receives
                     entry = entry._replace(operation="send")
@@ -111,10 +118,13 @@ class _Parting:
         return (one.group, one.number) == (other.group, other.number)
 
 
-def _partings(trails: Mapping[int, Trail], waiting: Mapping[int, set[int]]) -> Iterator[_Parting]:
+def _partings(trails: Mapping[int, Trail]) -> Iterator[_Parting]:
+    """Compares ranks that came to different operations under one number, then ranks that wait for each other."""
+    clashing = _clashing(trails)
+    waiting = _waiting(trails, with_messages=False)
     circles = {(one, other) for one, others in waiting.items() for other in others if one in waiting.get(other, ())}
-    pairs = {tuple(sorted(pair)) for pair in circles}
-    for one, other in islice(sorted(pairs | _clashing(trails)), MOST_PAIRS):
+    mutual = {(one, other) for one, other in circles if one < other}
+    for one, other in islice(chain(sorted(clashing), sorted(mutual - clashing)), MOST_PAIRS):
         mine = _common(one, other, trails)
         theirs = _common(other, one, trails)
         for (i, entry), (j, another) in zip(mine, theirs, strict=False):
@@ -178,7 +188,7 @@ def _least_usual_now(ranks: Iterable[int], trails: Mapping[int, Trail]) -> list[
 
 
 def _least_usual(places: Mapping[int, int], trails: Mapping[int, Trail]) -> list[int]:
-    """Returns the rank whose way to its place is least like what it did before, or all that are as unusual."""
+    """Returns the rank whose way to its place is least like its past, or all that are as unusual."""
     usual = {rank: _likeness(trails[rank].recent, place) for rank, place in places.items()}
     least = min(usual.values())
     return [rank for rank in sorted(usual) if usual[rank] == least]

@@ -154,6 +154,16 @@ def test_where_the_past_tells_nothing_both_are_named():
     assert found.ranks == (0, 1) and found.words.endswith("which of them is wrong is not known")
 
 
+def test_of_many_that_have_not_come_all_are_named_and_the_first_are_told():
+    group = RankGroup("world", tuple(range(300)))
+    trails = {rank: trail_of([Entry(group, 1, "all_reduce")]) for rank in range(300)}
+    trails[299] = trail_of([Entry(group, 1, "all_reduce"), Entry(group, 2, "all_reduce")])
+    found = missing_ranks(trails)
+    assert found.ranks == tuple(range(299))
+    assert "rank 7 has not come to all_reduce 2 of world (300 ranks, 0 to 299), to which rank 299 has" in found.words
+    assert "rank 8" not in found.words and found.words.endswith("; nor have 291 more")
+
+
 def test_ranks_that_have_come_to_the_same_are_nobodys_cause():
     programs = {rank: program(rank, "four ranks", 1, (1,)) for rank in range(4)}
     assert missing_ranks(trails_of(programs, {})) is None
