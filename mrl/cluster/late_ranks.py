@@ -6,6 +6,7 @@ It is one that does not run, or did not come to a collective to which others cam
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import ray
 
@@ -43,8 +44,8 @@ def with_cause(error: Late | LostPeer, refs: Callable[[str], dict[str, ray.Objec
 def _cause(trails: dict[str, Trail], refs: Callable[[str], dict[str, ray.ObjectRef]]) -> tuple[str, list[str]]:
     """Returns words, and the ranks that they name: none where all have come to the same, or go on."""
     time.sleep(AGAIN_S)
-    later = _answered(refs("trail"))
-    done = sum(later[name].total - trails[name].total for name in later)
+    later = _answered(refs("collectives"))
+    done = sum(later[name] - trails[name].total for name in later)
     if done:
         return f"they go on, by {done} collectives in about {AGAIN_S:g} s, so they are slow and do not hang; ", []
     missing = missing_ranks(_numbered(trails))
@@ -53,8 +54,8 @@ def _cause(trails: dict[str, Trail], refs: Callable[[str], dict[str, ray.ObjectR
     return f"{missing.words}; ", [f"rank {number}" for number in missing.ranks]
 
 
-def _answered(asked: dict[str, ray.ObjectRef]) -> dict[str, Trail]:
-    """Returns the trails of ranks that answer within SETTLE_S, by name."""
+def _answered(asked: dict[str, ray.ObjectRef]) -> dict[str, Any]:
+    """Returns the answers of ranks that answer within SETTLE_S, by name."""
     ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SETTLE_S)
     found = {}
     for name, ref in asked.items():

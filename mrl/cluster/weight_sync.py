@@ -24,7 +24,7 @@ from mrl.errors import EnvironmentFault, Interrupted, LostProcess
 from mrl.model import read_hf_config
 from mrl.remote.calls import Late, gather, settle
 from mrl.remote.deadlines import LEAST_S, Deadlines
-from mrl.remote.process_logs import concerning
+from mrl.remote.process_logs import concerning, processes_of
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, describe_routes, p2p_members
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, describe, disagreements, replica_faults
 from mrl.units import GIB, MIB
@@ -202,6 +202,8 @@ class WeightSync:
         try:
             answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
         except Late as error:
+            if not sending.keys() & set(processes_of(error)):  # ranks would be named in place of late engines
+                raise
             raise with_cause(error, self.actor.refs) from error
         if not any(isinstance(answer, Exception) for answer in answers.values()):
             self._deadlines.ended(PHASE, time.perf_counter() - began)

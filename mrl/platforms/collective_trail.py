@@ -10,13 +10,14 @@ the system, and a thread beside the waiting one hands out what this process reme
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 _MARK = "keeps_trail"
 KEPT = 4096  # of the newest collectives; an update of the tiny model has about 100
+MOST_TOLD = 8  # ranks of a group, one by one
 # Names of torch 2.9 to 2.13; a class has some of them.
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"),
@@ -39,11 +40,24 @@ class RankGroup:
     ranks: tuple[int, ...]
     is_pair: bool = False
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.ranks[:2], self.is_pair))  # of hundreds, where groups are looked up very often
+
+    def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple]:
+        return _group, (self.name, self.ranks, self.is_pair)
+
     def __str__(self) -> str:
-        joined = ", ".join(map(str, self.ranks))
         if self.is_pair:
-            joined = " to ".join(map(str, self.ranks))
-        return f"{self.name} (ranks {joined})"
+            return f"{self.name} (ranks {' to '.join(map(str, self.ranks))})"
+        if len(self.ranks) > MOST_TOLD:
+            return f"{self.name} ({len(self.ranks)} ranks, {min(self.ranks)} to {max(self.ranks)})"
+        return f"{self.name} (ranks {', '.join(map(str, self.ranks))})"
+
+
+@cache
+def _group(name: str, ranks: tuple[int, ...], is_pair: bool) -> RankGroup:
+    """Makes one object of what several ranks hand out, so that equal groups are compared in no time."""
+    return RankGroup(name, ranks, is_pair)
 
 
 class Entry(NamedTuple):
@@ -136,12 +150,18 @@ def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callab
 
 
 def _row_bytes(given: Any) -> int:
-    """Returns the bytes of a row of a tensor, or of the only one of a list; there may be no row."""
-    if isinstance(given, list):
+    """Returns the bytes of a row of a tensor, or of the only one of a list; there may be no row.
+
+    0 for whatever else torch takes: counting never ends a collective.
+    """
+    if isinstance(given, list | tuple):
         if len(given) != 1:
             return 0
         given = given[0]
-    return given.element_size() * prod(given.shape[1:])
+    try:
+        return given.element_size() * prod(given.shape[1:])
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without a shape
+        return 0
 
 
 class _Nothing:

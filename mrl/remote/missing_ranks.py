@@ -9,17 +9,17 @@ Three cases, with two ranks A and B and the collectives of two groups, g and h:
 In the first case B is named, also where a third rank waits for A: it is followed from rank to rank until one waits for
 nobody. In the others the two trails say only that they differ. Which of them is wrong is told by each rank's own past.
 Each came to its last collective behind others: named is the one for whom that is newer. If it is as new for both,
-both are named. Pure: trails in, names out.
+both are named. The same tells who is named of several that wait for each other in a circle. Pure: trails in, names out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 
-from mrl.platforms.collective_trail import Entry, Trail
+from mrl.platforms.collective_trail import MOST_TOLD, Entry, Trail
 
-MOST_PAIRS = 500  # of ranks that are compared entry by entry, each in milliseconds
-LONGEST = 512  # collectives of its past that a rank's newest ones are compared with
+MOST_PAIRS = 16  # of ranks that are compared entry by entry, each in some 20 ms of the driver
+LONGEST = 512  # newest collectives of a rank that are compared with others', or with those of its past
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Missing:
 def missing_ranks(trails: Mapping[int, Trail]) -> Missing | None:
     """Names who did not come. None where all have come to the same collectives, or there is only one trail."""
     waiting = _waiting(trails)
-    partings = [*_partings(trails, waiting)]
+    partings = [*_partings(trails)]
     if clear := [parting for parting in partings if parting.is_of_one_number]:
         return _of_partings(clear, trails)
     awaited = {rank for others in waiting.values() for rank in others}
     idle = sorted(awaited - waiting.keys())
     if idle and (len(idle) == 1 or not partings):
-        return Missing(tuple(idle), "; ".join(_absence(rank, trails) for rank in idle))
+        return _absent(idle, trails)
     if partings:
         return _of_partings(partings, trails)
     if awaited:
-        return Missing(tuple(sorted(awaited)), "; ".join(_absence(rank, trails) for rank in sorted(awaited)))
+        return _absent(_least_usual_now(awaited, trails), trails)
     return None
 
 
@@ -56,18 +56,30 @@ def stand(trails: Mapping[int, Trail]) -> str:
     return "; ".join(f"{_ranks(ranks)} came to {entry}" for entry, ranks in at.items())
 
 
-def _waiting(trails: Mapping[int, Trail]) -> dict[int, set[int]]:
+def _waiting(trails: Mapping[int, Trail], with_messages: bool = True) -> dict[int, set[int]]:
     """Returns for each rank those that have come to fewer collectives of a group. Only receivers wait for messages."""
     found: dict[int, set[int]] = {}
-    for rank, own in trails.items():
-        for group, count in own.counts.items():
-            others = group.ranks
-            if group.is_pair:
-                others = group.ranks[:1]
-            behind = {other for other in others if other in trails and trails[other].counts.get(group, 0) < count}
+    for group in {group for own in trails.values() for group in own.counts}:
+        if group.is_pair and not with_messages:
+            continue
+        come = {rank: trails[rank].counts.get(group, 0) for rank in group.ranks if rank in trails}
+        if len(set(come.values())) == 1:
+            continue
+        awaited = group.ranks
+        if group.is_pair:
+            awaited = group.ranks[:1]
+        for rank, count in come.items():
+            behind = {other for other in awaited if come.get(other, count) < count}
             if behind:
                 found.setdefault(rank, set()).update(behind)
     return found
+
+
+def _absent(ranks: Sequence[int], trails: Mapping[int, Trail]) -> Missing:
+    told = [_absence(rank, trails) for rank in ranks[:MOST_TOLD]]
+    if more := len(ranks) - len(told):
+        told.append(f"nor have {more} more")
+    return Missing(tuple(ranks), "; ".join(told))
 
 
 def _absence(rank: int, trails: Mapping[int, Trail]) -> str:
@@ -77,9 +89,17 @@ def _absence(rank: int, trails: Mapping[int, Trail]) -> str:
     """
     own = trails[rank].counts
     for other, theirs in sorted(trails.items(), key=lambda item: (item[1].total, item[0])):
-        missed = (entry for entry in theirs.recent if rank in entry.group.ranks)
-        for entry in missed:
-            if entry.number > own.get(entry.group, 0) and not (entry.group.is_pair and entry.operation == "send"):
+        missed = {
+            group
+            for group, count in theirs.counts.items()
+            if count > own.get(group, 0) and rank in group.ranks and not (group.is_pair and group.ranks[0] == other)
+        }
+        if not missed:
+            continue
+        for entry in theirs.recent:
+            if entry.group in missed and entry.number > own.get(entry.group, 0):
+                if entry.group.is_pair:  # what the other one receives
+                    entry = entry._replace(operation="send")
                 return f"rank {rank} has not come to {entry}, to which rank {other} has"
     return f"rank {rank} is more collectives behind the others than they remember"
 
@@ -98,9 +118,13 @@ class _Parting:
         return (one.group, one.number) == (other.group, other.number)
 
 
-def _partings(trails: Mapping[int, Trail], waiting: Mapping[int, set[int]]) -> Iterator[_Parting]:
-    pairs = {tuple(sorted((rank, other))) for rank, others in waiting.items() for other in others}
-    for one, other in islice(sorted(pairs | _clashing(trails)), MOST_PAIRS):
+def _partings(trails: Mapping[int, Trail]) -> Iterator[_Parting]:
+    """Compares ranks that came to different operations under one number, then ranks that wait for each other."""
+    clashing = _clashing(trails)
+    waiting = _waiting(trails, with_messages=False)
+    circles = {(one, other) for one, others in waiting.items() for other in others if one in waiting.get(other, ())}
+    mutual = {(one, other) for one, other in circles if one < other}
+    for one, other in islice(chain(sorted(clashing), sorted(mutual - clashing)), MOST_PAIRS):
         mine = _common(one, other, trails)
         theirs = _common(other, one, trails)
         for (i, entry), (j, another) in zip(mine, theirs, strict=False):
@@ -113,12 +137,12 @@ def _clashing(trails: Mapping[int, Trail]) -> set[tuple[int, int]]:
     """Returns pairs of ranks that came to the same number of a group with different operations."""
     met: dict[tuple, dict[Entry, int]] = {}
     for rank, own in sorted(trails.items()):
-        for entry in own.recent:
+        for entry in own.recent[-LONGEST:]:
             if not entry.group.is_pair:
                 met.setdefault((entry.group, entry.number), {}).setdefault(entry, rank)
     found: set[tuple[int, int]] = set()
     for kinds in met.values():
-        found |= set(combinations(sorted(kinds.values()), 2))
+        found |= set(islice(combinations(sorted(kinds.values()), 2), MOST_PAIRS))
     return found
 
 
@@ -142,10 +166,10 @@ def _of_partings(partings: Sequence[_Parting], trails: Mapping[int, Trail]) -> M
     """Names of each two that went apart the one that is wrong by its past. Only those that are so most often stay."""
     named: dict[int, int] = {}
     for parting in partings:
-        for rank in _unusual(parting, trails):
+        for rank in _least_usual(parting.places, trails):
             named[rank] = named.get(rank, 0) + 1
     most = max(named.values())
-    ranks = tuple(sorted(rank for rank, times in named.items() if times == most))
+    ranks = tuple(_least_usual_now([rank for rank, times in named.items() if times == most], trails))
     shown = next(parting for parting in partings if ranks[0] in parting.entries)
     return Missing(ranks, _words(shown, ranks))
 
@@ -159,9 +183,13 @@ def _words(parting: _Parting, ranks: Sequence[int]) -> str:
     return f"{text}, as before"
 
 
-def _unusual(parting: _Parting, trails: Mapping[int, Trail]) -> list[int]:
-    """Returns the one of the two whose way is less like what it did before, or both."""
-    usual = {rank: _likeness(trails[rank].recent, place) for rank, place in parting.places.items()}
+def _least_usual_now(ranks: Iterable[int], trails: Mapping[int, Trail]) -> list[int]:
+    return _least_usual({rank: len(trails[rank].recent) - 1 for rank in ranks}, trails)
+
+
+def _least_usual(places: Mapping[int, int], trails: Mapping[int, Trail]) -> list[int]:
+    """Returns the rank whose way to its place is least like its past, or all that are as unusual."""
+    usual = {rank: _likeness(trails[rank].recent, place) for rank, place in places.items()}
     least = min(usual.values())
     return [rank for rank in sorted(usual) if usual[rank] == least]
 
@@ -173,18 +201,30 @@ def _likeness(recent: Sequence[Entry], place: int) -> tuple[int, int]:
     """
     kinds = [(entry.group, entry.operation) for entry in recent[: place + 1]]
     whole = [(*kind, entry.row_bytes) for kind, entry in zip(kinds, recent, strict=False)]
-    return _longest(kinds, place), _longest(whole, place)
+    return _longest(kinds), _longest(whole)
 
 
-def _longest(done: Sequence, place: int) -> int:
-    earlier = (before for before in range(place) if done[before] == done[place])
-    return max((1 + _same_before(done, before, place) for before in earlier), default=0)
+def _longest(done: Sequence) -> int:
+    """Returns how many entries at the end are as they were at an earlier place, at most LONGEST.
 
-
-def _same_before(done: Sequence, one: int, other: int) -> int:
-    """Returns how many entries before the two places are alike."""
-    most = min(one, other, LONGEST)
-    return next((n for n in range(most) if done[one - 1 - n] != done[other - 1 - n]), most)
+    This is the Z algorithm on the reversed entries: each is compared about once, also where all are alike.
+    """
+    back = done[::-1]
+    alike = [0] * len(back)
+    start = end = 0  # the match that reaches furthest
+    for at in range(1, len(back)):
+        n = 0
+        if at < end:
+            n = min(end - at, alike[at - start])
+        while at + n < len(back) and back[n] == back[at + n]:
+            n += 1
+            if n == LONGEST:  # as most ranks are soon, which go their usual way
+                return n
+        alike[at] = n
+        if at + n > end:
+            start = at
+            end = at + n
+    return max(alike, default=0)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

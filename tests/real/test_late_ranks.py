@@ -27,9 +27,11 @@ class Asked:
 
     def __init__(self, out: Path, world_size: int):
         self._out, self._size, self._number = out, world_size, -1
+        self._method = ""
 
     def refs(self, method: str) -> dict[str, int]:
         self._number += 1
+        self._method = method
         (self._out / f"ask-{self._number}").touch()
         return {f"rank {rank}": rank for rank in range(self._size)}
 
@@ -38,14 +40,17 @@ class Asked:
         end = time.monotonic() + SILENT_S
         while time.monotonic() < end and not all(file.exists() for file in files.values()):
             time.sleep(0.01)
-        return {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
+        trails = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
+        if self._method == "collectives":
+            return {name: own.total for name, own in trails.items()}
+        return trails
 
     def until_they_stand(self) -> None:
         """Nobody has come to another collective for a while."""
         end = time.monotonic() + END_S
         before = None
         while time.monotonic() < end:
-            now = {name: own.total for name, own in self.answered(self.refs("trail")).items()}
+            now = self.answered(self.refs("collectives"))
             if now == before and any(now.values()):
                 return
             before = now

@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from mrl.cluster.prerequisites import free_port
-from mrl.platforms.collective_trail import KEPT, Entry, RankGroup, trail
+from mrl.cluster.workers import ActorWorker
+from mrl.platforms.collective_trail import KEPT, Entry, RankGroup, _row_bytes, trail
 
 SCRIPT = """
 import json, os, sys
@@ -87,11 +89,43 @@ def test_a_collective_that_is_left_out_is_not_counted(whole):
     assert len(of_pair(second[2])) == 3 and second[2][-1][4] == "receive"
 
 
+@pytest.mark.parametrize(
+    ("given", "row_bytes"),
+    [
+        (torch.ones(3, 5), 20),
+        ([torch.ones(3, 5)], 20),
+        ((torch.ones(3, 5),), 20),
+        (torch.tensor(1.0), 4),
+        ((torch.ones(3), torch.ones(3)), 0),
+        ([], 0),
+        ((None,), 0),
+        (7, 0),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), 0),
+    ],
+)
+def test_counting_takes_whatever_torch_takes(given, row_bytes):
+    assert _row_bytes(given) == row_bytes
+
+
 def test_a_collective_is_told_with_its_number_and_ranks():
     group = RankGroup("TENSOR_MODEL_PARALLEL_GROUP 7", (0, 1))
     said = str(Entry(group, 57, "allreduce", 4096))
     assert said == "allreduce 57 of TENSOR_MODEL_PARALLEL_GROUP 7 (ranks 0, 1) with rows of 4096 bytes"
     assert str(Entry(RankGroup("x", (3, 5), is_pair=True), 2, "receive")) == "receive 2 of x (ranks 3 to 5)"
+    assert str(RankGroup("x", tuple(range(8)))) == "x (ranks 0, 1, 2, 3, 4, 5, 6, 7)"
+    assert str(RankGroup("x", tuple(range(64)))) == "x (64 ranks, 0 to 63)"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_rank_that_cannot_write_its_stacks_hands_out_its_trail_all_the_same(tmp_path, is_there):
+    worker = ActorWorker.__new__(ActorWorker)
+    worker._log = tmp_path / "logs" / "actor-rank-0.log"
+    if is_there:
+        worker._log.parent.mkdir()
+    assert worker.write_stacks() == trail() and worker.collectives() == trail().total
+    stacks = tmp_path / "logs" / "actor-rank-0.stacks"
+    assert stacks.exists() is is_there
+    assert not is_there or "test_collective_trail.py" in stacks.read_text()
 
 
 @pytest.mark.parametrize("of", ["counts", "recent"])

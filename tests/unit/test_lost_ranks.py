@@ -216,7 +216,8 @@ def late(monkeypatch):
         group = object.__new__(ActorGroup)
         group.poll = lambda: None
         group._deadlines = Deadlines(60.0, is_set=True)
-        looks = {"write_stacks": there, "trail": later or there}
+        totals = [own and own.total for own in later or there]
+        looks = {"write_stacks": there, "collectives": totals}
         answers = {name: [NEVER if own is None else (0, own) for own in looks[name]] for name in looks}
         answers["update"] = [NEVER, (10**9, "another"), (1, "a")]
         group.refs = lambda method: {f"rank {i}": answer for i, answer in enumerate(answers[method])}

@@ -4,7 +4,9 @@ A rank waits in each collective until all ranks of its group are in that number 
 oracle is who was made to leave one out, or to stand still.
 """
 
+import pickle
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -66,7 +68,9 @@ def trails_of(programs: dict[int, Program], stops: dict[int, int]) -> dict[int, 
 
 
 def has_passed(entry: Entry, counts, operations) -> bool:
-    """All are in it, by the same operation."""
+    """All are in it, by the same operation; or its message was sent, which waits for nobody."""
+    if entry.group.is_pair:
+        return counts[entry.group.ranks[0]][entry.group] >= entry.number
     of_one_mind = len(operations[entry.group, entry.number]) == 1
     return of_one_mind and all(counts[other][entry.group] >= entry.number for other in entry.group.ranks)
 
@@ -111,12 +115,53 @@ def test_a_rank_that_leaves_one_out_is_named(world, micro_batches):
     assert not wrong
 
 
+def stages(rank: int) -> Program:
+    """An update of eight ranks, two of each of tensor, data and pipeline: forwards, backwards, gradients."""
+    first, other = rank % 4, (rank + 4) % 8
+    tensor = RankGroup("tensor", (rank // 2 * 2, rank // 2 * 2 + 1))
+    data = RankGroup("data", (rank - rank // 2 % 2 * 2, rank - rank // 2 % 2 * 2 + 2))
+    ends = RankGroup("embeddings", (first, first + 4))
+    gives = (RankGroup("pipeline", (rank, other), is_pair=True), "send")
+    takes = (RankGroup("pipeline", (other, rank), is_pair=True), "receive")
+    layers = [(tensor, "all_gather"), (tensor, "reduce_scatter")] * 2
+    loss = [(tensor, "all_reduce")] * 2
+    after = [(ends, "all_reduce"), (data, "all_reduce"), (RankGroup("world", tuple(range(8))), "all_reduce")]
+    if rank < 4:
+        return [*layers, gives] * 3 + [takes, *layers] * 3 + after
+    return [takes, *layers, *loss] * 3 + [*layers, gives] * 3 + after
+
+
+@pytest.mark.parametrize("culprit", range(8))
+def test_with_pipeline_stages_whoever_leaves_out_a_collective_or_a_message_is_named_alone(culprit):
+    own = stages(culprit)
+    skipped = [place for place, (_, operation) in enumerate(own) if operation != "receive"]
+    assert {own[place][1] for place in skipped} > {"send"}
+    wrong = {}
+    for place in skipped:
+        programs = {rank: stages(rank) * 4 for rank in range(8)}
+        del programs[culprit][2 * len(own) + place]
+        found = missing_ranks(trails_of(programs, {}))
+        if found is None or found.ranks != (culprit,):
+            wrong[place] = (own[place], found)
+    assert not wrong
+
+
 def test_where_the_past_tells_nothing_both_are_named():
     first = RankGroup("first", (0, 1))
     second = RankGroup("second", (0, 1))
     trails = {0: trail_of([Entry(first, 1, "all_reduce")]), 1: trail_of([Entry(second, 1, "all_reduce")])}
     found = missing_ranks(trails)
     assert found.ranks == (0, 1) and found.words.endswith("which of them is wrong is not known")
+
+
+def test_of_many_that_have_not_come_all_are_named_and_the_first_are_told():
+    group = RankGroup("world", tuple(range(300)))
+    trails = {rank: trail_of([Entry(group, 1, "all_reduce")]) for rank in range(300)}
+    trails[299] = trail_of([Entry(group, 1, "all_reduce"), Entry(group, 2, "all_reduce")])
+    found = missing_ranks(trails)
+    assert found.ranks == tuple(range(299))
+    assert "rank 7 has not come to all_reduce 2 of world (300 ranks, 0 to 299), to which rank 299 has" in found.words
+    assert "rank 8" not in found.words and found.words.endswith("; nor have 291 more")
 
 
 def test_ranks_that_have_come_to_the_same_are_nobodys_cause():
@@ -137,7 +182,7 @@ def test_a_stage_that_waits_for_a_message_leads_to_the_one_that_waits_for_nobody
     }
     found = missing_ranks(trails)
     assert found.ranks == (0,)
-    assert "rank 0 has not come to receive 2 of pipeline (ranks 0 to 1), to which rank 1 has" in found.words
+    assert "rank 0 has not come to send 2 of pipeline (ranks 0 to 1), to which rank 1 has" in found.words
     ahead = {0: trail_of([Entry(down, 1, "send"), Entry(down, 2, "send")]), 1: trail_of([Entry(down, 1, "receive")])}
     assert missing_ranks(ahead) is None
 
@@ -182,3 +227,36 @@ def test_one_exchange_of_several_in_a_row_that_is_left_out_is_told_by_its_rows()
 
     found = missing_ranks({0: own([*layer * 3, layer[0]]), 1: own([*layer * 3, layer[1]])})
     assert found.ranks == (1,)
+
+
+def circle(size: int, culprit: int, times: int) -> dict[int, Trail]:
+    """Each rank meets the next one and then the one before, and waits for the next; the culprit did so the other way
+    round, and left out the one before.
+    """
+    trails = {}
+    for rank in range(size):
+        after = received(RankGroup(f"pair {rank}", (rank, (rank + 1) % size)))
+        before = received(RankGroup(f"pair {(rank - 1) % size}", ((rank - 1) % size, rank)))
+        whole = received(RankGroup("world", tuple(range(size))))
+        order = (after, before, whole)
+        if rank == culprit:
+            order = (before, after, whole)
+        entries = [Entry(group, number, "all_reduce") for number in range(1, times + 1) for group in order]
+        trails[rank] = trail_of([*entries, Entry(after, times + 1, "all_reduce")])
+    return trails
+
+
+def received(group: RankGroup) -> RankGroup:
+    """As the driver has it of each rank."""
+    return pickle.loads(pickle.dumps(group))
+
+
+def test_hundreds_of_ranks_that_all_remember_thousands_are_compared_in_seconds():
+    """A circle of all is the longest: the past of each is asked."""
+    trails = circle(256, 77, 1365)
+    assert {len(own.recent) for own in trails.values()} == {4096}
+    assert trails[0].recent[-2].group is trails[255].recent[-2].group, "so that comparing takes no time"
+    began = time.process_time()
+    found = missing_ranks(trails)
+    assert found.ranks == (77,)
+    assert time.process_time() - began < 3

@@ -58,10 +58,11 @@ class Elements(HTMLParser):
 
 
 def test_what_a_run_spends_its_time_in_has_colours_of_its_own_that_the_page_knows():
-    apart = ["gen", "old_log_prob", "ref", "teacher", "values", "adv", "update_critic", "update_actor", "reshard"]
+    apart = ["gen", "reward", "old_log_prob", "ref", "teacher", "values", "adv", "update_critic", "update_actor"]
+    apart.append("reshard")
     colors = [color_of(name) for name in (*apart, "outside")]
     assert len(set(colors)) == len(colors) and set(apart) <= PHASES.keys()
-    assert color_of("critic") == color_of("update_critic") and color_of("reward") == color_of("outside")
+    assert color_of("critic") == color_of("update_critic") and color_of("pause") == color_of("outside")
     style, script = ((ROOT / "mrl/tools/report/assets" / name).read_text() for name in ("page.css", "page.js"))
     for number in range(max(colors) + 1):
         assert style.count(f"--k{number}:") == 2 and f".k{number} {{" in style

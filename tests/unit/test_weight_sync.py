@@ -21,7 +21,8 @@ from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.prerequisites import free_port
 from mrl.cluster.weight_sync import WeightSync
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess
-from mrl.remote.process_logs import concerning
+from mrl.remote.calls import Late
+from mrl.remote.process_logs import concerning, processes_of
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.transport import sequence_number
 from mrl.vllm.requests import VersionServed, rank_name
@@ -190,6 +191,27 @@ def test_a_sync_has_all_the_time_once_and_then_what_its_peers_wait_for_each_othe
     sync._deadlines.ended(weight_sync.PHASE, 20.0)
     sync.bring_to(3)
     assert given[-1] == 200.0
+
+
+@pytest.mark.parametrize("late", [("engine 1",), ("rank 0",), ("engine 0", "rank 1")])
+def test_ranks_are_asked_where_they_are_only_if_one_of_them_is_late(cluster, monkeypatch, late):
+    _, sync = cluster()
+    sync.bring_to(1)
+    asked = []
+
+    def missed(*_):
+        raise concerning(Late("weight sync: no answer"), *late)
+
+    def told(error, refs):
+        asked.append(processes_of(error))
+        return error
+
+    monkeypatch.setattr(weight_sync, "settle", missed)
+    monkeypatch.setattr(weight_sync, "with_cause", told)
+    with pytest.raises(Late) as raised:
+        sync._move({0, 1}, read_back=False)
+    assert raised.value.processes == late
+    assert asked == [late] * any(name.startswith("rank ") for name in late)
 
 
 def holds(cluster: FakeCluster, engine: int) -> bool:

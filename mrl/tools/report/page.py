@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from mrl.tools.report.columns import Curve
 from mrl.tools.report.verdict import Tone
 
-# the place of each is its colour: classes k0 .. k12 of page.css
+# the place of each is its colour: classes k0 .. k13 of page.css
 _PHASES = (
     "gen", "update_actor", "reshard", "old_log_prob", "testing", "save_checkpoint", "switch", "ref", "adv", "outside",
-    "teacher", "values", "update_critic",
+    "teacher", "values", "update_critic", "reward",
 )  # fmt: skip
 _TERMS = (
     "kv_cache", "optimizer", "sync_staging", "engine_weights", "activations", "parameters", "gradients",

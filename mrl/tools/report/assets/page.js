@@ -6,7 +6,7 @@
 
   const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const hues = () => Array.from({ length: 13 }, (_, i) => color("--k" + i));
+  const hues = () => Array.from({ length: 14 }, (_, i) => color("--k" + i));
 
   function readData() {
     const raw = JSON.parse(document.getElementById("data").textContent);
