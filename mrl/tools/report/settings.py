@@ -15,6 +15,7 @@ from mrl.plain_files import CONFIG_BYTES, read_text, reason
 _DEFAULT = "default"
 _RECIPE = "recipe "
 _LEAF = re.compile(r"(?P<indent> *)(?P<key>[^\s:#][^:]*):(?: (?P<value>.*?)  # (?P<origin>.*))?")
+_COMMENTED = re.compile(r"^( +)# ")  # a default whose key would say more if it were read again
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def read_settings(path: Path) -> Settings:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        match = _LEAF.fullmatch(line)
+        match = _LEAF.fullmatch(_COMMENTED.sub(r"\1", line))
         if match is None:
             raise ConfigError(f"{path}:{number}: not a line of a resolved configuration: {line[:80]}")
         open_keys = [*open_keys[: len(match["indent"]) // 2], match["key"].strip()]
