@@ -184,7 +184,6 @@ def run_conversion(
     shutil.rmtree(work, ignore_errors=True)
     tensors = len({piece.hf_name for file in files for entry in file.entries for piece in entry.pieces})
     seconds = time.monotonic() - began
-    has_critic = source.manifest is not None and bool(source.manifest.critic)
     return ConversionReport(
         tensors,
         sum(sizes.values()),
@@ -194,7 +193,7 @@ def run_conversion(
         seconds,
         source.left_out,
         unchecked,
-        left_out_critic=has_critic,
+        left_out_critic=source.has_critic,
     )
 
 

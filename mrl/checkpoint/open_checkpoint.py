@@ -64,6 +64,7 @@ class Checkpoint:
     scales: Mapping[str, str] = field(default_factory=dict)  # for each FP8 matrix, the file with its scales
     rounded: frozenset[str] = frozenset()  # float32 tensors that are read as bfloat16
     adapters: StoredAdapters | None = None  # merged into the weights when they are read
+    has_critic: bool = False  # beside the model; no conversion copies it
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -226,7 +227,7 @@ def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
             f"{folder}: adapters on another model than that in {path} (its weights' digest differs); give the model "
             "that they were trained on"
         )
-    return replace(open_hf(path), dtype=adapters.dtype, adapters=adapters)
+    return replace(open_hf(path), dtype=adapters.dtype, adapters=adapters, has_critic=bool(manifest.critic))
 
 
 def _checked_manifest(folder: Path) -> Manifest:
@@ -252,8 +253,9 @@ def open_mrl(folder: Path, base: Path | None = None) -> Checkpoint:
     entries = tuple(manifest.read_entries(folder))
     left_out = _left_out(stored, entries)
     checkpoint = Checkpoint(
-        folder, folder / HF_FOLDER, model, manifest.hf_config, manifest.dtype, entries, files, manifest, left_out
-    )
+        folder, folder / HF_FOLDER, model, manifest.hf_config, manifest.dtype, entries, files, manifest, left_out,
+        has_critic=bool(manifest.critic),
+    )  # fmt: skip
     _check_locations(checkpoint)
     _check_names(checkpoint)
     Boxes(entries).check_whole(folder)

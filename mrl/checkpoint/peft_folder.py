@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.checkpoint.adapter_reader import StoredAdapters
@@ -14,8 +15,16 @@ from mrl.model.adapters import adapter_shapes
 from mrl.model.peft_files import BASE_DIGEST, CONFIG, PREFIX, WEIGHTS, peft_config
 
 
-def write_peft(checkpoint: Path, output: Path) -> int:
-    """Writes the adapters of a `step-N` folder, or of a run directory's newest one. Returns the number of tensors.
+@dataclass(frozen=True)
+class PeftReport:
+    """Summary of what was written in PEFT's format."""
+
+    tensors: int
+    left_out_critic: bool  # the source has a critic beside the adapters
+
+
+def write_peft(checkpoint: Path, output: Path) -> PeftReport:
+    """Writes the adapters of a `step-N` folder, or of a run directory's newest one.
 
     Raises ConfigError for a checkpoint without adapters or an existing output, EnvironmentFault for a damaged source or
     a full disk.
@@ -34,7 +43,7 @@ def write_peft(checkpoint: Path, output: Path) -> int:
         write_atomically(output, write)
     except OSError as error:
         raise EnvironmentFault(f"{output} cannot be written ({error.strerror})") from error
-    return len(adapter_shapes(adapters.model, adapters.lora))
+    return PeftReport(len(adapter_shapes(adapters.model, adapters.lora)), bool(manifest.critic))
 
 
 def _blocks(adapters: StoredAdapters, base_digest: str) -> Iterator[bytes | memoryview]:

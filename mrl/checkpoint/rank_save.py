@@ -46,7 +46,10 @@ class HostCopy:
     """
 
     def __init__(self, kind: str = ACTOR) -> None:
-        """`kind`: ACTOR, or CRITIC for what is beside it, whose random states are the actor's."""
+        """`kind`: ACTOR, or CRITIC for what is beside it.
+
+        Random states are saved with the actor alone: a critic has no dropout, so nothing in it draws numbers.
+        """
         self._kind = kind
         self._buffers: dict[str, Tensor] = {}
         self._entries: tuple[StoredTensor, ...] = ()

@@ -146,11 +146,12 @@ def _lora_to_hf(options: argparse.Namespace) -> None:
         return
     if options.base is not None or options.verify:
         raise ConfigError("--base and --verify belong to --merged; give it with them, or leave them out")
-    tensors = write_peft(path, Path(options.output))
+    report = write_peft(path, Path(options.output))
     if options.json:
-        print(json.dumps({"tensors": tensors, "output": options.output}))
-    else:
-        print(f"wrote {tensors} tensors to {options.output}, in PEFT's format")
+        print(json.dumps(asdict(report) | {"output": options.output}))
+        return
+    _print_critic(report.left_out_critic)
+    print(f"wrote {report.tensors} tensors to {options.output}, in PEFT's format")
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> None:
@@ -259,13 +260,17 @@ def _print_report(options: argparse.Namespace, report) -> None:
             f"note: the model's layers for multi-token prediction ({report.left_out_layers}) are not trained and are "
             "left out; config.json names none"
         )
-    if report.left_out_critic:
-        print("note: the critic is left out: only the source can be resumed, which a run can do at any layout")
+    _print_critic(report.left_out_critic)
     if report.of_vision_tower:
         print(f"note: {report.of_vision_tower} tensors of the vision tower are copied as they are")
     if report.unchecked:
         print(f"note: {report.unchecked} tensors have no checksum, so damage in them cannot be detected")
     print(f"wrote {report.tensors} tensors to {options.output} ({rate}{resumed}){verified}")
+
+
+def _print_critic(left_out: bool) -> None:
+    if left_out:
+        print("note: the critic is left out: only the source can be resumed, which a run can do at any layout")
 
 
 def parse_layout(text: str) -> dict[str, int]:

@@ -166,6 +166,7 @@ class ActorWorker:
         """Has this rank's replica of the teacher score `samples`, which are `rows` of the step; see `hand_out`."""
         from mrl.flow.teacher_rows import scored
 
+        crash_point("rank", self.rank, "ask_teacher")
         self.computed = None  # of the step before, where nobody took it
         self.computed = scored(self.actor, samples, rows, micros)
 
@@ -173,6 +174,7 @@ class ActorWorker:
         """Has this rank's replica of the critic value `samples`, which are `rows` of the step; see `hand_out`."""
         from mrl.flow.critic_rows import CriticBatch
 
+        crash_point("rank", self.rank, "ask_critic")
         self.computed = None
         self.critic_batch = None  # the former step's rows are released first
         self.critic_batch = CriticBatch(self.actor, samples, rows, cut)
@@ -188,6 +190,7 @@ class ActorWorker:
 
     def update_critic(self, counts: Sequence[Denominators], *returns: HandedRows) -> list[FloatParts] | None:
         """Updates the critic with the rows of `ask_critic`, which then are gone; see CriticBatch.update."""
+        crash_point("rank", self.rank, "update_critic")
         parts = self.critic_batch.update(counts, returns)
         self.critic_batch = None
         return parts

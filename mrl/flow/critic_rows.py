@@ -41,7 +41,7 @@ class CriticBatch:
 
     def values(self) -> HandedRows | None:
         """The critic's values, which stay here too; one rank a replica returns them."""
-        result = self._critic.values(self._batch, self._cut.log_probs)
+        result = self._critic.values(self._batch, self._cut.values)
         if result is None:
             return None
         sampled = self._samples.sampled_lengths[result.rows]

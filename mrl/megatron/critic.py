@@ -64,7 +64,8 @@ class ValueResult:
 class MegatronCritic:
     """One rank of the critic; every method is collective. Checkpoints use it as they use MegatronActor.
 
-    Other code touches it only within `in_place`, where Megatron's process groups are the critic's.
+    Its methods put the critic's process groups in Megatron's place themselves, so they are called outside `in_place`.
+    Whoever reads or writes its weights or states does so within.
     """
 
     lora = None  # the critic is always trained completely
@@ -84,14 +85,15 @@ class MegatronCritic:
         self.model = model
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), model)
         self.in_place = nullcontext
-        if self.layout != of_actor:
+        self._has_own_groups = self.layout != of_actor
+        if self._has_own_groups:
             self.in_place = parallel.OtherGroups().in_place
             exercised("critic.layout")
         self.parameters = ValueLossParameters(config.critic.cliprange_value, config.critic.loss_agg_mode)
         if config.critic.path is not None:
             check_same_architecture("critic.path", config.model.path, model)
         with self.in_place():
-            if self.layout != of_actor:
+            if self._has_own_groups:
                 parallel.init_model_parallel(self.layout, config.trainer.seed, config.cluster.step_timeout_s)
             self._build()
             self.on_last_stage = parallel.on_last_stage()
@@ -126,7 +128,7 @@ class MegatronCritic:
 
     def offload(self) -> None:
         """Moves everything that `critic.*_offload` names off the device. Methods that need it bring it back."""
-        if self.residence.switched:
+        if self.residence.switched or self._has_own_groups:  # nobody else would use or release their scratch
             with self.in_place():
                 parallel.release_scratch()  # first, so that the memory is given back with what leaves
         self.residence.offload()

@@ -36,6 +36,11 @@ class ReplicaCut:
     log_probs: Micros
     reference: Micros
 
+    @property
+    def values(self) -> Micros:
+        """The micro-batches of a critic's pass for values; its cut has them in the place of log-probs."""
+        return self.log_probs
+
     def trained_rows(self) -> list[np.ndarray]:
         """Returns this replica's rows of each mini-batch, int64."""
         return [np.sort(rows_of(micros)) for micros in self.mini_batches]

@@ -92,10 +92,16 @@ class OtherGroups:
     def __init__(self) -> None:
         self._held = {name: {} if isinstance(value, dict) else None for name, value in _globals().items()}
         self._generators = dict.fromkeys(_GENERATORS)
+        self._are_in_place = False
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Makes these groups Megatron's until the block ends, and then restores the others."""
+        """Makes these groups Megatron's until the block ends, and then restores the others.
+
+        Raises RuntimeError within such a block of its own: a second exchange would bring the others back.
+        """
+        if self._are_in_place:
+            raise RuntimeError("these process groups are in place already; leave the inner in_place out")
         self._exchange()
         try:
             yield
@@ -103,6 +109,7 @@ class OtherGroups:
             self._exchange()
 
     def _exchange(self) -> None:
+        self._are_in_place = not self._are_in_place
         before = _globals()
         vars(mpu).update(self._held)
         self._held = before

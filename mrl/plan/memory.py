@@ -130,10 +130,13 @@ def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:
     batch = batch_plan(own.config, own.train)
     ranks = [rank for rank in range(own.train.world_size) if inputs.train.dense_coords(rank).pp == pp]
     stages = sorted({own.train.dense_coords(rank).pp for rank in ranks})
-    return CriticBytes.fullest(
-        CriticBytes(**_model_bytes(own, batch, stage, is_critic=True), batch=sample_bytes(own, batch, stage).update)
-        for stage in stages
-    )
+    return CriticBytes.fullest(_critic_stage(own, batch, stage) for stage in stages)
+
+
+def _critic_stage(own: PlanInputs, batch: BatchPlan, pp: int) -> CriticBytes:
+    samples = sample_bytes(own, batch, pp)
+    state = _model_bytes(own, batch, pp, is_critic=True)
+    return CriticBytes(**state, batch=samples.update, values_batch=samples.log_prob)
 
 
 def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:

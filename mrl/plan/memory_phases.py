@@ -80,7 +80,8 @@ _ROWS = (
     Term(
         "critic",
         ACTOR,
-        "critic.param_offload, critic.grad_offload and critic.optimizer_offload: true",
+        "critic.param_offload, critic.grad_offload and critic.optimizer_offload: true, or a critic.layout that cuts it "
+        "further",
         host_cure=f"switch off critic.optimizer_offload and critic.param_offload, or {_MORE_MEMORY}",
     ),
     Term("batch", ACTOR, "a smaller data.train_batch_size, or more data parallelism"),
@@ -105,7 +106,7 @@ _ROWS = (
     ),
     Term("samples", host_cure=_FEWER_SAMPLES),
     Term("kept_group", host_cure=_FEWER_SAMPLES),
-    Term("tools", host_cure="a smaller rollout.turns.num_workers or max_memory_gib"),
+    Term("tools", host_cure="a smaller rollout.turns.num_workers, max_memory_gib or python.max_memory_gib"),
     Term(
         "object_store",
         host_cure=f"{_FEWER_SAMPLES}; a smaller data.val_max_samples where answers to held-out prompts are",
@@ -175,7 +176,11 @@ class Offload:
 
 @dataclass(frozen=True)
 class CriticBytes:
-    """Terms of a critic on the rank of an actor. `batch`: inputs of a micro-batch of its update."""
+    """Terms of a critic on the rank of an actor.
+
+    * `batch`: inputs of a micro-batch of its update.
+    * `values_batch`: inputs of a micro-batch of a pass for values, and outputs of the pass.
+    """
 
     parameters: int
     gradients: int
@@ -186,6 +191,7 @@ class CriticBytes:
     offload: Offload = field(default_factory=Offload)
     optimizer_host: int = 0  # state of an Adam on the host, where it stays
     batch: int = 0
+    values_batch: int = 0
 
     @classmethod
     def fullest(cls, stages: Iterable["CriticBytes"]) -> "CriticBytes":
@@ -414,9 +420,12 @@ def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str,
     """Returns the phases in which a critic computes. The actor's parameters stay on the device meanwhile."""
     rest = _at_rest(actor, parameters=True)
     passes = {"activations": critic.activations, "temporaries": critic.temporaries}
+    routes = actor.samples.recorded_routes
     return {
-        _VALUES: rest | {"critic": critic.at_rest(parameters=True), "log_prob": critic.log_prob},
-        _CRITIC: rest | {"critic": critic.whole} | passes | _samples(critic.batch, actor.samples.recorded_routes),
+        _VALUES: rest
+        | {"critic": critic.at_rest(parameters=True), "log_prob": critic.log_prob}
+        | _samples(critic.values_batch, routes),
+        _CRITIC: rest | {"critic": critic.whole} | passes | _samples(critic.batch, routes),
     }
 
 

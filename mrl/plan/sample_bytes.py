@@ -173,32 +173,45 @@ def written_group_bytes(inputs: PlanInputs) -> int:
 def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
     """Returns the share of a step's responses that the ranks of one node fetch.
 
-    Tokens are fetched once a replica. Each rank fetches its part of the routes. Replicas of a critic in another layout
-    have other rows.
+    Tokens are fetched once a replica, of the actor and of models beside it. Each rank of the actor fetches its part of
+    the routes, which no other model reads.
     """
-    own = inputs.critic
-    if own is not None and own.train != inputs.train:
-        return min(1.0, _fetched_share(own, ranks) + _fetched_share(inputs, ranks))
-    return _fetched_share(inputs, ranks)
-
-
-def _fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
-    """The share that replicas of one model fetch."""
     train = inputs.train
     model = inputs.model
-    coords = [train.dense_coords(rank) for rank in ranks]
-    replicas = len({each.dp for each in coords}) / train.data
+    replicas = _fetched_rows(inputs, ranks)
     if not _routed(inputs):
         return replicas
     parts = (
-        sum(_moe_layers(model, train, each.pp) for each in coords)
+        sum(_moe_layers(model, train, train.dense_coords(rank).pp) for rank in ranks)
         / len(model.moe_layers)
         / _parts_of_tokens(inputs)
         / train.data
     )
     tokens = _columns(inputs, 1, routes=False)
-    routes = _columns(inputs, 1) - _columns(inputs, 1, routes=False)
+    routes = _columns(inputs, 1) - tokens
     return (tokens * replicas + routes * parts) / (tokens + routes)
+
+
+def _fetched_rows(inputs: PlanInputs, ranks: Sequence[int]) -> float:
+    """Returns the share of a step's rows whose tokens the ranks of one node fetch, for any of their models.
+
+    A critic or teacher of as many replicas as the actor has the actor's rows. Otherwise its rows count as others.
+    """
+    own = _replicas_of(inputs.train, ranks)
+    further = 0.0
+    for other in (inputs.critic, teacher_inputs(inputs)):
+        if other is None:
+            continue
+        replicas = _replicas_of(other.train, ranks)
+        if other.train.data == inputs.train.data:
+            own |= replicas
+        else:
+            further += len(replicas) / other.train.data
+    return min(1.0, len(own) / inputs.train.data + further)
+
+
+def _replicas_of(train: TrainLayout, ranks: Sequence[int]) -> set[int]:
+    return {train.dense_coords(rank).dp for rank in ranks}
 
 
 def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
@@ -238,7 +251,8 @@ def _asked_of_critic(inputs: PlanInputs, batch: BatchPlan) -> int:
     if own is None:
         return 0
     rows = -(-batch.samples // own.train.data)
-    return _columns(own, rows) + rows * inputs.config.data.max_response_length * (2 * _F32 + _BOOL)
+    estimates = rows * inputs.config.data.max_response_length * (2 * _F32 + _BOOL)
+    return _columns(inputs, rows, routes=False) + estimates
 
 
 def score_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:

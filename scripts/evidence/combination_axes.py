@@ -29,6 +29,8 @@ DAPO = {
     "algorithm.filter_groups.enable": True,
     "algorithm.filter_groups.max_num_gen_batches": 10,
 }
+PPO = {"algorithm.adv_estimator": "gae", "algorithm.policy_loss.loss_mode": "vanilla"}
+CRITIC_APART = "critic apart"
 
 # of each axis the first value goes with every other one
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -78,7 +80,8 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "GRPO": {"algorithm.policy_loss.loss_mode": "vanilla"},
         "DAPO with filtering": DAPO,
         "on-policy": {"algorithm.anchor": "on_policy", "actor.ppo_mini_batch_size": 8},
-        "PPO with a critic": {"algorithm.adv_estimator": "gae", "algorithm.policy_loss.loss_mode": "vanilla"},
+        "PPO with a critic": PPO,
+        CRITIC_APART: PPO | {"critic.layout": {"world_size": 2, "tensor_model_parallel_size": 2}},
     },
     "correction": {"off": {}, "token": {"algorithm.rollout_correction.level": "token"}},
     "replay": {"off": {}, "R2": {"actor.router_replay": "R2"}, "R3": {"actor.router_replay": "R3"}},
@@ -132,6 +135,8 @@ def settings(row: Row, world: Path, steps: int = STEPS) -> dict[str, Any]:
         found |= SETTINGS[axis][value]
     if row["turns"] != "one":
         found |= _of_tools(world / "tools")
+    if row["loss"] == CRITIC_APART and row["actor"] == "TP2":  # where the critic would lie as the actor does
+        found["critic.layout"] = {"world_size": 2, "pipeline_model_parallel_size": 2}
     if row["reference"] == "teacher":  # of the actor's tokenizer
         found["distillation.teacher_model.model_path"] = found["model.path"]
     workers = found.get("rollout.data_parallel_size", 1) * 2 // found.get("rollout.data_parallel_size", 1)

@@ -50,7 +50,7 @@ def _report(actor: MegatronActor, case: dict, folder: Path) -> None:
     counts = [_count(batch.rows(rows)) for rows in whole.slices]
     parts = []
     for name in ("before", "after"):
-        result = critic.values(batch, cut.log_probs)
+        result = critic.values(batch, cut.values)
         if result is not None:
             values = in_rows(batch, result.rows, result.values)
             np.savez(folder / f"values-{name}-{actor.rank}.npz", rows=result.rows, values=values)

@@ -11,11 +11,25 @@ EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 sys.path[:0] = [str(EVIDENCE), str(EVIDENCE.parent)]
 
 import claims  # noqa: E402
-from combination_axes import AXES, TRIPLED, other_layout, other_schedule, refusal, settings  # noqa: E402
+from combination_axes import (  # noqa: E402
+    AXES,
+    CRITIC_APART,
+    PRESETS,
+    TRIPLED,
+    as_overrides,
+    other_layout,
+    other_schedule,
+    refusal,
+    settings,
+)
 from combination_run import EXIT_CODES, THEN, token_versions  # noqa: E402
 from combination_world import make_tool_world, make_world  # noqa: E402
 from combinations import results, row_of, still_to_do, stored, words  # noqa: E402
 from covering import Array, Contradiction, Rules, covering_array, most_first, wanted  # noqa: E402
+
+from mrl.config.load import load_config  # noqa: E402
+from mrl.model import load_model_spec  # noqa: E402
+from mrl.model.layout import TrainLayout  # noqa: E402
 
 SMALL = {"a": ("0", "1", "2"), "b": ("0", "1"), "c": ("0", "1", "2"), "d": ("0", "1")}
 
@@ -103,6 +117,17 @@ def test_a_run_goes_on_by_something_else_than_it_began_with():
     assert all(other_schedule(usual | {"schedule": value})["schedule"] != value for value in AXES["schedule"])
 
 
+@pytest.mark.parametrize("actor", AXES["actor"])
+def test_a_critic_apart_lies_otherwise_than_the_actor_wherever_that_lies(actor, world):
+    row = {axis: values[0] for axis, values in AXES.items()} | {"loss": CRITIC_APART, "actor": actor}
+    for one in (row, other_layout(row)):
+        assert refusal(one, world) is None
+        config = load_config(PRESETS["separate"], None, as_overrides(settings(one, world))).config
+        model = load_model_spec(config.model.path)
+        layouts = (TrainLayout.build(each.layout.model_dump(), model) for each in (config.actor, config.critic))
+        assert len(set(layouts)) == 2
+
+
 def test_each_token_is_of_the_version_whose_span_it_stands_in():
     spans = [{"first_token": 0, "version": 3}, {"first_token": 2, "version": 4}]
     assert token_versions({"response_ids": [7, 7, 7], "weight_version": spans}) == [3, 3, 4]
@@ -143,6 +168,7 @@ def test_rows_from_before_an_axis_was_added_have_its_first_value(tmp_path):
     row = {axis: values[0] for axis, values in AXES.items()}
     before = {axis: list(values) for axis, values in AXES.items() if axis != "adapters"}
     before["family"] = before["family"][:-1]
+    before["loss"].remove(CRITIC_APART)
     known = {"row": " | ".join(row[axis] for axis in before), "commit": "0", "problems": []}
     (file := tmp_path / "combinations.json").write_text(json.dumps({"axes": before, "done": [known]}))
     assert stored(file) == [known | {"row": words(row)}]

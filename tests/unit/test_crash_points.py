@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cluster import workers
+
 PROGRAM = """
 from mrl.crash_points import crash_point
 from mrl.errors import MrlError
@@ -59,6 +61,26 @@ def test_a_variable_that_says_nothing_is_refused(text):
     assert said == [
         f"MRL_CRASH_AT={text} is no crash point; write PLACE:NTH:ACTION:FILE with a signal or skip, or unset it"
     ]
+
+
+class Reached(Exception):
+    pass
+
+
+def reach(*place: object) -> None:
+    raise Reached(*place)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"), [("ask_teacher", [None] * 3), ("ask_critic", [None] * 3), ("update_critic", [[]])]
+)
+def test_a_rank_comes_to_one_before_it_begins_what_it_is_asked(method, arguments, monkeypatch):
+    monkeypatch.setattr(workers, "crash_point", reach)
+    worker = workers.ActorWorker.__new__(workers.ActorWorker)
+    worker.rank = 3
+    with pytest.raises(Reached) as reached:
+        getattr(worker, method)(*arguments)
+    assert reached.value.args == ("rank", 3, method)
 
 
 def test_there_is_one_name_for_it():

@@ -377,6 +377,9 @@ def test_a_plan_counts_the_critic_on_devices_on_hosts_and_in_time():
     whole = phases["critic"]["terms"]["critic"]
     assert 0.9 * state < whole <= state  # without an output layer
     assert phases["train"]["terms"]["critic"] == whole  # nothing of it leaves
+    values = phases["values"]["terms"]
+    assert values["batch"] == phases["log_prob"]["terms"]["batch"]  # of the same micro-batches
+    assert values["log_prob"] == phases["log_prob"]["terms"]["log_prob"]
     seconds = plan["seconds"]
     assert seconds["critic"] == pytest.approx(seconds["update"], rel=1e-9)
     assert plan["memory"]["host"]["terms"]["save"] > 1.8 * plain["memory"]["host"]["terms"]["save"]

@@ -370,6 +370,9 @@ def test_groups_and_generators_of_a_second_model_stand_in_for_the_firsts_and_giv
         own = mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()
         with pytest.raises(KeyError), others.in_place():
             assert (mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()) == theirs
+            with pytest.raises(RuntimeError, match="in place already"), others.in_place():
+                pass
+            assert mpu.get_tensor_model_parallel_group() is theirs[0]
             raise KeyError
         assert (mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()) == own
         assert all(mine is not other for mine, other in zip(own, theirs, strict=True))

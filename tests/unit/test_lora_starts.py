@@ -4,6 +4,7 @@ adapter that training began with, which may be gone.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from test_lora import EP, LORA, TP, factors_of, step_of
 
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.convert_job import Options
-from mrl.checkpoint.manifest import Manifest
+from mrl.checkpoint.manifest import Manifest, RankFiles, file_facts, read_manifest, write_manifest
 from mrl.checkpoint.open_checkpoint import open_saved
 from mrl.checkpoint.peft_folder import write_peft
 from mrl.checkpoint.step_folders import Newest
@@ -112,6 +113,31 @@ def test_every_conversion_of_adapters_is_told_where_their_model_is_now(base, tmp
         capsys, "megatron-to-hf", tmp_path / "megatron-to-megatron", "-o", tmp_path / "hf", "--base", moved
     )
     assert code == 2 and "has whole weights" in said and not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("has_critic", [False, True])
+@pytest.mark.parametrize(
+    "which",
+    [
+        ["lora-to-hf"],
+        ["lora-to-hf", "--merged"],
+        ["megatron-to-hf"],
+        ["megatron-to-megatron", "--weights-only", "--layout", "tp=2"],
+    ],
+    ids=" ".join,
+)
+def test_every_conversion_of_adapters_says_that_it_leaves_a_critic_out(base, tmp_path, capsys, which, has_critic):
+    step = step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(model_spec(SIZES), LORA))
+    manifest = read_manifest(step)
+    if has_critic:
+        critic = step / "critic-00000.safetensors"
+        critic.write_bytes(b"one")
+        files = RankFiles(None, {critic.name: file_facts(critic)}, manifest.optimizer)
+        write_manifest(step, replace(manifest, critic=(files,)))
+    main(["convert", *which, str(step), "-o", str(tmp_path / "said")])
+    assert ("the critic is left out" in capsys.readouterr().out) == has_critic
+    main(["convert", *which, str(step), "-o", str(tmp_path / "json"), "--json"])
+    assert json.loads(capsys.readouterr().out)["left_out_critic"] == has_critic
 
 
 def test_the_path_of_the_model_is_kept_whole(base, tmp_path, monkeypatch):

@@ -126,6 +126,45 @@ def test_what_ranks_hold_and_fetch_of_routes_adds_up_to_them():
     assert fetched_share(replayed, range(train.world_size)) == pytest.approx(1.0)
 
 
+WORLD = 32
+TEACHER = "distillation={enabled: true, teacher_model: {model_path: Qwen/Qwen3-30B-A3B, layout: {world_size: 32%s}}}"
+BESIDE = [  # each node's replicas of the other model that are not rows of the actor's: of how many
+    ("algorithm.adv_estimator=gae", 0, 1),
+    ("critic.layout={world_size: 32, expert_model_parallel_size: 4}", 0, 1),  # the actor's rows on the same ranks
+    ("critic.layout={world_size: 32, tensor_model_parallel_size: 2, expert_model_parallel_size: 8}", 4, 16),
+    ("critic.layout={world_size: 32, tensor_model_parallel_size: 8, pipeline_model_parallel_size: 4}", 1, 1),
+    (TEACHER % "", 0, 1),
+    (TEACHER % ", tensor_model_parallel_size: 4, expert_model_parallel_size: 8", 2, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("replay", ["disabled", "R3"])
+@pytest.mark.parametrize(("beside", "held", "replicas"), BESIDE)
+def test_a_node_fetches_tokens_of_other_rows_for_a_critic_or_teacher_and_no_routes(beside, held, replicas, replay):
+    """By hand, in bytes: 8 of 32 replicas of the actor with their routes, and rows of the other model without."""
+    given = ["algorithm.adv_estimator=gae"] * beside.startswith("critic") + [f"actor.router_replay={replay}"]
+    inputs = inputs_of("qwen3-30b-a3b/h100-4x8", *given, beside)
+    assert inputs.train.data == WORLD
+    data = inputs.config.data
+    one = full_samples(1, data.max_prompt_length, data.max_response_length)
+    tokens = one.nbytes - one.numbers.nbytes
+    routes = data.max_sample_length * 48 * 8 * (replay == "R3")  # a byte a choice
+    expected = tokens * min(1.0, 8 / WORLD + held / replicas) + routes * 8 / WORLD
+    for node in range(4):
+        ranks = range(8 * node, 8 * node + 8)
+        assert fetched_share(inputs, ranks) * (tokens + routes) == pytest.approx(expected)
+
+
+def test_rows_that_a_critic_has_on_a_host_are_without_routes():
+    def of_routes(*overrides: str) -> int:
+        replayed, without = (inputs_of("qwen3-30b-a3b/h100-4x8", *overrides, f"actor.router_replay={replay}")
+            for replay in ("R3", "disabled"))  # fmt: skip
+        batch = batch_plan(replayed.config, replayed.train)
+        return held_bytes(replayed, batch, 0) - held_bytes(without, batch, 0)
+
+    assert of_routes("algorithm.adv_estimator=gae", BESIDE[2][0]) == of_routes() > 0
+
+
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8", "qwen3-8b/h100-1x8", TINY])
 def test_what_all_ranks_copy_for_a_save_is_a_checkpoint(preset, tiny_model):
     inputs = inputs_of(preset, *[tiny_model] * (preset == TINY))

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import parallel_state as mpu
 
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
+from mrl.megatron import parallel
+from mrl.megatron.critic import MegatronCritic
 from mrl.megatron.offload import Residence, StorageBuffer, bytes_of, check_resident, needs, reserve
 
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER)
@@ -315,3 +318,20 @@ def test_what_left_is_counted_by_kind():
     kept = World(switched=())
     kept.residence.offload()
     assert not kept.residence.left_bytes
+
+
+def test_a_critic_in_groups_of_its_own_releases_its_scratch_though_nothing_of_it_leaves(monkeypatch):
+    """The actor's scratch stays: whoever has the device next is the actor."""
+    groups = parallel.OtherGroups()
+    own = SimpleNamespace(buffer={"gathered": torch.zeros(4)})
+    of_actor = SimpleNamespace(buffer={"gathered": torch.zeros(4)})
+    monkeypatch.setattr(mpu, "_GLOBAL_MEMORY_BUFFER", of_actor)
+    with groups.in_place():
+        mpu._GLOBAL_MEMORY_BUFFER = own
+    critic = MegatronCritic.__new__(MegatronCritic)
+    critic.in_place = groups.in_place
+    critic._has_own_groups = True
+    critic.residence = World(()).residence
+    critic.offload()
+    assert not own.buffer and of_actor.buffer
+    assert mpu.get_global_memory_buffer() is of_actor
