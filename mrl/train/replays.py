@@ -33,8 +33,9 @@ class Replays:
         parts = self._left.pop(group.number, None)
         if parts is None or group.is_whole:
             return False
-        if not self._answers(parts, group):
-            print(f"group {group.number} of a start before was asked for otherwise, and is generated again", flush=True)
+        refusal = self._refusal(parts, group, buffer.step)
+        if refusal:
+            print(f"group {group.number} of a start before {refusal}, and is generated again", flush=True)
             self._spool.give_up([group.number])
             return False
         judged.take_over(group, parts)
@@ -46,6 +47,14 @@ class Replays:
                 buffer.add(group.number, index, more, ended=True)
                 self._responses += 1
         return True
+
+    def _refusal(self, parts: GroupParts, group: Group, version: int) -> str:
+        """Says why these do not stand for what engines would make of the group by weights of this version; else ''."""
+        if not self._answers(parts, group):
+            return "was asked for otherwise"
+        if parts.newest > version:
+            return f"has tokens of weights after step {version}"
+        return ""
 
     def _answers(self, parts: GroupParts, group: Group) -> bool:
         """Whether these are all responses of this attempt, by seeds that they would have now, and go on from the tokens

@@ -163,7 +163,7 @@ class Spool:
                 return
             file = SpoolFile(path, under_way)
             self._files[parts.number] = file
-            if self.keeps:
+            if self.keeps and parts.newest <= self._served.number:  # engines may go on before `serve` says by what
                 self.hold([file])
                 self._served.begun.append(file)
 

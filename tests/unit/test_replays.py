@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ from replicas import InMemory
 from small_model import write_model
 from test_engines_back import IN_ORDER, GoesBack, Restarting, RestartingEngines, RestartingLive
 from test_generation import AHEAD, BATCH, Engines, N, Rewards, World, assert_same, in_memory  # noqa: F401
-from test_ready_first import MODES, STEPS, check_tokens
+from test_ready_first import MODES, STEPS, Flight, check_tokens
 from test_spool import Writer, group
 from test_turns_ahead import TALKS, Talking, talks  # noqa: F401
 
@@ -275,11 +276,7 @@ def test_a_group_that_would_be_asked_for_by_other_seeds_is_generated_again(tmp_p
     path = killed.files()[0]
     record = read_group(path)
     samples = replace(record.samples, seed=record.samples.seed + 1)
-    facts = write_group(path, replace(record, samples=samples))
-    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    changed = [row | facts if row.get("file") == path.name else row for row in rows]
-    lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    rewritten(killed, path, replace(record, samples=samples))
     found = killed.again()
     assert replayed(found)[0] == EVERY - N
     assert f"group {record.number} of a start before was asked for otherwise" in capsys.readouterr().out
@@ -297,6 +294,76 @@ def test_groups_with_log_probs_that_are_no_numbers_begin_anew(tmp_path, capsys):
     again = Spool(tmp_path / "spool", Files(), origin=by(2))
     assert read_left(again, ROOM, 0).keys() == {5} == again.left.keys()
     assert "log-probs that are no numbers" in capsys.readouterr().out
+
+
+def with_version(row, version):
+    samples = row.read()
+    return InMemory.whole(replace(samples, span_versions=samples.span_versions * 0 + version))
+
+
+def test_what_later_weights_had_a_part_in_is_not_kept_for_those_that_are_served(tmp_path):
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(2), most=9)
+    for number, version in ((4, 2), (5, 3)):
+        one = group(number)
+        last = with_version(one.responses[2], version)
+        spool.put(replace(one, responses={**one.responses, 2: last}))
+    spool.note()
+    assert set(spool.pinned([4, 5])) == {4, 5}, "a checkpoint still gets both"
+    assert Spool(tmp_path / "spool", Files(), origin=by(2)).left.keys() == {4}
+
+
+def test_a_replay_with_tokens_of_later_weights_is_refused_by_that_cause(tmp_path, capsys):
+    """As spools of before have them: the lines say nothing of it."""
+    killed = Killed(tmp_path)
+    path = killed.files()[0]
+    record = read_group(path)
+    later = replace(record.samples, span_versions=record.samples.span_versions + 1)
+    rewritten(killed, path, replace(record, samples=later))
+    found = killed.again()
+    assert replayed(found)[0] == EVERY - N
+    assert f"group {record.number} of a start before has tokens of weights after step 2" in capsys.readouterr().out
+    assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+def rewritten(killed, path, record):
+    """The file has another record, and its line is right."""
+    facts = write_group(path, record)
+    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    changed = [row | facts if row.get("file") == path.name else row for row in rows]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
+
+
+class GoingOn(Flight):
+    """Engines go on once they have new weights; a validation comes before generation resumes."""
+
+    def step(self, saves=False):
+        rollouts = self.generation.next_batch(PhaseTimer())
+        self.generation.drain(PhaseTimer(), saves)
+        self.engines.version += 1
+        self.engines.paused = False
+        time.sleep(0.05)
+        self.state = self.generation.resume(self.state.advanced(rollouts.cursor))
+        return rollouts
+
+
+def test_ready_first_what_engines_finish_between_sync_and_resume_is_not_of_the_weights_before(tmp_path):
+    later = 0
+    for seed in range(2):
+        spool = Spool(tmp_path / str(seed) / "spool", Files())
+        put = spool.put
+        seen = []
+        spool.put = lambda parts, put=put, seen=seen, spool=spool: (seen.append((parts, spool._served)), put(parts))
+        world = GoingOn(seed, "requeue", spool=spool)
+        world.run(4)
+        later += sum(served is not None and parts.newest > served.number for parts, served in seen)
+        spool.close()
+        for lines in spool.folder.glob("by-*.jsonl"):
+            version = int(lines.stem[3:])
+            for row in map(json.loads, lines.read_text().splitlines()[1:]):
+                assert read_group(spool.folder / row["file"]).samples.span_versions.max() <= version
+    assert later, "it really happens"
 
 
 def replace_log_probs(row):
@@ -335,11 +402,7 @@ def test_rewards_that_failed_are_asked_for_again(tmp_path, monkeypatch):
     path = killed.files()[0]
     record = read_group(path)
     failed = {index: replace(result, reason=RAISED) for index, result in record.results.items()}
-    facts = write_group(path, replace(record, results=failed))
-    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    changed = [row | facts if row.get("file") == path.name else row for row in rows]
-    lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    rewritten(killed, path, replace(record, results=failed))
     asked = noted_questions(monkeypatch)
     found = killed.again()
     assert replayed(found)[0] == EVERY and len(asked) == N

@@ -58,7 +58,7 @@ def group(number: int, responses: int = 3) -> GroupParts:
     """Responses of 5, 6 ... tokens."""
     rows = [
         stored(
-            [Sample(7, 9, 9, 99 + k, (1, 2), tuple(range(5 + k)), tuple(-i / 7 for i in range(5 + k)), "stop", k % 2)]
+            [Sample(7, 9, 9, 99 + k, (1, 2), tuple(range(5 + k)), tuple(-i / 7 for i in range(5 + k)), "stop", 0)]
         )
         for k in range(responses)
     ]
