@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -118,8 +119,8 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
 def read_left(spool: Spool, most: int, route_bytes: int) -> dict[int, GroupParts]:
     """Reads the groups in `spool.left` by number, whose tokens go into the object store of this node.
 
-    They have no more than `most` bytes together. `route_bytes`: of a token's routes. A group that is damaged, has
-    log-probs that are no numbers, or finds no room is left out and said. Rewards that failed are left out, and all
+    They have no more than `most` bytes together. `route_bytes`: of a token's routes. A group that is damaged, is of another version of the files, has
+    log-probs that are no numbers or an environment that failed, or finds no room is left out and said. Rewards that failed are left out, and all
     where they would be given by other code or settings now: they are asked for again.
     """
     groups: dict[int, GroupParts] = {}
@@ -151,11 +152,16 @@ def _whole_record(number: int, file: SpoolFile) -> GroupRecord:
         raise DataError(f"their files cannot be read ({error.strerror})") from error
     if facts != file.facts:
         raise DataError("their files are not what was written")
-    record = read_group(file.path)
+    try:
+        record = read_group(file.path)
+    except (TypeError, KeyError, ValueError, BadZipFile) as error:
+        raise DataError("their files are of another version") from error
     if (record.number, file.path.name) != (number, group_file(number, record.attempt)) or record.samples is None:
         raise DataError("their files are those of others")
     if not record.samples.finite.all():
         raise DataError("they have log-probs that are no numbers")
+    if _is_unjudged(record.samples).any():
+        raise DataError("their environment failed")
     return record
 
 

@@ -3,11 +3,13 @@
 import json
 import re
 import time
+import zipfile
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from generations import MADE_BY, Files
 from replicas import InMemory
@@ -22,6 +24,7 @@ from mrl.checkpoint.group_files import group_file, read_group, write_group
 from mrl.checkpoint.manifest import file_facts
 from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
+from mrl.data.samples import LEFT_OUT, STOP_REASONS
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
 from mrl.record.run_dir import RunDir
@@ -364,6 +367,59 @@ def test_ready_first_what_engines_finish_between_sync_and_resume_is_not_of_the_w
             for row in map(json.loads, lines.read_text().splitlines()[1:]):
                 assert read_group(spool.folder / row["file"]).samples.span_versions.max() <= version
     assert later, "it really happens"
+
+
+def test_groups_whose_environment_failed_begin_anew(tmp_path, capsys):
+    """One fault of an environment does not end every start again."""
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(2), most=9)
+    one = group(4)
+    spool.put(replace(one, responses={**one.responses, 1: left_out(one.responses[1])}))
+    spool.put(group(5))
+    spool.note()
+    again = Spool(tmp_path / "spool", Files(), origin=by(2))
+    assert read_left(again, ROOM, 0).keys() == {5} == again.left.keys()
+    assert "their environment failed" in capsys.readouterr().out
+
+
+def left_out(row):
+    samples = row.read()
+    return InMemory.whole(replace(samples, stop_reason=samples.stop_reason * 0 + STOP_REASONS.index(LEFT_OUT)))
+
+
+def without_record(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("other.npy", b"")
+
+
+def of_further_columns(path):
+    columns = dict(np.load(path))
+    np.savez(path.with_suffix(""), **columns, later=columns["record"])
+
+
+def of_other_rewards(path):
+    columns = dict(np.load(path))
+    text = json.dumps({"number": 4, "attempt": 0, "results": [[0, {"mark": 1.0}]]})
+    np.savez(path.with_suffix(""), **columns | {"record": np.frombuffer(text.encode(), np.uint8)})
+
+
+def no_archive(path):
+    path.write_bytes(b"PK of another kind")
+
+
+@pytest.mark.parametrize("rewrite", [without_record, of_further_columns, of_other_rewards, no_archive])
+def test_files_of_another_version_are_said_and_generated_again(tmp_path, capsys, rewrite):
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(2), most=9)
+    spool.put(group(5))
+    spool.put(group(4))
+    path = spool.folder / group_file(4, 0)
+    rewrite(path)
+    spool._files[4].facts = file_facts(path)
+    spool.note()
+    again = Spool(tmp_path / "spool", Files(), origin=by(2))
+    assert read_left(again, ROOM, 0).keys() == {5} == again.left.keys()
+    assert "their files are of another version" in capsys.readouterr().out
 
 
 def replace_log_probs(row):
