@@ -119,9 +119,10 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
 def read_left(spool: Spool, most: int, route_bytes: int) -> dict[int, GroupParts]:
     """Reads the groups in `spool.left` by number, whose tokens go into the object store of this node.
 
-    They have no more than `most` bytes together. `route_bytes`: of a token's routes. A group that is damaged, is of another version of the files, has
-    log-probs that are no numbers or an environment that failed, or finds no room is left out and said. Rewards that failed are left out, and all
-    where they would be given by other code or settings now: they are asked for again.
+    They have no more than `most` bytes together. `route_bytes`: of a token's routes. A group is left out and said where
+    it is damaged, its file is of another version, log-probs are no numbers, its environment failed, or it finds no
+    room. Rewards that failed are left out, and all where they would be given by other code or settings now: they are
+    asked for again.
     """
     groups: dict[int, GroupParts] = {}
     left_out: Counter[str] = Counter()

@@ -2,8 +2,9 @@
 
     version, weights     which weights, by the name that their checkpoint has for them; layouts have no say
     data, model          tokens of the prompts; config.json
-    sampling             temperature, limits, stop tokens, routes, tools and their files, seed, words of engines
-    rewards              the section `reward` and the user's file
+    sampling             temperature, limits, stop tokens, routes, seed, words of engines, arguments for vLLM alone;
+                         tools and their files, and then the rows
+    rewards              the section `reward`, the user's file and the rows: answers, sources, extra_info
 
 Where all but the last are equal, tokens are taken; where the last is equal too, rewards as well. An engine's layout,
 its seats in memory and its speed change no response's distribution, and are left out.
@@ -60,19 +61,22 @@ class Sources:
 UNKNOWN = Sources()
 
 
-def sources_of(config: RunConfig, made_by: Fingerprint, files: Sequence[Mapping[str, str]]) -> Sources:
-    """The sources of a run with this configuration. `files`: its plug-ins, with their digests."""
+def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequence[Mapping[str, str]]) -> Sources:
+    """The sources of a run with this configuration.
+
+    `rows`: digest of what its rows have beside tokens. `files`: its plug-ins, with their digests.
+    """
     rollout = config.rollout
     turns = turns_spec(rollout.turns, config.data, rollout.agent)
     sampling = {
         "sampling": asdict(training_sampling(rollout, config.data, config.actor, config.model.path)),
         "seed": config.trainer.seed,
-        "words": [rollout.dtype, rollout.quantization, rollout.quantization_block],
-        "turns": turns and asdict(turns),
+        "words": [rollout.dtype, rollout.quantization, rollout.quantization_block, rollout.vllm_kwargs],
+        "turns": turns and [asdict(turns), rows],  # tools and environments see the rows
         "endpoint": rollout.endpoint,
         "files": _digests(files, ROLLOUT_FILE),
     }
-    rewards = {"reward": config.reward.model_dump(mode="json"), "files": _digests(files, REWARD_FILE)}
+    rewards = {"reward": config.reward.model_dump(mode="json"), "rows": rows, "files": _digests(files, REWARD_FILE)}
     adapter = config.actor.lora.path
     start = [_weight_files(config.model.path), adapter and _weight_files(adapter)]
     return Sources(_digest(start), made_by.data, made_by.model, _digest(sampling), _digest(rewards))

@@ -14,6 +14,7 @@ import pytest
 from generations import MADE_BY, Files
 from replicas import InMemory
 from small_model import write_model
+from test_data import load, row, write_jsonl
 from test_engines_back import IN_ORDER, GoesBack, Restarting, RestartingEngines, RestartingLive
 from test_generation import AHEAD, BATCH, Engines, N, Rewards, World, assert_same, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, Flight, check_tokens
@@ -620,16 +621,16 @@ def test_a_start_looks_for_what_is_left_of_its_checkpoint(tmp_path, found, left)
 def sources(tmp_path):
     write_model(tmp_path / "model")
 
-    def of(*overrides, files=()) -> Sources:
+    def of(*overrides, files=(), rows="rows") -> Sources:
         settings = [f"model.path={tmp_path / 'model'}", *overrides]
-        return sources_of(load_config(TINY, None, settings).config, MADE_BY, files)
+        return sources_of(load_config(TINY, None, settings).config, MADE_BY, rows, files)
 
     return of
 
 
 @pytest.mark.parametrize("setting", [
     "rollout.temperature=0.9", "data.max_response_length=3", "trainer.seed=7", "actor.router_replay=R3",
-    "rollout.turns={tools: [calculator]}",
+    "rollout.turns={tools: [calculator]}", "rollout.engine_kwargs={vllm: {kv_cache_dtype: fp8}}",
 ])  # fmt: skip
 def test_what_changes_responses_is_another_sampling(sources, setting):
     changed = sources(setting)
@@ -653,6 +654,29 @@ def test_other_rewards_and_files_of_the_users_own_are_others(sources):
     assert sources(files=[reward]).rewards != sources(files=[reward | {"sha256": "2"}]).rewards
     assert sources(files=[reward]).sampling == sources().sampling
     assert sources(files=[tools]).sampling != sources(files=[tools | {"sha256": "2"}]).sampling
+
+
+@pytest.mark.parametrize("change", [{"answer": "3"}, {"source": "other"}, {"extra_info": {"index": 1}}])
+def test_rows_that_were_corrected_are_judged_anew_and_where_tools_see_them_spoken_anew(sources, tmp_path, change):
+    digests = []
+    prints = []
+    for name, rows in (("a", [row(), row("2+2")]), ("b", [row(), row("2+2", **change)])):
+        found = load(write_jsonl(tmp_path / f"{name}.jsonl", rows))
+        digests.append(found.rows_digest)
+        prints.append(found.fingerprint)
+    one, other = digests
+    assert one != other and len(set(prints)) == 1, "a resume is not refused for it"
+    assert replace(sources(rows=one), rewards="") == replace(sources(rows=other), rewards="")
+    assert sources(rows=one).rewards != sources(rows=other).rewards
+    turns = "rollout.turns={tools: [calculator]}"
+    assert sources(turns, rows=one).sampling != sources(turns, rows=other).sampling
+
+
+def test_a_part_of_the_rows_has_a_digest_of_its_own(tmp_path):
+    found = load(write_jsonl(tmp_path / "a.jsonl", [row(str(i)) for i in range(9)]))
+    parts = [found, *(found.sample(8, seed) for seed in (1, 2, None))]
+    assert len({part.rows_digest for part in parts}) == len({part.fingerprint for part in parts})
+    assert found.sample(9, 1).rows_digest == found.rows_digest
 
 
 def test_each_update_makes_weights_of_another_name_and_the_start_has_that_of_its_files(sources):
