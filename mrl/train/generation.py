@@ -110,9 +110,9 @@ class Generation:
 
     def begin(self) -> None:
         """Engines hold the weights that training begins from."""
-        self._ask_for_rewards(self._groups.made)
         for group in list(self._buffer.groups.values()):
             self._send_or_set_aside(group)
+        self._ask_for_rewards(self._groups.made)
         self._admit()
         self._thread.start()
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from mrl.flow.group_writer import GroupParts
 from mrl.schedule.buffer import GroupBuffer
-from mrl.schedule.groups import Group
+from mrl.schedule.groups import Group, State
 from mrl.train.judged_groups import JudgedGroups
 from mrl.train.numbered_prompts import NumberedPrompts
 from mrl.train.rollouts import prompt_seed
@@ -29,9 +29,9 @@ class Replays:
         self._responses = 0  # that were taken since it was last told
 
     def take_over(self, group: Group, buffer: GroupBuffer, judged: JudgedGroups) -> bool:
-        """Ends the group by what is left of it; whether there was any that can be used."""
+        """Ends the group by what is left of it, with its rewards; whether there was any that can be used."""
         parts = self._left.pop(group.number, None)
-        if parts is None or group.is_whole:
+        if parts is None or group.state is State.FINISHED:
             return False
         refusal = self._refusal(parts, group, buffer.step)
         if refusal:

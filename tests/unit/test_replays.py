@@ -441,6 +441,54 @@ def test_rewards_are_those_that_were_given_but_are_asked_for_again_where_other_c
     assert_same([*killed.trained[:2], *found], killed.expected())
 
 
+@pytest.mark.parametrize("name", ["one step off", "two, partial"])
+def test_rewards_that_came_after_the_checkpoint_are_not_asked_for_again(tmp_path, monkeypatch, name):
+    """Of groups, and of responses, that had ended by then: a judge who is asked twice may answer twice."""
+    late = SimpleNamespace(are_held=True)
+    collect = Rewards.collect
+
+    def of_the_first_step(self, at_once):
+        if not late.are_held:
+            return collect(self, at_once)
+        there = [result for result in self._waiting if result.sample_id < EVERY]
+        self.withdraw([result.sample_id for result in there])
+        return there
+
+    monkeypatch.setattr(Rewards, "collect", of_the_first_step)
+    spool = Spool(tmp_path / "spool", Files())
+    first = World(1, AHEAD[name], spool=spool)
+    Killed.step(first, saves=True)
+    (tmp_path / "step-1").mkdir()
+    saved = first.state
+    said = json.loads(json.dumps(saved.ahead.write(tmp_path / "step-1")))
+    spool.saved(1)
+    late.are_held = False
+    trained = first.generation.next_batch(PhaseTimer())
+    first.generation.close()
+    spool.close()
+
+    spool = Spool(tmp_path / "spool", Files(), origin=by(1, saved.weights))
+    state = TrainState(1, saved.cursor, read_kept(tmp_path / "step-1", said, spool), saved.weights)
+    left = read_left(spool, ROOM, 0)
+    assert any(group.number in left and any(group.ended) for group in saved.ahead.ledger.groups)
+    asked = []
+    submit = Rewards.submit
+
+    def noted(self, samples, questions, engine, held_s):
+        asked.extend(question.sample_id // N for question in questions)
+        submit(self, samples, questions, engine, held_s)
+
+    monkeypatch.setattr(Rewards, "submit", noted)
+    again = World(2, AHEAD[name], state, score=lambda item: -1.0, spool=spool, left=left)
+    found = again.generation.next_batch(PhaseTimer())
+    again.generation.close()
+    assert not left.keys() & set(asked)
+    for place, number in enumerate(range(BATCH, 2 * BATCH)):
+        if number in left:  # the step's others were not kept: no more than a step's are
+            own = slice(place * N, (place + 1) * N)
+            assert found.rewards[own].tolist() == trained.rewards[own].tolist()
+
+
 def noted_questions(monkeypatch) -> list:
     """Gets the responses of step 3 that are asked about from now on."""
     asked = []
