@@ -194,6 +194,12 @@ class Spool:
             self._whole = version
             self._drop([each for each in self._versions if each.number < version])
 
+    def ended(self) -> None:
+        """The run has its last step: no start goes back to any weights."""
+        with self._lock:
+            self._drop(list(self._versions))
+            self.left.clear()
+
     def give_up(self, numbers: Iterable[int]) -> None:
         """What starts before left of these groups is not used as it is."""
         with self._lock:
