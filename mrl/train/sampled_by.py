@@ -4,7 +4,7 @@
     data, model          tokens of the prompts; config.json
     sampling             temperature, limits, stop tokens, routes, seed, words of engines, arguments for vLLM alone;
                          tools and their files, and then the rows
-    rewards              the section `reward`, the user's file and the rows: answers, sources, extra_info
+    rewards              the section `reward` but for SAME_REWARDS, the user's file, answers and extra_info of the rows
 
 Where all but the last are equal, tokens are taken; where the last is equal too, rewards as well. An engine's layout,
 its seats in memory and its speed change no response's distribution, and are left out.
@@ -23,6 +23,7 @@ from mrl.schedule.ledger import Fingerprint
 from mrl.vllm.requests import training_sampling, turns_spec
 
 REWARD_FILE = "reward."  # keys of plug-ins that judge; see mrl.train.preflight.plug_ins
+SAME_REWARDS = {"num_workers", "timeout_s", "max_failure_share"}  # keys of `reward` that change none that was given
 ROLLOUT_FILE = "rollout."  # and of those that speak in a response
 
 
@@ -76,7 +77,8 @@ def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequen
         "endpoint": rollout.endpoint,
         "files": _digests(files, ROLLOUT_FILE),
     }
-    rewards = {"reward": config.reward.model_dump(mode="json"), "rows": rows, "files": _digests(files, REWARD_FILE)}
+    reward = config.reward.model_dump(mode="json", exclude=SAME_REWARDS)
+    rewards = {"reward": reward, "rows": rows, "files": _digests(files, REWARD_FILE)}
     adapter = config.actor.lora.path
     start = [_weight_files(config.model.path), adapter and _weight_files(adapter)]
     return Sources(_digest(start), made_by.data, made_by.model, _digest(sampling), _digest(rewards))

@@ -211,9 +211,17 @@ class Spool:
     def note(self) -> None:
         """Notes which files are written by now, so that a later start finds them. Raises LostLock."""
         with self._lock:
-            if any(version.begun for version in self._versions):
+            if any(version.begun and self._has_ended(version.begun[0]) for version in self._versions):
                 self._check()
                 self._note()
+
+    def _has_ended(self, file: SpoolFile) -> bool:
+        """Whether the file is written, or its writer has failed."""
+        try:
+            file.facts = file.facts or self._writer.written(file.under_way)
+        except (EnvironmentFault, Interrupted):
+            return True
+        return file.facts is not None
 
     def _note(self) -> None:
         for version in list(self._versions):
@@ -284,14 +292,24 @@ class Spool:
             self._remove_unheld()
 
     def _remove_unheld(self) -> None:
-        """What is not there yet may still come."""
+        """What is not there yet may still come, unless its writer has failed."""
         left = []
         for file in self._unheld:
             try:
                 file.path.unlink()
             except FileNotFoundError:
-                left.append(file)
+                if self._may_come(file):
+                    left.append(file)
         self._unheld = left
+
+    def _may_come(self, file: SpoolFile) -> bool:
+        if file.under_way is None:
+            return False
+        try:
+            self._writer.written(file.under_way)
+        except (EnvironmentFault, Interrupted):
+            return False
+        return True
 
     def write(
         self, folder: Path, files: Mapping[int, SpoolFile], groups: Mapping[int, GroupParts]

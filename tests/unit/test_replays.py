@@ -365,8 +365,8 @@ def test_ready_first_what_engines_finish_between_sync_and_resume_is_not_of_the_w
         spool.close()
         for lines in spool.folder.glob("by-*.jsonl"):
             version = int(lines.stem[3:])
-            for row in map(json.loads, lines.read_text().splitlines()[1:]):
-                assert read_group(spool.folder / row["file"]).samples.span_versions.max() <= version
+            for line in lines.read_text().splitlines()[1:]:
+                assert read_group(spool.folder / json.loads(line)["file"]).samples.span_versions.max() <= version
     assert later, "it really happens"
 
 
@@ -688,7 +688,8 @@ def test_what_changes_responses_is_another_sampling(sources, setting):
 
 @pytest.mark.parametrize("setting", [
     "rollout.num_engines=2", "rollout.max_num_seqs=3", "trainer.save_freq=7", "cluster.placement=colocated",
-    "actor.optim.lr=1.0", "rollout.restart_limit=9",
+    "actor.optim.lr=1.0", "rollout.restart_limit=9", "reward.num_workers=7", "reward.timeout_s=99.0",
+    "reward.max_failure_share=0.7",
 ])  # fmt: skip
 def test_what_only_changes_who_makes_them_is_the_same(sources, setting):
     assert sources(setting) == sources()
