@@ -46,9 +46,7 @@ VERL_SCRIPTS = ROOT / "docs" / "results" / "verl_scripts.json"  # scripts/eviden
 _COLUMNS = ("key", "may be", "default", "meaning", "advice")
 # written by hand, but for the figures between marks
 FILLED = ("README.md", "docs/algorithms.md", "docs/asynchronous.md", "docs/tutorial/first_hour.md")
-_MADE = (
-    "<!-- made by scripts/generate_docs.py; edit mrl/config/schema_*.py, the spec tables or docs/source instead -->\n"
-)
+_MADE = "<!-- made by scripts/generate_docs.py; edit mrl/config/schema_*.py, mrl/record/metrics.yaml, the spec tables or docs/source instead -->\n"
 
 
 def sections(

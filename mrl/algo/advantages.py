@@ -200,7 +200,7 @@ def load_custom_advantage(path: str, adv_estimator: str) -> None:
 
 @contextmanager
 def tried_advantage(path: str, adv_estimator: str) -> Iterator[None]:
-    """Loads a user's advantage for the block alone, so that a run meets the file as if nobody had asked it before."""
+    """Loads a user's advantage for the block alone. The next load runs its file anew."""
     functions = dict(ADVANTAGE_FUNCTIONS)
     of_batch = set(WHITENED)
     load_custom_advantage(path, adv_estimator)

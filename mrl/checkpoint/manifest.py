@@ -51,7 +51,7 @@ class StoredTensor:
 
     file: str
     key: str  # in the safetensors file
-    role: str  # WEIGHT, MASTER, EXP_AVG or EXP_AVG_SQ
+    role: str  # WEIGHT, CONSTANT, MASTER, EXP_AVG or EXP_AVG_SQ
     shape: tuple[int, ...]  # of the complete local tensor
     flat: tuple[int, int] | None  # stored range of the flattened local tensor; None: all of it
     pieces: tuple[Piece, ...]

@@ -73,9 +73,8 @@ class DirectFile:
     """
 
     def __init__(self, path: Path):
-        # bytes passed to `write`
         self.path = path
-        self.size = 0
+        self.size = 0  # bytes passed to `write`
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
         _try_direct(self._handle)
         self._buffers = deque(mmap.mmap(-1, BUFFER_BYTES) for _ in range(_IN_WORK + 1))  # a mapping begins on a page

@@ -238,7 +238,7 @@ class ActorConfig(Section):
     )
     grad_offload: bool = key(
         False,
-        "Frees the gradient buffers between updates. Each update allocates them again, filled with zeros.",
+        "Keeps no memory for gradients except during a step's updates. They come back filled with zeros.",
         verl="actor_rollout_ref.actor.megatron.grad_offload",
     )
     optimizer_offload: bool = key(
@@ -398,7 +398,7 @@ class CriticConfig(Section):
     )
     grad_offload: bool = key(
         False,
-        "Frees the critic's gradient buffers between its updates.",
+        "Keeps no memory for its gradients except during its updates of a step.",
     )
     optimizer_offload: bool = key(
         False,

@@ -32,21 +32,24 @@ class PolicyLossConfig(Section):
     )
     clip_ratio_low: float = key(
         3e-4,
-        "Distance of the trust region's lower bound from a ratio of 1.",
+        "Distance of the trust region's lower bound from a ratio of 1. dppo_tv: distance of probabilities. "
+        "dppo_kl: KL.",
         ge=0,
         advice="3e-4 for gspo, 0.2 for losses by token. gspo with 0.2 never clips, so mrl refuses the pair.",
         verl="actor_rollout_ref.actor.clip_ratio_low",
     )
     clip_ratio_high: float = key(
         4e-4,
-        "Distance of the trust region's upper bound from a ratio of 1.",
+        "Distance of the trust region's upper bound from a ratio of 1. dppo_tv: distance of probabilities. "
+        "dppo_kl: KL.",
         ge=0,
         advice="4e-4 for gspo, 0.28 for DAPO (it keeps entropy high), 0.2 for GRPO.",
         verl="actor_rollout_ref.actor.clip_ratio_high",
     )
     clip_ratio_c: float = key(
         10.0,
-        "Bound of the loss where the advantage is negative, for losses with a dual clip.",
+        "Bound of the loss where the advantage is negative, for losses with a dual clip. dppo_tv and dppo_kl: largest "
+        "ratio that weighs a token.",
         gt=1,
         verl="actor_rollout_ref.actor.clip_ratio_c",
     )

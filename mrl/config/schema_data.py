@@ -173,7 +173,7 @@ class RewardConfig(Section):
     )
     network: bool = key(
         False,
-        "Lets scoring processes reach other machines, as a judge must. false needs Linux.",
+        "Lets scoring processes open network sockets, to this host too, as a judge needs them. false needs Linux.",
     )
     folders: tuple[str, ...] = key(
         (),

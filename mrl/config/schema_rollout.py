@@ -124,8 +124,8 @@ class TurnsConfig(Section):
     )
     num_workers: int = key(
         2,
-        "Processes of each engine that call tools, and as many again that run environments. With "
-        "rollout.endpoint: agents that run at the same time.",
+        "Processes of each engine (with data parallelism, of each of its ranks) that call tools, and as many again "
+        "that run environments. With rollout.endpoint: agents that run at the same time there.",
         ge=1,
     )
     max_memory_gib: float | None = key(
@@ -136,7 +136,9 @@ class TurnsConfig(Section):
         "Environment variables that these processes get beside the usual ones (PATH, HOME, PYTHON*, ...), by "
         "name or pattern. One use is the key of a search service.",
     )
-    network: bool = key(False, "Lets these processes reach other machines. false needs Linux.")
+    network: bool = key(
+        False, "Lets these processes open network sockets, to this host too; an agent needs it. false needs Linux."
+    )
     folders: tuple[str, ...] = key(
         (),
         "Folders that these processes may write into beside temporary ones. The limit needs Linux with "
@@ -207,7 +209,7 @@ class RolloutConfig(Section):
         "Each weight sync makes them from the trained weights. Left out: engines hold weights in the trained "
         "format.",
         advice="fp8 halves the engines' weights and the bytes of a sync. It generates from a slightly different "
-        "policy, so algorithm.rollout_correction.level becomes token (TIS) where it is not set. Watch the "
+        "policy, so algorithm.rollout_correction.level becomes token (TIS) where it is not set and may be. Watch the "
         "metrics under rollout_corr.",
         verl="actor_rollout_ref.rollout.quantization",
     )
@@ -292,7 +294,8 @@ class RolloutConfig(Section):
     )
     calculate_log_probs: bool = key(
         True,
-        "Lets the engine return the log-prob of each sampled token. Mismatch metrics and corrections need them.",
+        "Lets the engine return the log-prob of each sampled token. Mismatch metrics and corrections need them. "
+        "It must be true.",
     )
     start_timeout_s: float = key(900.0, "Longest wait for the engines to start.", gt=0, unit="s")
     generate_timeout_s: float = key(

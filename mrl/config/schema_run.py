@@ -59,9 +59,9 @@ class TrainerConfig(Section):
     )
     max_staleness: int = key(
         0,
-        "With bounded: most updates that a token may lag behind the weights that train on it.",
+        "With bounded: most steps that a token may lag behind the weights that train on it.",
         ge=0,
-        unit="updates",
+        unit="steps",
         advice="1 or 2, with a rollout_correction. 0 gives the synchronous order.",
     )
     partial_rollouts: bool = key(

@@ -214,7 +214,7 @@ class PromptDataset(Sequence[Prompt]):
 
 
 def _of_places(digest: str, places: np.ndarray) -> str:
-    """Digest of a part, by that of the whole."""
+    """Returns the digest of a part, given that of the whole."""
     return hashlib.sha256(f"{digest} {places.tolist()}".encode()).hexdigest()
 
 

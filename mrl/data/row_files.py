@@ -240,7 +240,7 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
 
 
 def _holds_messages(text: str) -> bool:
-    """Whether the text is a list of messages as JSON or Python writes it, which tables have that went through CSV."""
+    """Whether the text is a list of messages as JSON or Python prints it. CSV makes that of a column of lists."""
     return _MESSAGES.match(text) is not None and text.rstrip().endswith("]")
 
 

@@ -42,7 +42,7 @@ class GroupParts:
 
     @property
     def newest(self) -> int:
-        """The newest version of weights that made one of its tokens."""
+        """Returns the newest version of weights that made one of its tokens."""
         return max(int(part.rows.span_versions.max()) for part in self.responses.values())
 
     @property

@@ -1,4 +1,4 @@
-"""The trained model on one rank: log-probabilities, updates, and its weights under Hugging Face names."""
+"""The trained model on one rank: log-probabilities, updates, and export of its weights under Hugging Face names."""
 
 import math
 import time
@@ -72,12 +72,12 @@ class MegatronActor:
     def __init__(self, config: RunConfig, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Joins the other ranks, builds this rank's part of the model and loads it from `config.model.path`.
 
-        Raises ConfigError for an illegal layout or override, EnvironmentFault when the ranks do not meet or the
-        checkpoint is not usable.
+        Raises ConfigError for an illegal layout or override. Raises EnvironmentFault for absent ranks or a bad
+        checkpoint.
         """
         self.config = config
         self.rank = rank
-        # a user's file is the likeliest to be wrong
+        # first, because a user's file is the likeliest to be wrong
         self.loss_parameters = loss_parameters(config.algorithm, config.distillation)
         self.platform = get_platform(config.cluster.device)
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
@@ -111,23 +111,23 @@ class MegatronActor:
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
-        self.num_updates = 0  # optimizer steps applied
-        self.skipped_in_a_row = 0  # the newest of those that could not be applied
+        self.num_updates = 0  # optimizer steps that were applied
+        self.skipped_in_a_row = 0  # consecutive newest updates that could not be applied
         self.critic = self._build_critic()
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """What this rank's parameters are."""
+        """The descriptions of this rank's parameters."""
         return all_shards(self.model, self.layout, self.rank, self.lora)
 
     @property
     def on_last_stage(self) -> bool:
-        """Whether this rank computes log-probs and losses."""
+        """Tells whether this rank computes log-probs and losses."""
         return parallel.on_last_stage()
 
     @property
     def holds_result(self) -> bool:
-        """Whether this rank hands out what its data-parallel replica computed."""
+        """Tells whether this rank returns the results of its data-parallel replica."""
         return parallel.holds_result()
 
     def _build_bridge(self) -> Bridge:
@@ -146,13 +146,13 @@ class MegatronActor:
         return Adapters(self.chunks, self.lora, described)
 
     def _read_adapters(self, path: str | None) -> None:
-        """Puts adapters in PEFT's form in the place of those that every run begins with, where some are named."""
+        """Replaces the initial adapters with those in PEFT's form in `path`, if it is given."""
         if self.adapters is not None and path is not None:
             read_peft(path, self.model, self.lora)
             self.adapters.read(path)
 
     def _build_critic(self) -> MegatronCritic | None:
-        """Builds the critic once what leaves the device has left it: both at once may be too much."""
+        """Builds the critic after the offloaded states have left the device, which may lack memory for both."""
         own = self.config.of_critic
         if own is None:
             return None
@@ -164,7 +164,7 @@ class MegatronActor:
     def _load_reference(self) -> FrozenWeights | Adapters:
         """Loads the reference through the model, before the actor's own weights take its place.
 
-        The model that adapters are trained on is there anyway.
+        With adapters, the reference is the base model, which is already there.
         """
         path = self.config.ref.path or self.config.model.path
         if self.adapters is not None and path == self.config.model.path:
@@ -178,47 +178,47 @@ class MegatronActor:
         return FrozenWeights(self.chunks, memory, self.platform.synchronize)
 
     def kernels(self) -> str:
-        """What this rank computes with, in words."""
+        """Names the kernels that this rank computes with."""
         return kernels_in_words(self.chunks, self.optimizer)
 
     def speed(self, threads: int) -> tuple[str, float]:
-        """Name of this rank's device, and FLOP/s of a large matrix product there in the model's dtype.
+        """Returns the device's name, and the FLOP/s of a large matrix product there in the model's dtype.
 
-        `threads`: that compute it on the CPU.
+        `threads`: number of CPU threads that compute it.
         """
         rate = product_rate(self.platform, DTYPES[self.config.model.dtype], threads)
         self.platform.release_cache()
         return self.platform.device_name(), rate
 
     def offload(self) -> None:
-        """What `actor.*_offload` names leaves the device. Whatever needs it again brings it back by itself."""
+        """Moves everything that `actor.*_offload` names off the device. Methods that need it bring it back."""
         self._release_scratch()
         self.residence.offload()
 
     def bring(self, *kinds: str) -> None:
-        """Brings these kinds of what `actor.*_offload` names onto the device, and moves the others off it.
+        """Brings these kinds of offloaded state onto the device, and moves the others off it.
 
-        What computes would bring them by itself. Done apart, the time and a lack of memory are told apart from
-        computing.
+        Methods that compute would bring them as well. A separate call tells its time and lack of memory apart from
+        theirs.
         """
         self._release_scratch()
-        self.residence.settle()  # what was prefetched for an update that a critic's warm-up leaves out
+        self.residence.settle()  # waits for what was prefetched for an update, which a critic's warm-up leaves out
         with self.residence.using(*kinds):
             pass
 
     def _release_scratch(self) -> None:
-        """First, so that the memory is given back with what leaves."""
+        """Releases scratch memory before the offload, so that the memory is given back at the same time."""
         if self.residence.switched:
             parallel.release_scratch()
 
     def prefetch(self, *kinds: str) -> None:
-        """Begins to bring these kinds onto the device while log-probs are computed; see Residence.prefetch."""
+        """Begins to bring these kinds onto the device while log-probs are computed, as Residence.prefetch."""
         self.residence.prefetch(*kinds)
 
     def memory(self, on_host: Iterable[torch.Tensor] = ()) -> ProcessMemory:
-        """What this rank's process holds.
+        """Returns the memory that this rank's process holds.
 
-        `on_host`: more that lies on the host for good, beside the places of what was offloaded.
+        `on_host`: further tensors that stay on the host, beside the buffers of offloaded state.
         """
         frozen = ()
         if self.reference and self.config.ref.param_offload:
@@ -229,20 +229,20 @@ class MegatronActor:
         return process_memory(self.platform.name, on_host)
 
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
-        """`policy_log_probs` of a whole step, the same batch on every rank;
-        one rank a replica returns what it computed.
+        """Computes `policy_log_probs` for a whole step. Every rank gets the same batch, and one rank per replica a
+        result.
         """
         batch = self._of_own_layers(batch)
         return _handed_out(self.policy_log_probs(batch, self._whole(batch).log_probs))
 
     def ref_log_probs(self, batch: TrainBatch) -> RowResult | None:
-        """`reference_log_probs` of a whole step, as in `log_probs`."""
+        """Computes `reference_log_probs` for a whole step, as `log_probs` does."""
         batch = self._of_own_layers(batch)
         return _handed_out(self.reference_log_probs(batch, self._whole(batch).reference))
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """`update_replica` of a whole step, the same batch on every rank,
-        which selects the loss's tokens and counts by itself.
+        """Runs `update_replica` for a whole step. Every rank gets the same batch, and selects and counts the loss's
+        tokens.
         """
         batch = self._of_own_layers(batch)
         check_batch(batch, self.model, self._moe_layers)
@@ -258,11 +258,10 @@ class MegatronActor:
 
     @needs(PARAMETERS)
     def policy_log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
-        """Log-probabilities of the sampled tokens under the current weights, at the batch's temperatures: the old
-        policy of a step.
+        """Returns log-probabilities of the sampled tokens under the current weights: the old policy of a step.
 
-        `batch` holds at least the rows of this replica's `micros`. Every rank of the last pipeline stage returns them,
-        the others None.
+        They are at the batch's temperatures. `batch` holds at least the rows of this replica's `micros`. Every rank of
+        the last pipeline stage returns them, the others None.
         """
         check_batch(batch, self.model, self._moe_layers)
         if self.routing is None:
@@ -272,7 +271,7 @@ class MegatronActor:
 
     @needs(PARAMETERS)
     def reference_log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
-        """Log-probs as in `policy_log_probs`, under the reference model's weights."""
+        """Returns log-probs as `policy_log_probs`, under the reference model's weights."""
         if self.reference is None:
             raise RuntimeError(
                 "no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false"
@@ -282,7 +281,7 @@ class MegatronActor:
             return self._log_probs(batch, micros, self.routing.supplying if self.routing else nothing_around)
 
     def _log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows], around: Around) -> RowResult | None:
-        batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
+        batch = replace(batch, keep=None)  # tokens rejected from the loss have log-probs all the same
         inputs = self._inputs(batch, micros)
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
         if self.on_last_stage:
@@ -293,27 +292,27 @@ class MegatronActor:
     def update_replica(
         self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroRows]], counts: Sequence[Denominators]
     ) -> UpdateResult:
-        """One optimizer step per mini-batch.
+        """Runs one optimizer step per mini-batch.
 
-        `batch` holds at least the rows of this replica's micro-batches, with `old_log_probs` and `advantages` on the
-        last pipeline stage; `counts` are of whole mini-batches, over all replicas.
+        `batch` holds at least the rows of this replica's micro-batches. On the last pipeline stage it has
+        `old_log_probs` and `advantages`. `counts` cover whole mini-batches over all replicas.
 
-        The metrics are one entry per mini-batch, on the ranks that hold results. The last entry also has what is known
-        of the stage's routers and of what leaves devices; on one rank of every pipeline stage it is the only one.
+        Metrics have one entry per mini-batch on the ranks that hold results. The last entry also has the metrics of the
+        stage's routers and of offloading. A rank that reports these but holds no results returns this entry alone.
 
         A mini-batch whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in
         `actor/skipped_updates`. Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such
         mini-batch in a row.
 
-        With algorithm.anchor on_policy there is one mini-batch, without old log-probs: its own are handed out. Where
-        one of them, or of generation's, is not finite, nothing is changed and nothing counted: the caller has to end
-        the run.
+        With algorithm.anchor on_policy there is one mini-batch without old log-probs, and the update returns its own.
+        If one of these or of generation's log-probs is not finite, nothing is changed or counted. The caller must then
+        end the run.
         """
         begun = time.perf_counter()
         check_batch(batch, self.model, self._moe_layers)
         self._check_columns(batch)
         if self.routing and self.config.algorithm.on_policy:
-            self.routing.begin_step()  # no pass did it before
+            self.routing.begin_step()  # no earlier pass did it
         results = [self._update_once(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
         gather_weights(self.chunks)
         parts = [part for part, _ in results if part is not None]
@@ -322,12 +321,14 @@ class MegatronActor:
         return UpdateResult(parts, [], results[-1][1], self._spent(begun))
 
     def _offloaded(self) -> FloatParts:
-        """Bytes that were on the host and not on the device when they last left it, by kind, of this rank."""
+        """Returns the bytes by kind that this rank's last offload moved from the device to the host."""
         left = self.residence.left_bytes
         return {f"offload/{kind}_bytes": (float(nbytes), 1.0) for kind, nbytes in left.items() if nbytes}
 
     def _spent(self, begun: float) -> FloatParts:
-        """Time and memory of this rank's update since `begun`, a moment of the clock; peaks since the update before."""
+        """Returns time of this rank's update since `begun`, by time.perf_counter, and memory peaks since the previous
+        update.
+        """
         self.platform.synchronize()
         spent = {
             "perf/update_s": time.perf_counter() - begun,
@@ -346,11 +347,10 @@ class MegatronActor:
             )
 
     def gradients(self, batch: TrainBatch) -> list[FloatParts]:
-        """Leaves the gradient of the loss over a whole batch, the same on every rank, as one mini-batch, in the chunks'
-        buffers.
+        """Leaves the gradient of the loss over a whole batch, taken as one mini-batch, in the chunks' buffers.
 
-        Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list
-        elsewhere.
+        Every rank gets the same batch. Ranks that hold results return the loss metrics of their replica's
+        micro-batches. Other ranks return an empty list.
         """
         batch = self._of_own_layers(batch)
         shares = self._update_splitter.shares(RowLengths.of(batch))
@@ -376,10 +376,9 @@ class MegatronActor:
         return [to_floats(result.metrics) for result in results] if self.holds_result else [], old
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor) of every weight, on every rank, in the model's dtype;
-        a tensor is valid until the next is asked for.
+        """Yields (name, full tensor) of every weight, on every rank, in the model's dtype.
 
-        Adapters are merged into the weights.
+        A tensor is valid until the next one is requested. Adapters are merged into the weights.
         """
         with self.residence.using(PARAMETERS):
             merge = None
@@ -388,24 +387,24 @@ class MegatronActor:
             yield from self.bridge.export_hf(merge)
 
     def close(self) -> None:
-        """Leaves the process groups. Safe to call twice."""
+        """Leaves the process groups. It is safe to call twice."""
         parallel.close()
 
     @property
     def _moe_layers(self) -> int:
-        """Layers with experts on this rank, whose routes a batch has."""
+        """Returns the number of this rank's layers with experts, which are the layers of a batch's routes."""
         if self.routing:
             return len(self.routing.layers)
         return 0
 
     def _of_own_layers(self, batch: TrainBatch) -> TrainBatch:
-        """Keeps of routes of all layers, as they come with samples, those of this rank's layers."""
+        """Reduces routes of all layers, as samples have them, to those of this rank's layers."""
         if batch.routes is None:
             return batch
         return replace(batch, routes=batch.routes[:, self.routing.layers])
 
     def computed_tokens(self, cut: ReplicaCut, lengths: RowLengths) -> np.ndarray:
-        """bool [tokens]: of a replica's rows those whose routes this rank needs; see ReplicaCut.computed."""
+        """Returns which tokens of a replica's rows need routes on this rank, bool [tokens]; as ReplicaCut.computed."""
         context = mpu.get_context_parallel_rank()
         tensor = mpu.get_tensor_model_parallel_rank()
         shape = self._update_splitter.shape
@@ -420,7 +419,7 @@ class MegatronActor:
         return step_cut(config, self.layout, self.model, RowLengths.of(batch))
 
     def _whole(self, batch: TrainBatch) -> ReplicaCut:
-        """This replica's part of a step that it has all rows of."""
+        """Returns this replica's part of a step of which it has all rows."""
         check_batch(batch, self.model, self._moe_layers)
         return self._cut(batch).of(mpu.get_data_parallel_rank())
 
@@ -436,7 +435,7 @@ class MegatronActor:
     def _update_once(
         self, batch: TrainBatch, micros: Sequence[MicroRows], count: Denominators
     ) -> tuple[FloatParts | None, RowResult | None]:
-        trained = count.tokens > 0  # of all replicas, so all of them skip together
+        trained = count.tokens > 0  # counted over all replicas, so all of them skip together
         losses, old = self._gradients(batch, micros, count) if trained else ([], None)
         if trained and self.config.algorithm.on_policy and not self._all_finite(batch, old):
             return None, old
@@ -450,7 +449,7 @@ class MegatronActor:
         return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {}), old
 
     def _all_finite(self, batch: TrainBatch, old: RowResult | None) -> bool:
-        """Whether log-probs are finite on all ranks: `old`, and generation's of the same rows. Collective."""
+        """Tells whether log-probs are finite on all ranks: `old`, and generation's for the same rows. Collective."""
         here = old is None or (
             np.isfinite(old.log_probs).all()
             and np.isfinite(batch.rollout_log_probs[batch.sampled_places_of(old.rows)]).all()
@@ -460,7 +459,7 @@ class MegatronActor:
     def _count_skipped(self, result: StepResult, trained: bool) -> None:
         """Counts skipped updates, and raises NumericAbort at the limit.
 
-        The norm is summed over all ranks, so all of them count alike and give up together.
+        The norm is summed over all ranks, so all of them count alike and stop together.
         """
         self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
         limit = self.config.trainer.max_skipped_updates
@@ -475,7 +474,7 @@ class MegatronActor:
             )
 
     def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> MicroBatches:
-        """What this rank computes of each micro-batch."""
+        """Returns this rank's inputs for each micro-batch."""
         return laid_out(batch, micros, self._update_splitter.shape, self.layout, self.platform.device)
 
 
@@ -486,12 +485,12 @@ def _handed_out(result: RowResult | None) -> RowResult | None:
 
 
 def _count(batch: TrainBatch) -> Denominators:
-    """The denominators of a whole batch."""
+    """Returns the denominators of a whole batch."""
     return Denominators.counted(row_sums(batch.loss_mask, batch.response_lengths))
 
 
 def _step_metrics(result: StepResult) -> FloatParts:
-    """Metrics of the optimizer's step, which are the same on every rank, so one rank hands them out."""
+    """Returns metrics of the optimizer's step. They are equal on every rank, so only one rank returns them."""
     norm = {}
     if result.applied:
         norm = {"actor/grad_norm": (result.grad_norm, 1.0)}

@@ -1,9 +1,9 @@
-"""Where an Adam keeps a parameter's float32 weights, moments and step count.
+"""Finds where an Adam keeps a parameter's float32 weights, moments and step count.
 
 torch's Adam counts steps by parameter, the fused ones of Transformer Engine and Apex by group. Megatron's
-HybridDeviceOptimizer (0.16.1, optimizer_cpu_offload) has Adams of its own inside, over float32 copies that it makes
-when it is built: of a share of the parameters in host memory, of the others, where they are no float32, on the device.
-Weights that are set later have to be set in those copies too.
+HybridDeviceOptimizer (0.16.1, optimizer_cpu_offload) contains Adams of its own. They work on float32 copies that it
+makes when it is built. A share of the parameters has its copies in host memory. The others have copies on the device
+unless they are float32. Weights that are set later must be set in those copies too.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from mrl.exercised import exercised
 
 @dataclass(frozen=True)
 class _Updated:
-    """The tensor that an Adam updates in a parameter's stead, that Adam, and the group of it that the tensor is in."""
+    """The tensor that an Adam updates in place of a parameter, with that Adam and the tensor's group."""
 
     tensor: Tensor
     adam: Optimizer
@@ -27,7 +27,9 @@ class _Updated:
 
 
 class AdamState:
-    """States by the tensors that Megatron's distributed optimizer has in `param_groups`, called main here."""
+    """Adam's states, keyed by the tensors in the `param_groups` of Megatron's distributed optimizer, which are called
+    main here.
+    """
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
@@ -47,16 +49,16 @@ class AdamState:
         self._mains = mains
 
     def master(self, main: Tensor) -> Tensor:
-        """The float32 weights that Adam updates."""
+        """Returns the float32 weights that Adam updates."""
         return self._updated[id(main)].tensor
 
     def moments(self, main: Tensor) -> dict[str, Tensor]:
-        """exp_avg and exp_avg_sq; empty before the first update."""
+        """Returns exp_avg and exp_avg_sq; empty before the first update."""
         updated = self._updated[id(main)]
         return dict(updated.adam.state.get(updated.tensor, {}))
 
     def set_moments(self, main: Tensor, step: float, moments: dict[str, Tensor]) -> None:
-        """Gives a parameter its moments and step count."""
+        """Sets a parameter's moments and step count."""
         updated = self._updated[id(main)]
         moments = {name: value.to(updated.tensor.device) for name, value in moments.items()}
         if isinstance(updated.adam, torch.optim.Adam):
@@ -69,9 +71,9 @@ class AdamState:
         updated.group["step"] = int(step)
 
     def steps(self) -> set[float]:
-        """Step counts of the parameters that have moments.
+        """Returns the step counts of the parameters that have moments.
 
-        Raises RuntimeError where there are moments and nobody counts their steps.
+        Raises RuntimeError if there are moments without a step count.
         """
         steps = set()
         for updated in self._updated.values():
@@ -86,7 +88,10 @@ class AdamState:
         return steps
 
     def on_device(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of masters and moments, without those that are on the host for good. Names last over a run."""
+        """Yields (name, tensor) of masters and moments, without those that always stay on the host.
+
+        Names stay the same over a run.
+        """
         for number, main in enumerate(self._mains):
             updated = self._updated[id(main)]
             yield f"{number}/main", main

@@ -1,13 +1,13 @@
-"""Core attention in plain torch, where there is no Transformer Engine.
+"""Core attention in plain torch, for installations without Transformer Engine.
 
-Causal, grouped-query, padded or packed, context-parallel.
+It is causal and grouped-query, padded or packed, and context-parallel.
 
-The sequences of a pack attend in a few calls, not one by one: short ones are padded to one of a few lengths, here 4,
+Sequences of a pack attend in a few calls, not one by one. Short ones are padded to one of a few lengths, here 4:
 
     pack of lengths 3, 2, 3      a a a b b c c c
     one call of 3 sequences      a a a . | b b . . | c c c .     a pad (.) stands behind its sequence: no token sees it
 
-The length in its call follows from a sequence alone, so its numbers do not depend on what else is in the pack.
+A sequence's length alone decides its padded length. So its numbers do not depend on the other sequences of the pack.
 """
 
 from collections import defaultdict
@@ -28,10 +28,10 @@ from mrl.platforms.packs import lengths_of
 
 
 class CausalAttention(torch.nn.Module):
-    """Every pad stands at its sequence's end, so no real token can see one.
+    """Causal attention. Every pad stands at its sequence's end, so no real token can see one.
 
     Under context parallelism keys and values of all ranks are gathered, and each rank attends with its own queries. The
-    backward of the gathering sums what all ranks' queries want of a key.
+    backward of the gathering sums the gradients of a key from all ranks' queries.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class CausalAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        """`query` [seq, batch, heads, dim], `key` and `value` [seq, batch, groups, dim] -> [seq, batch, heads * dim].
+        """Takes `query` [seq, batch, heads, dim], `key` and `value` [seq, batch, groups, dim]. Returns [seq, batch,
+        heads * dim].
 
-        Values may have another dim than keys (latent attention), which then is the answer's. Packed sequences come
-        without the batch dimension; seq is this context-parallel rank's part.
+        Values may have another dim than keys (latent attention), and the result then has the values' dim. Packed
+        sequences have no batch dimension. seq is this context-parallel rank's part.
         """
         if packed_seq_params is None:
             return self._padded(query, key, value)
@@ -81,8 +82,8 @@ class CausalAttention(torch.nn.Module):
         return torch.cat([self._one_call(call, query, key, value) for call in calls]).index_select(0, order)
 
     def _one_call(self, call: "Call", query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What the real positions of the call's sequences attend to, sequence after sequence: [positions,
-        heads * dim].
+        """Returns the attention output at the real positions of the call's sequences, sequence after sequence:
+        [positions, heads * dim].
         """
         q, k, v = (
             x.index_select(0, index).unflatten(0, (call.sequences, -1)).transpose(1, 2)
@@ -94,13 +95,13 @@ class CausalAttention(torch.nn.Module):
         return out.index_select(0, call.real)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q` [sequences, heads, this rank's positions, dim], `k` and `v` [sequences, groups, positions,
-        dim] -> as `q`.
+        """Takes `q` [sequences, heads, this rank's positions, dim], `k` and `v` [sequences, groups, positions, dim].
+        Returns the shape of `q`.
         """
         grouped = q.shape[1] != k.shape[1]
         mask = self._mask(k.shape[2], q.device)
         narrower = q.shape[-1] - v.shape[-1]
-        if narrower > 0:  # on CPU another way is taken where they differ, which keeps every score
+        if narrower > 0:  # with different dims the CPU uses another kernel, which keeps every score
             v = F.pad(v, (0, narrower))
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
@@ -110,14 +111,14 @@ class CausalAttention(torch.nn.Module):
         return out
 
     def _in_order(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """All positions of all sequences, in order, from every rank's zigzag part."""
+        """Joins every rank's zigzag part into all positions of all sequences, in order."""
         if self.group.size() == 1:
             return x
         gathered = gather_from_sequence_parallel_region(x.contiguous(), group=self.group)
         return gathered[_sequence_order(lengths, self.group.size(), x.device)]
 
     def _mask(self, length: int, device: torch.device) -> Tensor | None:
-        """bool [this rank's positions, length]; None where it is the plain causal one."""
+        """Returns the mask, bool [this rank's positions, length]; None if it is the plain causal one."""
         if self.group.size() == 1:
             return None
         own = _rank_positions((length,), self.group.size(), self.group.rank(), device)
@@ -126,21 +127,21 @@ class CausalAttention(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Call:
-    """Sequences of a pack that attend together, each padded at its end to one length."""
+    """Sequences of a pack that attend together, each padded at its end to the same length."""
 
     sequences: int
     # int64 [sequences * padded length / context]: positions in this rank's part of the pack; a pad repeats the first
     queries: Tensor
     keys: Tensor  # int64 [sequences * padded length]: positions in the whole pack, likewise
-    real: Tensor | None  # int64: which of `queries` are no pads; None: all
+    real: Tensor | None  # int64: the queries that are not pads; None: all
 
 
-@lru_cache(maxsize=64)  # every layer of a micro-batch asks, and its backward again
+@lru_cache(maxsize=64)  # every layer of a micro-batch asks for it, and its backward again
 def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tuple[list[Call], Tensor]:
-    """The calls for a pack of these lengths, and for each position of this rank's part which of their outputs is its
-    own.
+    """Returns the calls for a pack of these lengths.
 
-    Under context parallelism a mask follows from the length, so only sequences of one length share a call.
+    Also returns, for each position of this rank's part, the index of its output among those of the calls. Under context
+    parallelism a mask follows from the length, so only sequences of one length share a call.
     """
     of_length = defaultdict(list)
     starts = np.cumsum([0, *lengths])
@@ -161,7 +162,7 @@ def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tupl
 
 
 def _padded_ranges(first: np.ndarray, size: np.ndarray, padded: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ranges of integers as rows of one length, and which of their places are no pads; both [ranges, padded].
+    """Returns ranges of integers as rows of equal length, and which elements are not pads; both [ranges, padded].
 
     A row has `size` integers from `first` on, then `first` again for pads.
     """
@@ -172,11 +173,11 @@ def _padded_ranges(first: np.ndarray, size: np.ndarray, padded: int) -> tuple[np
 
 @lru_cache(maxsize=64)
 def _sequence_order(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Where among the zigzag parts of all ranks, one after the other, each position of the sequences stands."""
+    """Returns the index of each position of the sequences among the concatenated zigzag parts of all ranks."""
     return torch.cat([_rank_positions(lengths, size, rank, device) for rank in range(size)]).argsort()
 
 
 @lru_cache(maxsize=64)
 def _rank_positions(lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> Tensor:
-    """Positions that a rank holds, see kept_positions."""
+    """Returns the positions that a rank holds, as kept_positions."""
     return brought(kept_positions(np.array(lengths), size, rank), device)

@@ -1,8 +1,7 @@
-"""Rows into parts of equal cost: over data-parallel ranks in equal numbers, over micro-batches also under a limit of
-tokens.
+"""Splits rows into parts of equal cost, in pure numpy.
 
-Pure numpy. An example with costs 8 7 6 5 4 0 and two parts: dealt back and forth 8 5 4 and 7 6 0, then 8 exchanged for
-6.
+Data-parallel ranks get equal numbers of rows. Micro-batches may have a limit of tokens. Example: costs 8 7 6 5 4 0 and
+two parts. Dealing back and forth gives 8 5 4 and 7 6 0. Then 8 is exchanged for 6.
 """
 
 from collections.abc import Iterator
@@ -11,30 +10,31 @@ import numpy as np
 
 _EXCHANGES_PER_PART = 64
 _MOST_EXCHANGES = 4096
-_WORTH = 1e-9  # of the heaviest part: a smaller gain is none
+_WORTH = 1e-9  # relative to the heaviest part: a smaller gain does not count
 
 
 def sequence_costs(lengths: np.ndarray, per_token: float, per_pair: float) -> np.ndarray:
-    """Cost of each sequence, float64 [rows]: `per_token` for each of its tokens and `per_pair` for each pair that
-    attention compares.
+    """Returns the cost of each sequence, float64 [rows].
 
-    A token attends to itself and what stands before it, so a sequence of n tokens has n (n + 1) / 2 pairs.
+    `per_token` is the cost of a token, `per_pair` of a pair that attention compares. A token attends to itself and to
+    earlier ones, so n tokens have n (n + 1) / 2 pairs.
     """
     n = lengths.astype(np.float64)
     return per_token * n + per_pair * n * (n + 1) / 2
 
 
 def imbalance(costs: np.ndarray, parts: list[np.ndarray]) -> float:
-    """How much more than the mean the heaviest part costs, as a share of the mean."""
+    """Returns how much more than the mean the heaviest part costs, as a share of the mean."""
     sums = np.array([costs[rows].sum() for rows in parts])
     return float(sums.max() / sums.mean() - 1.0)
 
 
 def balanced_parts(costs: np.ndarray, parts: int, enough: float = 0.0) -> list[np.ndarray]:
-    """Row numbers of each part, ascending. Counts differ by at most one, so with fewer rows than parts some are empty.
+    """Returns row numbers of each part, ascending. Counts differ by at most one, so with fewer rows than parts some are
+    empty.
 
-    Rows are dealt by falling cost, back and forth. Then the heaviest part exchanges a row with a lighter one as long as
-    that lightens it, until it costs no more than `enough`.
+    Rows are dealt by falling cost, back and forth. Then the heaviest part exchanges rows with lighter ones while that
+    reduces its cost. It stops when the heaviest part costs at most `enough`.
     """
     members = _dealt(np.argsort(-costs, kind="stable"), parts)
     sums = np.array([costs[rows].sum() for rows in members])
@@ -45,7 +45,7 @@ def balanced_parts(costs: np.ndarray, parts: int, enough: float = 0.0) -> list[n
 
 
 def _dealt(order: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Back and forth: 0 1 2, 2 1 0, 0 1 2, ..."""
+    """Deals rows back and forth: 0 1 2, 2 1 0, 0 1 2, ..."""
     table = np.full((-(-len(order) // parts), parts), -1, np.int64)
     table.ravel()[: len(order)] = order
     table[1::2] = table[1::2, ::-1].copy()
@@ -53,9 +53,9 @@ def _dealt(order: np.ndarray, parts: int) -> list[np.ndarray]:
 
 
 def _lighten_heaviest(costs: np.ndarray, members: list[np.ndarray], sums: np.ndarray) -> bool:
-    """One exchange between the heaviest part and the lightest that offers one; False when none does.
+    """Exchanges one row between the heaviest part and the lightest that offers an exchange.
 
-    Changes `members` and `sums`.
+    Changes `members` and `sums`. Returns False if no part offers one.
     """
     heavy = int(sums.argmax())
     for light in _from_the_lightest(sums):
@@ -71,13 +71,14 @@ def _lighten_heaviest(costs: np.ndarray, members: list[np.ndarray], sums: np.nda
 
 
 def _from_the_lightest(sums: np.ndarray) -> Iterator[int]:
-    yield int(sums.argmin())  # it nearly always offers one, without sorting all
+    yield int(sums.argmin())  # it nearly always offers one, so sorting is rarely needed
     yield from np.argsort(sums, kind="stable").tolist()[1:]
 
 
 def _best_exchange(heavy: np.ndarray, light: np.ndarray, gap: float) -> tuple[int, int, float]:
-    """Which to exchange, and what the heavy part gains: as near as can be to half of the gap,
-    0 where nothing lies within it.
+    """Returns the two rows to exchange, and the gain of the heavy part.
+
+    The gain is as near as possible to half of the gap, and 0 if no exchange lies within it.
     """
     order = np.argsort(light, kind="stable")
     ranked = light[order]
@@ -86,7 +87,7 @@ def _best_exchange(heavy: np.ndarray, light: np.ndarray, gap: float) -> tuple[in
     gains = heavy[:, None] - ranked[near]
     off = np.where((gains > 0) & (gains < gap), np.abs(gains - gap / 2), np.inf)
     i, side = np.unravel_index(off.argmin(), off.shape)
-    alike = np.searchsorted(ranked, ranked[near[i, side]])  # the first of those that cost the same
+    alike = np.searchsorted(ranked, ranked[near[i, side]])  # the first one of equal cost
     return int(i), int(order[alike]), float(gains[i, side]) if np.isfinite(off[i, side]) else 0.0
 
 
@@ -94,7 +95,7 @@ def _best_exchange(heavy: np.ndarray, light: np.ndarray, gap: float) -> tuple[in
 
 
 def first_fit(lengths: np.ndarray, limit: int) -> list[np.ndarray]:
-    """Few parts of at most `limit` tokens: rows by falling length, each into the first part that has room."""
+    """Returns few parts of at most `limit` tokens. Rows go by falling length into the first part with room."""
     free = np.full(len(lengths), limit, np.int64)
     of_row = np.zeros(len(lengths), np.int64)
     for row in np.argsort(-lengths, kind="stable"):
@@ -104,9 +105,9 @@ def first_fit(lengths: np.ndarray, limit: int) -> list[np.ndarray]:
 
 
 def even_fit(lengths: np.ndarray, costs: np.ndarray, limit: int, parts: int) -> list[np.ndarray] | None:
-    """Parts of at most `limit` tokens and like cost: rows by falling cost, each into the cheapest one with room.
+    """Returns parts of at most `limit` tokens and similar cost, or None if the method finds none.
 
-    None: one finds none.
+    Rows go by falling cost into the cheapest part with room.
     """
     free = np.full(parts, limit, np.int64)
     sums = np.zeros(parts)
@@ -122,7 +123,10 @@ def even_fit(lengths: np.ndarray, costs: np.ndarray, limit: int, parts: int) -> 
 
 
 def without_empty(members: list[np.ndarray], costs: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Fills empty parts up to so many: each takes the cheapest row of the costliest part that has more than one."""
+    """Fills empty parts so that there are `parts` non-empty ones.
+
+    Each takes the cheapest row of the costliest part that has more than one row.
+    """
     members = [*members, *[np.zeros(0, np.int64)] * (parts - len(members))]
     for empty in (number for number, rows in enumerate(members) if not len(rows)):
         sums = [costs[rows].sum() if len(rows) > 1 else -1.0 for rows in members]

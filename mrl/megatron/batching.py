@@ -1,4 +1,4 @@
-"""Which rows of a batch go through the model together, on which data-parallel rank. Pure numpy.
+"""Decides which rows of a batch go through the model together, and on which data-parallel rank. Pure numpy.
 
 Every data-parallel rank gets the same number of micro-batches, because with expert parallelism each forward is a
 collective over them.
@@ -23,7 +23,7 @@ from mrl.units import round_up
 
 @dataclass(frozen=True)
 class MicroRows:
-    """Rows that share one forward. Of a filler, which only keeps ranks in step, nothing counts."""
+    """Rows that share one forward. A filler only keeps ranks in step, and none of its rows counts."""
 
     rows: np.ndarray  # int64, indices into the batch
     is_filler: bool = False
@@ -31,17 +31,17 @@ class MicroRows:
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Tokens of the sequences that a model computes of rows: one a row, but for rows of several branches.
+    """Lengths of the sequences that the model computes for rows: one for each row, or one for each branch of a row.
 
-    A micro-batch has all sequences of a row. Each is padded, and attends to itself, by itself.
+    A micro-batch has all sequences of a row. Each is padded separately and attends only to itself.
     """
 
     sequences: np.ndarray  # int64 [sequences], rows end to end
-    counts: np.ndarray | None = None  # int64 [rows]: sequences of each, at least 1; None: 1 each
+    counts: np.ndarray | None = None  # int64 [rows]: number of sequences of each row, at least 1; None: 1 each
 
     @classmethod
     def of(cls, rows: Columns) -> "RowLengths":
-        """The lengths of rows that have branches or none."""
+        """Returns the lengths of rows with or without branches."""
         if rows.branch_counts is None:
             return cls(rows.lengths)
         return cls(rows.sequence_lengths, rows.branch_counts.astype(np.int64))
@@ -53,65 +53,65 @@ class RowLengths:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """int64 [rows]: tokens of each row, without padding."""
+        """Returns the tokens of each row without padding, int64 [rows]."""
         return self.summed(self.sequences)
 
     def summed(self, values: np.ndarray) -> np.ndarray:
-        """[rows]: the sum of each row's `values` [sequences]."""
+        """Returns the sum of each row's `values` [sequences], as [rows]."""
         if self.counts is None:
             return values
         return np.add.reduceat(values, np.cumsum(self.counts) - self.counts)
 
     def places(self, rows: np.ndarray) -> np.ndarray:
-        """int64: numbers of the sequences of `rows`, which are numbers of rows."""
+        """Returns int64 indices of the sequences that belong to `rows`, which are row numbers."""
         if self.counts is None:
             return rows
         return positions(self.counts, rows)
 
     def rows(self, rows: np.ndarray) -> "RowLengths":
-        """The lengths of the given rows alone."""
+        """Returns the lengths of the given rows only."""
         counts = None
         if self.counts is not None:
             counts = self.counts[rows]
         return RowLengths(self.sequences[self.places(rows)], counts)
 
 
-_CLOSE = 1.001  # times the mean: micro-batches of one rank need not be nearer
+_CLOSE = 1.001  # relative to the mean: costs of one rank's micro-batches need not be closer
 
 Shares = tuple[tuple[MicroRows, ...], ...]  # [data-parallel rank][micro-batch]
 
 
 @dataclass(frozen=True)
 class MiniBatchLoad:
-    """How one mini-batch lies on the data-parallel ranks; every rank knows it of all."""
+    """The spread of one mini-batch over the data-parallel ranks. Every rank has the figures of all ranks."""
 
-    padding_share: float  # of the tokens that all ranks compute: alignment, and what fillers repeat
+    padding_share: float  # padding in the tokens that all ranks compute: alignment, and rows that fillers repeat
     imbalance: float  # cost of the costliest rank over the mean cost, less 1
-    tokens: tuple[int, ...]  # trained by each rank, fillers left out
-    packed_sequences: float | None = None  # of a pack, mean; None where sequences are padded
-    budget_share: float | None = None  # of the token budget that the fullest micro-batch takes; None without one
+    tokens: tuple[int, ...]  # trained by each rank, without fillers
+    packed_sequences: float | None = None  # mean number in a pack; None if sequences are padded
+    budget_share: float | None = None  # the fullest micro-batch's share of the token budget; None without a budget
 
 
 @dataclass(frozen=True)
 class RowResult:
     """Log-probabilities of the rows of a batch that one data-parallel replica computed."""
 
-    rows: np.ndarray  # int64 [rows]: which rows of the batch these are
-    log_probs: np.ndarray  # float32 [sampled tokens of these rows], end to end
+    rows: np.ndarray  # int64 [rows]: row numbers in the batch
+    log_probs: np.ndarray  # float32 [sampled tokens of these rows], rows end to end
     entropy: tuple[float, float]  # (sum over sampled tokens in nats, number of tokens)
-    # of a teacher [sampled tokens of these rows, words]: its likeliest words, int32, and their log-probs, float32
+    # from a teacher, [sampled tokens of these rows, words]: its likeliest words, int32, and their log-probs, float32
     words: np.ndarray | None = None
     of_words: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update of several mini-batches hands to the driver, from one rank or from all of them.
+    """The result of an update of several mini-batches for the driver, from one rank or joined over all ranks.
 
-    `parts`: metrics that add up over mini-batches and ranks, name -> (sum of value x weight, sum of weight).
-    `loads`: one a mini-batch, from a single rank; the others have none.
-    `old`: on policy the log-probs of the rows before the update, from the ranks of the last pipeline stage.
-    `spent`: metrics of what it took on this rank, no two updates alike: time, peaks of memory.
+    `parts`: metrics that add up over mini-batches and ranks, name -> (sum of value x weight, sum of weight). `loads`:
+    one for each mini-batch, from a single rank; empty on the others. `old`: with an on-policy anchor, log-probs of the
+    rows before the update, from ranks of the last pipeline stage. `spent`: time and peaks of memory on this rank, which
+    differ between updates.
     """
 
     parts: list[dict[str, tuple[float, float]]]
@@ -121,23 +121,24 @@ class UpdateResult:
 
 
 def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:
-    """Consecutive slices of rows, in order; the last may be shorter."""
+    """Yields consecutive slices of rows, in order. The last may be shorter."""
     for start in range(0, num_rows, rows_per_mini_batch):
         yield slice(start, min(start + rows_per_mini_batch, num_rows))
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """How batches are cut: the degrees that matter, one of the two limits of a micro-batch,
-    and what a sequence costs.
+    """Cuts batches into micro-batches.
+
+    It has the relevant parallel degrees, one of the two limits of a micro-batch, and the cost of a sequence.
     """
 
     shape: Shape
     data_parallel: int
     micro_batch_size: int  # samples; used when max_tokens is None
-    max_tokens: int | None = None  # tokens of one device in a micro-batch, alignment included
+    max_tokens: int | None = None  # tokens of one device in a micro-batch, with alignment
     count_multiple: int = 1  # the interleaved pipeline schedule needs a multiple of its stages
-    per_token: float = 1.0  # see `sequence_costs`
+    per_token: float = 1.0  # as in `sequence_costs`
     per_pair: float = 0.0
 
     @classmethod
@@ -149,7 +150,7 @@ class Splitter:
     def for_log_probs(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
         """Splits rows for the old policy's forward-only passes.
 
-        None when they have no limit of their own and are to be cut as the update is.
+        Returns None if these passes have no limit of their own and are cut like the update.
         """
         samples = actor.log_prob_micro_batch_size_per_gpu
         tokens = actor.log_prob_max_token_len_per_gpu
@@ -161,10 +162,10 @@ class Splitter:
     def for_reference(
         cls, actor: ActorConfig, ref: RefConfig, layout: TrainLayout, model: ModelSpec
     ) -> "Splitter | None":
-        """Splits rows for the reference model, which has the actor's limits where it has none of its own.
+        """Splits rows for the reference model, which uses the actor's limits if it has none of its own.
 
-        Where one of the two is cut by tokens and the other by samples, the update's cut cannot be the reference's. Then
-        the reference has the update's limit of its own kind.
+        If one of the two is cut by tokens and the other by samples, they cannot share a cut. Then the reference uses
+        the update's limit of the reference's own kind.
         """
         given = {
             "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
@@ -183,7 +184,7 @@ class Splitter:
     def for_teacher(
         cls, actor: ActorConfig, teacher: TeacherConfig, layout: TrainLayout, model: ModelSpec
     ) -> "Splitter":
-        """Splits rows for the teacher in its own layout. It has the actor's limits where it has none of its own."""
+        """Splits rows for the teacher in its own layout. It uses the actor's limits if it has none of its own."""
         samples = teacher.log_prob_micro_batch_size_per_gpu or actor.log_prob_micro_batch_size_per_gpu
         tokens = teacher.log_prob_max_token_len_per_gpu or actor.log_prob_max_token_len_per_gpu
         return cls._of(
@@ -213,9 +214,9 @@ class Splitter:
     def shares(self, lengths: RowLengths, owners: list[np.ndarray] | None = None) -> Shares:
         """Puts every row into exactly one micro-batch that is no filler.
 
-        Where `owners` does not say whose each row is, rows are dealt over ranks in equal numbers and at equal cost. A
-        rank's rows are dealt over its micro-batches likewise where sequences are packed. Where they are padded, rows of
-        like length go together. The largest forward comes first. Raises DataError for a row above the limit.
+        `owners` gives the rows of each rank. Without it, rows are dealt over ranks in equal numbers and at equal cost.
+        Packed sequences are dealt over a rank's micro-batches in the same way. For padded ones, rows of similar length
+        go together. The largest forward comes first. Raises DataError for a row above the limit.
         """
         costs = self.costs(lengths)
         ranks = balanced_parts(costs, self.data_parallel) if owners is None else owners
@@ -225,15 +226,15 @@ class Splitter:
         return tuple(tuple(MicroRows(rows) if len(rows) else filler for rows in _falling(tokens, rank)) for rank in cut)
 
     def costs(self, lengths: RowLengths) -> np.ndarray:
-        """float64 [rows]: what it costs to compute the sequences of each row."""
+        """Returns the cost of computing the sequences of each row, float64 [rows]."""
         return lengths.summed(sequence_costs(lengths.sequences, self.per_token, self.per_pair))
 
     def _taken(self, lengths: RowLengths) -> np.ndarray:
-        """int64 [rows]: tokens of each row in a pack, each of its sequences padded."""
+        """Returns the tokens of each row in a pack with every sequence padded, int64 [rows]."""
         return lengths.summed(round_up_all(lengths.sequences, self.shape.sequence_multiple))
 
     def _cut(self, lengths: RowLengths, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
-        """Rows of every rank's micro-batches, as many on each."""
+        """Returns the rows of every rank's micro-batches. All ranks have equally many."""
         tokens = lengths.tokens
         if self.max_tokens is not None:
             self._check_longest(lengths)
@@ -248,7 +249,7 @@ class Splitter:
     def _packs(self, lengths: RowLengths, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
         """Packs each rank's rows under the limit of tokens.
 
-        It takes as few packs as their sum allows where rows then fit evenly, else as few as fit.
+        It uses as few packs as the sum allows if rows then fit evenly, else as few as fit.
         """
         limit = self._limit // self.shape.total_multiple * self.shape.total_multiple
         taken = self._taken(lengths)
@@ -265,13 +266,15 @@ class Splitter:
         return round_up(count, self.count_multiple)
 
     def _fewest(self, tokens: np.ndarray, ranks: list[np.ndarray]) -> int:
-        """The smallest number of micro-batches that can do, at least one."""
+        """Returns a lower bound of the number of micro-batches, at least one."""
         if self.max_tokens is None:
             return max(-(-max(len(rows) for rows in ranks) // self.micro_batch_size), 1)
         return max(-(-int(tokens[rows].sum()) // self._limit) for rows in ranks) or 1
 
     def _padded_count(self, tokens: np.ndarray, ranks: list[np.ndarray]) -> int:
-        """The smallest number of equally many rows, the longest first, that fit under the limit as rectangles."""
+        """Returns the smallest number of padded micro-batches, with equally many rows, the longest first, that stay
+        under the limit.
+        """
         count = self._rounded(self._fewest(tokens, ranks))
         falling = [-np.sort(-tokens[rows]) for rows in ranks]
         while self.max_tokens is not None and not all(self._rectangles_fit(each, count) for each in falling):
@@ -297,11 +300,11 @@ class Splitter:
 
     @property
     def _limit(self) -> int:
-        """Tokens of a micro-batch over all ranks of its context-parallel group."""
+        """Returns the token limit of a micro-batch over all ranks of its context-parallel group."""
         return (self.max_tokens or 0) * self.shape.context
 
     def load(self, lengths: RowLengths, shares: Shares) -> MiniBatchLoad:
-        """How a mini-batch of rows, cut into `shares`, lies on the ranks."""
+        """Returns how a mini-batch, cut into `shares`, is spread over the ranks."""
         tokens = tuple(int(lengths.tokens[rows].sum()) for rows in trained_rows(shares))
         micros = [micro.rows for rank in shares for micro in rank if not micro.is_filler]
         packed = None
@@ -316,16 +319,16 @@ class Splitter:
         )
 
     def _computed(self, lengths: RowLengths, rows: np.ndarray) -> int:
-        """Tokens computed for a micro-batch of these rows, over all context-parallel ranks."""
+        """Returns the tokens computed for a micro-batch of these rows, over all context-parallel ranks."""
         return self.shape.tokens(lengths.rows(rows).sequences)
 
     def padding_share(self, lengths: RowLengths, shares: Shares) -> float:
-        """The share of padding in the tokens that all ranks compute: alignment, and what fillers repeat."""
+        """Returns padding's share of the tokens that all ranks compute: alignment, and rows that fillers repeat."""
         computed = sum(self._computed(lengths, micro.rows) for rank in shares for micro in rank)
         return 1.0 - float(lengths.sequences.sum()) / computed
 
     def imbalance(self, lengths: RowLengths, shares: Shares) -> float:
-        """How much more than the mean the costliest data-parallel rank computes, as a share of the mean."""
+        """Returns how much more than the mean the costliest data-parallel rank computes, as a share of the mean."""
         return imbalance(self.costs(lengths), trained_rows(shares))
 
 
@@ -334,28 +337,31 @@ def _of(rows: np.ndarray, parts: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _falling(tokens: np.ndarray, parts: list[np.ndarray]) -> list[np.ndarray]:
-    """The one with most tokens first."""
+    """Sorts the parts by falling number of tokens."""
     return sorted(parts, key=lambda part: -int(tokens[part].sum()))
 
 
 def round_up_all(numbers: np.ndarray, multiple: int) -> np.ndarray:
-    """int64: each number as mrl.units.round_up has it."""
+    """Rounds each number up as mrl.units.round_up does, int64."""
     return -(-numbers.astype(np.int64) // multiple) * multiple
 
 
 def trained_rows(shares: Shares) -> list[np.ndarray]:
-    """Rows of each data-parallel rank, fillers left out."""
+    """Returns the rows of each data-parallel rank without fillers."""
     return [rows_of(micros) for micros in shares]
 
 
 def rows_of(micros: Iterable[MicroRows]) -> np.ndarray:
-    """int64: the rows of these micro-batches in their order, fillers left out."""
+    """Returns the rows of these micro-batches in order, without fillers, int64."""
     trained = [micro.rows for micro in micros if not micro.is_filler]
     return np.concatenate([np.zeros(0, np.int64), *trained])
 
 
 def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:
-    """Raises DataError for rows that the model cannot be asked about. `moe_layers`: with experts, of this rank."""
+    """Raises DataError for rows that the model cannot compute.
+
+    `moe_layers`: number of this rank's layers with experts.
+    """
     if len(batch) == 0:
         raise DataError("a training batch without rows")
     if int(batch.prompt_lengths.min()) < 1:
@@ -375,7 +381,7 @@ def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:
 
 
 def _check_branches(batch: TrainBatch) -> None:
-    """Raises DataError for a later branch whose first token is trained on: nothing predicts it."""
+    """Raises DataError if the first token of a later branch is trained on: no token predicts it."""
     branch_row = np.repeat(np.arange(len(batch)), batch.branch_counts)
     begins = np.cumsum(batch.response_lengths) - batch.response_lengths
     later = np.append(False, branch_row[1:] == branch_row[:-1])

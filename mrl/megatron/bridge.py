@@ -1,5 +1,6 @@
-"""Between Hugging Face checkpoints and Megatron models. mbridge does the mapping;
-another bridge is another class here.
+"""Moves weights between Hugging Face checkpoints and Megatron models.
+
+mbridge does the mapping. Another bridge would be another class in this file.
 """
 
 import contextlib
@@ -35,15 +36,16 @@ from mrl.platforms.layers import layers
 from mrl.platforms.versions import OWN_BRIDGES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_FORMATS = {**DTYPES, "fp32": torch.float32}  # as fields of Megatron's classes are given
+_FORMATS = {**DTYPES, "fp32": torch.float32}  # number formats as they are passed to fields of Megatron's classes
 
 
 class Bridge(Protocol):
-    """What the actor needs of a bridge. All methods are collective: every rank calls them, in the same order."""
+    """The bridge that the actor needs. All methods are collective: every rank calls them, in the same order."""
 
     def build_model(self, is_trained: bool = True) -> list[torch.nn.Module]:
-        """The model chunks of this rank; weights are not set. Those of a model that `is_trained` are wrapped for
-        data-parallel training, those of another one have no gradients.
+        """Returns the model chunks of this rank, without weights.
+
+        With `is_trained` they are wrapped for data-parallel training. Otherwise they have no gradients.
         """
 
     def load_hf(self, path: str) -> None:
@@ -53,10 +55,10 @@ class Bridge(Protocol):
         """
 
     def export_hf(self, change: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of every weight on every rank, in the model's dtype;
-        a tensor is valid until the next is asked for.
+        """Yields (name, full tensor) of every weight on every rank, in the model's dtype.
 
-        `change`: of each of a rank's parameters, when its turn comes, into what is handed out in its place.
+        A tensor is valid until the next one is requested. `change` maps each of a rank's parameters, at its turn, to
+        the tensor that is exported instead.
         """
 
 
@@ -68,9 +70,9 @@ class MBridge:
     actor_config: ActorConfig
     model: ModelSpec
     layout: TrainLayout
-    deterministic: bool = False  # Megatron's own switch, beside the platform's
-    seed: int = 0  # of what adapters begin with
-    has_value_head: bool = False  # of a critic, in place of the output layer
+    deterministic: bool = False  # Megatron's own switch, in addition to the platform's
+    seed: int = 0  # for the initial values of adapters
+    has_value_head: bool = False  # a critic has one instead of the output layer
 
     def __post_init__(self) -> None:
         self.dtype = DTYPES[self.model_config.dtype]
@@ -79,7 +81,7 @@ class MBridge:
             pad_to = self.layout.tensor
         hf_config = _bridged_config(self.model_config.path, self.model)
         if self.has_value_head:
-            hf_config.tie_word_embeddings = False  # which would need an output layer
+            hf_config.tie_word_embeddings = False  # tying would need an output layer
         self._bridge = AutoBridge.from_config(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
         _refuse_unmapped(self.model, self._bridge)
         self._chunks: list[torch.nn.Module] = []
@@ -97,7 +99,7 @@ class MBridge:
         from mrl.megatron import torch_spec
 
         self._bridge.set_extra_args(**torch_spec.CONFIG_WITHOUT_TRANSFORMER_ENGINE | overrides)
-        self._bridge.has_vp_stage = True  # mbridge sets it in the method that is replaced here
+        self._bridge.has_vp_stage = True  # mbridge sets it in the method that this class replaces
         self._bridge._get_transformer_layer_spec = lambda vp_stage=None: torch_spec.decoder_block_spec(
             self._bridge.config, vp_stage, self.model.linear_by_kind
         )
@@ -130,7 +132,7 @@ class MBridge:
         return self._chunks
 
     def _attach_adapters(self, lora: Lora, numbers: Iterator[int], chunk: torch.nn.Module, **_: Any) -> None:
-        """`numbers`: of the chunks, in the order in which they are made."""
+        """Attaches adapters to a chunk. `numbers` yields the chunks' numbers in the order in which they are made."""
         number = next(numbers)
         layers = adapted_layers(self.model, self.layout, torch.distributed.get_rank(), lora)
         own = [layer for layer in layers if layer.vp_chunk == number]
@@ -140,7 +142,7 @@ class MBridge:
         stored = replace(self.model, fp8_block=load_model_spec(path).fp8_block)
         check_checkpoint(path, stored)
         with torch.no_grad(), hidden(self._chunks), head_hidden(self._chunks):
-            # one parameter after the other where they become larger on the way
+            # one parameter after the other, because changes may make them larger
             self._bridge.load_weights(self._chunks, path, memory_efficient=stored.is_fp8)
 
     def export_hf(self, change: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -154,11 +156,11 @@ class MBridge:
 
 @contextlib.contextmanager
 def _changed(change: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """mbridge hands out its parameters changed, one after the other, until the block ends."""
+    """Makes mbridge export changed parameters, one after the other, until the block ends."""
     if change is None:
         yield
         return
-    to_all_stages = mbridge_base.broadcast_from_megatron_pp  # that every parameter goes through, None of another stage
+    to_all_stages = mbridge_base.broadcast_from_megatron_pp  # gets every parameter; None for one of another stage
     mbridge_base.broadcast_from_megatron_pp = lambda own: to_all_stages(own if own is None else change(own))
     try:
         yield
@@ -177,8 +179,9 @@ def _refuse_unmapped(model: ModelSpec, bridge: Any) -> None:
 
 
 def _bridged_config(path: str, model: ModelSpec) -> Any:
-    """What the bridge reads the model from: of mbridge's own the files, where transformers 5 renamed or moved what it
-    wants.
+    """Returns the configuration from which the bridge reads the model.
+
+    mbridge's own families read the files. transformers 5 renamed or moved some fields, which are put back here.
     """
     if model.family in OWN_BRIDGES:
         return bridge_config(model)
@@ -191,7 +194,7 @@ def _bridged_config(path: str, model: ModelSpec) -> Any:
 
 
 def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]:
-    """What differs from mbridge's defaults for every run."""
+    """Returns the settings that differ from mbridge's defaults in every run."""
     # engines have no dropout, whatever config.json says of pretraining
     config: dict[str, Any] = {
         "sequence_parallel": layout.sequence_parallel,
@@ -220,9 +223,9 @@ def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]
 
 
 def _make_constants_parameters(chunk: torch.nn.Module, **_: Any) -> None:
-    """Makes the constants that routers choose by parameters without gradient; Megatron keeps them in buffers.
+    """Makes the constants that routers choose by parameters without gradient. Megatron keeps them in buffers.
 
-    So they are found with the other weights, and neither data parallelism nor the optimizer takes them up.
+    So they are found with the other weights. Neither data parallelism nor the optimizer uses them.
     """
     for router in _routers_with_constants(chunk):
         constants = router._buffers.pop("expert_bias")
@@ -230,7 +233,10 @@ def _make_constants_parameters(chunk: torch.nn.Module, **_: Any) -> None:
 
 
 def _keep_constants_precise(chunks: list[torch.nn.Module]) -> None:
-    """Megatron's wrapper of a bfloat16 model rounds them, and would make them float32 only after they were loaded."""
+    """Keeps the routers' constants in float32.
+
+    Megatron's wrapper of a bfloat16 model rounds them, and would make them float32 only after they were loaded.
+    """
     for chunk in chunks:
         for router in _routers_with_constants(chunk):
             router.expert_bias.data = router.expert_bias.data.float()
@@ -241,8 +247,9 @@ def _routers_with_constants(chunk: torch.nn.Module) -> list[TopKRouter]:
 
 
 def _mark_expert_parameters(chunk: torch.nn.Module, **_: Any) -> None:
-    """Megatron marks experts only where expert parallelism is on; without the mark,
-    replicas over tensor ranks are never summed.
+    """Marks experts, as Megatron does only with expert parallelism.
+
+    Without the mark, replicas over tensor ranks are never summed.
     """
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
@@ -250,10 +257,9 @@ def _mark_expert_parameters(chunk: torch.nn.Module, **_: Any) -> None:
 
 
 def checked_overrides(key: str, overrides: dict[str, Any], config_class: type) -> dict[str, Any]:
-    """`overrides` for the dataclass `config_class`, names of number formats as torch's, after a check against its
-    fields. `key` is where they stand in the YAML.
+    """Checks `overrides` against the fields of the dataclass `config_class`. Returns them with torch's number formats.
 
-    Raises ConfigError that lists every unknown name with the nearest real ones.
+    `key` is their key in the YAML. Raises ConfigError that lists every unknown name with the nearest real ones.
     """
     known = [f.name for f in fields(config_class)]
     unknown = [name for name in overrides if name not in known]

@@ -1,7 +1,7 @@
-"""A critic on one rank: values of tokens, and the updates that train it. It is built, cut and saved as the actor is,
-in a layout of its own where it has one.
+"""A critic on one rank: values of tokens, and the updates that train it.
 
-It is on the device while it computes; what `critic.*_offload` names leaves as soon as it has.
+It is built, cut and saved as the actor is, in a layout of its own if it has one. It is on the device while it computes.
+After that, everything that `critic.*_offload` names leaves the device.
 """
 
 import math
@@ -47,36 +47,36 @@ from mrl.platforms import Platform
 
 @dataclass(frozen=True)
 class CriticOutputs:
-    """Both [rows, response_length], whole sequences on every rank."""
+    """Values and their mask, both [rows, response_length], with whole sequences on every rank."""
 
     values: Tensor  # float32; zero where nothing was computed
-    computed: Tensor  # bool; see MicroBatch.has_log_probs
+    computed: Tensor  # bool; as MicroBatch.has_log_probs
 
 
 @dataclass(frozen=True)
 class ValueResult:
     """Values of the rows of a batch that one data-parallel replica computed."""
 
-    rows: np.ndarray  # int64 [rows]: which rows of the batch these are
-    values: np.ndarray  # float32 [sampled tokens of these rows], end to end
+    rows: np.ndarray  # int64 [rows]: row numbers in the batch
+    values: np.ndarray  # float32 [sampled tokens of these rows], rows end to end
 
 
 class MegatronCritic:
-    """One rank of the critic; every method is collective. To checkpoints it is what MegatronActor is.
+    """One rank of the critic; every method is collective. Checkpoints use it as they use MegatronActor.
 
-    Whoever else touches it does so within `in_place`: there Megatron's process groups are the critic's.
+    Other code touches it only within `in_place`, where Megatron's process groups are the critic's.
     """
 
-    lora = None  # it is trained whole
+    lora = None  # the critic is always trained completely
 
     def __init__(
         self, config: RunConfig, rank: int, platform: Platform, model: ModelSpec, of_actor: TrainLayout
     ) -> None:
-        """Builds this rank's part beside the actor's and loads its start: in the actor's process groups where its
-        layout is `of_actor`, else in its own.
+        """Builds this rank's part beside the actor's and loads its initial weights.
 
-        `config`: `RunConfig.of_critic`, with the critic in the actor's place. Raises EnvironmentFault when its start is
-        not usable, ConfigError for an illegal layout or another architecture than the actor's.
+        It uses the actor's process groups if its layout is `of_actor`, else its own. `config` is `RunConfig.of_critic`,
+        which has the critic as its actor. Raises EnvironmentFault for unusable initial weights. Raises ConfigError for
+        an illegal layout or another architecture than the actor's.
         """
         self.config = config
         self.rank = rank
@@ -97,8 +97,8 @@ class MegatronCritic:
             self.on_last_stage = parallel.on_last_stage()
             self.holds_result = parallel.holds_result()
         self.residence = Residence(platform, self.chunks, self.optimizer, switched(config.actor), "critic")
-        self.num_updates = 0  # optimizer steps applied
-        self.skipped_in_a_row = 0  # the newest of those that could not be applied
+        self.num_updates = 0  # optimizer steps that were applied
+        self.skipped_in_a_row = 0  # consecutive newest updates that could not be applied
 
     def _build(self) -> None:
         config = self.config
@@ -121,21 +121,21 @@ class MegatronCritic:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """What this rank's parameters are."""
+        """The descriptions of this rank's parameters."""
         return critic_shards(self.model, self.layout, self.rank)
 
     def offload(self) -> None:
-        """What `critic.*_offload` names leaves the device. Whatever needs it again brings it back by itself."""
+        """Moves everything that `critic.*_offload` names off the device. Methods that need it bring it back."""
         if self.residence.switched:
             with self.in_place():
                 parallel.release_scratch()  # first, so that the memory is given back with what leaves
         self.residence.offload()
 
     def values(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> ValueResult | None:
-        """Values of the sampled tokens, those that were rejected too.
+        """Returns values of the sampled tokens, including rejected ones.
 
-        `micros`: those of this rank's replica of the critic, whose rows `batch` has. Every rank of the last pipeline
-        stage returns values, the others None.
+        `micros` are those of this rank's replica of the critic, and `batch` has their rows. Every rank of the last
+        pipeline stage returns values, the others None.
         """
         with self.in_place():
             outputs = self._values(_for_critic(replace(batch, keep=None)), micros)
@@ -152,10 +152,10 @@ class MegatronCritic:
     def update_replica(
         self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroRows]], counts: Sequence[Denominators]
     ) -> list[FloatParts]:
-        """One optimizer step per mini-batch, on `critic_values` and `returns` of the batch.
+        """Runs one optimizer step per mini-batch, on `critic_values` and `returns` of the batch.
 
-        Metrics are one entry per mini-batch, on the ranks that hold results, and one of what left the device.
-        Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th update in a row that changed nothing.
+        Metrics have one entry per mini-batch on the ranks that hold results, and one entry about offloading. Raises
+        NumericAbort, on all ranks, at the trainer.max_skipped_updates-th update in a row that changed nothing.
         """
         with self.in_place():
             parts = self._updates(_for_critic(batch), mini_batches, counts)
@@ -177,7 +177,7 @@ class MegatronCritic:
         zero_gradients(self.chunks, self.optimizer)
         losses: list[MetricParts] = []
         result = StepResult(False, math.nan, current_lr(self.optimizer))
-        if count.tokens:  # of all replicas, so all of them skip together
+        if count.tokens:  # counted over all replicas, so all of them skip together
             losses = value_loss_pass(self.chunks, self._inputs(batch, micros), self.parameters, count)
             result = step(self.optimizer, self.scheduler)
         self.num_updates += result.applied
@@ -203,14 +203,14 @@ class MegatronCritic:
 
 
 def _for_critic(batch: TrainBatch) -> TrainBatch:
-    """The batch without what is the actor's alone: its routers choose for themselves."""
+    """Returns the batch without the columns that only the actor uses. The critic's routers choose by themselves."""
     others = ("routes", "route_places", "advantages", "ref_log_probs", "loss_weights", "selected")
     of_teacher = ("teacher_log_probs", "teacher_words", "of_teacher_words")
     return replace(batch, **dict.fromkeys([*others, *of_teacher]))
 
 
 def value_pass(chunks: list[torch.nn.Module], micro_batches: MicroBatches) -> list[CriticOutputs]:
-    """Forward only. The values of each micro-batch on the last stage, an empty list elsewhere."""
+    """Runs the forward only. Returns the values of each micro-batch on the last stage, an empty list elsewhere."""
 
     def keep(inputs: MicroBatch, values: Tensor) -> tuple[Tensor, CriticOutputs]:
         return values.new_zeros(()), CriticOutputs(values, inputs.has_log_probs)
@@ -225,7 +225,7 @@ def value_loss_pass(
     parameters: ValueLossParameters,
     denominators: Denominators,
 ) -> list[MetricParts]:
-    """Forward and backward of a mini-batch on this rank; as `loss_pass` of the actor, whose sums it has."""
+    """Runs forward and backward of a mini-batch on this rank. Sums gradients as the actor's `loss_pass` does."""
     undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
     exercised("algorithm.adv_estimator=gae")
 
@@ -238,12 +238,14 @@ def value_loss_pass(
 
 
 def _token_values(given: Tensor, _: torch.nn.Module, inputs: MicroBatch) -> Tensor:
-    """[rows, response_length]: what the head gives [batch, length, 1] where each response token is predicted."""
+    """Returns [rows, response_length]: the head's output [batch, length, 1] at the position that predicts each response
+    token.
+    """
     return whole_sequences(given.flatten()[inputs.predictors], inputs)
 
 
 def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[CriticOutputs]) -> ValueResult:
-    """Joins what was computed of micro-batches, fillers left out."""
+    """Joins the outputs of micro-batches without fillers."""
     kept = [(micro.rows, each) for micro, each in zip(micros, outputs, strict=True) if not micro.is_filler]
     rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]
     values = [np.zeros(0, np.float32), *(each.values[each.computed].cpu().numpy() for _, each in kept)]

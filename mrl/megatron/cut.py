@@ -1,8 +1,7 @@
-"""How the rows of a step are dealt to data-parallel replicas and cut into micro-batches: once, by the driver, from
-lengths.
+"""Cuts the rows of a step into micro-batches of data-parallel replicas: once, by the driver, from lengths.
 
-The update's cut says which replica has which rows; log-probs and reference are computed where the rows are, under
-limits of their own where they have some, so a replica needs its rows once.
+The update's cut decides the rows of each replica. Log-probs and reference are computed on the same replica, possibly
+under limits of their own. So a replica needs its rows only once.
 """
 
 from collections.abc import Sequence
@@ -31,18 +30,18 @@ Micros = tuple[MicroRows, ...]
 
 @dataclass(frozen=True)
 class ReplicaCut:
-    """What one data-parallel replica computes of a step; row numbers are those of the batch that it holds."""
+    """The part of a step that one data-parallel replica computes. Row numbers are those of the batch that it holds."""
 
     mini_batches: tuple[Micros, ...]
     log_probs: Micros
     reference: Micros
 
     def trained_rows(self) -> list[np.ndarray]:
-        """int64: rows of each mini-batch that are this replica's."""
+        """Returns this replica's rows of each mini-batch, int64."""
         return [np.sort(rows_of(micros)) for micros in self.mini_batches]
 
     def computed(self, lengths: RowLengths, shape: Shape, context_rank: int, tensor_rank: int) -> np.ndarray:
-        """bool [tokens]: those of a batch that one of the replica's ranks computes in any pass."""
+        """Returns which tokens of a batch one of the replica's ranks computes in any pass, bool [tokens]."""
         micros = {tuple(micro.rows.tolist()) for micro in self.micros}
         computed = np.zeros(int(lengths.sequences.sum()), bool)
         for rows in micros:
@@ -51,7 +50,7 @@ class ReplicaCut:
         return computed
 
     def renumbered(self, rows: np.ndarray) -> "ReplicaCut":
-        """The cut for a batch of `rows` [own], ascending numbers of the batch that this cut is of."""
+        """Returns the cut for a batch of `rows` [own], which are ascending row numbers of this cut's batch."""
 
         def local(micros: Micros) -> Micros:
             return tuple(MicroRows(np.searchsorted(rows, micro.rows), micro.is_filler) for micro in micros)
@@ -60,13 +59,13 @@ class ReplicaCut:
 
     @property
     def micros(self) -> Micros:
-        """The micro-batches of all passes."""
+        """Returns the micro-batches of all passes."""
         return tuple(chain.from_iterable((*self.mini_batches, self.log_probs, self.reference)))
 
 
 @dataclass(frozen=True)
 class StepCut:
-    """The cut of a whole step; row numbers are the step's."""
+    """The cut of a whole step. Row numbers are the step's."""
 
     mini_batches: tuple[Shares, ...]
     log_probs: Shares
@@ -75,17 +74,17 @@ class StepCut:
     loads: tuple[MiniBatchLoad, ...]
 
     def of(self, replica: int) -> ReplicaCut:
-        """The part of one replica."""
+        """Returns the part of one replica."""
         return ReplicaCut(
             tuple(shares[replica] for shares in self.mini_batches), self.log_probs[replica], self.reference[replica]
         )
 
     def own_rows(self, replica: int) -> np.ndarray:
-        """int64, ascending: the rows that the replica trains on."""
+        """Returns the rows that the replica trains on, int64, ascending."""
         return np.sort(np.concatenate(self.of(replica).trained_rows()))
 
     def needed_rows(self, replica: int) -> np.ndarray:
-        """int64, ascending: its own, and those that fillers repeat."""
+        """Returns the replica's own rows and those that fillers repeat, int64, ascending."""
         return np.unique(np.concatenate([micro.rows for micro in self.of(replica).micros]))
 
 
@@ -96,11 +95,11 @@ def step_cut(
     lengths: RowLengths,
     given: Sequence[np.ndarray] | None = None,
 ) -> StepCut:
-    """The cut of a step's rows, rollout.n of them a prompt. With RunConfig.of_critic it is a critic's, whose passes for
-    values are those of log-probs here.
+    """Cuts a step's rows, which have rollout.n rows for each prompt.
 
-    `given`: int64 rows of each replica, ascending, where they are not dealt anew. Raises DataError for a row above
-    the limit of a micro-batch.
+    With RunConfig.of_critic it returns a critic's cut, in which value passes take the place of log-prob passes. `given`
+    holds ascending int64 rows of each replica; without it, rows are dealt anew. Raises DataError for a row above the
+    limit of a micro-batch.
     """
     actor = config.actor
     update = Splitter.for_update(actor, layout, model)
@@ -116,7 +115,7 @@ def step_cut(
         Splitter.for_log_probs(actor, layout, model),
         Splitter.for_reference(actor, config.ref, layout, model),
     )
-    # cut alike, the same sums give the same bits, and routes that are replayed belong to the same micro-batches
+    # Equal cuts give equal sums bit by bit, and replayed routes belong to the same micro-batches.
     as_update = _joined(parts)
     passes = [as_update if splitter is None else splitter.shares(lengths, owners) for splitter in own]
     loads = tuple(
@@ -127,14 +126,14 @@ def step_cut(
 
 
 def _inside(owners: Sequence[np.ndarray] | None, rows: slice) -> list[np.ndarray] | None:
-    """Those of each replica's rows that are in a slice, counted from its start."""
+    """Returns each replica's rows inside a slice, counted from the slice's start."""
     if owners is None:
         return None
     return [own[(own >= rows.start) & (own < rows.stop)] - rows.start for own in owners]
 
 
 def _joined(parts: Sequence[Shares]) -> Shares:
-    """The micro-batches of all mini-batches one after the other, by replica."""
+    """Joins the micro-batches of all mini-batches one after the other, by replica."""
     return tuple(tuple(chain.from_iterable(of_replica)) for of_replica in zip(*parts, strict=True))
 
 

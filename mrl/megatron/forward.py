@@ -1,4 +1,4 @@
-"""One pass of micro-batches through Megatron's pipeline schedules, forward only or with backward."""
+"""Passes micro-batches through Megatron's pipeline schedules, forward only or with backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,14 +33,14 @@ from mrl.platforms.packs import Pack, for_attention, tie
 
 
 def on_device(inputs: MicroBatch[np.ndarray], device: torch.device) -> MicroBatch[Tensor]:
-    """The arrays as tensors on `device`."""
+    """Returns the arrays as tensors on `device`."""
     return inputs.mapped(lambda array: brought(array, device))
 
 
 def laid_out(
     batch: TrainBatch, micros: Sequence[MicroRows], shape: Shape, layout: TrainLayout, device: torch.device
 ) -> MicroBatches:
-    """What this rank computes of each micro-batch of a pass."""
+    """Returns this rank's inputs for each micro-batch of a pass."""
     context_rank = mpu.get_context_parallel_rank()
 
     def lay_out(number: int) -> MicroBatch[Tensor]:
@@ -51,11 +51,11 @@ def laid_out(
 
 
 def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
-    """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end.
+    """Returns where sequences begin and end, for attention and rotary positions. Pads belong to their sequence's end.
 
     Transformer Engine refuses context parallelism without starts of padded sequences (2.11, context_parallel.py:
-    "cu_seqlens_padded can not be None"). It asks in every layer whether they equal the others, which costs nothing
-    where both are one tensor. Of integers in the same memory torch says so without reading them
+    "cu_seqlens_padded can not be None"). It compares them with the others in every layer. The comparison costs nothing
+    if both are one tensor. For integers in the same memory torch answers without reading them
     (ATen/native/cuda/Equal.cpp).
     """
     if inputs.sequence_starts is None:
@@ -75,23 +75,23 @@ def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """All [rows, response_length], whole sequences on every rank."""
+    """Outputs of tokens, all [rows, response_length], with whole sequences on every rank."""
 
     log_probs: Tensor  # float32; zero where nothing was computed
     entropy: Tensor  # the same
-    computed: Tensor  # bool; see MicroBatch.has_log_probs
+    computed: Tensor  # bool; as MicroBatch.has_log_probs
     # [rows, response_length, words]: other words in the token's place, int64, and their log-probs
     words: Tensor | None = None
     of_words: Tensor | None = None
 
     def with_words_on_host(self) -> "TokenOutputs":
-        """The outputs, with what is many times as large as the others off the device."""
+        """Returns the outputs with the likeliest words on the host. They are many times as large as the others."""
         if self.words is None:
             return self
         return replace(self, words=self.words.int().cpu(), of_words=self.of_words.cpu())
 
     def detached(self) -> "TokenOutputs":
-        """The outputs without the graph."""
+        """Returns the outputs without the graph."""
         return TokenOutputs(self.log_probs.detach(), self.entropy.detach(), self.computed)
 
 
@@ -99,7 +99,7 @@ class TokenOutputs:
 class LossResult:
     """The result of one micro-batch of an update.
 
-    `outputs`: what its forward computed of tokens, where nobody had computed it before.
+    `outputs`: its forward's outputs of tokens, if no earlier pass had computed them.
     """
 
     metrics: MetricParts
@@ -108,20 +108,20 @@ class LossResult:
 
 @dataclass(frozen=True)
 class Likeliest:
-    """How many of the likeliest words are wanted beside each token, among those below a number."""
+    """The number of likeliest words that are wanted for each token, among ids below a bound."""
 
     count: int
     below: int
 
 
-Outputs = Callable[[Tensor, torch.nn.Module, MicroBatch], Any]  # of tokens, from what the last chunk gives
-LastStage = Callable[[MicroBatch, Any], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
-# held while one chunk computes one micro-batch
+Outputs = Callable[[Tensor, torch.nn.Module, MicroBatch], Any]  # outputs of tokens, from the last chunk's result
+LastStage = Callable[[MicroBatch, Any], tuple[Tensor, object]]  # -> the tensor to run backward on, the object to return
+# a context that is entered while one chunk computes one micro-batch
 Around = Callable[[torch.nn.Module, MicroBatch], AbstractContextManager]
 
 
 def nothing_around(model: torch.nn.Module, inputs: MicroBatch) -> AbstractContextManager:
-    """The context of passes that nobody looks on at."""
+    """Returns an empty context, for passes that nothing observes."""
     return nullcontext()
 
 
@@ -132,9 +132,9 @@ def log_prob_pass(
     around: Around = nothing_around,
     likeliest: Likeliest | None = None,
 ) -> list[TokenOutputs]:
-    """Forward only. The outputs of each micro-batch on the last stage, an empty list elsewhere.
+    """Runs the forward only. Returns the outputs of each micro-batch on the last stage, an empty list elsewhere.
 
-    `likeliest`: words that are wanted beside each token.
+    `likeliest`: further words whose log-probs are wanted for each token.
     """
 
     def keep(inputs: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
@@ -147,7 +147,7 @@ def log_prob_pass(
 
 @contextmanager
 def evaluating(chunks: list[torch.nn.Module]) -> Iterator[None]:
-    """The chunks compute as engines do: what is done to activations for training's sake alone is left out."""
+    """Makes the chunks compute as engines do: everything that changes activations only for training is left out."""
     for chunk in chunks:
         chunk.eval()
     try:
@@ -165,14 +165,14 @@ def loss_pass(
     denominators: Denominators,
     around: Around = nothing_around,
 ) -> list[LossResult]:
-    """Forward and backward of a mini-batch on this rank.
+    """Runs forward and backward of a mini-batch on this rank.
 
     Adds the gradient of the mini-batch's loss to the buffers and sums it over all ranks that share a weight.
 
     `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. The schedule divides
     each loss by the number of micro-batches and multiplies it by the context-parallel size. The gradient reduction
-    divides by the number of data- and context-parallel ranks. The factor below takes back what is not a sum. Returns
-    the result of each micro-batch on the last stage, an empty list elsewhere.
+    divides by the number of data- and context-parallel ranks. The factor in this function undoes these operations, so
+    that gradients are sums. Returns the result of each micro-batch on the last stage, an empty list elsewhere.
     """
     undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
     exercised(f"actor.layout.virtual_pipeline_model_parallel_size={len(chunks)}")
@@ -190,7 +190,7 @@ def loss_pass(
 
 
 def _outputs_of(vocab_size: int, entropy_has_gradient: bool = False, likeliest: Likeliest | None = None) -> Outputs:
-    """How log-probs and entropies follow from hidden states."""
+    """Returns the function that computes log-probs and entropies from hidden states."""
 
     def outputs(hidden: Tensor, model: torch.nn.Module, inputs: MicroBatch) -> TokenOutputs:
         return token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient, likeliest)
@@ -225,7 +225,9 @@ def run_pass(
     around: Around,
     forward_only: bool,
 ) -> list:
-    """Runs Megatron's schedule; what `last_stage` hands out of each micro-batch, an empty list on other stages."""
+    """Runs Megatron's schedule. Returns the objects that `last_stage` returns for each micro-batch, an empty list on
+    other stages.
+    """
 
     def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
         inputs = next(data_iterator)
@@ -250,7 +252,7 @@ def run_pass(
     )
 
 
-# The 16-bit wrapper would copy what the last stage returns to float32; log-probs need that of a chunk at a time.
+# The 16-bit wrapper would copy the last stage's result to float32; log-probs convert one block at a time.
 _KEEP_DTYPE = {True: {"fp32_output": False}, False: {}}
 
 
@@ -259,16 +261,14 @@ def _is_half(model: torch.nn.Module) -> bool:
 
 
 def return_hidden_states(chunks: list[torch.nn.Module]) -> None:
-    """Makes the last stage's chunk return hidden states [batch, length,
-    hidden] where it would multiply them into logits.
-    """
+    """Makes the last stage's chunk return hidden states [batch, length, hidden] instead of logits."""
     for chunk in unwrap_model(chunks):
         if chunk.post_process:
             chunk.output_layer.forward = _gathered_tokens(chunk.config.sequence_parallel)
 
 
 def _gathered_tokens(sequence_parallel: bool) -> Callable:
-    """Stands in for an output layer: hands its input on, with all tokens on every tensor-parallel rank."""
+    """Returns a stand-in for an output layer. It returns its input with all tokens on every tensor-parallel rank."""
 
     def forward(hidden: Tensor, *_, **__) -> tuple[Tensor, None]:
         # backward sums the ranks' gradients, each of which comes from that rank's part of the vocabulary
@@ -276,7 +276,7 @@ def _gathered_tokens(sequence_parallel: bool) -> Callable:
             return gather_from_sequence_parallel_region(hidden), None
         whole = copy_to_tensor_model_parallel_region(hidden)
         if whole.requires_grad:
-            # of a gradient that does not lie in one piece Megatron sums a copy and goes on with what it was
+            # Megatron sums a copy of a gradient that is not contiguous, and continues with the original
             # (0.16.1, tensor_parallel/mappings.py: _reduce)
             whole.register_hook(Tensor.contiguous)
         return whole, None
@@ -299,8 +299,9 @@ def token_outputs(
     entropy_has_gradient: bool,
     likeliest: Likeliest | None = None,
 ) -> TokenOutputs:
-    """Log-probs and entropies of the response tokens from `hidden` [batch, length, hidden],
-    this context-parallel rank's positions. A teacher's words in `inputs` have log-probs too.
+    """Returns log-probs and entropies of the response tokens at this context-parallel rank's positions.
+
+    `hidden`: [batch, length, hidden]. A teacher's words in `inputs` get log-probs too.
     """
     predicting = hidden.flatten(0, 1)[inputs.predictors]
     group = mpu.get_tensor_model_parallel_group()
@@ -321,7 +322,9 @@ def token_outputs(
 
 
 def _targets(inputs: MicroBatch) -> Tensor:
-    """Token ids whose log-probs are wanted: [tokens], or [tokens, 1 + words] with a teacher's behind the token."""
+    """Returns token ids whose log-probs are wanted: [tokens], or [tokens, 1 + words] with a teacher's words after the
+    token.
+    """
     if inputs.teacher_words is None:
         return inputs.targets
     words = inputs.teacher_words.flatten(0, 1)[inputs.slots].long()
@@ -329,9 +332,9 @@ def _targets(inputs: MicroBatch) -> Tensor:
 
 
 def whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
-    """[rows, response_length, ...] from [tokens, ...] of this rank and of the other context-parallel ranks.
+    """Returns [rows, response_length, ...] from [tokens, ...] of this rank and of the other context-parallel ranks.
 
-    Every one of them then computes the same loss over whole sequences; backward hands each the gradient of its own
+    Every one of them then computes the same loss over whole sequences. Backward gives each rank the gradient of its own
     tokens, once.
     """
     mask = inputs.response_mask
@@ -343,7 +346,7 @@ def whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
 
 
 def of_rows(micros: Sequence[MicroRows], outputs: Sequence[TokenOutputs]) -> RowResult:
-    """Joins what was computed of micro-batches, fillers left out."""
+    """Joins the outputs of micro-batches without fillers."""
     kept = [(micro.rows, each) for micro, each in zip(micros, outputs, strict=True) if not micro.is_filler]
     rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]
     log_probs = [np.zeros(0, np.float32), *(each.log_probs[each.computed].cpu().numpy() for _, each in kept)]

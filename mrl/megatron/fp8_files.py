@@ -1,4 +1,4 @@
-"""What mbridge reads a checkpoint's tensors through where its matrices are in FP8."""
+"""Reads FP8 checkpoints for mbridge."""
 
 import numpy as np
 import torch
@@ -10,15 +10,15 @@ from mrl.model.hf_files import scale_of
 
 
 class Bfloat16Files(SafeTensorIO):
-    """Gives matrices in FP8 as bfloat16, other tensors as they are; `check_checkpoint` has found their scales."""
+    """Returns FP8 matrices as bfloat16, and other tensors unchanged. `check_checkpoint` has found their scales."""
 
     def __init__(self, folder: str, block: tuple[int, int]):
-        """`block`: rows and columns that one scale is of."""
+        """`block`: rows and columns of one scale's block."""
         super().__init__(folder)
         self._block = block
 
     def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
-        """Loads tensors by name, matrices in FP8 as bfloat16."""
+        """Loads tensors by name, FP8 matrices as bfloat16."""
         stored = super().load_some_hf_weight(hf_weight_names)
         matrices = [name for name, tensor in stored.items() if tensor.dtype is torch.float8_e4m3fn]
         scales = super().load_some_hf_weight([scale_of(name) for name in matrices])

@@ -1,12 +1,12 @@
 """Gated delta attention (Qwen3-Next, Qwen3.5) in plain torch, over packs of sequences and tensor-parallel over heads.
 
-Megatron's own layer takes no packs. A head's state S [key dim, value dim] goes from token to token of one sequence and
-is zero where one begins; with decay a and rate b
+Megatron's own layer takes no packs. A head's state S [key dim, value dim] passes from token to token of a sequence. It
+is zero at the sequence's beginning. With decay a and rate b:
 
     S = a S;   S = S + k (b (v - S^T k))^T;   out = S^T q
 
-Tokens are computed in chunks of 64, in which the updates are one triangular system (arXiv:2412.06464). A pack is cut
-into chunks that end with their sequence, so that no chunk has two, and sequences go on together, the longest first:
+Tokens are computed in chunks of 64, in which the updates are one triangular system (arXiv:2412.06464). Chunks end with
+their sequence, so that no chunk has two sequences. Sequences are computed together, the longest first:
 
     pack of lengths 3, 2, 5 in chunks of 2    a a a b b c c c c c
     chunks in the order of steps              c c | a a | b b      c c | a .      c .
@@ -32,29 +32,29 @@ from mrl.megatron.host_arrays import brought
 from mrl.model.computed_sizes import DELTA_CHUNK
 from mrl.platforms.packs import lengths_of
 
-_NORM_EPS = 1e-6  # of queries and keys, whatever the model's norms have
+_NORM_EPS = 1e-6  # for queries and keys, independent of the model's norms
 
 
 @dataclass(frozen=True)
 class Chunks:
     """A pack cut into chunks."""
 
-    # int64 [chunks * DELTA_CHUNK]: which token of the pack; behind a sequence's end the one behind the pack
+    # int64 [chunks * DELTA_CHUNK]: token of the pack; after a sequence's end, the index after the pack's last token
     tokens: Tensor
-    places: Tensor  # int64 [tokens of the pack]: where in `tokens` each stands
-    counts: tuple[int, ...]  # chunks of each step, which are those of the first sequences of the step before
+    places: Tensor  # int64 [tokens of the pack]: position of each token in `tokens`
+    counts: tuple[int, ...]  # chunks of each step, which belong to the first sequences of the previous step
 
 
 class GatedDelta(MegatronModule):
-    """In the place of a layer's attention.
+    """Gated delta attention, in place of a layer's attention.
 
-    Projections lie as in the checkpoint. Qwen3-Next's are head of keys by head of keys, so that tensor ranks have rows
-    one after the other. Qwen3.5's are kind by kind, and so are those of a rank: its queries, its keys, its values,
-    their gates. The convolution's channels are queries, keys, then values.
+    Projections are ordered as in the checkpoint. Qwen3-Next's are ordered by key head, so a tensor rank has consecutive
+    rows. Qwen3.5's are ordered by kind, and so are a rank's: its queries, its keys, its values, their gates. The
+    convolution's channels are queries, keys, then values.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection=None, by_kind: bool = False, **_):
-        """`by_kind`: how projections lie."""
+        """`by_kind`: whether projections are ordered by kind instead of by key head."""
         super().__init__(config)
         self.by_kind = by_kind
         ranks = pg_collection.tp.size()
@@ -80,8 +80,10 @@ class GatedDelta(MegatronModule):
         self.norm = _GatedNorm(self.value_dim, config)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params=None, **_):
-        """`hidden_states` [seq, batch, hidden], this rank's part of seq under sequence parallelism -> as that, and no
-        bias. Padded rows have their pads at the end, where they reach no real token.
+        """Takes `hidden_states` [seq, batch, hidden]. Returns the same shape, and no bias.
+
+        Under sequence parallelism seq is this rank's part. Padded rows have their pads at the end, where they affect no
+        real token.
         """
         mixed, _ = self.in_proj_qkvz(hidden_states)
         rates, _ = self.in_proj_ba(hidden_states)
@@ -94,7 +96,7 @@ class GatedDelta(MegatronModule):
         return self.out_proj(out.unflatten(0, (rows, length)).transpose(0, 1))
 
     def _of_pack(self, mixed: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """What this rank's heads say of each token: [tokens, heads * dim]."""
+        """Returns the output of this rank's heads for each token: [tokens, heads * dim]."""
         query, key, value, gate, rate, step = self._by_kind(mixed, rates)
         channels = torch.cat([x.flatten(1) for x in (query, key, value)], dim=1)
         sizes = [x[0].numel() for x in (query, key, value)]
@@ -107,7 +109,7 @@ class GatedDelta(MegatronModule):
         return self.norm(out, gate).flatten(1)
 
     def _by_kind(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys, values and gates [tokens, heads, dim]; rates and steps [tokens, heads]."""
+        """Returns queries, keys, values and gates [tokens, heads, dim]; rates and steps [tokens, heads]."""
         if self.by_kind:
             return self._of_all_heads(mixed, rates)
         wide = self.values_a_key * self.value_dim
@@ -118,7 +120,7 @@ class GatedDelta(MegatronModule):
         return query, key, value, gate, rate.flatten(1), step.flatten(1)
 
     def _of_all_heads(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
-        """What `_by_kind` returns, of projections that lie kind by kind."""
+        """Returns the same as `_by_kind`, for projections that are ordered by kind."""
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
         query, key, value, gate = mixed.split([keys, keys, values, values], dim=1)
@@ -129,14 +131,14 @@ class GatedDelta(MegatronModule):
 
 
 class _Convolution(torch.nn.Module):
-    """Each channel over the tokens before it, of its own sequence, then silu."""
+    """Convolves each channel over earlier tokens of the same sequence, then applies silu."""
 
     def __init__(self, channels: int, kernel: int, dtype: torch.dtype):
         super().__init__()
         self.weight = _of_heads(torch.zeros(channels, 1, kernel), dtype)
 
     def forward(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """`x` [tokens, channels] -> as `x`."""
+        """Takes `x` [tokens, channels] and returns the same shape."""
         weight = self.weight[:, 0]
         place = _places(lengths, x.device)
         out = x * weight[:, -1]
@@ -147,7 +149,7 @@ class _Convolution(torch.nn.Module):
 
 
 class _GatedNorm(torch.nn.Module):
-    """RMSNorm of each head, then its gate; the weight is not zero-centred as the model's other norms are."""
+    """Applies RMSNorm to each head, then its gate. The weight is not zero-centred, unlike the model's other norms."""
 
     def __init__(self, size: int, config: TransformerConfig):
         super().__init__()
@@ -162,7 +164,7 @@ class _GatedNorm(torch.nn.Module):
 
 
 def _of_heads(values: Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
-    """A parameter of which each tensor rank has its own heads."""
+    """Makes a parameter of which each tensor rank has its own heads."""
     parameter = torch.nn.Parameter(values.to(dtype))
     set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     return parameter
@@ -171,10 +173,12 @@ def _of_heads(values: Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, lengths: tuple[int, ...]
 ) -> Tensor:
-    """What each token reads of its sequence's state: [tokens, heads, value dim], as `value`.
+    """Returns the value that each token reads from its sequence's state: [tokens, heads, value dim], in the dtype of
+    `value`.
 
-    `query`, `key` [tokens, heads, key dim], here brought to length one. `decay`: logarithm of what the state is
-    multiplied by, and `rate`, how much of a value is written: [tokens, heads]. `lengths`: of the sequences.
+    `query`, `key` [tokens, heads, key dim] are normalised to length one here. `decay` and `rate` are [tokens, heads].
+    `decay` is the logarithm of the factor of the state, and `rate` the share of a value that is written. `lengths` are
+    those of the sequences.
     """
     chunks = _chunks(lengths, query.device)
     query, key = (_unit(x.float()) for x in (query, key))
@@ -198,13 +202,13 @@ def gated_delta(
 def _stepwise(
     counts: tuple[int, ...], query: Tensor, scores: Tensor, new: Tensor, read: Tensor, key: Tensor, decay: Tensor
 ) -> Tensor:
-    """The state from chunk to chunk of all sequences at once: [chunks, heads, DELTA_CHUNK, value dim]."""
+    """Passes states from chunk to chunk, all sequences at once. Returns [chunks, heads, DELTA_CHUNK, value dim]."""
     state = query.new_zeros(counts[0], query.shape[1], query.shape[3], new.shape[3])
     outs = []
     first = 0
     for count in counts:
         here = slice(first, first + count)
-        state = state[:count]  # sequences that are over are the last ones
+        state = state[:count]  # finished sequences are the last ones
         value = new[here] - read[here] @ state
         outs.append(query[here] @ state + scores[here] @ value)
         state = state * decay[here] + key[here].transpose(2, 3) @ value
@@ -217,12 +221,14 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _chunked(x: Tensor, chunks: Chunks) -> Tensor:
-    """`x` [tokens, heads, dim] -> [chunks, heads, DELTA_CHUNK, dim]; zeros behind each sequence change no state."""
+    """Rearranges `x` [tokens, heads, dim] as [chunks, heads, DELTA_CHUNK, dim]. Zeros after each sequence change no
+    state.
+    """
     with_zeros = F.pad(x, (0, 0, 0, 0, 0, 1))
     return with_zeros.index_select(0, chunks.tokens).unflatten(0, (-1, DELTA_CHUNK)).transpose(1, 2)
 
 
-@lru_cache(maxsize=64)  # every layer of a micro-batch asks, and its backward again
+@lru_cache(maxsize=64)  # every layer of a micro-batch asks for it, and its backward again
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
     total = sum(lengths)
     starts = np.cumsum([0, *lengths])
@@ -241,5 +247,5 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
 
 @lru_cache(maxsize=64)
 def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [tokens]: which token of its sequence each is."""
+    """Returns the position of each token in its sequence, int64 [tokens]."""
     return brought(np.concatenate([np.arange(length) for length in lengths]), device)

@@ -1,9 +1,9 @@
-"""Gradients of weights are added to Megatron's float32 buffers within the product that makes them, where Transformer
-Engine computes it.
+"""Adds gradients of weights to Megatron's float32 buffers within the matrix product, where Transformer Engine computes
+it.
 
-Otherwise its modules hand out a gradient in the weights' 16 bits, which is added afterwards: rounded once a
-micro-batch, and written and read once more. Megatron's `gradient_accumulation_fusion` would switch it on too, but then
-its output layer is not built without Apex, and of that layer only the weight is used here (mrl.megatron.logprob).
+Otherwise its modules return a gradient in the weights' 16 bits, which is added afterwards. That rounds it once for each
+micro-batch, and writes and reads it once more. Megatron's `gradient_accumulation_fusion` would switch this on too. But
+then Megatron does not build its output layer without Apex. mrl.megatron.logprob needs that layer's weight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-# of modules of Transformer Engine, which read it at every forward (2.11: transformer_engine/pytorch/module/linear.py,
+# an attribute of Transformer Engine's modules, read in each forward (2.11: transformer_engine/pytorch/module/linear.py,
 # layernorm_linear.py and grouped_linear.py)
 SWITCH = "fuse_wgrad_accumulation"
 _FIELD = "gradient_accumulation_fusion"
 
 
 def is_wanted(overrides: Mapping[str, Any]) -> bool:
-    """Whether fields of Megatron's transformer config leave this on, as it is by itself."""
+    """Tells whether Megatron's transformer config leaves this on, as it is by default."""
     return overrides.get(_FIELD) is not False
 
 
 def for_megatron(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that Megatron is given where Transformer Engine's modules are told here."""
+    """Returns the fields for Megatron's config. Transformer Engine's modules are configured here instead."""
     return {name: value for name, value in overrides.items() if name != _FIELD}
 
 
 def add_within_products(chunks: Iterable[Module]) -> None:
-    """Lets every module that can add gradients within its matrix product, where its weights have float32 buffers.
+    """Switches it on in every module that can add gradients within its product and has float32 buffers.
 
-    The chunks are wrapped for data parallelism, which makes the buffers. It knows by `grad_added_to_main_grad` what has
-    been added.
+    The chunks are wrapped for data parallelism, which makes the buffers. The wrapper reads from
+    `grad_added_to_main_grad` whether a gradient was added.
     """
     for module in _able(chunks):
         setattr(module, SWITCH, _has_float32_buffers(module))
@@ -49,9 +49,10 @@ def _able(chunks: Iterable[Module]) -> Iterator[Module]:
 
 
 def _has_float32_buffers(module: Module) -> bool:
-    """Whether all weights that learn have one; norms and biases beside them get their gradients as before.
+    """Tells whether all trained weights have a float32 buffer.
 
-    Adapters below the module are no weights of its product.
+    Norms and biases beside them get their gradients in the usual way. Adapters inside the module are not weights of its
+    product.
     """
     own = module.parameters(recurse=False)
     buffers = [getattr(p, "main_grad", None) for p in own if p.requires_grad and p.dim() > 1]

@@ -1,4 +1,4 @@
-"""From arrays of the host to tensors of the device, without a wait."""
+"""Copies arrays from the host to the device without waiting."""
 
 import numpy as np
 import torch
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def brought(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on `device`, which has it before it computes what it is asked for next.
+    """Returns the array on `device`. The copy is complete before later work on the device begins.
 
-    It is copied from pinned memory. For a copy from any other memory the host would wait, and so for all that the
-    device was asked for before.
+    It is copied from pinned memory. A copy from other memory would make the host wait for all earlier work of the
+    device.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == tensor.device.type:

@@ -1,5 +1,6 @@
-"""What a rank really computes with, read off its modules: what was asked for, and what Megatron made of it,
-may differ.
+"""Names the kernels that a rank really computes with, read from its modules.
+
+What Megatron builds may differ from what was configured.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ _PARTS = {"attention": ".core_attention", "experts": ".mlp.experts", "norm": ".f
 def kernels_in_words(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) -> str:
     """Names the classes of layers, attention, experts, last norm and Adam, as far as this rank's chunks have them.
 
-    It also says how gradients of weights in 16 bits are summed.
+    It also says how gradients of 16-bit weights are summed.
     """
     chunks = list(chunks)
     parts = [f"{part} {kind}" for part, kind in _classes(chunks).items()]
@@ -37,7 +38,10 @@ def _gradient_sums(chunks: list[nn.Module]) -> Iterator[str]:
 
 
 def _classes(chunks: Iterable[nn.Module]) -> dict[str, str]:
-    """Part -> class of the first module that is it; of experts also that of their first layer, where the product is."""
+    """Returns part -> class of the first module of that part.
+
+    For experts it adds the class of their first layer, which computes the product.
+    """
     classes: dict[str, str] = {}
     for chunk in chunks:
         for name, module in chunk.named_modules():
@@ -49,7 +53,10 @@ def _classes(chunks: Iterable[nn.Module]) -> dict[str, str]:
 
 
 def _adam(optimizer: MegatronOptimizer) -> str:
-    """The Adam's name with its package: torch's and Transformer Engine's share a name, and neither speed nor memory."""
+    """Returns the Adam's name with its package.
+
+    torch's and Transformer Engine's Adam share a name but not speed and memory.
+    """
     inner: torch.optim.Optimizer | None = next(
         (part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None), None
     )

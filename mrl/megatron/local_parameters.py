@@ -1,4 +1,4 @@
-"""This rank's weights under their Megatron names, current and where they lie: what a reshard plan sends from."""
+"""Looks up this rank's current weights under their Megatron names, for the reshard plan that sends them."""
 
 from collections.abc import Mapping
 
@@ -11,10 +11,10 @@ _SHOWN = 8  # names in one message
 
 
 class LocalParameters:
-    """Looks this rank's parameters up by (name, model chunk), as mrl.model.megatron_shards names them.
+    """Looks up this rank's parameters by (name, model chunk), as mrl.model.megatron_shards names them.
 
-    They are read without a forward after the last update of a step. So gathers of weights that the next forward would
-    end are ended there (mrl.megatron.overlap).
+    They are read after the last update of a step without a forward. The next forward would end pending gathers of
+    weights. So they are ended here instead (mrl.megatron.overlap).
     """
 
     def __init__(self, chunks: list[Module]):
@@ -25,9 +25,9 @@ class LocalParameters:
         }
 
     def __call__(self, name: str, chunk: int) -> Tensor:
-        """The parameter's data.
+        """Returns the parameter's data.
 
-        Raises RuntimeError for one that the model does not have, or that is not on the device.
+        Raises RuntimeError for an unknown parameter, or one that is not on the device.
         """
         parameter = self._parameters.get((name, chunk))
         if parameter is None:
@@ -39,9 +39,9 @@ class LocalParameters:
         return parameter.data
 
     def check(self, wanted: Mapping[tuple[str, int], tuple[int, ...]]) -> None:
-        """`wanted`: the shape of each (name, model chunk) that the description has.
+        """Compares the model with its description. `wanted`: (name, model chunk) -> shape.
 
-        Raises RuntimeError naming parameters that only one of model and description has, or that have another shape.
+        Raises RuntimeError naming parameters that only one of them has, or whose shapes differ.
         """
         actual = {key: tuple(parameter.shape) for key, parameter in self._parameters.items()}
         faults = [
@@ -58,7 +58,7 @@ class LocalParameters:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the prefixes of Megatron's wrappers."""
+    """Returns a parameter's name without the prefixes of Megatron's wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

@@ -1,12 +1,12 @@
 """Log-probabilities and entropy from hidden states and the output layer's weight, without ever holding the logits.
 
-The logits of all tokens would be the largest tensor of a step ([8192, 151936] in float32 is 5 GB, and a softmax holds
-several). Here they are made a block at a time, reduced, dropped, and made again in the backward pass. The vocabulary
-may be divided over ranks.
+The logits of all tokens would be the largest tensor of a step. [8192, 151936] in float32 takes 5 GB, and a softmax
+holds several. Here they are computed block by block, reduced, dropped, and recomputed in the backward pass. The
+vocabulary may be divided over ranks.
 
 A block is some tokens by some of the vocabulary. On accelerators it has all of a rank's vocabulary and as many tokens
-as fit LOGIT_CHUNK: few launches. On CPU it fits the cache, so that what is done to each logit costs next to nothing
-beside the products.
+as fit LOGIT_CHUNK, for few launches. On CPU it fits the cache, so that elementwise work costs almost nothing compared
+with the products.
 """
 
 import math
@@ -21,44 +21,45 @@ from torch import Tensor
 from mrl.model.computed_sizes import LOGIT_CHUNK
 from mrl.units import MIB
 
-# mark of a weight whose gradient buffer Megatron reduces in its backward: see mrl/megatron/overlap.py
+# attribute of a weight whose gradient buffer Megatron reduces in its backward: mrl/megatron/overlap.py
 REDUCES_EARLY = "mrl_reduces_early"
-# many tokens: the weight's gradient is read and written once for so many
+# many tokens, because the weight's gradient is read and written once for each such part
 _CPU_TOKENS = 2048
 _CPU_BLOCK_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)
 class _Head:
-    """This rank's rows of the output layer and what is asked of it. `weight` [vocab / tp, hidden]."""
+    """This rank's rows of the output layer with the sizes of its blocks. `weight` is [vocab / tp, hidden]."""
 
     weight: Tensor
     width: int  # rows of `weight` that are real; the rest is padding
     first: int  # token id of the first row
-    tokens: int  # of a block
-    rows: int  # of a block
+    tokens: int  # in a block
+    rows: int  # in a block
     group: dist.ProcessGroup
 
     def parts(self, tokens: int) -> Iterator[slice]:
-        """The tokens of each block."""
+        """Yields the tokens of each block."""
         return _slices(tokens, self.tokens)
 
     def blocks(self) -> Iterator[slice]:
-        """The rows of each block."""
+        """Yields the rows of each block."""
         return _slices(self.width, self.rows)
 
     def place(self, tokens: int) -> Tensor:
-        """Float32 memory of a block's size, made once and not for each block.
+        """Allocates float32 memory of a block's size, once instead of for each block.
 
-        Results between blocks are small and stay: on the CPU the heap would keep a hole of a block's size below each of
-        them.
+        Small results between blocks stay in memory. On the CPU, the heap would keep a hole of a block's size below each
+        of them.
         """
         size = min(tokens, self.tokens) * min(self.width, self.rows)
         return torch.empty(size, dtype=torch.float32, device=self.weight.device)
 
     def logits(self, hidden: Tensor, temperature: Tensor, block: slice, place: Tensor, scratch: Tensor) -> Tensor:
-        """[tokens, rows] float32 in `place`, divided by the temperature [tokens]. `scratch`: another place, which a
-        product in 16 bits overwrites.
+        """Returns logits [tokens, rows] in float32 in `place`, divided by the temperature [tokens].
+
+        `scratch`: more memory, which a 16-bit product overwrites.
         """
         logits = _matrix(place, len(hidden), block.stop - block.start)
         weight = self.weight[block].t()
@@ -69,7 +70,9 @@ class _Head:
         return logits.div_(temperature[:, None])
 
     def owned(self, targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-        """Column of each target in the block and whether it is there; where it is not, the column means nothing."""
+        """Returns each target's column in the block and whether it is there. The column of an absent target is
+        meaningless.
+        """
         local = targets - self.first - block.start
         width = block.stop - block.start
         return local.clamp(0, width - 1), (local >= 0) & (local < width)
@@ -85,7 +88,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _block_shape(weight: Tensor, width: int) -> tuple[int, int]:
-    """Tokens and rows of a block on the weight's device."""
+    """Returns tokens and rows of a block on the weight's device."""
     if weight.device.type != "cpu":
         return max(1, LOGIT_CHUNK // (4 * width)), width
     rows = min(width, _CPU_BLOCK_BYTES // (4 * _CPU_TOKENS))
@@ -93,12 +96,12 @@ def _block_shape(weight: Tensor, width: int) -> tuple[int, int]:
 
 
 class _LeanLogProbs(torch.autograd.Function):
-    """Log-probs and entropies of tokens; the backward pass makes the logits again, block by block.
+    """Log-probs and entropies of tokens. The backward pass recomputes the logits, block by block.
 
-    With z = logits / temperature and p = softmax(z): log p of each target, and entropy H = -sum p log p.
-    `targets` [tokens, words].
+    With z = logits / temperature and p = softmax(z): log p of each target, and entropy H = -sum p log p. `targets`
+    [tokens, words].
 
-    d log p_target / d z = onehot - p;  d H / d z = -p (log p + H).
+    d log p_target / d z = onehot - p; d H / d z = -p (log p + H).
     """
 
     @staticmethod
@@ -137,7 +140,7 @@ class _LeanLogProbs(torch.autograd.Function):
         head: _Head = ctx.head
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
-        if ctx.needs_input_grad[1]:  # not where adapters are trained in the weights' place
+        if ctx.needs_input_grad[1]:  # no gradient if adapters are trained instead of the weights
             grad_weight = _WeightGradient(weight, head.width)
         needs_other = ctx.entropy_has_gradient or hidden.dtype is not torch.float32
         place = head.place(len(hidden))
@@ -167,9 +170,9 @@ class _LeanLogProbs(torch.autograd.Function):
 
 
 def _block_sums(z: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Peak [tokens] of a block's logits z, and [2, tokens]: sums of exp(z - peak), and of exp(z - peak) (z - peak).
+    """Returns the peak [tokens] of a block's logits z, and two sums [2, tokens].
 
-    Overwrites z and `scratch`.
+    The sums are those of exp(z - peak) and of exp(z - peak) (z - peak). Overwrites z and `scratch`.
     """
     peak = z.amax(-1)
     weights = torch.exp(z.sub_(peak[:, None]), out=_matrix(scratch, *z.shape))
@@ -177,7 +180,7 @@ def _block_sums(z: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_blocks(by_block: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Peak [tokens] and sums [2, tokens] of all blocks, from those of each."""
+    """Combines peaks [tokens] and sums [2, tokens] of all blocks."""
     peaks = torch.stack([peak for peak, _ in by_block])
     of_blocks = torch.stack([own for _, own in by_block], 1)
     peak = peaks.amax(0)
@@ -185,14 +188,16 @@ def _of_blocks(by_block: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _at_peak(sums: Tensor, shift: Tensor) -> Tensor:
-    """`sums` [2, ...] as they are for a higher peak; `shift` [...]: the own peak less that one."""
+    """Converts `sums` [2, ...] to a higher peak. `shift` [...]: own peak minus the higher one."""
     factor = shift.exp()
     return torch.stack([sums[0] * factor, (sums[1] + sums[0] * shift) * factor])
 
 
 def _over_ranks(peak: Tensor, sums: Tensor, targets: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """log-sum-exp and entropy [tokens], and target logits [tokens, words], from each rank's peak [tokens], sums
-    [2, tokens] of `_of_blocks`, and the logits of those targets that it has, 0 of the others.
+    """Returns log-sum-exp and entropy [tokens], and target logits [tokens, words], over all ranks.
+
+    Takes each rank's peak [tokens] and sums [2, tokens] from `_of_blocks`. `targets` has the logits of the rank's own
+    targets, and 0 for the others.
     """
     highest = peak.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -203,7 +208,7 @@ def _over_ranks(peak: Tensor, sums: Tensor, targets: Tensor, group: dist.Process
 
 
 class _HiddenGradient:
-    """Sum over a part's blocks of grad @ weight [tokens, hidden], in float32 where there are `several` in 16 bits."""
+    """Sums grad @ weight [tokens, hidden] over a part's blocks, in float32 if there are `several` in 16 bits."""
 
     def __init__(self, into: Tensor, several: bool):
         self.into = into
@@ -211,7 +216,7 @@ class _HiddenGradient:
         self._total = torch.empty_like(into, dtype=torch.float32) if several else into
 
     def add(self, grad: Tensor, weight: Tensor) -> None:
-        """`grad` [tokens, rows] float32, `weight` [rows, hidden], any float dtype."""
+        """Adds a block. `grad` is [tokens, rows] float32, `weight` [rows, hidden] of any float dtype."""
         dtype = self._total.dtype
         if self._is_first:
             torch.mm(grad.to(dtype), weight.to(dtype), out=self._total)
@@ -220,15 +225,17 @@ class _HiddenGradient:
         self._is_first = False
 
     def finish(self) -> None:
-        """Leaves the sum where it belongs."""
+        """Writes the sum to its destination."""
         if self._total is not self.into:
             self.into.copy_(self._total)
 
 
 @cache
 def _writes_float32(device: str, dtype: torch.dtype) -> bool:
-    """Whether a product of 16-bit factors can be summed and written in float32 there, at the factors' full rate. Tried
-    once: of torch's own devices CUDA can, and torch_npu makes `is_cuda` true of its tensors."""
+    """Tells whether the device can write a product of 16-bit factors in float32, at full rate. It is tried once.
+
+    Among torch's own devices CUDA can. `is_cuda` cannot tell, because torch_npu makes it true for its own tensors.
+    """
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     total = torch.ones(16, 16, device=device)
     try:
@@ -239,8 +246,9 @@ def _writes_float32(device: str, dtype: torch.dtype) -> bool:
 
 
 def head_gradient_in_words(weight: Tensor) -> str:
-    """How the gradient of an output layer's weight is multiplied and summed; a float32 product of 16-bit factors takes
-    many times as long.
+    """Describes how the gradient of an output layer's weight is multiplied and summed.
+
+    A float32 product of 16-bit factors takes many times as long.
     """
     if weight.dtype is torch.float32:
         return "a product in float32"
@@ -251,12 +259,11 @@ def head_gradient_in_words(weight: Tensor) -> str:
 
 
 class _WeightGradient:
-    """Sum over chunks of grad^T hidden [width, hidden] in float32, into Megatron's gradient buffer where that is
-    float32.
+    """Sums grad^T hidden [width, hidden] over chunks in float32, in Megatron's gradient buffer if that is float32.
 
-    Such a buffer exists anyway, and a sum of its own is as large as the layer. A buffer in 16 bits would lose digits
-    with every chunk, so beside one there is such a sum, which autograd adds once. So would a product lose them that is
-    rounded to 16 bits before it is added.
+    Such a buffer exists anyway, and a separate sum is as large as the layer. A 16-bit buffer would lose digits with
+    every chunk. Then a separate sum is kept, and autograd adds it once. A product that is rounded to 16 bits before it
+    is added would lose digits too.
     """
 
     def __init__(self, weight: Tensor, width: int):
@@ -270,7 +277,10 @@ class _WeightGradient:
         )
 
     def add(self, block: slice, grad: Tensor, hidden: Tensor) -> None:
-        """`grad` [tokens, rows] float32 of the rows in `block`, `hidden` [tokens, hidden], any float dtype."""
+        """Adds grad^T hidden for `block`.
+
+        `grad` is [tokens, rows] float32, `hidden` [tokens, hidden] of any float dtype.
+        """
         into = self.total[block]
         if hidden.dtype is not torch.float32 and _writes_float32(str(into.device), hidden.dtype):
             torch.addmm(into, grad.to(hidden.dtype).t(), hidden, out_dtype=torch.float32, out=into)
@@ -278,9 +288,9 @@ class _WeightGradient:
             into.addmm_(grad.t(), hidden.float())
 
     def result(self) -> Tensor | None:
-        """What autograd adds to the weight's own gradient: all of it where there is no buffer.
+        """Returns the gradient that autograd adds to the weight's own: all of it if there is no buffer.
 
-        Nothing more where the buffer has it already, or zeros where Megatron asks for a gradient before it reduces the
+        Returns None if the buffer has it already, or zeros if Megatron expects a gradient before it reduces the
         buffer.
         """
         if self.buffer is None:
@@ -300,17 +310,18 @@ def lean_log_probs(
     entropy_has_gradient: bool = False,
     block: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, in the form of `targets`, and entropy of each distribution [tokens], in nats,
-    float32.
+    """Returns the log-probability of each target, shaped like `targets`, and each distribution's entropy [tokens].
 
-    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` (token ids): [tokens], or several
-    of each, [tokens, words]. They are the same on every rank of `group`, the tensor-parallel group. `weight`
-    [padded_vocab / tp, hidden] is this rank's block of rows. `temperature` [tokens] divides the logits, as sampling
-    does; rows past `vocab_size` are padding and have no probability. `block`: tokens, and rows of `weight`, whose
-    logits are alive at a time; None: what the device is best at.
+    Both are float32, in nats.
 
-    The gradient of `hidden` is this rank's share, to be summed over the group. The weight's gradient goes straight into
-    `weight.main_grad` where there is one in float32. Gradients flow from the entropy only when asked for.
+    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets`. `targets` are token ids:
+    [tokens], or several for each state, [tokens, words]. Both are equal on every rank of `group`, the tensor-parallel
+    group. `weight` [padded_vocab / tp, hidden] is this rank's block of rows. `temperature` [tokens] divides the logits,
+    as sampling does. Rows past `vocab_size` are padding and have no probability. `block`: tokens, and rows of `weight`,
+    whose logits exist at a time; None: the best size for the device.
+
+    The gradient of `hidden` is this rank's share, to be summed over the group. The weight's gradient is added directly
+    to `weight.main_grad` if that is float32. Gradients flow from the entropy only if `entropy_has_gradient`.
     """
     head = _head(weight, vocab_size, group, block)
     several = targets if targets.dim() == 2 else targets[:, None]
@@ -336,10 +347,10 @@ def likeliest_words(
     below: int,
     block: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest of the token ids under `below`, the likeliest first: int64 and log-probs, both
-    [tokens, count]; other arguments as in `lean_log_probs`.
+    """Returns the `count` likeliest token ids under `below`, likeliest first, int64, and their log-probs.
 
-    Each rank finds its own, so beside a block of logits `count` candidates a token and rank are alive.
+    Both are [tokens, count]. Other arguments are as in `lean_log_probs`. Each rank finds its own candidates. So beside
+    a block of logits only `count` candidates for each token and rank are in memory.
     """
     head = _head(weight, vocab_size, group, block)
     temperature = temperature.float()

@@ -1,15 +1,16 @@
-"""Low-rank adapters in Megatron's linear layers: trained while the weights stay, left out for the reference model,
-and merged into the weights for whoever reads them.
+"""Low-rank adapters in Megatron's linear layers.
 
-A layer computes as ever, and a hook adds `scale * B A x` to what it gives. Communication over tensor ranks is of
-`A x`, which is as narrow as the rank:
+They are trained while the weights are frozen, and left out for the reference model. Readers of weights get them merged.
+
+A layer computes as usual, and a hook adds `scale * B A x` to its output. Tensor ranks communicate `A x`, whose width is
+only the adapters' rank:
 
     cut by rows        x, the same or a part of the tokens     A whole, B cut     A x is shared, then B
     cut by columns     x, a part of each token                 A cut, B whole     A x is summed, then B
-    experts, and shared experts that overlap: others exchange what goes in and what comes out, so what comes out is a
+    experts, and shared experts that overlap: other modules exchange their inputs and outputs, so an output is a
     part or a summand, and the gradient of the whole factor is summed over tensor ranks by itself
 
-Dropout is of x, in updates alone. Tensor ranks that have the same x leave the same elements out of it.
+Dropout applies to x, in updates only. Tensor ranks with the same x drop the same elements.
 """
 
 import zlib
@@ -49,7 +50,7 @@ from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Shard
 from mrl.model.peft_files import PREFIX, WEIGHTS
 
-_TILE = {"cpu": 1 << 16}  # elements that are merged at once, by kind of device: a cache's worth
+_TILE = {"cpu": 1 << 16}  # elements that are merged at once, by kind of device: as many as fit a cache
 _LARGE_TILE = 1 << 22
 
 
@@ -59,7 +60,7 @@ class Adapter(Module):
     def __init__(
         self, layer: AdaptedLayer, lora: Lora, config: TransformerConfig, is_outside: bool, dropout: float = 0.0
     ):
-        """`is_outside`: tokens are exchanged over tensor ranks outside of the layer, not in it."""
+        """`is_outside`: tokens are exchanged over tensor ranks outside of the layer, not inside."""
         super().__init__()
         self.is_on = True
         self._dropout = dropout
@@ -78,14 +79,14 @@ class Adapter(Module):
         if (factor == FIRST) == self._by_columns:
             set_tensor_model_parallel_attributes(parameter, True, int(self._by_columns), 1)
         elif not self._is_outside:
-            # each tensor rank has its own tokens then, and the factor's gradients are to be summed
+            # then each tensor rank has its own tokens, and the factor's gradients must be summed
             parameter.sequence_parallel = config.sequence_parallel
         return parameter
 
     def forward(self, x: Tensor, output: Tensor, tokens: Sequence[int] | None) -> Tensor:
-        """`output` of the layer and what the factors make of its input `x`.
+        """Returns the layer's `output` plus the factors' product with its input `x`.
 
-        `tokens`: of each local expert, in whose order they are; None of a layer without experts.
+        `tokens`: number of each local expert's tokens, which `x` has in order; None for a layer without experts.
         """
         x = self._dropped(x)
         groups = (x,) if tokens is None else x.split(list(tokens))
@@ -93,7 +94,7 @@ class Adapter(Module):
         seconds = zip(*self._of_experts(SECOND), strict=True)
         made = []
         for group, first, second in zip(groups, zip(*firsts, strict=True), seconds, strict=True):
-            # Megatron sums only what lies in one piece
+            # Megatron only sums contiguous tensors
             low = self._exchanged((F.linear(group, torch.cat(first)) * self._lora.scale).contiguous())
             made.append(self._placed(low.split(self._lora.rank, -1), second))
         return output + _joined(made, 0)
@@ -106,11 +107,11 @@ class Adapter(Module):
 
     @property
     def _has_same_input(self) -> bool:
-        """Whether all tensor ranks get the same input."""
+        """Tells whether all tensor ranks get the same input."""
         return not self._by_columns and (self._is_outside or not self._sequence_parallel)
 
     def _of_experts(self, factor: str) -> list[tuple[Tensor, ...]]:
-        """The factor of each target, taken apart by experts."""
+        """Returns each target's factor, split by experts."""
         experts = len(self._layer.targets[0].weights)
         parameters = [getattr(self, f"{adapted.target}_{factor}") for adapted in self._layer.targets]
         if self._is_outside and (factor == FIRST) != self._by_columns:
@@ -124,7 +125,7 @@ class Adapter(Module):
         return mpu.get_tensor_model_parallel_group()
 
     def _exchanged(self, low: Tensor) -> Tensor:
-        """A x of all tokens that the layer's output is of, whole."""
+        """Returns the complete A x for all tokens of the layer's output."""
         if self._is_outside:
             return low
         if self._by_columns:
@@ -136,7 +137,7 @@ class Adapter(Module):
         return copy_to_tensor_model_parallel_region(low)
 
     def _placed(self, low: Sequence[Tensor], seconds: Sequence[Tensor]) -> Tensor:
-        """B A x of each target where its rows are in the layer's output; zero where no target is."""
+        """Returns B A x of each target at its rows of the layer's output, and zero at rows without target."""
         products = [F.linear(part, second) for part, second in zip(low, seconds, strict=True)]
         segments = [
             (at, product.narrow(-1, first, rows))
@@ -155,7 +156,7 @@ class Adapter(Module):
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
-        """A as PEFT begins it, B zero. What a weight gets depends on its name and the seed alone."""
+        """Initialises A as PEFT does, and B with zeros. A weight's values depend only on its name and the seed."""
         for adapted in self._layer.targets:
             first = getattr(self, f"{adapted.target}_{FIRST}")
             values = [_begun(name, seed, self._lora.rank, adapted) for name in adapted.weights]
@@ -163,7 +164,7 @@ class Adapter(Module):
             getattr(self, f"{adapted.target}_{SECOND}").zero_()
 
     def factors(self) -> Iterator[tuple[str, "WeightFactors"]]:
-        """Each weight of the checkpoint that has adapters here, and where they are."""
+        """Yields each checkpoint weight with adapters in this layer, and the location of its factors."""
         rank = self._lora.rank
         for adapted in self._layer.targets:
             names = [self._layer.parameter(adapted.target, factor) for factor in FACTORS]
@@ -178,7 +179,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _begun(weight: str, seed: int, rank: int, adapted: Adapted) -> np.ndarray:
-    """[rank, columns] float32 of A, uniform as torch begins a linear layer."""
+    """Returns the initial A [rank, columns] in float32, uniform as torch initialises a linear layer."""
     generator = np.random.default_rng([seed, zlib.crc32(weight.encode())])
     limit = 1 / sqrt(adapted.width)
     whole = generator.uniform(-limit, limit, (rank, adapted.width)).astype(np.float32)
@@ -187,17 +188,17 @@ def _begun(weight: str, seed: int, rank: int, adapted: Adapted) -> np.ndarray:
 
 @dataclass(frozen=True)
 class WeightFactors:
-    """Where the factors of one weight are on this rank."""
+    """The location of one weight's factors on this rank."""
 
-    first: str  # parameters of Megatron's
+    first: str  # Megatron's parameter names
     second: str
     vp_chunk: int
-    number: int  # among the experts in them
+    number: int  # index among the experts in these parameters
     rank: int
     adapted: Adapted
 
     def of_block(self, shards: LocalParameters, box: Box) -> tuple[Tensor, Tensor]:
-        """A [rank, columns] and B [rows, rank] for a box of the weight, float32."""
+        """Returns A [rank, columns] and B [rows, rank] for a box of the weight, in float32."""
         (row, last_row), (column, last_column) = box.ranges
         begin = self.adapted.columns[0]
         firsts = shards(self.first, self.vp_chunk)[self.number * self.rank :][: self.rank]
@@ -215,16 +216,16 @@ def attach(
     seed: int,
     dropout: float = 0.0,
 ) -> None:
-    """Gives a chunk's linear layers their adapters, and takes the gradients from all that the checkpoint has.
+    """Gives a chunk's linear layers their adapters, and switches off the gradients of all checkpoint weights.
 
-    `dropout`: share of their inputs that updates leave out. Called before Megatron wraps the chunk, so that its buffers
-    and its optimizer know the adapters alone.
+    `dropout`: share of their inputs that updates drop. It must be called before Megatron wraps the chunk. So Megatron's
+    buffers and optimizer contain the adapters only.
     """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     if chunk.pre_process:
-        # else nothing before the first adapter has a gradient, and what is recomputed there would be left out of the
-        # backward pass
+        # otherwise nothing before the first adapter has a gradient, and recomputed layers there would be left out of
+        # the backward pass
         chunk.embedding.register_forward_hook(lambda *given: given[-1].requires_grad_())
     for layer in layers:
         module = chunk.get_submodule(layer.module)
@@ -236,8 +237,9 @@ def attach(
 
 
 def _is_outside(module: Module, layer: AdaptedLayer) -> bool:
-    """Whether tokens are exchanged over tensor ranks before and after the layer: by dispatchers, by shared experts
-    that overlap with them.
+    """Tells whether tokens are exchanged over tensor ranks before and after the layer.
+
+    Dispatchers do so, and shared experts that overlap with them.
     """
     return (
         layer.is_expert
@@ -261,17 +263,20 @@ def _hook(config: TransformerConfig, is_expert: bool) -> Callable[[Module, tuple
 
 
 def _drawer(is_expert: bool, is_same: bool) -> str:
-    """Names a generator that dropout draws from; `is_same`: of inputs that all ranks of a tensor group have."""
+    """Names the generator that dropout draws from.
+
+    `is_same`: for inputs that are equal on all ranks of a tensor group.
+    """
     return f"lora dropout, expert {is_expert}, same {is_same}"
 
 
 @contextmanager
 def drawing_noise(dropout: float, seed: int, update: int, device: torch.device) -> Iterator[None]:
-    """Adapters' dropout draws, until the block ends, what follows from the seed and the number of the update alone.
+    """Makes dropout of adapters depend only on the seed and the update's number, until the block ends.
 
-    Does nothing where `dropout` is 0. Generators are in Megatron's tracker, since recomputation sets those back, and in
-    no checkpoint. Ranks of a tensor group have one in common for inputs that they have in common, and one each for
-    others.
+    Does nothing if `dropout` is 0. Generators are in Megatron's tracker, because recomputation resets those. No
+    checkpoint contains them. Ranks of a tensor group share one generator for inputs that they share. For other inputs,
+    each rank has its own.
     """
     if not dropout:
         yield
@@ -296,7 +301,7 @@ def drawing_noise(dropout: float, seed: int, update: int, device: torch.device) 
 
 @contextmanager
 def hidden(chunks: Iterable[Module]) -> Iterator[None]:
-    """The chunks have no adapters, for whoever goes through their parameters by name."""
+    """Hides the adapters from code that walks the chunks' parameters by name, until the block ends."""
     taken = [
         (module, module._modules.pop(ADAPTER)) for chunk in chunks for module in list(chunk.modules()) if _has(module)
     ]
@@ -324,7 +329,10 @@ class Adapters:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The weights compute without adapters, until the block ends: the reference model of a KL term."""
+        """Makes the weights compute without adapters, until the block ends.
+
+        This is the reference model of a KL term.
+        """
         self._switch(False)
         try:
             yield
@@ -336,9 +344,9 @@ class Adapters:
             adapter.is_on = is_on
 
     def merging(self, described: Iterable[Shard]) -> Callable[[Tensor], Tensor]:
-        """Returns what makes, of a parameter that has adapters, a tensor of both; of others themselves.
+        """Returns a function that maps a parameter with adapters to a merged tensor, and any other parameter to itself.
 
-        `described`: the weights of this rank. None of them is changed, and nothing is kept.
+        `described`: the weights of this rank. Parameters are not changed, and no merged tensor is kept.
         """
         adapted = {}
         for shard in described:
@@ -361,12 +369,12 @@ class Adapters:
 
     @property
     def pieces(self) -> Iterator[Tensor]:
-        """What the reference model takes beside the actor: nothing."""
+        """Yields the reference model's memory beside the actor: nothing."""
         return iter(())
 
     @torch.no_grad()
     def read(self, folder: str | Path) -> None:
-        """Begins with the adapters in a folder of PEFT's form, which was looked at."""
+        """Reads the initial adapters from a folder in PEFT's form, which was checked before."""
         with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
             for shard in self.described:
                 parameter = self._shards(shard.megatron_name, shard.vp_chunk)
@@ -375,14 +383,15 @@ class Adapters:
                     parameter[piece.local_box.slices].copy_(values)
 
     def adapts(self, hf_name: str) -> bool:
-        """Whether a weight of the checkpoint has adapters here."""
+        """Tells whether a checkpoint weight has adapters on this rank."""
         return hf_name in self._factors
 
     @torch.no_grad()
     def merged(self, hf_name: str, box: Box, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """What `block`, a box of a weight, becomes with its adapters: computed in float32, rounded once to its dtype.
+        """Returns `block`, a box of a weight, merged with its adapters.
 
-        `dtype`: of the answer. Where it is a wider one, it holds the same numbers, as exports do.
+        The sum is computed in float32 and rounded once to the block's dtype. `dtype` is the result's. If it is wider,
+        it holds the same numbers, as exports do.
         """
         first, second = self._factors[hf_name].of_block(self._shards, box)
         out = torch.empty(block.shape, dtype=dtype, device=block.device)

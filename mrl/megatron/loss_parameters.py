@@ -1,4 +1,4 @@
-"""The policy loss that a configuration asks for."""
+"""Makes the parameters of the policy loss from a configuration."""
 
 from mrl.algo.plain import PolicyLossParameters
 from mrl.config.schema import AlgorithmConfig, DistillationConfig
@@ -7,10 +7,10 @@ _NO_TEACHER = DistillationConfig()
 
 
 def loss_parameters(algorithm: AlgorithmConfig, distillation: DistillationConfig = _NO_TEACHER) -> PolicyLossParameters:
-    """The loss's name and constants. A user's own loss is loaded, which may raise ConfigError."""
+    """Returns the loss's name and constants. Loads a user's own loss, which may raise ConfigError."""
     loss = algorithm.policy_loss
     if loss.custom is not None:
-        from mrl.algo.losses import load_custom_loss  # brings torch, which a driver has no other use for
+        from mrl.algo.losses import load_custom_loss  # imports torch, which a driver needs for nothing else
 
         load_custom_loss(loss.custom.path, loss.loss_mode)
     return PolicyLossParameters(

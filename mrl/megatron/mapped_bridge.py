@@ -1,6 +1,7 @@
-"""Bridges of mrl's own in mbridge's registry, for families that mbridge lacks or has wrong (mrl.platforms.versions).
+"""Adds mrl's own bridges to mbridge's registry, for families that mbridge lacks or maps wrongly
+(mrl.platforms.versions).
 
-mbridge moves the weights; what it is told of a family here comes from ModelSpec and the weight map.
+mbridge moves the weights. Its facts about a family come from ModelSpec and the weight map.
 """
 
 import re
@@ -25,11 +26,11 @@ from mrl.platforms.versions import OWN_BRIDGES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
-_NO_YARN = Yarn(1.0, 4096, 32.0, 1.0, 1.0, 0.0)  # factor 1: nothing is stretched
+_NO_YARN = Yarn(1.0, 4096, 32.0, 1.0, 1.0, 0.0)  # factor 1: angles are not stretched
 
 
 def bridge_config(model: ModelSpec) -> SimpleNamespace:
-    """What mbridge asks of a Hugging Face configuration, made from the model alone."""
+    """Returns the fields of a Hugging Face configuration that mbridge reads, made from the model alone."""
     return SimpleNamespace(
         model_spec=model,
         model_type=model.family,
@@ -50,16 +51,16 @@ def bridge_config(model: ModelSpec) -> SimpleNamespace:
 
 @register_model(list(OWN_BRIDGES))
 class MappedBridge(LLMBridge):
-    """A family as the weight map has it. Its configuration is that of `bridge_config`."""
+    """Bridges a family by its weight map, with the configuration of `bridge_config`."""
 
     @property
     def model(self) -> ModelSpec:
-        """The model that is bridged."""
+        """The bridged model."""
         return self.hf_config.model_spec
 
     @property
     def TransformerConfigClass(self) -> type:
-        """Megatron's class of transformer configuration for this model."""
+        """Returns the class of this model's transformer configuration in Megatron."""
         if self.model.is_latent:
             return MLATransformerConfig
         return TransformerConfig
@@ -90,7 +91,7 @@ class MappedBridge(LLMBridge):
         return super()._get_gptmodel_args() | {"rotary_percent": self.model.partial_rotary_factor}
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-        """Megatron's of Transformer Engine's modules, with mrl's gated delta attention in the layers that have it."""
+        """Returns Megatron's layer spec with Transformer Engine's modules and mrl's gated delta attention."""
         block = super()._get_transformer_layer_spec(vp_stage)
         if not self.model.is_hybrid:
             return block
@@ -99,7 +100,7 @@ class MappedBridge(LLMBridge):
         return with_gated_delta(block, self.config, vp_stage, self.model.linear_by_kind)
 
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
-        """What reads a folder, which may be a reference's: the same model, perhaps in another dtype."""
+        """Returns a reader of a folder, which may be a reference's: the same model, possibly in another dtype."""
         if family_of(self.model).wrapper:
             return WrappedFiles(weights_path)
         block = load_model_spec(weights_path).fp8_block
@@ -108,7 +109,7 @@ class MappedBridge(LLMBridge):
         return Bfloat16Files(weights_path, block)
 
     def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[Tensor]) -> Tensor:
-        """mbridge's, but of projections that are joined otherwise than it knows."""
+        """Converts as mbridge does, except for projections that mbridge would join in another way."""
         row = self._joined(mcore_weights_name)
         if row is None:
             return super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
@@ -120,7 +121,7 @@ class MappedBridge(LLMBridge):
         return whole
 
     def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: Tensor) -> tuple[list[str], list[Tensor]]:
-        """mbridge's, but of projections that are joined otherwise than it knows."""
+        """Converts as mbridge does, except for projections that mbridge would join in another way."""
         row = self._joined(mcore_weights_name)
         if row is None:
             return super()._weight_to_hf_format(mcore_weights_name, mcore_weights)
@@ -132,7 +133,7 @@ class MappedBridge(LLMBridge):
     def _weight_split_across_tp(
         self, mcore_weights_name: str, mcore_weights: Tensor, param: Tensor, tp_split_size: int
     ) -> list[Tensor]:
-        """mbridge's, but of sections, which are cut each by itself."""
+        """Splits as mbridge does, except that sections are cut separately."""
         sections = self._sections(mcore_weights_name)
         if not sections:
             return super()._weight_split_across_tp(mcore_weights_name, mcore_weights, param, tp_split_size)
@@ -140,7 +141,7 @@ class MappedBridge(LLMBridge):
         return [torch.cat(parts) for parts in zip(*cut, strict=True)]
 
     def _weight_merge_across_tp(self, mcore_weights_name: str, mcore_weights: list[Tensor], param: Tensor) -> Tensor:
-        """mbridge's, but of sections."""
+        """Merges as mbridge does, except that sections are merged separately."""
         sections = self._sections(mcore_weights_name)
         if not sections:
             return super()._weight_merge_across_tp(mcore_weights_name, mcore_weights, param)
@@ -149,29 +150,30 @@ class MappedBridge(LLMBridge):
         return torch.cat([torch.cat(parts) for parts in zip(*cut, strict=True)])
 
     def _sections(self, mcore_weights_name: str) -> list[int]:
-        """Rows of each section of a weight that has such; empty for others."""
+        """Returns the rows of each section of a weight; empty for weights without sections."""
         row = self._row(mcore_weights_name)
         if row is None:
             return []
         return list(row.sections)
 
     def _joined(self, mcore_weights_name: str) -> Weight | None:
-        """The row of a projection whose queries bring gates along, or of parts that are joined section by section."""
+        """Returns the map's row of a projection with gates among its queries, or with parts joined by section."""
         row = self._row(mcore_weights_name)
         if row is not None and (row.is_gated or (row.sections and len(row.parts) > 1)):
             return row
         return None
 
     def _row(self, mcore_weights_name: str) -> Weight | None:
-        """The row of a layer's parameter. mbridge counts layers here from the first of a stage, so that their number
-        says nothing of their kind.
+        """Returns the map's row of a layer's parameter.
+
+        mbridge counts layers from the first of a stage here, so the number does not tell the layer's kind.
         """
         wanted = _in_any_layer(mcore_weights_name)
         rows = (row for kind, _ in weight_map(self.model).layers for row in kind.megatron)
         return next((row for row in rows if row.megatron == wanted), None)
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
-        """Names of the checkpoint for a parameter's, whose layer and expert are numbers of the whole model."""
+        """Returns the checkpoint's names for a parameter. Its layer and expert are global numbers."""
         weights = weight_map(self.model)
         layer = _LAYER.match(mcore_weights_name)
         if layer is None:
@@ -184,7 +186,7 @@ class MappedBridge(LLMBridge):
 
 
 def _in_any_layer(mcore_weights_name: str) -> str:
-    """A parameter's name as the weight map has it."""
+    """Returns a parameter's name as the weight map has it."""
     return _LAYER.sub(MEGATRON_LAYER, _EXPERT.sub(r"\1{expert}", mcore_weights_name), count=1)
 
 

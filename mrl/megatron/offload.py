@@ -1,8 +1,8 @@
-"""What of the actor is on its device and what on the host; the reference's weights, which change places with its own.
+"""Moves the actor's states between its device and the host, and exchanges its weights with the reference's.
 
-Storages are emptied and filled again under the tensors that lie on them, as verl and slime do, so every view stays
-valid: parameters in Megatron's buffers, gradients, shards that the optimizer updates. Host buffers are made at a
-storage's first departure and used for good.
+Storages are emptied and filled again under their tensors, as in verl and slime. So all views stay valid: parameters in
+Megatron's buffers, gradients, shards that the optimizer updates. Host buffers are allocated at a storage's first
+departure and reused for the whole run.
 """
 
 import hashlib
@@ -24,15 +24,13 @@ from mrl.megatron.adam_state import AdamState
 from mrl.platforms import Platform
 from mrl.units import MIB
 
-# Allocators of pinned memory round a request up to a power of two: asked for as a whole, 33 GB would take 64.
+# Allocators of pinned memory round a request up to a power of two: one request for 33 GB would take 64 GB.
 PIECE = 256 * MIB  # bytes
 
 
 @dataclass(frozen=True)
 class StorageBuffer:
-    """Room for the bytes of one storage, on the host or in a second copy on the device: uint8 pieces,
-    one after the other.
-    """
+    """Memory for one storage, on the host or as a second copy on the device, in consecutive uint8 pieces."""
 
     pieces: tuple[Tensor, ...]
 
@@ -42,18 +40,21 @@ class StorageBuffer:
         return sum(piece.numel() for piece in self.pieces)
 
     def copy_from(self, source: Tensor) -> None:
-        """Copies `source` here, uint8 [nbytes]. The caller synchronizes before either side is touched again."""
+        """Copies `source`, uint8 [nbytes], into the buffer.
+
+        The caller synchronizes before either side is used again.
+        """
         for piece, part in self._pairs(source):
             piece.copy_(part, non_blocking=True)
 
     def copy_to(self, target: Tensor) -> None:
-        """Copies what lies here into `target`; else as `copy_from`."""
+        """Copies the buffer into `target`. The caller synchronizes, as for `copy_from`."""
         for piece, part in self._pairs(target):
             part.copy_(piece, non_blocking=True)
 
     def exchange(self, other: Tensor) -> None:
-        """Puts what lies here into `other` and what lies there here,
-        through a piece's worth of memory beside `other`.
+        """Exchanges the contents of the buffer and of `other`, with scratch memory of one piece on the device of
+        `other`.
         """
         for piece, part in self._pairs(other):
             scratch = part.clone()
@@ -67,9 +68,9 @@ class StorageBuffer:
 
 
 def reserve(sizes: Sequence[int], allocate: Callable[[int], Tensor], piece_bytes: int = PIECE) -> list[StorageBuffer]:
-    """A buffer for each size, in bytes above 0.
+    """Returns a buffer for each size, in bytes above 0.
 
-    `allocate(n)` makes a uint8 tensor of n; none is larger than `piece_bytes`.
+    `allocate(n)` makes a uint8 tensor of n. No tensor is larger than `piece_bytes`.
     """
     total = sum(sizes)
     free = [allocate(min(piece_bytes, total - begin)) for begin in range(0, total, piece_bytes)][::-1]
@@ -77,7 +78,7 @@ def reserve(sizes: Sequence[int], allocate: Callable[[int], Tensor], piece_bytes
 
 
 def _first_pieces(free: list[Tensor], size: int) -> Iterator[Tensor]:
-    """The first `size` bytes of what is free, whose next piece stands last; takes them away there."""
+    """Takes the first `size` bytes from the free pieces. The next free piece is the last of the list."""
     while size:
         piece = free.pop()
         if piece.numel() > size:
@@ -88,12 +89,15 @@ def _first_pieces(free: list[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """The whole storage as uint8 [nbytes]."""
+    """Returns the whole storage as uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, UntypedStorage]:
-    """The storages under `tensors`, each once and in their order, by an identity that lasts as long as the storage."""
+    """Returns the storages under `tensors`, each once and in their order.
+
+    Keys identify a storage as long as it exists.
+    """
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -103,7 +107,7 @@ def storages_of(tensors: Sequence[Tensor]) -> dict[int, UntypedStorage]:
 
 @dataclass(frozen=True)
 class _EmptiedStorage:
-    """A storage that leaves the device, and how it comes back: from its buffer, or as zeros."""
+    """A storage that has left the device. It comes back from its buffer, or as zeros."""
 
     storage: UntypedStorage
     nbytes: int
@@ -124,9 +128,9 @@ class _EmptiedStorage:
 
 
 class Residence:
-    """Keeps on the device what is in use, and lets the rest leave where the configuration says so.
+    """Keeps states in use on the device, and moves others off it if the configuration allows that.
 
-    `using` is what code that touches weights, gradients or optimizer states runs in. Nothing moves without a switch.
+    Code that uses weights, gradients or optimizer states runs within `using`. Nothing moves unless it is switched.
     """
 
     def __init__(
@@ -137,19 +141,20 @@ class Residence:
         switched: Collection[str],
         section: str = "actor",
     ):
-        """`switched`: the kinds that may leave the device; without an optimizer parameters alone. `section`: of the
-        configuration, which says so.
+        """`switched`: the kinds that may leave the device; without an optimizer only parameters.
+
+        `section`: the configuration section that switches them.
         """
         self._section = section
         self._platform = platform
         self._chunks = chunks
         self._optimizer = optimizer
         self.switched = tuple(kind for kind in SWITCHES if kind in switched)
-        self._buffers: dict[str, StorageBuffer] = {}  # by the name of what lies there
+        self._buffers: dict[str, StorageBuffer] = {}  # by the name of the storage
         self._emptied: dict[str, list[_EmptiedStorage]] = {}  # by kind
-        self._arriving: set[str] = set()  # kinds of those whose copies are under way
+        self._arriving: set[str] = set()  # kinds whose copies are under way
         self._used: Counter[str] = Counter()
-        self.left_bytes: Counter[str] = Counter()  # by kind, of the newest departure
+        self.left_bytes: Counter[str] = Counter()  # by kind, at the newest departure
         for chunk in chunks if PARAMETERS in self.switched else ():
             chunk.register_forward_pre_hook(lambda *_: self.require(PARAMETERS))
 
@@ -157,7 +162,7 @@ class Residence:
     def using(self, *kinds: str) -> Iterator[None]:
         """Holds these kinds on the device until the block ends.
 
-        Others that are switched and in nobody's use leave it first.
+        Other switched kinds that nothing uses leave it first.
         """
         self._used.update(kinds)
         try:
@@ -176,14 +181,14 @@ class Residence:
         self._leave(self.switched)
 
     def settle(self) -> None:
-        """Waits for what is on its way to the device, so that it can leave again."""
+        """Waits for states on their way to the device, so that they can leave again."""
         for kind in tuple(self._arriving):
             self._come_back(kind)
 
     def prefetch(self, *kinds: str) -> None:
-        """Begins to bring these kinds back beside what computes; they are there once `using` has waited for them.
+        """Begins to bring these kinds back while other work computes. They are there once `using` has waited for them.
 
-        Nobody may touch them before. Kinds that are on the device stay as they are.
+        They must not be used before. Kinds that are on the device stay unchanged.
         """
         for kind in kinds:
             if kind in self._emptied and kind not in self._arriving:
@@ -192,12 +197,12 @@ class Residence:
 
     @property
     def on_host(self) -> Iterator[Tensor]:
-        """The places on the host, of what has left the device at least once."""
+        """Yields the host buffers of states that have left the device at least once."""
         return (piece for buffer in self._buffers.values() for piece in buffer.pieces)
 
     def require(self, *kinds: str) -> None:
-        """Raises RuntimeError when one of them is not on the device:
-        what computes on emptied storages crashes or is wrong.
+        """Raises RuntimeError if one of these kinds is not on the device. Computing on emptied storages crashes or
+        gives wrong results.
         """
         if gone := [kind for kind in kinds if kind in self._emptied]:
             keys = ", ".join(f"{self._section}.{SWITCHES[kind]}" for kind in gone)
@@ -207,7 +212,7 @@ class Residence:
 
     def _leave(self, kinds: Iterable[str]) -> None:
         if leaving := [kind for kind in kinds if not self._used[kind] and kind not in self._emptied]:
-            self._platform.synchronize()  # other streams may still read or write what leaves
+            self._platform.synchronize()  # other streams may still read or write the storages that leave
             self._emptied |= {kind: self._depart(kind) for kind in leaving}
             self._platform.synchronize()
             for kind in leaving:
@@ -217,9 +222,9 @@ class Residence:
             self._platform.release_cache()
 
     def _depart(self, kind: str) -> list[_EmptiedStorage]:
-        """Copies what has to be kept to the host; nothing is emptied yet."""
-        if kind == GRADIENTS:  # they are cleared before every use
-            self._optimizer.zero_grad()  # else its own references would keep copies in other formats alive
+        """Copies contents that must be kept to the host. Nothing is emptied yet."""
+        if kind == GRADIENTS:  # cleared before every use
+            self._optimizer.zero_grad()  # otherwise its own references would keep copies in other formats alive
             return [_EmptiedStorage(s, s.nbytes(), None) for s in self._gradients().values()]
         storages = {f"{kind}/{name}": s for name, s in self._named(kind).items() if s.nbytes()}
         new = [
@@ -243,10 +248,10 @@ class Residence:
         self._emptied.pop(kind, None)
 
     def _refill(self, emptied: list[_EmptiedStorage], beside: bool) -> None:
-        """All of it or, when memory runs out, nothing: what came back in part would be taken for gone, and its next
-        state be lost.
+        """Refills all storages, or none if memory runs out.
 
-        Memory is taken on the stream that computes, which will use and free it; only copies may be enqueued beside it.
+        Storages that came back alone would be taken for emptied, and their next state be lost. Memory is allocated on
+        the stream that computes, which will use and free it. Only copies may be enqueued on another stream.
         """
         try:
             for storage in emptied:
@@ -255,15 +260,16 @@ class Residence:
                 for storage in emptied:
                     storage.fill()
         except BaseException:
-            self._platform.synchronize()  # copies into what came back may be under way
+            self._platform.synchronize()  # copies into refilled storages may be under way
             for storage in emptied:
                 storage.empty()
             self._platform.release_cache()
             raise
 
     def _named(self, kind: str) -> dict[str, UntypedStorage]:
-        """Storages by names that stay the same when a tensor is made anew,
-        as moments are by a checkpoint that is loaded.
+        """Returns storages by names that stay the same when a tensor is made anew.
+
+        Loading a checkpoint, for example, makes new moments.
         """
         if kind == PARAMETERS:
             return {str(number): storage for number, storage in enumerate(self._parameters().values())}
@@ -279,7 +285,7 @@ class Residence:
         return storages_of([parameter for chunk in self._chunks for parameter in chunk.parameters()])
 
     def _gradients(self) -> dict[int, UntypedStorage]:
-        """Storages of gradients; those of experts lie in buffers of their own."""
+        """Returns storages of gradients. Those of experts are separate buffers."""
         return storages_of(
             [b.grad_data for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         )
@@ -291,12 +297,12 @@ class Residence:
 
 
 def switched(actor: ActorConfig) -> tuple[str, ...]:
-    """The kinds that the configuration lets leave the device."""
+    """Returns the kinds that the configuration allows to leave the device."""
     return tuple(kind for kind, key in SWITCHES.items() if key in actor.offloaded)
 
 
 def needs(*kinds: str) -> Callable:
-    """Decorates a method of what has a `residence`: it runs with these on the device."""
+    """Decorates a method of an object with a `residence`: the method runs with these kinds on the device."""
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)
@@ -310,22 +316,22 @@ def needs(*kinds: str) -> Callable:
 
 
 def check_resident(what: str, tensors: Iterable[Tensor]) -> None:
-    """Raises RuntimeError when one has been emptied; torch itself would read at address 0."""
+    """Raises RuntimeError if a tensor has been emptied. torch itself would read at address 0."""
     if any(t.numel() and not t.untyped_storage().nbytes() for t in tensors):
         raise RuntimeError(f"{what}: not on the device, and may be touched within Residence.using only")
 
 
 class FrozenWeights:
-    """The reference model of a KL term: a copy of this rank's weights as they are now, which can compute in their
-    stead.
+    """The reference model of a KL term: a copy of this rank's current weights, which can compute in their place.
 
-    Only contents change places, through a piece's worth of scratch memory. Parameters, gradient buffers and optimizer
-    states stay where they are, and the actor's weights come back bit for bit.
+    Only contents are exchanged, with scratch memory of one piece. Parameters, gradient buffers and optimizer states
+    stay at their addresses. The actor's weights come back bit for bit.
     """
 
     def __init__(self, chunks: list[Module], allocate: Callable[[int], Tensor], synchronize: Callable[[], None]):
-        """`allocate(n)` makes uint8 memory for the copy, on the host or on the device;
-        `synchronize` waits for the device.
+        """Copies the current weights.
+
+        `allocate(n)` makes uint8 memory for the copy, on the host or on the device. `synchronize` waits for the device.
         """
         self._synchronize = synchronize
         self._storages = list(storages_of([parameter for chunk in chunks for parameter in chunk.parameters()]).values())
@@ -336,7 +342,7 @@ class FrozenWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The frozen weights compute, until the block ends. The parameters have to be on the device."""
+        """Puts the frozen weights in place until the block ends. The parameters must be on the device."""
         self._exchange()
         try:
             yield
@@ -351,11 +357,11 @@ class FrozenWeights:
 
     @property
     def pieces(self) -> Iterator[Tensor]:
-        """What the copy consists of, on the host or on the device."""
+        """Yields the memory of the copy, on the host or on the device."""
         return (piece for buffer in self._buffers for piece in buffer.pieces)
 
     def digest(self) -> str:
-        """SHA-256 of the frozen weights' storages, padding included."""
+        """Returns SHA-256 of the frozen weights' storages, with padding."""
         digest = hashlib.sha256()
         for buffer in self._buffers:
             for piece in buffer.pieces:

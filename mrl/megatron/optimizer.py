@@ -1,6 +1,4 @@
-"""Megatron's distributed Adam with its learning-rate schedule,
-and a step that never applies a gradient that is not finite.
-"""
+"""Megatron's distributed Adam with its learning-rate schedule. A step never applies a gradient that is not finite."""
 
 import math
 from collections.abc import Iterable
@@ -19,12 +17,15 @@ from mrl.exercised import exercised
 from mrl.megatron.bridge import checked_overrides
 from mrl.megatron.offload import check_resident
 
-_FROZEN = "mrl_frozen"  # mark of a parameter that is not to be updated
+_FROZEN = "mrl_frozen"  # marks a parameter that must not be updated
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did. `grad_norm` is the norm before clipping; `lr` is the rate that the step used."""
+    """The result of one optimizer step.
+
+    `grad_norm` is the norm before clipping; `lr` is the rate that the step used.
+    """
 
     applied: bool
     grad_norm: float
@@ -32,8 +33,9 @@ class StepResult:
 
 
 def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: torch.dtype) -> MegatronOptimizer:
-    """Optimizer of wrapped chunks whose weights are set already:
-    its float32 master weights are copied from them here.
+    """Makes the optimizer for wrapped chunks whose weights are loaded.
+
+    Its float32 master weights are copied from them.
     """
     overrides = checked_overrides(
         "actor.optim.override_optimizer_config", config.override_optimizer_config, OptimizerConfig
@@ -59,12 +61,12 @@ def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: t
 
 
 def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Keeps parameters where they are; called before the optimizer is built.
+    """Keeps parameters unchanged. It must be called before the optimizer is built.
 
-    Their gradient is zero and nothing decays them, so Adam leaves every bit as long as their moments are zero too.
-    Moments of updates before they were frozen would go on moving them, so a checkpoint's are not restored. They keep
-    their place in buffers, optimizer and checkpoints. So freezing changes no layout: a run may freeze what it trained
-    before, or train on what was frozen.
+    Their gradient is zero and they have no weight decay. So Adam leaves every bit while their moments are zero too.
+    Moments of earlier updates would still move them, so a checkpoint's are not restored. They stay in buffers,
+    optimizer and checkpoints. So freezing changes no layout: a run may freeze parameters that it trained before, or the
+    reverse.
     """
     for parameter in parameters:
         parameter.register_hook(torch.zeros_like)
@@ -73,15 +75,16 @@ def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def is_frozen(parameter: torch.nn.Parameter) -> bool:
-    """Whether `freeze` was called for it."""
+    """Tells whether `freeze` was called for this parameter."""
     return getattr(parameter, _FROZEN, False)
 
 
 def _count_every_expert(optimizer: MegatronOptimizer) -> None:
     """Makes the gradient norm count experts on every tensor rank.
 
-    Parameters without tensor-parallel mark count on tensor rank 0 only, as copies. Experts are no copies over tensor
-    ranks (other experts, or other optimizer shards): what matters for them is the rank inside their own tensor group.
+    Parameters without tensor-parallel mark count on tensor rank 0 only, as copies. Experts on different tensor ranks
+    are not copies: they are other experts, or other optimizer shards. Only the rank inside their own tensor group
+    matters.
     """
     for part in optimizer.chained_optimizers:
         if all(group.get("is_expert_parallel") for group in part.param_groups) and part.param_groups:
@@ -91,16 +94,17 @@ def _count_every_expert(optimizer: MegatronOptimizer) -> None:
 def build_scheduler(
     config: OptimConfig, optimizer: MegatronOptimizer, total_steps: int | None, section: str = "actor"
 ) -> OptimizerParamScheduler:
-    """Linear warm-up over `lr_warmup_steps`, then constant, or decay to `min_lr`, in optimizer steps.
+    """Makes the schedule, in optimizer steps: linear warm-up over `lr_warmup_steps`, then constant, or decay to
+    `min_lr`.
 
-    Step k (from 1) of a warm-up of W steps uses lr * k / W; the last step of the decay uses `min_lr`.
+    Step k (from 1) of a warm-up of W steps uses lr * k / W. The last step of the decay uses `min_lr`.
 
-    `total_steps` is the length of the run, used when the decay names no length of its own. `section`: of the
-    configuration, for messages. Raises ConfigError when neither is known.
+    `total_steps` is the length of the run, for a decay without a length of its own. `section` is the configuration
+    section, for messages. Raises ConfigError when neither length is known.
     """
     decay_steps = config.lr_decay_steps or total_steps
     if config.lr_decay_style == "constant":
-        decay_steps = config.lr_warmup_steps + 1  # not used by a constant rate, but has to exceed the warm-up
+        decay_steps = config.lr_warmup_steps + 1  # not used by a constant rate, but must exceed the warm-up
     elif decay_steps is None:
         raise ConfigError(
             f"{section}.optim.lr_decay_style={config.lr_decay_style} needs a length: set "
@@ -124,12 +128,12 @@ def build_scheduler(
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-    scheduler.step(1)  # Megatron would take the first step with the rate of step 0, which under a warm-up is 0
+    scheduler.step(1)  # Megatron's first step would use the rate of step 0, which is 0 under a warm-up
     return scheduler
 
 
 def zero_gradients(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-    """Clears both places that hold gradients: the buffers of the chunks and the optimizer's own references to them."""
+    """Clears both places with gradients: the chunks' buffers and the optimizer's own references to them."""
     check_resident(
         "gradients", (b.grad_data for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
     )
@@ -140,7 +144,7 @@ def zero_gradients(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) 
 
 @torch.no_grad()
 def step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> StepResult:
-    """Clips and applies the gradients; leaves weights, moments and schedule as they were when the norm is not finite.
+    """Clips and applies the gradients. Changes no weights, moments or schedule if the norm is not finite.
 
     The norm is summed over all ranks, so every rank takes the same branch.
     """
@@ -166,5 +170,5 @@ def step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> St
 
 
 def current_lr(optimizer: MegatronOptimizer) -> float:
-    """The rate that the next step will use."""
+    """Returns the rate that the next step will use."""
     return float(next(group["lr"] for group in optimizer.param_groups if group.get("default_config", True)))

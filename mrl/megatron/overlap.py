@@ -1,8 +1,9 @@
-"""What data parallelism exchanges, beside what computes: gradients of a bucket are summed as soon as the backward of
-the last micro-batch has made them, and updated weights are gathered as the next forward comes to them.
+"""Overlaps the communication of data parallelism with computation.
 
-Megatron's DistributedDataParallel does both (0.16.1, core/distributed) where `actor.override_ddp_config` asks for it.
-Here is what its training script has to do for that, and what readers of weights other than a forward need.
+Gradients of a bucket are summed as soon as the last micro-batch's backward has made them. Updated weights are gathered
+when the next forward reaches them. Megatron's DistributedDataParallel does both (0.16.1, core/distributed) if
+`actor.override_ddp_config` switches them on. This file does the part of Megatron's training script, and gathers weights
+for readers other than a forward.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ from mrl.megatron.logprob import REDUCES_EARLY
 
 
 def set_gradient_reduction(chunks: Sequence[Module]) -> None:
-    """Says how the chunks of a rank sum their gradients over replicas: beside the backward where that is asked for.
+    """Configures how a rank's chunks sum their gradients over replicas: during the backward if that is switched on.
 
-    Only the last micro-batch of a pass may then begin to sum; without that each would, and each again what those before
-    it had summed.
+    Only the last micro-batch of a pass may then begin to sum. Otherwise every micro-batch would, and would sum earlier
+    gradients again.
     """
     overlaps = chunks[0].ddp_config.overlap_grad_reduce
     no_syncs = [chunk.no_sync for chunk in chunks]
@@ -32,10 +33,10 @@ def set_gradient_reduction(chunks: Sequence[Module]) -> None:
 
 
 def gather_weights(chunks: Sequence[Module]) -> None:
-    """Makes the weights whole on every rank, for those who read them without a forward. Collective.
+    """Makes the weights complete on every rank, for readers without a forward. Collective.
 
-    These are the weight sync, checkpoints and the host's copy. Does nothing where every optimizer step gathers them
-    itself.
+    Such readers are the weight sync, checkpoints and the copy on the host. Does nothing if every optimizer step gathers
+    weights itself.
     """
     if chunks[0].ddp_config.overlap_param_gather:
         for chunk in chunks:

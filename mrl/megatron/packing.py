@@ -1,10 +1,9 @@
-"""One micro-batch as the model takes it: sequences packed end to end, or padded to one length; cut for context
-parallelism. Pure numpy.
+"""Makes the model's form of one micro-batch: sequences packed end to end, or padded to one length. Pure numpy.
 
-Context-parallel rank r holds, of every sequence cut into 2 * context chunks, chunk r and chunk 2 * context - 1 - r
-("zigzag"): so all ranks have the same share of a causal attention's work. What predicts what is settled before the cut,
-inside each sequence. A row of several branches (mrl.data.samples) is as many sequences to the model, and one row to the
-loss.
+Micro-batches are also cut for context parallelism. Every sequence is cut into 2 * context chunks. Context-parallel rank
+r holds chunk r and chunk 2 * context - 1 - r ("zigzag"). So all ranks have the same share of a causal attention's work.
+Which position predicts which token is decided before the cut, inside each sequence. A row of several branches
+(mrl.data.samples) is several sequences for the model, and one row for the loss.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from mrl.units import round_up
 
 @dataclass(frozen=True)
 class Shape:
-    """What lengths in memory have to be multiples of. `tensor` is 1 without sequence parallelism."""
+    """The multiples that lengths in memory need. `tensor` is 1 without sequence parallelism."""
 
     packed: bool
     context: int = 1
@@ -30,8 +29,8 @@ class Shape:
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sequence is padded to a multiple of this many tokens:
-        context parallelism cuts it into two parts a rank.
+        """The multiple that each sequence is padded to. Context parallelism cuts a sequence into two parts for each
+        rank.
         """
         if self.context > 1:
             return 2 * self.context
@@ -39,11 +38,13 @@ class Shape:
 
     @property
     def total_multiple(self) -> int:
-        """The multiple that the whole pack is padded to: sequence parallelism cuts it into one part a tensor rank."""
+        """The multiple that the whole pack is padded to. Sequence parallelism cuts it into one part for each tensor
+        rank.
+        """
         return self.sequence_multiple * self.tensor
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
-        """Length in memory of each sequence, int64 [rows], over all context-parallel ranks."""
+        """Returns the length in memory of each sequence, int64 [rows], over all context-parallel ranks."""
         if not self.packed:
             return np.full(len(lengths), round_up(int(lengths.max()), self.total_multiple), dtype=np.int64)
         padded = -(-lengths.astype(np.int64) // self.sequence_multiple) * self.sequence_multiple
@@ -51,35 +52,35 @@ class Shape:
         return padded
 
     def tokens(self, lengths: np.ndarray) -> int:
-        """Tokens computed for one micro-batch of these sequences, over all context-parallel ranks."""
+        """Returns the tokens computed for one micro-batch of these sequences, over all context-parallel ranks."""
         return int(self.padded(lengths).sum())
 
 
 @dataclass(frozen=True)
 class MicroBatch(TokenValues[Array]):
-    """One micro-batch of one context-parallel rank: numpy arrays as they are cut, tensors as the model takes them.
+    """One micro-batch of one context-parallel rank: numpy arrays when it is cut, tensors when the model gets it.
 
-    `tokens` are the response tokens whose predicting position is on this rank. `batch` is 1 where sequences are packed,
-    else their number; `response_length` is the longest one here. The values of TokenValues are [rows,
+    `tokens` are the response tokens whose predicting position is on this rank. `batch` is 1 if sequences are packed,
+    else their number. `response_length` is the longest one in the micro-batch. The values of TokenValues are [rows,
     response_length].
     """
 
     input_ids: Array  # int64 [batch, length]
     position_ids: Array  # int64 [batch, length]: position inside its sequence
-    real: Array  # bool [batch, length]: no padding, and no filler's
-    predicting: Array  # bool [batch, length]: real, and not its sequence's last token, whose output nobody reads
-    # int32 [sequences + 1]: where sequences begin and end in the pack, before the cut; None: padded
+    real: Array  # bool [batch, length]: neither padding nor a filler
+    predicting: Array  # bool [batch, length]: real, and not its sequence's last token, whose output is unused
+    # int32 [sequences + 1]: borders of sequences in the pack, before the cut; None: padded
     sequence_starts: Array | None
     predictors: Array  # int64 [tokens]: index into batch * length of the position that predicts the token
     targets: Array  # int64 [tokens]
     slots: Array  # int64 [tokens]: index of the token into rows * response_length
     token_temperature: Array  # float32 [tokens]
-    response_mask: Array  # bool [rows, response_length]: tokens that count: no context, no rejected ones, no filler's
-    scored: Array | None  # bool, the same with rejected ones: tokens that have log-probs; None: those that count
-    routes: Array | None  # integers [batch, length, MoE layers, topk]; those of padding are missing
-    # tokens in memory of each sequence, before the cut; on the host, so that nobody waits for the device to know them
+    response_mask: Array  # bool [rows, response_length]: tokens that count: not context, not rejected, not a filler's
+    scored: Array | None  # bool, includes rejected ones: tokens that have log-probs; None: those that count
+    routes: Array | None  # integers [batch, length, MoE layers, topk]; missing for padding
+    # tokens in memory of each sequence, before the cut; on the host, so that reading them needs no wait for the device
     lengths: tuple[int, ...]
-    # digest of all that a forward takes, before the cut: two passes that cut a batch alike have the same micro-batches
+    # digest of all inputs of a forward, before the cut: equal if two passes cut a batch into the same micro-batches
     content: bytes
 
     @property
@@ -89,13 +90,13 @@ class MicroBatch(TokenValues[Array]):
 
     @property
     def has_log_probs(self) -> Array:
-        """bool [rows, response_length]: tokens whose log-probs are computed."""
+        """Tells which tokens' log-probs are computed, bool [rows, response_length]."""
         if self.scored is None:
             return self.response_mask
         return self.scored
 
     def mapped(self, function: Callable[[Array], Any]) -> "MicroBatch":
-        """The micro-batch with `function` of every array in the array's place."""
+        """Returns the micro-batch with `function` applied to every array."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(
             self, **{k: function(v) for k, v in given.items() if v is not None and k not in ("content", "lengths")}
@@ -105,9 +106,9 @@ class MicroBatch(TokenValues[Array]):
 def micro_batch(
     batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False
 ) -> MicroBatch[np.ndarray]:
-    """Cuts the rows out and lays their sequences into memory.
+    """Cuts the rows out of the batch and arranges their sequences in memory.
 
-    Without old log-probs those of this pass are wanted, of rejected tokens too.
+    Without old log-probs in the batch, the pass computes them, for rejected tokens too.
     """
     picked = batch.rows(rows)
     lengths = picked.sequence_lengths
@@ -121,7 +122,7 @@ def micro_batch(
     if picked.keep is not None and picked.old_log_probs is None:
         scored = in_rows(picked.is_sampled, responses) & (not is_filler)
     row, column = np.nonzero(mask if scored is None else scored)
-    begins = np.cumsum(picked.lengths) - picked.response_lengths  # places of responses among the rows' tokens
+    begins = np.cumsum(picked.lengths) - picked.response_lengths  # positions of responses among the rows' tokens
     target = np.flatnonzero(left)[begins[row] + column]
     kept = kept_positions(padded, shape.context, context_rank)
     local = np.full(len(ids), -1, dtype=np.int64)
@@ -152,14 +153,14 @@ def micro_batch(
 
 
 class MicroBatches:
-    """Micro-batches of a pass, laid out and brought onto the device as the pass comes to them, once for each chunk.
+    """The micro-batches of a pass. Each is prepared and copied to the device when needed, once for all chunks.
 
-    Laid out all at once they would have the routes of a whole step on the device: hundreds of bytes a token. The chunks
-    of an interleaved pipeline come to the same micro-batch one after the other, `kept` micro-batches apart at most.
+    If all were prepared at once, a whole step's routes would be on the device: hundreds of bytes for each token. Chunks
+    of an interleaved pipeline use the same micro-batch at different times, at most `kept` micro-batches apart.
     """
 
     def __init__(self, count: int, lay_out: Callable[[int], MicroBatch], kept: int = 1):
-        """`lay_out` gives a micro-batch by its number; `kept`: of the newest, so many are not laid out again."""
+        """`lay_out` returns a micro-batch by its number. `kept`: how many of the newest are kept for further use."""
         self._count = count
         self._lay_out = lay_out
         self._limit = kept
@@ -180,9 +181,9 @@ class MicroBatches:
 
 
 def _digest(*whole: np.ndarray) -> bytes:
-    """Digests arrays that all context-parallel ranks have whole.
+    """Digests arrays that all context-parallel ranks have completely.
 
-    Rows stand for their routes, which no rank has all of.
+    Row numbers stand for their routes, of which no rank has all.
     """
     digest = hashlib.blake2b(digest_size=16)
     for array in whole:
@@ -192,8 +193,9 @@ def _digest(*whole: np.ndarray) -> bytes:
 
 
 def in_rows(values: np.ndarray, responses: np.ndarray) -> np.ndarray:
-    """[rows, response_length, ...] from [response tokens, ...], rows end to end, which stand where `responses` is true;
-    0 elsewhere.
+    """Returns [rows, response_length, ...] from [response tokens, ...], rows end to end.
+
+    Values go where `responses` is true. Other elements are 0.
     """
     padded = np.zeros((*responses.shape, *values.shape[1:]), values.dtype)
     padded[responses] = values
@@ -203,10 +205,10 @@ def in_rows(values: np.ndarray, responses: np.ndarray) -> np.ndarray:
 def _laid_out(
     token_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Tokens without padding as they lie in memory, all int64 [sum of padded].
+    """Returns tokens with padding as they are in memory, all int64 [sum of padded].
 
-    These are token ids with zeros for padding, positions, and how many real tokens of its sequence each has left,
-    itself included: 0 for padding.
+    These are token ids with zeros for padding, positions, and numbers of real tokens left in each sequence. That number
+    includes the token itself, and is 0 for padding.
     """
     ids, positions, left = (np.zeros(int(starts[-1]), dtype=np.int64) for _ in range(3))
     for start, length, size in zip(starts, lengths, padded, strict=False):
@@ -217,7 +219,10 @@ def _laid_out(
 
 
 def _laid_out_routes(batch: TrainBatch, left: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """[kept, MoE layers, topk] of a rank's positions; missing of padding, and of tokens whose routes are not here."""
+    """Returns routes [kept, MoE layers, topk] of a rank's positions.
+
+    They are missing for padding, and for tokens without routes in the batch.
+    """
     places = np.full(len(left), -1, np.int64)
     places[left > 0] = batch.places_of_routes
     here = places[kept]
@@ -230,10 +235,10 @@ def _laid_out_routes(batch: TrainBatch, left: np.ndarray, kept: np.ndarray) -> n
 def computed_tokens(
     lengths: np.ndarray, rows: np.ndarray, shape: Shape, context_rank: int, tensor_rank: int
 ) -> np.ndarray:
-    """int64: which tokens of a batch, sequences of `lengths` end to end, this rank's routers see of a micro-batch of
-    those numbered `rows`.
+    """Returns the tokens of a batch that this rank's routers see in a micro-batch, int64.
 
-    Under sequence parallelism (`shape.tensor` above 1) a tensor-parallel rank's routers see its part of the positions.
+    The batch has sequences of `lengths` end to end, and the micro-batch has those numbered `rows`. Under sequence
+    parallelism (`shape.tensor` above 1) a tensor-parallel rank's routers see only its part of the positions.
     """
     padded = shape.padded(lengths[rows])
     ends = np.cumsum(padded)
@@ -246,7 +251,7 @@ def computed_tokens(
 
 
 def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:
-    """Positions that a context-parallel rank holds, int64, of sequences that lie end to end.
+    """Returns the positions that a context-parallel rank holds, int64, for sequences end to end.
 
     Each sequence is a multiple of 2 * context long.
     """

@@ -45,7 +45,7 @@ def init_distributed(
 
 
 def count_collectives(rank: int) -> None:
-    """Counts from now on, so that a rank that does not come to one can be named. A crash point may leave one out."""
+    """Begins to count collectives, so that a rank that misses one can be named. A crash point may leave one out."""
     leaves_out = None
     if is_wanted_at("rank", rank, "collective"):
         leaves_out = partial(crash_point, "rank", rank, "collective")
@@ -53,17 +53,17 @@ def count_collectives(rank: int) -> None:
 
 
 def release_scratch() -> None:
-    """Releases the buffer of the largest sequence that Megatron ever gathered.
+    """Releases the buffer of the largest sequence that Megatron has gathered.
 
-    Megatron keeps it for the next one, in the way of whoever has the device then.
+    Megatron keeps it for the next one, which would occupy memory that other users of the device need.
     """
     mpu.get_global_memory_buffer().buffer.clear()
 
 
 def init_model_parallel(layout: TrainLayout, seed: int, timeout_s: float) -> None:
-    """Megatron's groups and random states.
+    """Makes Megatron's groups and random states.
 
-    Call after `init_distributed`. Raises ConfigError when the world has another size.
+    It must be called after `init_distributed`. Raises ConfigError if the world has another size.
     """
     if dist.get_world_size() != layout.world_size:
         raise ConfigError(
@@ -83,10 +83,10 @@ def init_model_parallel(layout: TrainLayout, seed: int, timeout_s: float) -> Non
 
 
 class OtherGroups:
-    """The groups and generators of a second model on the same ranks. Megatron has those of one, in global names of two
-    modules.
+    """The groups and generators of a second model on the same ranks.
 
-    The model is built and computes where they are in place; so does `init_model_parallel`, once.
+    Megatron has those of one model, as globals of two modules. The second model is built and computes within
+    `in_place`. `init_model_parallel` is called there once, too.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class OtherGroups:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """These groups are Megatron's until the block ends, and then the others again."""
+        """Makes these groups Megatron's until the block ends, and then restores the others."""
         self._exchange()
         try:
             yield
@@ -111,35 +111,38 @@ class OtherGroups:
         self._generators = tracked
 
 
-# the tracker of generators, and whether there is one
+# the tracker of generators, and whether it exists
 _GENERATORS = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
 
 
 def _globals() -> dict[str, Any]:
-    """All that Megatron knows of its groups and of this rank's place in them."""
+    """Returns all of Megatron's globals about its groups and this rank's place in them."""
     return {name: value for name, value in vars(mpu).items() if name.startswith("_") and name.isupper()}
 
 
 def close() -> None:
-    """Leaves the run. Safe to call twice."""
+    """Leaves the run. It is safe to call twice."""
     if dist.is_initialized():
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
 
 
 def holds_everywhere(condition: bool, device: torch.device) -> bool:
-    """Whether it holds on every rank. Collective."""
+    """Tells whether the condition holds on every rank. Collective."""
     flag = torch.tensor(int(condition), device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
 
 
 def holds_result() -> bool:
-    """True on the ranks that hand out results of the last pipeline stage: one per data-parallel replica."""
+    """Tells whether this rank returns results of the last pipeline stage.
+
+    One rank of each data-parallel replica does.
+    """
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     return first and on_last_stage()
 
 
 def on_last_stage() -> bool:
-    """True on the ranks that compute log-probs and losses."""
+    """Tells whether this rank computes log-probs and losses."""
     return mpu.is_pipeline_last_stage(ignore_virtual=True)

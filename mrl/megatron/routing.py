@@ -1,10 +1,9 @@
-"""Which experts the routers choose: seen at the old log-probs, compared with in the update, and chosen again where
-replay is on.
+"""Records which experts the routers choose at the old log-probs, compares them in the update, and replays them.
 
-R2 replays in the update what the routers chose at the old log-probs; R3 replays in every pass what the engine's routers
-chose, which came with the samples. Megatron-core 0.16.1 asks `router.router_replay` for the choice of experts; the
-objects here stand in that place. A router whose choice is replayed still computes its scores with the current weights,
-so it still gets a gradient.
+R2 replays in the update the choices made at the old log-probs. R3 replays in every pass the choices of the engine's
+routers, which came with the samples. Megatron-core 0.16.1 asks `router.router_replay` for the choice of experts, and
+the objects of this file take that place. A router whose choice is replayed still computes its scores with the current
+weights, so it still gets a gradient.
 """
 
 from collections import deque
@@ -32,21 +31,21 @@ Replay = Literal["disabled", "R2", "R3"]
 
 @dataclass
 class _Chooser:
-    """The choice of experts of one router, [tokens, topk], for the forward under way."""
+    """The choice of experts of one router, [tokens, topk], in the current forward."""
 
-    wanted: Tensor | None = None  # choose these instead of the highest scores; any integers
-    has_gaps: bool = False  # some of `wanted` may be missing: its own choice there
+    wanted: Tensor | None = None  # choose these instead of the highest scores; any integer type
+    has_gaps: bool = False  # some of `wanted` may be missing: there the router chooses itself
     training: bool = False
-    chosen: Tensor | None = None  # what the latest forward chose
-    own: Tensor | None = None  # where `has_gaps`: what it would have chosen
-    # choices of forwards that will be recomputed in backward, oldest first
+    chosen: Tensor | None = None  # the choice of the latest forward
+    own: Tensor | None = None  # if `has_gaps`: the choice that the router would have made
+    # choices of forwards that backward will recompute, oldest first
     pending: deque[Tensor] = field(default_factory=deque)
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups, group_topk, default: Callable
     ) -> tuple[Tensor, Tensor]:
-        """Megatron's name and signature. Values and indices of the chosen experts, both [tokens, topk]."""
-        # recomputed inside a backward pass: what this forward chose the first time
+        """Returns values and indices of the chosen experts, both [tokens, topk]. Name and signature are Megatron's."""
+        # recomputed inside a backward pass: the choice of the first forward
         if torch._C._current_graph_task_id() != -1:
             return _gathered(scores, self.pending.popleft())
         if self.wanted is None:
@@ -58,7 +57,7 @@ class _Chooser:
         else:
             choice = _gathered(scores, self.wanted.long())
         self.chosen = choice[1]
-        # a forward without graph in training is one that backward repeats
+        # backward repeats a forward without graph in training
         if self.training and not torch.is_grad_enabled():
             self.pending.append(choice[1])
         return choice
@@ -70,24 +69,25 @@ def _gathered(scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Counts:
-    """(token, layer) pairs of a step on one rank. On the device until `metrics`: no forward waits for a count.
+    """Counts of (token, layer) pairs of a step on one rank. They stay on the device until `metrics`, so no forward
+    waits.
 
-    Padding does not count. Nor does a sequence's last token in the update: it never has an engine's route, and its
-    output is not used.
+    Padding does not count. A sequence's last token does not count in the update either: it never has an engine's route,
+    and its output is unused.
     """
 
     differing: Tensor | int = 0  # in the update, another set of experts than at the old log-probs
     compared: Tensor | int = 0
-    missing: Tensor | int = 0  # in the update, the router's own choice because no route came with the sample
+    missing: Tensor | int = 0  # in the update, the router's own choice because the sample has no route
     routed: Tensor | int = 0
-    disagreeing: Tensor | int = 0  # at the old log-probs, the engine's set is another than the router's own choice
+    disagreeing: Tensor | int = 0  # at the old log-probs, the engine's set differs from the router's own choice
     supplied: Tensor | int = 0
 
 
 class Routing:
     """The routers of one rank.
 
-    R2 keeps routes by model chunk and micro-batch, so there both passes must cut a batch alike.
+    R2 stores routes by model chunk and micro-batch, so both passes must cut a batch alike.
     """
 
     def __init__(self, chunks: list[torch.nn.Module], model: ModelSpec, replay: Replay):
@@ -98,11 +98,11 @@ class Routing:
         for router in self._all():
             router.router_replay = _Chooser()
         layers = sorted(model.moe_layers.index(router.layer_number - 1) for router in self._all())
-        # of this rank, among those with experts: what it takes of routes that come with samples
+        # this rank's layers among those with experts, to select from the samples' routes
         self.layers = np.array(layers, np.int64)
         self._columns = {id(r): layers.index(model.moe_layers.index(r.layer_number - 1)) for r in self._all()}
         self._device = next((router.weight.device for router in self._all()), torch.device("cpu"))
-        self._narrow = torch.uint8 if model.num_experts <= 256 else torch.int16  # routes of a step lie on the device
+        self._narrow = torch.uint8 if model.num_experts <= 256 else torch.int16  # a step's routes are on the device
         self._recorded: dict[tuple[int, bytes], list[Tensor]] = {}
         self.begin_step()
 
@@ -110,10 +110,10 @@ class Routing:
         return (router for routers in self._routers.values() for router in routers)
 
     def begin_step(self) -> None:
-        """Forgets the routes and counts of the step before."""
+        """Forgets the routes and counts of the previous step."""
         self._recorded.clear()
         for router in self._all():
-            router.router_replay.pending.clear()  # of a step that broke off
+            router.router_replay.pending.clear()  # left over from a step that was interrupted
         self._counts = _Counts()
         self._load = torch.zeros(
             sum(map(len, self._routers.values())), self._num_experts, dtype=torch.int64, device=self._device
@@ -121,7 +121,7 @@ class Routing:
 
     @contextmanager
     def recording(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
-        """Records choices of experts around one chunk's forward at the old log-probs."""
+        """Records choices of experts during one chunk's forward at the old log-probs."""
         core = unwrap_model(model)
         with self.supplying(model, inputs):
             yield
@@ -131,9 +131,10 @@ class Routing:
         self._count_disagreeing(self._supplied(core, inputs), choosers, real)
 
     def _record(self, key: tuple[int, bytes], chosen: list[Tensor], real: Tensor) -> None:
-        """Raises RuntimeError where sameness is promised and micro-batches of the same content chose otherwise.
+        """Records one micro-batch's choices.
 
-        Without that promise they may differ by rounding, and either's routes are as good.
+        Raises RuntimeError if runs must be deterministic and micro-batches of equal content chose differently.
+        Otherwise rounding may make them differ, and the routes of either are valid.
         """
         before = []
         if torch.are_deterministic_algorithms_enabled():
@@ -146,10 +147,10 @@ class Routing:
 
     @contextmanager
     def supplying(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
-        """Supplies the engine's routes, with R3, around one chunk's forward under weights of any policy.
+        """Supplies the engine's routes, with R3, during one chunk's forward under any policy's weights.
 
-        So the KL to a reference model that equals the policy is 0, and not what the engine's numerics make of its
-        routes.
+        So the KL to a reference model that equals the policy is 0. Other routes would add the difference to the
+        engine's numerics.
         """
         core = unwrap_model(model)
         with _choosing(self._choosers(core), self._supplied(core, inputs), has_gaps=True):
@@ -157,9 +158,9 @@ class Routing:
 
     @contextmanager
     def comparing(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
-        """Compares and replays choices around one chunk's forward in the update.
+        """Compares and replays choices during one chunk's forward in the update.
 
-        Raises RuntimeError when R2 is on and nothing was recorded for it. An update on policy has no forward before it,
+        Raises RuntimeError when R2 is on and nothing was recorded for it. An on-policy update has no earlier forward,
         and is itself the one at the old log-probs.
         """
         core = unwrap_model(model)
@@ -190,9 +191,9 @@ class Routing:
                 self._count_disagreeing(supplied, choosers, real)
 
     def check_recomputed(self) -> None:
-        """Checks a backward pass.
+        """Checks that a backward pass recomputed everything.
 
-        Raises RuntimeError when it did not recompute all it should: the next would take the routes left over.
+        Raises RuntimeError if it did not, because the next pass would use the routes left over.
         """
         if left := sum(len(router.router_replay.pending) for router in self._all()):
             raise RuntimeError(f"{left} choices of experts were kept for a recomputation that did not come")
@@ -214,27 +215,27 @@ class Routing:
         return [router.router_replay for router in self._routers[id(core)]]
 
     def _supplied(self, core: torch.nn.Module, inputs: MicroBatch) -> list[Tensor] | None:
-        """What came with the samples for each router of a chunk, [tokens, topk]; None without R3 or without any."""
+        """Returns the samples' routes for each router of a chunk, [tokens, topk]; None without R3 or without routes."""
         if self.replay != "R3" or inputs.routes is None:
             return None
         routes = _in_routers_order(inputs.routes, core)
         return [routes[:, self._columns[id(router)]] for router in self._routers[id(core)]]
 
     def _first(self, core: torch.nn.Module) -> int:
-        """Number of the chunk's first router among those of this rank."""
+        """Returns the number of the chunk's first router among those of this rank."""
         chunks = list(self._routers)
         return sum(len(self._routers[c]) for c in chunks[: chunks.index(id(core))])
 
     def metrics(self) -> FloatParts:
-        """Metrics of routing over the step's updates.
+        """Returns metrics of routing over the step's updates.
 
-        Collective over the ranks that hold copies of the same layers; one of them hands the answer out.
+        Collective over the ranks that hold copies of the same layers. One of them returns the metrics.
 
-        Shares are of (token, layer) pairs. `router/drift`: those whose set of experts differs from that at the old
-        log-probs. `router/missing_routes`: those that should have had an engine's route. `router/rollout_drift`: those
-        whose engine's set differs from the trainer's own choice at the old log-probs. Loads are of real tokens.
+        Shares are of (token, layer) pairs. `router/drift`: their set of experts differs from that at the old log-probs.
+        `router/missing_routes`: they should have an engine's route but have none. `router/rollout_drift`: the engine's
+        set differs from the trainer's own choice at the old log-probs. Loads count real tokens.
         """
-        if not len(self._load):  # a stage of the embedding alone, as all ranks of its group have it
+        if not len(self._load):  # a stage with only the embedding, as on all ranks of its group
             return {}
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         pairs = [torch.as_tensor(count, device=self._device) for count in vars(self._counts).values()]
@@ -262,7 +263,7 @@ class Routing:
 def _choosing(
     choosers: list[_Chooser], wanted: list[Tensor] | None, has_gaps: bool, training: bool = False
 ) -> Iterator[None]:
-    """Lets routers choose the wanted experts; by themselves where `wanted` is None."""
+    """Makes routers choose the wanted experts; without `wanted` they choose by themselves."""
     for n, chooser in enumerate(choosers):
         chooser.training = training
         chooser.has_gaps = has_gaps
@@ -276,13 +277,14 @@ def _choosing(
 
 
 def _differ(routes: Tensor, others: Tensor) -> Tensor:
-    """bool [tokens]: where two lists of routes, both [tokens, topk], name other sets of experts."""
+    """Tells where two lists of routes, both [tokens, topk], name different sets of experts: bool [tokens]."""
     return (routes.long().sort(-1).values != others.long().sort(-1).values).any(-1)
 
 
 def _in_routers_order(values: Tensor, core: torch.nn.Module) -> Tensor:
-    """[tokens, ...] from [batch, length, ...] in the order in which a router sees tokens: position by position, under
-    sequence parallelism this rank's part.
+    """Returns [tokens, ...] from [batch, length, ...] in the order in which a router sees tokens.
+
+    The order is position by position. Under sequence parallelism it has only this rank's part.
     """
     values = values.transpose(0, 1)
     if core.config.sequence_parallel:

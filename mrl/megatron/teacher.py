@@ -21,10 +21,10 @@ from mrl.platforms import Platform
 
 
 class Teacher:
-    """This rank's part of the teacher. Every method is collective, as those of MegatronActor are."""
+    """This rank's part of the teacher. Every method is collective, like those of MegatronActor."""
 
     def __init__(self, config: RunConfig, platform: Platform) -> None:
-        """Builds and loads it; the ranks have met. Raises ConfigError for an illegal layout or override,
+        """Builds and loads the teacher. The ranks must have met. Raises ConfigError for an illegal layout or override,
         EnvironmentFault when the checkpoint is not usable.
         """
         own = config.distillation.teacher_model
@@ -48,9 +48,9 @@ class Teacher:
             return_hidden_states(self._chunks)
             bridge.load_hf(own.model_path)
         distillation = config.distillation
-        self._likeliest = None  # words whose log-probs are wanted too
+        self._likeliest = None  # further words whose log-probs are wanted
         if distillation.over_words:
-            known = load_model_spec(config.model.path).vocab_size  # to the student
+            known = load_model_spec(config.model.path).vocab_size  # token ids that the student knows
             self._likeliest = Likeliest(distillation.distillation_loss.topk, known)
         moved = ()
         if own.param_offload:
@@ -61,14 +61,14 @@ class Teacher:
 
     @property
     def on_host(self) -> Iterator[torch.Tensor]:
-        """The places on the host of parameters that leave the device."""
+        """Yields the host buffers of parameters that leave the device."""
         return self._residence.on_host
 
     def log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
-        """Log-probabilities of the sampled tokens under the teacher, at the batch's temperatures, and of its likeliest
-        words there where the loss is over them.
+        """Returns log-probabilities of the sampled tokens under the teacher, at the batch's temperatures.
 
-        `micros`: those of this rank's replica of the teacher, whose rows `batch` has. One rank a replica returns them,
+        If the loss needs them, it also returns the teacher's likeliest words with their log-probs. `micros` are those
+        of this rank's replica of the teacher, and `batch` has their rows. One rank of each replica returns the result,
         the others None.
         """
         check_batch(batch, self.model, moe_layers=0)
@@ -77,7 +77,7 @@ class Teacher:
                 inputs = self._inputs(batch, micros)
                 outputs = log_prob_pass(self._chunks, inputs, self.model.vocab_size, likeliest=self._likeliest)
             handed_out = parallel.holds_result()
-            parallel.release_scratch()  # no plan counts it outside the pass, wherever the weights lie
+            parallel.release_scratch()  # no plan counts it outside the pass, wherever the weights are
         self._residence.offload()
         if handed_out:
             return of_rows(micros, outputs)

@@ -1,8 +1,9 @@
 """Layers in plain torch under Transformer Engine's parameter names, for installations without Transformer Engine.
 
-mbridge maps Transformer Engine's names (the norm before a linear layer belongs to that layer, experts are `weight{i}`
-of one grouped layer), so a model built from these modules loads and exports through it unchanged. Attributes on
-parameters tell Megatron how their gradients are to be summed; a wrong one leaves the loss right and the gradient wrong.
+mbridge maps Transformer Engine's names. There, the norm before a linear layer belongs to that layer, and experts are
+`weight{i}` of one grouped layer. So a model of these modules loads and exports without changes to mbridge. Attributes
+on parameters tell Megatron how their gradients are summed. A wrong one leaves the loss right and makes the gradient
+wrong.
 """
 
 from collections.abc import Sequence
@@ -54,15 +55,16 @@ CONFIG_WITHOUT_TRANSFORMER_ENGINE = {
 def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
     fill = 0.0 if config.layernorm_zero_centered_gamma else 1.0
     weight = torch.nn.Parameter(torch.full((size,), fill, dtype=config.params_dtype))
-    # Under sequence parallelism each tensor rank sees its own tokens (or heads); this asks for their sum over tensor
+    # Under sequence parallelism each tensor rank sees its own tokens (or heads); this requests the sum over tensor
     # ranks.
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
 
 def normed(x: Tensor, weight: Tensor, eps: float, is_zero_centered: bool) -> Tensor:
-    """RMSNorm over the last dimension. A zero-centred weight stands for one more than it is, which would be rounded in
-    a 16-bit format, and so would the product.
+    """Applies RMSNorm over the last dimension.
+
+    A zero-centred weight stands for 1 + weight. A 16-bit format would round that sum and the product.
     """
     if is_zero_centered:
         return F.rms_norm(x.float(), (x.shape[-1],), 1.0 + weight.float(), eps).to(x.dtype)
@@ -125,28 +127,28 @@ class GroupedLinear(torch.nn.Module):
             if config.perform_initialization:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight.data)
-            # mbridge gathers over tensor ranks what carries these, so unsliced experts must not
+            # mbridge gathers parameters with these attributes over tensor ranks, so unsliced experts must not have them
             if expert_tensor_size > 1:
                 set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
-        """`x` [tokens, input], sorted by expert -> [tokens, output]."""
+        """Takes `x` [tokens, input], sorted by expert. Returns [tokens, output]."""
         parts = x.split(list(tokens_per_expert))
         return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
+        """Does nothing, because weight gradients are never delayed here."""
 
 
 class GroupedRowLinear(GroupedLinear):
-    """Named as TERowParallelGroupedLinear."""
+    """The second matrices of the local experts, named as TERowParallelGroupedLinear."""
 
     partition_dim = 1
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """The modules above, for Megatron's layer specs."""
+    """Provides these modules to Megatron's layer specs."""
 
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear
@@ -178,7 +180,10 @@ class TorchSpecProvider(BackendSpecProvider):
 def decoder_block_spec(
     config: TransformerConfig, vp_stage: int | None = None, by_kind: bool = False
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk of this rank. `by_kind`: how projections of gated delta attention lie."""
+    """Returns the layers of one of this rank's model chunks.
+
+    `by_kind`: whether projections of gated delta attention are ordered by kind.
+    """
     kinds = [_kind(config, layer) for layer in _layers_to_build(config, vp_stage)]
     of_kind = {kind: _layer_spec(config, kind, by_kind) for kind in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[of_kind[kind] for kind in kinds], layer_norm=Norm)
@@ -187,9 +192,10 @@ def decoder_block_spec(
 def with_gated_delta(
     block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None, by_kind: bool = False
 ) -> TransformerBlockSubmodules:
-    """The layers of a model chunk of this rank, as Megatron has them, with gated delta attention where it belongs.
+    """Returns Megatron's layers of one of this rank's model chunks, with gated delta attention in its layers.
 
-    The norm before it is of the kind of the one behind the layers. `by_kind`: how its projections lie.
+    The norm before it has the class of the norm after the layers. `by_kind`: whether its projections are ordered by
+    kind.
     """
     layers = [
         _linear_layer(spec, block.layer_norm, by_kind) if _kind(config, layer).is_linear else spec
@@ -208,7 +214,7 @@ def _gated_delta_spec(by_kind: bool) -> ModuleSpec:
 
 
 def _layers_to_build(config: TransformerConfig, vp_stage: int | None) -> Sequence[int]:
-    """Global numbers, from 0, of a chunk's layers."""
+    """Returns global numbers, from 0, of a chunk's layers."""
     if layout := config.pipeline_model_parallel_layout:
         return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -216,7 +222,9 @@ def _layers_to_build(config: TransformerConfig, vp_stage: int | None) -> Sequenc
 
 
 def _kind(config: TransformerConfig, layer: int) -> LayerKind:
-    """`moe_layer_freq` is a list of 0 and 1 for each layer, or the step at which layers have experts;
+    """Returns the kind of a layer.
+
+    `moe_layer_freq` is a list of 0 and 1 for each layer, or the interval of layers with experts.
     `linear_attention_freq` is such a list, or None.
     """
     freq = config.moe_layer_freq
@@ -233,7 +241,7 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind, by_kind: bool) -> Mo
     )
     has_fused_norm = not (kind.is_linear or config.multi_latent_attention)
     submodules = TransformerLayerSubmodules(
-        # of a fused projection of queries, keys and values it belongs to that
+        # the norm belongs to a fused projection of queries, keys and values
         input_layernorm=IdentityOp if has_fused_norm else Norm,
         self_attention=_attending_spec(config, kind, by_kind),
         self_attn_bda=get_bias_dropout_add,

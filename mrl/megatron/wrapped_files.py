@@ -1,4 +1,4 @@
-"""What mbridge reads a checkpoint's tensors through where the text model may be inside one that also reads images."""
+"""Reads checkpoints for mbridge whose text model may be inside a model that also reads images."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -13,7 +13,7 @@ from mrl.model.wrapped import Inner, inner_tensors
 
 
 class WrappedFiles(SafeTensorIO):
-    """Gives the text model's tensors under their own names; `check_checkpoint` has found them all."""
+    """Returns the text model's tensors under their own names. `check_checkpoint` has found them all."""
 
     def __init__(self, folder: str):
         super().__init__(folder)
@@ -23,7 +23,7 @@ class WrappedFiles(SafeTensorIO):
                 self._places |= {inner.name: (file, key, inner) for inner in inner_tensors(key, stored.shape)}
 
     def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
-        """Loads tensors by name, of a layer's experts those rows alone that are asked for."""
+        """Loads tensors by name. From a layer's experts it reads only the requested rows."""
         in_file: dict[Path, list[str]] = defaultdict(list)
         for name in hf_weight_names:
             in_file[self._places[name][0]].append(name)

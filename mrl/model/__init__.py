@@ -1,8 +1,8 @@
 """A model without its weights: config.json -> ModelSpec, parallel layouts, and the weight map.
 
-Main types: `ModelSpec` (sizes), `WeightMap` and `Weight` (weight_map.py: every tensor in the checkpoint, in Megatron
-and in vLLM), `TrainLayout` and `RolloutLayout` (layout.py: ranks and workers), `Box` (boxes.py). A new family is one
-file, listed in registry.py. Imports nothing of mrl except `errors`, and neither torch, ray, megatron nor vllm.
+The main types are `ModelSpec` (sizes), `WeightMap` and `Weight` (weight_map.py: every tensor in the checkpoint, in
+Megatron and in vLLM), `TrainLayout` and `RolloutLayout` (layout.py: ranks and workers), `Box` (boxes.py). A new family
+is one file, listed in registry.py. Imports nothing of mrl except `errors`, and neither torch, ray, megatron nor vllm.
 """
 
 from mrl.model.hf_config import ModelSpec

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA): which weights have them, what a rank holds of them, and the weights that they make.
 
-A weight W [out, in] of the checkpoint gets two factors, A [rank, in] and B [out, rank], and stands for
-W + alpha / rank * B A. They belong to one tensor of the checkpoint each, also where Megatron fuses several, and are
-cut as the weight is:
+A weight W [out, in] of the checkpoint gets two factors, A [rank, in] and B [out, rank]. The effective
+weight is W + (alpha / rank) B A. Each pair belongs to one tensor of the checkpoint, even if Megatron fuses several.
+Factors are cut like the weight:
 
     weight                      A                           B
     rows cut (q, k, v,          whole on every              rows cut, as
@@ -10,8 +10,8 @@ cut as the weight is:
     columns cut (o, down)       columns cut, as             whole on every
                                 the weight's                tensor rank
 
-Experts of a rank have theirs in one parameter, one under the other. Names are PEFT's with the model's prefix taken
-off: model.layers.0.self_attn.q_proj.lora_A.weight.
+The factors of a rank's experts are stacked in one parameter. Names are PEFT's without the model's prefix:
+model.layers.0.self_attn.q_proj.lora_A.weight.
 """
 
 import re
@@ -28,20 +28,20 @@ from mrl.model.tensors import TensorSpec, tensor_specs
 from mrl.units import MIB
 
 ALL_LINEAR = "all-linear"
-# last part of a module's name in the checkpoint, in the order in which a layer computes them
+# the last part of a module's name in the checkpoint, in the order in which a layer computes the modules
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 FIRST = "lora_A"
 SECOND = "lora_B"
 FACTORS = (FIRST, SECOND)
-ADAPTER = "adapter"  # the child of a linear layer of Megatron's that has its factors
-MERGED_BYTES = 64 * MIB  # of blocks that are merged for their digests at once
+ADAPTER = "adapter"  # the child of one of Megatron's linear layers that holds its factors
+MERGED_BYTES = 64 * MIB  # the size of blocks that are merged at once to compute digests
 _WEIGHT = re.compile(r"(.+)\.weight\d*")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """What adapters a model has."""
+    """The rank, scaling and targets of a model's adapters."""
 
     rank: int
     alpha: float
@@ -49,12 +49,12 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product of both factors is multiplied with."""
+        """Returns the factor that multiplies the product B A."""
         return self.alpha / self.rank
 
     @classmethod
     def of(cls, rank: int, alpha: float, targets: Iterable[str]) -> "Lora":
-        """Takes names of targets in any order, ALL_LINEAR among them."""
+        """Makes a Lora from target names in any order, which may include ALL_LINEAR."""
         wanted = set(targets)
         if ALL_LINEAR in wanted:
             wanted |= set(TARGETS)
@@ -62,7 +62,7 @@ class Lora:
 
 
 def target_of(weight_name: str) -> str:
-    """The target that a tensor of the checkpoint is of; empty for one that never has adapters."""
+    """Returns the target that a checkpoint tensor belongs to; empty if the tensor never has adapters."""
     words = weight_name.split(".")
     if words[-1] == "weight" and len(words) > 1 and words[-2] in TARGETS:
         return words[-2]
@@ -70,24 +70,24 @@ def target_of(weight_name: str) -> str:
 
 
 def factor_name(weight_name: str, factor: str) -> str:
-    """The name of one of FACTORS of a weight."""
+    """Returns the name of a weight's factor, which is one of FACTORS."""
     return f"{weight_name.removesuffix('.weight')}.{factor}.weight"
 
 
 def is_adapter(megatron_name: str) -> bool:
-    """Whether a parameter of Megatron's is a factor."""
+    """Tells whether a Megatron parameter is a factor."""
     return f".{ADAPTER}." in megatron_name
 
 
 @cache
 def adapted_tensors(model: ModelSpec, lora: Lora) -> tuple[TensorSpec, ...]:
-    """The tensors of the checkpoint that have adapters."""
+    """Returns the checkpoint tensors that have adapters."""
     return tuple(spec for spec in tensor_specs(model) if target_of(spec.name) in lora.targets)
 
 
 @cache
 def adapter_shapes(model: ModelSpec, lora: Lora) -> dict[str, tuple[int, int]]:
-    """Name of each factor -> its shape."""
+    """Returns factor name -> shape."""
     shapes = {}
     for spec in adapted_tensors(model, lora):
         out, into = spec.shape
@@ -97,12 +97,12 @@ def adapter_shapes(model: ModelSpec, lora: Lora) -> dict[str, tuple[int, int]]:
 
 
 def adapter_count(model: ModelSpec, lora: Lora) -> int:
-    """Elements of all factors."""
+    """Returns the number of elements of all factors."""
     return sum(rows * columns for rows, columns in adapter_shapes(model, lora).values())
 
 
 def smallest_side(model: ModelSpec, lora: Lora) -> tuple[int, str]:
-    """The smallest dimension of a weight that has adapters, and that weight's name."""
+    """Returns the smallest dimension among the weights with adapters, and that weight's name."""
     return min((min(spec.shape), spec.name) for spec in adapted_tensors(model, lora))
 
 
@@ -111,29 +111,29 @@ def smallest_side(model: ModelSpec, lora: Lora) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The factors of one target in one linear layer of Megatron's, as a rank has them."""
+    """The factors of one target in one of Megatron's linear layers, as a rank holds them."""
 
     target: str
-    weights: tuple[str, ...]  # of the checkpoint: one, or one of each local expert
-    rows: tuple[int, int]  # of a weight [out, in], that this rank has
+    weights: tuple[str, ...]  # in the checkpoint: one weight, or one for each local expert
+    rows: tuple[int, int]  # this rank's rows of a weight [out, in]
     columns: tuple[int, int]
-    width: int  # columns of a whole weight
+    width: int  # columns of a complete weight
     # (first row in the layer's local weight, first of `rows` from its beginning, how many), in local order
     places: tuple[tuple[int, int, int], ...]
 
     @property
     def is_cut_by_columns(self) -> bool:
-        """Whether tensor parallelism cuts the weight's columns, and not its rows."""
+        """Tells whether tensor parallelism cuts the weight's columns instead of its rows."""
         return self.target in _CUT_BY_COLUMNS
 
     def shape(self, factor: str, rank: int) -> tuple[int, int]:
-        """The shape of the parameter that holds this factor of all `weights`."""
+        """Returns the shape of the parameter that holds this factor of all `weights`."""
         if factor == FIRST:
             return (len(self.weights) * rank, self.columns[1] - self.columns[0])
         return (len(self.weights) * (self.rows[1] - self.rows[0]), rank)
 
     def pieces(self, factor: str, rank: int) -> tuple[Piece, ...]:
-        """That parameter in coordinates of the checkpoint."""
+        """Returns the pieces of that parameter in checkpoint coordinates."""
         hf_box = Box((self.rows, (0, rank)))
         if factor == FIRST:
             hf_box = Box(((0, rank), self.columns))
@@ -146,24 +146,24 @@ class Adapted:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer of Megatron's that has adapters."""
+    """One of Megatron's linear layers, with adapters."""
 
     module: str  # its name in the model chunk
     vp_chunk: int
     is_expert: bool
-    rows: int  # of its local weight, of one expert
+    rows: int  # rows of its local weight, for one expert
     targets: tuple[Adapted, ...]
     replicas: tuple[int, ...]  # ranks that hold the same part of the weights
 
     def parameter(self, target: str, factor: str) -> str:
-        """The name of a factor's parameter."""
+        """Returns the name of a factor's parameter."""
         return f"{self.module}.{ADAPTER}.{target}_{factor}"
 
 
 def adapted_layers(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora) -> tuple[AdaptedLayer, ...]:
-    """The linear layers of a rank that have adapters.
+    """Returns the linear layers of a rank that have adapters.
 
-    Raises ValueError where tensor parallelism cuts a key or value head, which validate refuses.
+    Raises ValueError if tensor parallelism cuts a key or value head. `validate` refuses such layouts.
     """
     widths = {spec.name: spec.shape[1] for spec in adapted_tensors(model, lora)}
     together: dict[tuple[str, int], list[Shard]] = {}
@@ -175,7 +175,10 @@ def adapted_layers(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora)
 
 
 def _layer(module: str, chunk: int, shards: Sequence[Shard], widths: Mapping[str, int]) -> AdaptedLayer:
-    """`shards`: the layer's weight, or those of all local experts. `widths`: of the weights that have adapters."""
+    """Makes the layer from its shards.
+
+    `shards`: the layer's weight, or the weights of all local experts. `widths`: columns of each weight with adapters.
+    """
     first = shards[0]
     found = {target_of(piece.hf_name): None for piece in first.pieces if piece.hf_name in widths}
     targets = tuple(_adapted(target, shards, widths) for target in found)
@@ -197,7 +200,7 @@ def _adapted(target: str, shards: Sequence[Shard], widths: Mapping[str, int]) ->
 
 
 def adapter_shards(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora) -> tuple[Shard, ...]:
-    """The factors of one rank, as `source_shards` has its weights."""
+    """Returns the factors of one rank in the form in which `source_shards` returns its weights."""
     shards = []
     for layer in adapted_layers(model, layout, rank, lora):
         for adapted in layer.targets:
@@ -213,7 +216,7 @@ def adapter_shards(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora)
 
 
 def all_shards(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora | None) -> tuple[Shard, ...]:
-    """All parameters of a rank: the checkpoint's, and adapters where there are some."""
+    """Returns all parameters of a rank: those of the checkpoint, and adapters if `lora` is given."""
     weights = source_shards(model, layout, rank)
     if lora is None:
         return weights
@@ -221,7 +224,7 @@ def all_shards(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora | No
 
 
 def _whole_on(layout: TrainLayout, rank: int, is_expert: bool) -> tuple[int, ...]:
-    """The ranks that hold the same as `rank` of what tensor parallelism does not cut."""
+    """Returns the ranks that hold the same as `rank`, for parameters that tensor parallelism does not cut."""
     if is_expert:
         return layout.expert_group(rank, "etp", "edp")
     return layout.dense_group(rank, "tp", "cp", "dp")
@@ -231,10 +234,11 @@ def _whole_on(layout: TrainLayout, rank: int, is_expert: bool) -> tuple[int, ...
 
 
 def added(weight: Any, first: Any, second: Any, scale: float) -> Any:
-    """A block [rows, columns] of W + scale * B A, of float32 arrays of numpy or of torch, which are left as they are.
+    """Returns a block [rows, columns] of W + scale * B A. Takes float32 arrays of numpy or torch and does not change
+    them.
 
-    `first` [rank, columns] and `second` [rows, rank] are what the block needs of A and B. Every operation is of one
-    element with one, and rounded by itself: the bits do not depend on how weights are cut, and are the same on every
+    `first` [rank, columns] and `second` [rows, rank] are the parts of A and B that the block needs. Every operation is
+    elementwise and rounded separately. So the bits do not depend on how weights are cut. They are equal on every
     device, in numpy and in torch.
     """
     total = second[:, 0, None] * first[0]
@@ -246,7 +250,7 @@ def added(weight: Any, first: Any, second: Any, scale: float) -> Any:
 
 
 def tiles(rows: int, columns: int, elements: int) -> Iterator[tuple[int, int]]:
-    """Rows [start, stop) of a block, so many that a tile has about so many elements."""
+    """Yields rows [start, stop) of a block, so that each tile has about `elements` elements."""
     step = max(1, elements // columns)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)

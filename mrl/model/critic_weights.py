@@ -1,6 +1,6 @@
-"""A critic's weights: the actor's, with a value head in place of the output layer, as boxes of named tensors.
+"""A critic's weights as boxes of named tensors: the actor's weights, with a value head instead of the output layer.
 
-The head has the name that transformers gives it in its models for the classification of tokens.
+The head has the name that transformers uses in token classification models.
 """
 
 from dataclasses import replace
@@ -17,19 +17,21 @@ HEAD = "score.weight"  # [1, hidden]
 
 
 def body_of(model: ModelSpec) -> ModelSpec:
-    """The model as a critic has it beside its head: embeddings belong to no output layer."""
+    """Returns the critic's model without its head. Its embeddings are not tied to an output layer."""
     return replace(model, tie_word_embeddings=False)
 
 
 def critic_count(model: ModelSpec) -> int:
-    """Parameters of a critic."""
+    """Returns the number of a critic's parameters."""
     body = body_of(model)
     (output,) = weight_map(body).output.parts
     return parameter_count(body) - prod(output.shape) + model.hidden_size
 
 
 def critic_shards(model: ModelSpec, layout: TrainLayout, rank: int) -> tuple[Shard, ...]:
-    """The parameters of one rank of a critic, as `source_shards` has the actor's. The head is whole on tensor ranks."""
+    """Returns the parameters of one rank of a critic, as `source_shards` does for the actor. The head is complete on
+    every tensor rank.
+    """
     body = body_of(model)
     output = weight_map(body).output.megatron
     shards = source_shards(body, layout, rank)
@@ -37,7 +39,7 @@ def critic_shards(model: ModelSpec, layout: TrainLayout, rank: int) -> tuple[Sha
 
 
 def _head(model: ModelSpec, layout: TrainLayout, rank: int, output: Shard) -> Shard:
-    """The head in place of the output layer's shard."""
+    """Returns the head that replaces the output layer's shard."""
     shape = (1, model.hidden_size)
     whole = Box.whole(shape)
     replicas = layout.dense_group(rank, "tp", "cp", "dp")

@@ -18,7 +18,7 @@ MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers
 
 @dataclass(frozen=True)
 class Yarn:
-    """How rotary angles are stretched to more positions than in pretraining (arXiv:2309.00071)."""
+    """The stretching of rotary angles to more positions than in pretraining (arXiv:2309.00071)."""
 
     factor: float
     original_max_position_embeddings: int
@@ -29,7 +29,7 @@ class Yarn:
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes layers of a model: layers of one kind have the same weights."""
+    """The features that distinguish layers of a model: layers of one kind have the same weights."""
 
     has_experts: bool
     is_linear: bool = False  # gated delta attention: a state that passes from token to token, instead of keys

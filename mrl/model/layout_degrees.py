@@ -167,12 +167,12 @@ class LayoutDegrees:
 
     @property
     def counted_extras(self) -> int:
-        """How many of embedding and loss count as a layer in the split."""
+        """Returns how many of embedding and loss count as a layer in the split."""
         return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
 
     @property
     def notations(self) -> int:
-        """How many of the three notations of an uneven split are used; at most one is allowed."""
+        """Returns how many of the three notations of an uneven split are used. At most one is allowed."""
         return (self.pipeline_layers is not None) + bool(self.end_stages) + bool(self.counted_extras)
 
 

@@ -14,7 +14,7 @@ from mrl.model.layout_degrees import LayoutDegrees
 
 
 class ModelFacts(Protocol):
-    """What the rules need to know about a model. mrl.model.ModelSpec implements it."""
+    """The facts about a model that the rules need. mrl.model.ModelSpec implements it."""
 
     @property
     def num_layers(self) -> int: ...

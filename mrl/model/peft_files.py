@@ -1,5 +1,7 @@
-"""Adapters in PEFT's form (peft 0.21.2, save_pretrained): a folder with adapter_config.json and
-adapter_model.safetensors, whose tensors are base_model.model.MODULE.lora_A.weight and ...lora_B.weight.
+"""Reads and describes adapters in PEFT's form (peft 0.21.2, save_pretrained).
+
+An adapter is a folder with adapter_config.json and adapter_model.safetensors. Its tensors are
+base_model.model.MODULE.lora_A.weight and ...lora_B.weight.
 """
 
 import hashlib
@@ -17,8 +19,8 @@ from mrl.plain_files import TEXT_BYTES, open_regular, read_json, reason
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-BASE_DIGEST = "mrl_base_digest"  # among the metadata of the weights' file
-_READ_OF_EACH = 4096  # bytes of a tensor that its model's digest knows
+BASE_DIGEST = "mrl_base_digest"  # a key in the metadata of the weights' file
+_READ_OF_EACH = 4096  # bytes of each tensor that go into the model's digest
 _SHOWN = 3
 # of adapter_config.json: what changes the weights in a way that is not computed here, and its harmless values
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -47,9 +49,9 @@ def adapter_digest(folder: str | Path) -> str:
 
 
 def _digest_of(files: Iterable[Path]) -> str:
-    """SHA-256 of the files' tensors: their names, dtypes and shapes, and the first bytes of each.
+    """Returns SHA-256 over the files' tensors: their names, dtypes and shapes, and the first bytes of each.
 
-    Models of one shape differ in those; reading all of a large one would take minutes.
+    Models of the same shape differ in those bytes. Reading all bytes of a large model would take minutes.
     """
     digest = hashlib.sha256()
     tensors = {}
@@ -70,7 +72,10 @@ def _first_bytes(file: Path, place: TensorBytes) -> bytes:
 
 
 def peft_config(lora: Lora, base: str, dropout: float = 0.0) -> dict[str, Any]:
-    """What adapter_config.json says of adapters on the model in `base`. `dropout`: that they were trained with."""
+    """Returns the content of adapter_config.json for adapters on the model in `base`.
+
+    `dropout`: the dropout that the adapters were trained with.
+    """
     alpha = lora.alpha
     if alpha.is_integer():
         alpha = int(alpha)
@@ -93,7 +98,7 @@ def peft_config(lora: Lora, base: str, dropout: float = 0.0) -> dict[str, Any]:
 
 
 def read_peft(folder: str | Path, model: ModelSpec, lora: Lora) -> dict[str, TensorBytes]:
-    """Where each factor of `lora`'s adapters is in the folder's WEIGHTS, by its name here.
+    """Returns the location of each factor in the folder's WEIGHTS, by mrl's name of the factor.
 
     Raises ConfigError for adapters of another kind, rank, alpha or model, EnvironmentFault for unreadable files.
     """
@@ -130,9 +135,9 @@ def _check_config(file: Path, lora: Lora) -> None:
 
 
 def check_base(folder: str | Path, base: str | Path) -> None:
-    """Raises ConfigError where an adapter in PEFT's form says that it is of another model than the one in `base`.
+    """Raises ConfigError if a PEFT adapter was trained on another base model than the one in `base`.
 
-    Only adapters that mrl wrote say so.
+    Only adapters that mrl wrote record the digest of their base model.
     """
     file = Path(folder) / WEIGHTS
     said = safetensors_metadata(file).get(BASE_DIGEST)

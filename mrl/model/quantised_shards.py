@@ -1,4 +1,4 @@
-"""What ranks send of weights that engines hold in FP8, and which layouts cut such a weight through a block."""
+"""Lists the shards that ranks send for FP8 engines, and finds layouts that cut a weight inside a block."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,11 +26,11 @@ from mrl.model.weight_map import Slice, Weight
 
 
 def sent_shards(model: ModelSpec, layout: TrainLayout, rank: int, block: int) -> tuple[Shard, ...]:
-    """What one rank sends from: its parameters, and the scales of those that it sends as words.
+    """Returns the shards that one rank sends: its parameters, and the scales of those that it sends as words.
 
-    `block` 0: nothing is quantised. Scales are no parameters of the rank, which keeps them from one sync to the next.
-    They name no replicas, for they follow from weights that are compared themselves. Raises ConfigError for a cut
-    through a block.
+    `block` 0: nothing is quantised. Scales are not parameters: the rank keeps them from one sync to the next. They name
+    no replicas, because they follow from weights that are compared themselves. Raises ConfigError if a cut goes through
+    a block.
     """
     shards = source_shards(model, layout, rank)
     if not block:
@@ -40,7 +40,7 @@ def sent_shards(model: ModelSpec, layout: TrainLayout, rank: int, block: int) ->
 
 
 def word_count(model: ModelSpec, layout: TrainLayout, rank: int) -> int:
-    """Elements that one rank holds of weights that engines have in words."""
+    """Returns the number of elements on one rank that engines hold as words."""
     words = quantised_tensors(model)
     return sum(prod(s.local_shape) for s in source_shards(model, layout, rank) if _has_words(s, words))
 
@@ -73,7 +73,7 @@ def _shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def ranks_fault(model: ModelSpec, train: TrainLayout, block: int) -> str:
-    """The first weight that the actor's ranks cut through a block, in words; empty where they cut none so.
+    """Names the first weight that the actor's ranks cut through a block; empty if there is none.
 
     `block` 0: nothing is quantised.
     """
@@ -83,17 +83,20 @@ def ranks_fault(model: ModelSpec, train: TrainLayout, block: int) -> str:
 
 
 def workers_fault(model: ModelSpec, rollout: RolloutLayout, block: int) -> str:
-    """The first weight that an engine's workers cut through a block, in words, as `ranks_fault`."""
+    """Names the first weight that an engine's workers cut through a block; empty if there is none."""
     if not block:
         return ""
     return _first_fault(model, rollout.tensor, rollout.expert_tensor, block, worker_slice, "a worker of an engine")
 
 
-@cache  # a search asks for many layouts of the same degrees
+@cache  # a search asks for many layouts with the same degrees
 def _first_fault(
     model: ModelSpec, dense: int, experts: int, block: int, slice_of: Callable[[Weight, int, int], Slice], who: str
 ) -> str:
-    """`dense`, `experts`: how many share a layer's weights, and one expert's."""
+    """Names the first weight that is cut through a block; empty if there is none.
+
+    `dense`, `experts`: number of ranks that share a layer's weights, and one expert's.
+    """
     for weight in dict.fromkeys(weight for kind, _ in weight_map(model).layers for weight in kind.hf):
         count = experts if weight.is_expert else dense
         for index in range(count if is_quantised(weight) else 0):

@@ -1,7 +1,7 @@
-"""What vLLM 0.32's own loader makes of full tensors: the oracle for plans. Numbers in, numbers out.
+"""Loads complete tensors as vLLM 0.32's own loader does. It is the oracle for plans and works on arrays.
 
-Independent of the weight map and its boxes, written as `load_weights` works: name by name, each layer class slicing its
-tensor.
+It is independent of the weight map and its boxes. As in `load_weights`, names are read one by one, and each layer class
+slices its tensor.
 """
 
 from collections import defaultdict

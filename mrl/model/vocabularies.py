@@ -1,4 +1,4 @@
-"""The tokens of a tokenizer.json and their numbers, and in what two of them differ."""
+"""Reads the tokens of a tokenizer.json with their numbers, and compares two vocabularies."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ _SHOWN = 4  # tokens
 
 
 def vocabulary(file: Path) -> dict[str, int]:
-    """Token -> number, of a tokenizer.json. Raises EnvironmentFault for another kind of file."""
+    """Returns token -> number of a tokenizer.json. Raises EnvironmentFault for another kind of file."""
     try:
         described = read_json(file, strict=False)
         vocab = described.get("model", {}).get("vocab", {})
@@ -22,7 +22,7 @@ def vocabulary(file: Path) -> dict[str, int]:
 
 
 def differing_tokens(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """How many tokens have other numbers, with the first of them; empty where none has."""
+    """Describes how many tokens have other numbers, and names the first of them; empty if there is none."""
     differing = sorted(token for token in before.keys() | after.keys() if before.get(token) != after.get(token))
     if not differing:
         return ""

@@ -1,4 +1,4 @@
-"""The weight map: what every tensor of a model is in the checkpoint, in Megatron and in vLLM.
+"""The weight map: the name and place of every tensor of a model in the checkpoint, in Megatron and in vLLM.
 
 A family's file (qwen3.py, ...) lists its `Weight`s. Each one names its checkpoint tensors and its parameter in Megatron
 and in vLLM. It tells how both divide it over tensor ranks. Three views are derived from these rows, without knowledge
@@ -197,20 +197,20 @@ class WeightMap:
 
     @property
     def ends(self) -> tuple[Weight, ...]:
-        """What follows the layers in a checkpoint and in vLLM."""
+        """Returns the weights after the layers in a checkpoint and in vLLM."""
         if self.model.tie_word_embeddings:
             return (self.final_norm,)
         return (self.final_norm, self.output)
 
     @cached_property
     def layers(self) -> tuple[tuple[LayerWeights, int], ...]:
-        """Each kind of layer in the model, with the number of its layers."""
+        """Returns each kind of layer in the model, with the number of its layers."""
         counts = Counter(self.model.layer_kind(layer) for layer in range(self.model.num_layers))
         return tuple((self.of_kind(kind), counts[kind]) for kind in sorted(counts))
 
     @cached_property
     def counted(self) -> tuple[tuple[Weight, int], ...]:
-        """Every weight of the checkpoint and vLLM, with the number of layers that have it."""
+        """Returns every weight of the checkpoint and of vLLM, with the number of layers that have it."""
         inside = ((weight, count) for kind, count in self.layers for weight in kind.hf)
         return ((self.embedding, 1), *inside, *((weight, 1) for weight in self.ends))
 

@@ -25,7 +25,9 @@ PER_TOKEN_PHASES = (GENERATING, "ref", "teacher", "old_log_prob", "values", "adv
 
 
 def reduce_parts(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """Reduces each metric to one number by its declared kind, over micro-batches and ranks in the given order.
+    """Reduces each metric to one number by its declared kind, over updates and ranks in the given order.
+
+    Micro-batches were added up before (`merge` in mrl/algo/aggregate.py), so a loss gives means and sums alone.
 
     A part of a mean is (sum of value x weight, sum of weight), of other kinds (value, 1). A mean without weight is left
     out. Second moments become standard deviations. Raises KeyError for a metric that is not declared.

@@ -33,7 +33,7 @@ from mrl.whole_file import appears_whole
 # what reading a damaged file raises
 DAMAGED = (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 RewardParts = Mapping[str, Any]  # `score`, `reason` and anything else that the reward function returned
-OWN_COLUMNS = ("score", "reason")  # parts that every reward has
+OWN_COLUMNS = ("score", "reason")  # parts of rewards in columns of their own; their types are the last of _KINDS
 DIFFERENCES = ".log_probs.parquet"
 ROWS_AT_ONCE = 64  # of a row group, which a reader decompresses for one response
 

@@ -19,7 +19,7 @@ TABLE = Path(__file__).with_name("metrics.yaml")
 class MetricSpec:
     """One metric, or one family of metrics with the same meaning. `reading` explains its values, where that is known.
 
-    `kind` says how parts of micro-batches and ranks become one number. Parts of a mean are (sum of value x weight, sum
+    `kind` says how parts of updates and ranks become one number. Parts of a mean are (sum of value x weight, sum
     of weight), all others (value, 1). `last` takes the last part, for values that all ranks share, such as the learning
     rate.
     """

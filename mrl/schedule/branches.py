@@ -1,14 +1,17 @@
-"""A response whose agent went back: its branches as one row, of one outcome, in which each sampled token stands once.
+"""Joins the branches of a response whose agent went back into one row. It has one outcome, and each sampled token
+occurs once.
 
-An example: the model said 1 2 to the prompt 7 8, and 3 to 5; the agent went back behind 1 2, and it said 4 to 6.
+Example: the model answers the prompt 7 8 with 1 2, and then 5 with 3. The agent goes back to the end of 1 2, and the
+model answers 6 with 4.
 
                  prompt   response      turns
     one          7 8      1 2 5 3       1 2 (5) | 3
     other        7 8      1 2 6 4       1 2 (6) | 4        its first turn is shared
     as one row   7 8      1 2 5 3   7 8 1 2 6 4            1 2 (5) | 3 (7 8 1 2 6) | 4
 
-A branch is a whole sequence: it is computed by itself, as the engine computed it. What it shares with one before it,
-its prompt too, is context in it, so that no token is trained on twice. The row's stop reason is that of the last.
+A branch is a complete sequence and is computed separately, as the engine did. Tokens that it shares with an earlier
+branch, including the prompt, are context. So no token is trained on twice. The row's stop reason is that of the
+last branch.
 """
 
 from collections.abc import Sequence
@@ -26,16 +29,16 @@ _OF_TURNS = ("turn_stops", "turn_calls", "turn_seconds", "turn_rewards")
 
 @dataclass(frozen=True)
 class Branch:
-    """One line that was spoken, from its prompt on."""
+    """One line of a conversation, from its prompt on."""
 
     row: Samples  # one row
-    shared: int = 0  # turns that it begins with and that an earlier branch has too
+    shared: int = 0  # number of its first turns that an earlier branch has too
 
 
 def as_one_row(branches: Sequence[Branch]) -> Samples:
-    """One row of all branches in their order; a single one as it is, with columns of turns.
+    """Returns one row with all branches in order. A single branch is returned unchanged, with columns of turns.
 
-    Raises DataError where the first shares a turn, or one shares all that it has.
+    Raises DataError if the first branch shares a turn, or a branch shares all its turns.
     """
     first, *later = branches
     if first.shared:
@@ -83,7 +86,7 @@ def _with_another(made: Samples, branch: Branch) -> Samples:
 
 
 def _spans(made: Samples, own: Samples) -> dict[str, np.ndarray]:
-    """Spans of both; what the later branch begins with is of its first span."""
+    """Returns the spans of both. Shared tokens of the later branch belong to its first span."""
     start = int(made.response_lengths[0])
     starts = own.span_starts + (start + int(own.prompt_lengths[0]))
     starts[0] = start
@@ -95,7 +98,7 @@ def _spans(made: Samples, own: Samples) -> dict[str, np.ndarray]:
 
 
 def _behind(prompt: int, values: np.ndarray) -> np.ndarray:
-    """A column of response tokens with nothing at so many tokens before it."""
+    """Returns a column of response tokens after `prompt` empty values."""
     return np.concatenate([np.zeros(prompt, values.dtype), values])
 
 

@@ -276,7 +276,7 @@ class GroupBuffer:
         self.groups[group.number] = group
         self._finished += group.state is State.FINISHED
         if len(self.groups) <= self.schedule.batch:
-            self._last = None  # it may be the newest
+            self._last = None  # it may be the newest number
         if group.is_whole and group.state is State.RUNNING:
             self._unjudged.add(group.number)
         return group

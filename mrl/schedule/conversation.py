@@ -1,4 +1,4 @@
-"""A response of several turns as a state machine: what it waits for, what its budgets allow, and why it ends.
+"""A response of several turns as a state machine: its state, its budgets, and the reason of its end.
 
     SAMPLING --sampled--> ACTING --answered, the last--> TELLING --told--> SAMPLING ...
         |                   | ^                             |
@@ -6,9 +6,9 @@
         +---- stop, length, | turns, seconds, ------------- | context, closed, environment ----> ENDED
         +-------------------------------------------------- + a border, or an engine that gives back ----> HELD
 
-One that is held goes on later from its tokens, maybe by other weights and at another engine.
+A held conversation continues later from its tokens, possibly with other weights and at another engine.
 
-An example: budgets of 2 turns and 60 tokens; the model samples 9 tokens with two calls, of which one is malformed.
+Example: budgets of 2 turns and 60 tokens. The model samples 9 tokens with two calls, and one of these is malformed.
 
     event                               state       what is to be done
     sampled(9, problems=(None, "..."))  ACTING      call 0 is made; call 1 is answered already, by its problem
@@ -16,10 +16,10 @@ An example: budgets of 2 turns and 60 tokens; the model samples 9 tokens with tw
     told(12)                            SAMPLING    a request for at most 60 - 21 tokens
     sampled(4)                          ENDED       "stop": no call
 
-Nothing is lost: every call is answered once, by its result, its failure or its problem. Order and times of answers
-change nothing, as long as they come in time. What comes late, or twice, is no event. Time is counted while answers are
-awaited and at no other: how long an engine takes, with others in its line, ends nothing. Tokens, tools and clocks are
-of whoever drives it: here are numbers and texts of answers.
+Every call is answered exactly once, by its result, its failure or its problem. Order and times of answers have no
+effect if they are in time. Late and repeated answers are ignored. Time counts only while answers are awaited, so a slow
+engine ends no conversation. The caller has tokens, tools and clocks. This file has only numbers and the texts of
+answers.
 """
 
 from collections.abc import Sequence
@@ -28,56 +28,59 @@ from enum import StrEnum
 
 
 class ConversationState(StrEnum):
-    """What a conversation waits for."""
+    """The state of a conversation: what it waits for."""
 
-    SAMPLING = "sampling"  # tokens of an engine
-    ACTING = "acting"  # answers of tools or of an environment
-    TELLING = "telling"  # answers as tokens
-    HELD = "held"  # other weights, or another engine: another conversation goes on from its tokens
+    SAMPLING = "sampling"  # waits for tokens of an engine
+    ACTING = "acting"  # waits for answers of tools or of an environment
+    TELLING = "telling"  # waits for answers in the form of tokens
+    HELD = "held"  # waits for other weights or another engine: another conversation continues from its tokens
     ENDED = "ended"
 
 
 class Stop(StrEnum):
-    """Why a conversation ended."""
+    """The reason why a conversation ended."""
 
-    STOP = "stop"  # the model called nothing more
-    LENGTH = "length"  # the model sampled the last token that the whole may have
-    TURNS = "turns"  # it called in its last turn
-    SECONDS = "seconds"  # its calls took too long
-    CONTEXT = "context"  # answers leave no room for one more token
+    STOP = "stop"  # the model made no further call
+    LENGTH = "length"  # the model sampled the last token of the budget
+    TURNS = "turns"  # the model made a call in its last turn
+    SECONDS = "seconds"  # calls took too long
+    CONTEXT = "context"  # answers leave no room for another token
     CLOSED = "closed"  # the environment ended it
-    ENVIRONMENT = "environment"  # the environment failed: no reward is due
+    ENVIRONMENT = "environment"  # the environment failed, so no reward is due
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """What a conversation may take."""
+    """The budgets of a conversation."""
 
-    tokens: int  # of the whole response, context too
+    tokens: int  # of the whole response, with context
     turns: int
-    calls: int  # of one turn
-    seconds: float  # of all turns together, each from its calls until the last of them is answered
-    characters: int  # of one answer
+    calls: int  # in one turn
+    seconds: float  # for all turns together, each from its calls until the last of them is answered
+    characters: int  # in one answer
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Immutable: each event gives the conversation after it. Raises ValueError for one that cannot be now."""
+    """A conversation. It is immutable: each event returns the conversation after it.
+
+    Raises ValueError for an event that cannot happen in the present state.
+    """
 
     budgets: Budgets
-    border: int | None = None  # tokens with which it is held unless it has ended; context alone may go beyond
+    border: int | None = None  # number of tokens at which it is held unless it has ended; only context may exceed it
     state: ConversationState = ConversationState.SAMPLING
-    stop: Stop | None = None  # why it ended
-    tokens: int = 0  # of the response so far, context too
+    stop: Stop | None = None  # the reason of its end
+    tokens: int = 0  # tokens of the response so far, with context
     turn: int = 1  # counted from 1
-    answers: tuple[str | None, ...] = ()  # to the calls of this turn, in their order; None: not yet
-    acting_since: float = 0.0  # seconds of any clock that only goes forward, the same as of all events
-    acting_s: float = 0.0  # that the answers of this turn took, or were waited for in vain
-    acted_s: float = 0.0  # that the answers of the turns before took
+    answers: tuple[str | None, ...] = ()  # to the calls of this turn, in order; None: not yet answered
+    acting_since: float = 0.0  # seconds of any monotonic clock, the same for all events
+    acting_s: float = 0.0  # duration of this turn's answers, also if they were awaited in vain
+    acted_s: float = 0.0  # duration of earlier turns' answers
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that the next request may add."""
+        """Returns how many tokens the next request may add."""
         end = self.budgets.tokens if self.border is None else min(self.border, self.budgets.tokens)
         return end - self.tokens
 
@@ -87,20 +90,21 @@ class Conversation:
 
     @property
     def open_calls(self) -> tuple[int, ...]:
-        """Numbers of the calls of this turn without an answer."""
+        """Returns the numbers of this turn's calls without an answer."""
         return tuple(number for number, answer in enumerate(self.answers) if answer is None)
 
     @property
     def deadline(self) -> float:
-        """When time for the answers of this turn is up, by the clock of `acting_since`."""
+        """Returns the time limit for the answers of this turn, by the clock of `acting_since`."""
         return self.acting_since + self.budgets.seconds - self.acted_s
 
     def sampled(
         self, added: int, now: float, problems: Sequence[str | None] = (), cut_off: bool = False
     ) -> "Conversation":
-        """A request has added so many tokens. `problems`: of each call in them what is wrong with it, None for none.
+        """Records that a request has added tokens.
 
-        `cut_off`: it did not end by itself, and its calls are not looked at: where tokens are left it is held.
+        `problems` has the problem of each call in them, None for a valid call. `cut_off`: the request did not end by
+        itself. Then its calls are ignored, and it is held if tokens are left.
         """
         self._must_be(ConversationState.SAMPLING)
         if not 0 <= added <= self.max_tokens:
@@ -118,7 +122,10 @@ class Conversation:
         return replace(after, state=ConversationState.ACTING, answers=answers, acting_since=now)._acted(now)
 
     def left(self, now: float) -> "Conversation":
-        """Nobody waits for what would be sampled: it counts as a turn, and the agent's next request is awaited."""
+        """Records that the sampled tokens are no longer awaited.
+
+        They count as a turn, before the agent's next request.
+        """
         self._must_be(ConversationState.SAMPLING)
         if self.turn >= self.budgets.turns:
             return self._ended(Stop.TURNS)
@@ -132,7 +139,7 @@ class Conversation:
         return shortened(problem, self.budgets.characters)
 
     def answered(self, turn: int, number: int, answer: str, now: float) -> "Conversation":
-        """Call `number` of a turn has its answer: the text of a result or of a failure."""
+        """Records the answer to call `number` of a turn: the text of a result or of a failure."""
         if self.state is not ConversationState.ACTING or turn != self.turn or self.answers[number] is not None:
             return self
         if now >= self.deadline:
@@ -147,12 +154,17 @@ class Conversation:
         return replace(self, state=ConversationState.TELLING, acting_s=now - self.acting_since)
 
     def rewound(self, tokens: int) -> "Conversation":
-        """What is told follows so many tokens, of another line of the conversation; turns and seconds are of all."""
+        """Goes back: the next context follows after `tokens` tokens of another line. Turns and seconds count over all
+        lines.
+        """
         self._must_be(ConversationState.TELLING)
         return replace(self, tokens=tokens)
 
     def told(self, context: int) -> "Conversation":
-        """The answers are so many tokens of context, behind the response; where they leave no room, they are not."""
+        """Records answers as tokens of context after the response.
+
+        If they leave no room for another token, they are not added, and the conversation ends.
+        """
         self._must_be(ConversationState.TELLING)
         if context < 0:
             raise ValueError(f"{context} tokens of context")
@@ -172,12 +184,12 @@ class Conversation:
         return after.held()
 
     def held(self) -> "Conversation":
-        """It is given back before its next request."""
+        """Holds the conversation before its next request."""
         self._must_be(ConversationState.SAMPLING)
         return replace(self, state=ConversationState.HELD)
 
     def passed(self, now: float) -> "Conversation":
-        """Time has passed, which counts while it acts."""
+        """Records the time, which counts while answers are awaited."""
         if self.state is ConversationState.ACTING and now >= self.deadline:
             return self._out_of_time(now)
         return self
@@ -186,13 +198,13 @@ class Conversation:
         return replace(self, acting_s=now - self.acting_since)._ended(Stop.SECONDS)
 
     def closed(self) -> "Conversation":
-        """The environment has ended it by its answer, which nobody reads any more."""
+        """Records that the environment has ended the conversation by its answer, which is not read."""
         if self.state is ConversationState.ENDED:
             return self
         return self._ended(Stop.CLOSED)
 
     def failed(self) -> "Conversation":
-        """The environment has failed, whatever it ended by."""
+        """Records that the environment has failed, for whatever reason the conversation had ended."""
         return self._ended(Stop.ENVIRONMENT)
 
     def _must_be(self, state: ConversationState) -> None:
@@ -204,7 +216,10 @@ class Conversation:
 
 
 def shortened(text: str, characters: int) -> str:
-    """The text where it is at most so long; else its beginning and its end, with what was left out said in between."""
+    """Returns the text if it has at most `characters` characters.
+
+    Otherwise returns its beginning and its end, with a note in between about the part left out.
+    """
     if len(text) <= characters:
         return text
     said = f"\n[{len(text)} characters, of which {characters} are shown]\n"

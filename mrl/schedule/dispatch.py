@@ -40,7 +40,7 @@ class Dispatcher:
     """Dispatches the responses of a buffer's groups to engines."""
 
     def __init__(self, buffer: GroupBuffer, engines: list[str], max_requests: int | None = None):
-        """`max_requests` limits the requests at an engine, see EngineLoads."""
+        """`max_requests` limits the requests at an engine, as in EngineLoads."""
         self.buffer = buffer
         self.loads = EngineLoads(engines, max_requests)
         self.window = buffer.schedule.concurrency  # limit of running responses; rate control may lower it
@@ -113,7 +113,10 @@ class Dispatcher:
         return number in self.alone and any(self._of_group.get(other) for other in self.alone - {number})
 
     def _sent(self, response: InLine, in_line: int) -> Assignment:
-        """`in_line`: tokens of all responses that are to be sent now, including this one."""
+        """Returns the request for a response, and records it as running.
+
+        `in_line`: tokens of all responses that are to be sent now, including this one.
+        """
         group = self.buffer.groups[response.number]
         index = response.index
         engine = self.loads.place(group.number, response.tokens, in_line)

@@ -31,7 +31,7 @@ class EngineLoads:
 
     @property
     def free(self) -> list[str]:
-        """Engines that may get a request."""
+        """Returns the engines that may get a request."""
         limit = self._max_requests
         return [engine for engine, requests in self.requests.items() if limit is None or requests < limit]
 

@@ -25,7 +25,7 @@ class State(StrEnum):
 
 @dataclass
 class Group:
-    """What is known of a group except its tokens, which are elsewhere."""
+    """The known facts about a group, without its tokens."""
 
     number: int  # of its prompt, in the order of the data
     lengths: list[int]  # current number of tokens of each response
@@ -90,7 +90,9 @@ class Tally:
 
 @dataclass
 class Counts:
-    """What was trained on since the run began, and what was not. Groups that begin again lose their tokens."""
+    """Groups that were trained on since the run began, and groups that were not. Groups that begin again lose their
+    tokens.
+    """
 
     kept: Tally = field(default_factory=Tally)
     dropped: dict[Cause, Tally] = field(default_factory=dict)  # by cause

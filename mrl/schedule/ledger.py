@@ -1,4 +1,4 @@
-"""What was issued and what became of it, as JSON beside a checkpoint. A resumed run loses and repeats no group.
+"""The issued groups and their states, as JSON beside a checkpoint. A resumed run loses and repeats no group.
 
 The position in the data is the oldest number that is not settled, never the newest issued one. Settled numbers beyond
 it are listed, and each live group has the number of kept tokens of each response. The tokens themselves are rows of
@@ -30,9 +30,9 @@ FIXED = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What kept tokens were made from, as digests in text form."""
+    """The origin of kept tokens, as digests in text form."""
 
-    data: str  # tokens of the prompts, thus tokenizer, chat template and order
+    data: str  # tokens of the prompts, and so tokenizer, chat template and order
     model: str
 
 

@@ -22,7 +22,7 @@ class RateRules:
 
 @dataclass(frozen=True)
 class Observation:
-    """What all engines did since the last observation."""
+    """The work of all engines since the last observation."""
 
     kv_use: float  # share of the cache in use, in the fullest engine
     preemptions: int

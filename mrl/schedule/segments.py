@@ -1,18 +1,17 @@
-"""A response that was made in several requests: each goes on from the tokens before it, and they are put together.
+"""Joins a response from several requests. Each request continues from the tokens before it.
 
-An example: the prompt 7 8, at most 5 tokens, cut off after 1 2 by an update of the weights from version 4 to 5:
+Example: the prompt 7 8 and at most 5 tokens. An update from version 4 to 5 interrupts it after 1 2:
 
                  prompt       response   spans            routes of (computed tokens)
     kept         7 8          1 2        0: 4             7 8 1
     more         7 8 1 2      3 9        0: 5             7 8 1 2 3     its first three are those of kept, computed anew
     joined       7 8          1 2 3 9    0: 4, 2: 5       7 8 1 | 2 3
 
-What was returned with a token stays its own: log-probs and routes of kept tokens are never taken from a later
-request, which computed them by other weights. The last kept token was sampled and not computed; its route comes from
-the request that did.
+Log-probs and routes of kept tokens stay. They are never taken from a later request, which computed them with other
+weights. The last kept token was sampled but not computed. Its route comes from the next request, which computes it.
 
-A turn is such a continuation with context in between, which `with_context` appends: so is a response that has ended
-gone on from. Context was not computed by the request before it either; its routes come from the one after it.
+A turn is such a continuation with context in between, which `with_context` appends. So a response that has ended can
+continue. The request before the context did not compute it, so its routes come from the next request.
 
                  prompt       response   sampled          routes of
     kept         7 8          1 2        T T              7 8 1
@@ -34,16 +33,17 @@ from mrl.errors import DataError
 
 @dataclass(frozen=True)
 class Continuation:
-    """What is asked of an engine so that it goes on with a response."""
+    """The request with which an engine continues a response."""
 
-    prompt_ids: np.ndarray  # int32: the prompt's, then the kept ones
-    max_tokens: int  # that it may add
+    prompt_ids: np.ndarray  # int32: tokens of the prompt, then the kept ones
+    max_tokens: int  # tokens that it may add
     seed: int
 
 
 def continuation(samples: Samples, row: int, max_tokens: int) -> Continuation:
-    """How row `row` goes on by at most `max_tokens` more. Raises DataError for a response that has ended by itself,
-    unless context follows.
+    """Returns the continuation of row `row` by at most `max_tokens` further tokens.
+
+    Raises DataError for a response that has ended by itself, unless context follows.
     """
     if not samples.truncated[row] and not _trailing_context(samples)[row]:
         raise DataError(f"sample {samples.sample_id[row]} has ended and cannot go on")
@@ -52,9 +52,10 @@ def continuation(samples: Samples, row: int, max_tokens: int) -> Continuation:
 
 
 def continuation_seed(seed: int, kept: int) -> int:
-    """The seed, 48 bits, of the request that goes on after `kept` tokens; the response's own where nothing is kept.
+    """Returns the seed, 48 bits, of the request that continues after `kept` tokens; without kept tokens the response's
+    own.
 
-    An engine begins its random numbers at the seed: with the same one they would be those of the first tokens again.
+    An engine starts its random numbers at the seed. The same seed would repeat the random numbers of the first tokens.
     """
     if kept == 0:
         return seed
@@ -62,9 +63,10 @@ def continuation_seed(seed: int, kept: int) -> int:
 
 
 def with_context(samples: Samples, context: Sequence[np.ndarray], calls: np.ndarray, seconds: np.ndarray) -> Samples:
-    """Each row with its context behind it, int32 token ids, which ends a turn and begins another.
+    """Returns the rows with context, int32 token ids, after each. The context ends a turn and begins another.
 
-    `calls`, `seconds` [rows]: of tools, in the turn that ends. Raises DataError where that has no sampled token.
+    `calls`, `seconds` [rows]: tool calls of the ended turn, and their duration. Raises DataError if the turn has no
+    sampled token.
     """
     samples = with_turns(samples)
     added = np.array([len(ids) for ids in context], samples.response_lengths.dtype)
@@ -93,7 +95,7 @@ def _check_has_sampled(samples: Samples) -> None:
 
 
 def _filled(column: np.ndarray, lengths: np.ndarray, added: np.ndarray, value: float | bool) -> np.ndarray:
-    """A flat column whose rows of `lengths` have so many more of one value at their ends."""
+    """Returns a flat column with `added` values more at the end of each row of `lengths`."""
     more = (np.full(count, value, column.dtype) for count in added.tolist())
     return _end_to_end(_of_rows(column, lengths), more)
 
@@ -106,20 +108,20 @@ def _with_missing_routes(samples: Samples, added: np.ndarray) -> np.ndarray | No
 
 
 def _with_last(column: np.ndarray, samples: Samples, last: np.ndarray) -> np.ndarray:
-    """A column of turns with one more a row."""
+    """Returns a column of turns with one more turn in each row."""
     ones = np.ones(len(samples), np.int64)
     return _end_to_end(_of_rows(column, samples.turn_counts), _of_rows(last.astype(column.dtype), ones))
 
 
 def _last_set(column: np.ndarray, samples: Samples, last: np.ndarray) -> np.ndarray:
-    """A column of turns with other numbers of each row's last one."""
+    """Returns a column of turns with new numbers for each row's last turn."""
     changed = column.copy()
     changed[np.cumsum(samples.turn_counts) - 1] = last
     return changed
 
 
 def _trailing_context(samples: Samples) -> np.ndarray:
-    """int64 [rows]: tokens of context that a row ends with, which no request has read."""
+    """Returns the number of context tokens at the end of each row, int64 [rows]. No request has computed them."""
     if samples.sampled is None:
         return np.zeros(len(samples), np.int64)
     rows = _of_rows(samples.sampled, samples.response_lengths)
@@ -127,9 +129,9 @@ def _trailing_context(samples: Samples) -> np.ndarray:
 
 
 def joined(kept: Samples, more: Samples) -> Samples:
-    """Each row of `kept` with what the same row of `more`, whose prompt it was, adds to it.
+    """Returns each row of `kept`, continued by the same row of `more`, whose prompt it was.
 
-    Raises DataError where a row of `more` goes on from other tokens, or where only one of the two has routes.
+    Raises DataError if a row of `more` continues from other tokens, or if only one of the two has routes.
     """
     _check_goes_on(kept, more)
     if kept.turn_counts is not None:
@@ -175,7 +177,7 @@ def _prompts(samples: Samples) -> np.ndarray:
 
 
 def _column(which: Field, kept: Samples, more: Samples) -> np.ndarray:
-    """One column of the joined rows, but for those that are numbers of their own."""
+    """Returns one column of the joined rows. Columns with one number for each row are joined elsewhere."""
     first = getattr(kept, which.name)
     second = getattr(more, which.name)
     match which.metadata["of"]:
@@ -203,7 +205,10 @@ def _end_to_end(firsts: Iterator[np.ndarray], seconds: Iterator[np.ndarray]) -> 
 
 
 def _routes(kept: Samples, more: Samples) -> np.ndarray:
-    """All tokens before the last that was sampled were computed: `more` has routes from that one on."""
+    """Joins the routes.
+
+    All tokens before the last sampled one were computed, and `more` has routes from that one on.
+    """
     computed = (kept.lengths - 1 - _trailing_context(kept)).tolist()
     firsts = (routes[:end] for routes, end in zip(_of_rows(kept.routes, kept.lengths), computed, strict=True))
     later = _of_rows(recoded(more.routes, kept.routes.dtype), more.lengths)
@@ -212,7 +217,7 @@ def _routes(kept: Samples, more: Samples) -> np.ndarray:
 
 
 def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(starts, versions, counts) of the joined rows. A span with the version of the one before is part of it."""
+    """Returns (starts, versions, counts) of the joined rows. Neighbouring spans of the same version are merged."""
     shifts = np.repeat(kept.response_lengths, more.span_counts)
     pairs = zip(
         _of_rows(kept.span_starts, kept.span_counts),
@@ -232,7 +237,7 @@ def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def merged_spans(starts: np.ndarray, versions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Leaves out spans that have no token, or the version of the one before.
+    """Removes spans without tokens, and merges those of equal version with the span before.
 
     A response without tokens keeps its last span.
     """
@@ -245,7 +250,7 @@ def merged_spans(starts: np.ndarray, versions: np.ndarray, length: int) -> tuple
 
 
 def check_routes(samples: Samples) -> None:
-    """Raises DataError where routes are not those of all tokens but the last: prompt + tokens - 1 of them."""
+    """Raises DataError if a response has not prompt + tokens - 1 routes: those of all tokens but the last."""
     if samples.routes is None:
         return
     known = ~is_missing(samples.routes).any(1)
@@ -258,7 +263,7 @@ def check_routes(samples: Samples) -> None:
 
 
 def token_versions(samples: Samples) -> np.ndarray:
-    """int64 [response tokens]: version of the weights that made each."""
+    """Returns the version of the weights that generated each response token, int64."""
     counts = samples.span_counts.astype(np.int64)
     last = np.cumsum(counts) - 1
     ends = np.append(samples.span_starts[1:], 0).astype(np.int64)

@@ -34,14 +34,14 @@ OnExhausted = Literal["error", "partial", "unfiltered"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a run generates which groups, and which it trains on.
+    """The schedule of a run: when it generates which groups, and which groups its steps train on.
 
     `in_order`: steps train on groups in the order of numbers; `ready_first`: on finished groups.
     """
 
     batch: int  # groups that a step trains on
-    responses: int  # of a group
-    max_tokens: int  # of a response
+    responses: int  # in a group
+    max_tokens: int  # in a response
     max_staleness: int = 0  # how many updates a token may be older than the weights that are trained with it
     order: Order = "in_order"
     partial_rollouts: bool = False  # a response may have tokens of several versions
@@ -98,7 +98,7 @@ class Schedule:
 
     @property
     def max_groups(self) -> int:
-        """The number of groups that may exist at most."""
+        """The largest number of groups that may exist."""
         admitted = self.admitted if self.buffer_groups is None else min(self.buffer_groups, self.admitted)
         return admitted + self.unit - 1
 

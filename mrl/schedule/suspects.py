@@ -25,7 +25,7 @@ class Suspects:
 
 
 def suspects(losses: Iterable[Collection[int]]) -> Suspects:
-    """Returns the suspects. `losses`: prompts that ran on each lost engine, in the order of time."""
+    """Returns the suspects. `losses`: prompts that ran on each lost engine, in order of time."""
     times: Counter[int] = Counter()
     aside = set[int]()
     alone = set[int]()

@@ -1,6 +1,4 @@
-"""Advice to the person who watches a run, from the metrics of its steps: one line where a number is off,
-with what to do. No torch.
-"""
+"""Gives advice to the user who watches a run: one line if a metric of a step is unusual, with a remedy. No torch."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,8 +13,8 @@ from mrl.platforms.hosting import get_hosting
 Adviser = Callable[[Mapping[str, float]], str | None]
 CLIPS_TOO_MUCH = 0.4
 MISMATCH = "rollout_corr/k3_kl"
-MISMATCH_LIMIT = 1e-2  # nats a token; mixtures of experts without replay of routes have about 1.5e-3 (arXiv:2510.11370)
-# below the floor even a manyfold growth is rounding
+MISMATCH_LIMIT = 1e-2  # nats per token; mixtures of experts without replay have about 1.5e-3 (arXiv:2510.11370)
+# below the floor even a large relative growth is rounding
 FIRST_STEPS = 5
 DRIFT_FACTOR = 5.0
 DRIFT_FLOOR = 1e-4
@@ -26,10 +24,9 @@ PAPER_LENGTH = 1000
 
 
 def clip_advice(loss: PolicyLossConfig, updates_per_step: int, metrics: Mapping[str, float]) -> str | None:
-    """One line when GSPO's band never clips, or clips most of the batch; None when all is well or nothing can be said.
+    """Returns one line if GSPO's band never clips, or clips most of the batch; None if all is well or it cannot tell.
 
-    The first update on a rollout has ratios of one, so with a single update a rollout nothing is ever clipped, and that
-    is right.
+    The first update on a rollout has ratios of one. So a single update for each rollout correctly clips nothing.
     """
     clipped = metrics.get("actor/pg_clipfrac")
     if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or updates_per_step < 2:
@@ -52,8 +49,9 @@ def clip_advice(loss: PolicyLossConfig, updates_per_step: int, metrics: Mapping[
 
 
 def routes_advice(rollout: RolloutConfig, device: str, metrics: Mapping[str, float]) -> str | None:
-    """One line when tokens came to a replayed update without the engine's routes; None when all had theirs,
-    or none were asked for.
+    """Returns one line if tokens of a replayed update lacked the engine's routes.
+
+    Returns None if all had theirs, or replay is off.
     """
     missing = metrics.get("router/missing_routes", 0.0)
     if not missing:
@@ -69,8 +67,9 @@ def routes_advice(rollout: RolloutConfig, device: str, metrics: Mapping[str, flo
 
 
 class MismatchWatch:
-    """Says once when generation's and training's probabilities are far apart, or drift:
-    k3_kl far above what the first steps had.
+    """Warns once if the probabilities of generation and training are far apart, or drift.
+
+    They drift if k3_kl is far above its value in the first steps.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
@@ -79,7 +78,7 @@ class MismatchWatch:
         self._first: list[float] = []
 
     def advice(self, metrics: Mapping[str, float]) -> str | None:
-        """One line, or None when all is well or the step says nothing of it."""
+        """Returns one line; None if all is well or the step has no such metrics."""
         now = metrics.get(MISMATCH)
         if now is None:
             return None
@@ -123,7 +122,7 @@ def _mismatch_cure(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> str:
 
 
 def advisers(algorithm: AlgorithmConfig, rollout: RolloutConfig, device: str, updates_per_step: int) -> list[Adviser]:
-    """One of each kind, for the steps of one run in order."""
+    """Returns one adviser of each kind, for the steps of one run in order."""
     return [
         partial(clip_advice, algorithm.policy_loss, updates_per_step),
         partial(routes_advice, rollout, device),

@@ -1,4 +1,4 @@
-"""A run, built in four steps of which each asks for what the one before gives, and taken down in reverse.
+"""Builds a run in four steps, each from the results of earlier steps, and closes it in reverse order.
 
     step       takes                      gives                                      written in
     -------------------------------------------------------------------------------------------------------
@@ -8,8 +8,8 @@
     Run        all three                  saver, record, generation: what loop.py    here
                                           hands to its phases
 
-Nothing is written before Files, and nothing of an earlier run is changed before Run: a start that is refused leaves
-all as it was.
+Nothing is written before Files, and nothing of an earlier run is changed before Run. So a refused start leaves
+everything unchanged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -56,7 +56,9 @@ from mrl.vllm.requests import training_sampling
 
 @dataclass
 class Run:
-    """A run under way: what the loop hands to its phases, each taking what it uses. What is after `peak` changes."""
+    """A run in progress. The loop passes its parts to phases, each of which gets only what it uses. Fields after `peak`
+    change.
+    """
 
     config: RunConfig
     run_dir: RunDir
@@ -74,21 +76,20 @@ class Run:
     hosts: Hosts
     peak: Peak
     state: TrainState  # of the weights that the ranks hold
-    is_whole: bool = True  # false while an update changes them
-    line: dict[str, float] = field(default_factory=dict)  # metrics of the step that made them, as far as known
-    restarts: int = 0  # of its ranks, so far
+    is_whole: bool = True  # false while an update changes the weights
+    line: dict[str, float] = field(default_factory=dict)  # known metrics of the step that made the weights
+    restarts: int = 0  # restarts of its ranks so far
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
-    start_again: Callable[[Interrupted, int], "Run"] | None = None  # after ranks were lost; see rank_restarts.py
+    start_again: Callable[[Interrupted, int], "Run"] | None = None  # used after ranks were lost; rank_restarts.py
 
 
 @contextmanager
 def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] | None = None) -> Iterator[Run]:
-    """Opens everything that a run needs for its next step; `resolved` has passed `mrl.train.preflight`.
+    """Opens a run up to its next step; `resolved` has passed `mrl.train.preflight`.
 
-    `views`: of its metrics, beside those that trainer.logger names.
-
-    A checkpoint whose bytes its ranks find damaged is passed over: the run starts again, from the one before. Raises
-    one of mrl.errors. The run directory is made once the data, the reward and the cluster are known to be right.
+    `views`: views of its metrics, in addition to those of trainer.logger. If ranks find a checkpoint damaged, the run
+    starts again from the one before. Raises an error of mrl.errors. The run directory is made after data, reward and
+    cluster have been checked.
     """
     damaged: dict[Path, DamagedCheckpoint] = {}
     stop = StopFlag(grace_of_the_job())
@@ -103,7 +104,7 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
 def _unless_damaged(
     start: Callable[[ExitStack], Run], resume: bool, damaged: dict[Path, DamagedCheckpoint], stack: ExitStack
 ) -> Run | None:
-    """The run, which `stack` will take down; None where its checkpoint is damaged, which `damaged` then has too."""
+    """Returns the run, which `stack` will close; None if its checkpoint is damaged. Then it adds it to `damaged`."""
     try:
         with ExitStack() as own:
             run = start(own)
@@ -112,7 +113,7 @@ def _unless_damaged(
     except DamagedCheckpoint as error:
         if not resume or error.folder in damaged:
             raise
-        damaged[error.folder] = DamagedCheckpoint(*error.args)  # as it is it would keep all that the start had made
+        damaged[error.folder] = DamagedCheckpoint(*error.args)  # a new one: the old keeps all that the start had made
         return None
 
 
@@ -124,7 +125,7 @@ def _start(
     stop: StopFlag,
     stack: ExitStack,
 ) -> Run:
-    """The four steps, from the newest checkpoint that is not in `damaged`."""
+    """Runs the four steps, from the newest checkpoint that is not in `damaged`."""
     given = resolved.config
     data = read_data(given.model.path, given.data, given.rollout, given.reward, given.trainer)
     config = _with_total(given, data.total_steps)
@@ -135,7 +136,7 @@ def _start(
 
 
 class _Starts:
-    """Starts what goes with the ranks of a run, and starts it again when they are lost."""
+    """Starts the ranks of a run and everything that depends on them, and restarts these when ranks are lost."""
 
     def __init__(
         self,
@@ -154,9 +155,9 @@ class _Starts:
         self._views = views
         self._stop = stop
         self._kept = stack.enter_context(ExitStack())  # engines and scorers
-        self._own = stack.enter_context(ExitStack())  # ranks, and all that knows them
+        self._own = stack.enter_context(ExitStack())  # ranks, and everything that depends on them
         self._processes: Processes | None = None
-        self._has_engines = False  # false while all are started anew, too
+        self._has_engines = False  # false while all engines are restarted too
         self._run_before: Run | None = None
         spent_at = [step for each in read_attempts(files.run_dir.path) for step in each.restarted_at]
         limit = config.trainer.restart_limit
@@ -164,29 +165,29 @@ class _Starts:
         self._budget = RestartBudget(limit, tuple(spent_at), files.notes.restarted, for_engines)
 
     def first(self) -> Run:
-        """The run as it was opened."""
+        """Returns the run as it was opened."""
         files = with_spool(self._own, self._files)
         self._processes = start_processes(self._kept, self._own, self._config, self._data.reward, files)
         self._has_engines = True
         return self._run(files)
 
     def again(self, error: Interrupted, step: int) -> Run:
-        """The run from its newest intact checkpoint, after ranks were lost. `step`: the last one that is finished.
+        """Returns the run from its newest intact checkpoint, after ranks were lost. `step`: the last finished one.
 
-        Raises `error` where ranks may not be started again, Interrupted where they find no place, and what a start
-        raises.
+        Raises `error` if ranks may not be restarted, and Interrupted if no node has room for them. Errors of a start
+        are raised as well.
         """
         while True:
             self._budget.spend(error, step)
             print(f"{error}\nafter step {step} the ranks are started again", flush=True)
-            self._processes.actor.stop()  # first: what engines and the disk wait for does not come any more
+            self._processes.actor.stop()  # first, because nothing that engines or the disk wait for will come any more
             try:
                 return self._once_more()
             except Interrupted as another:
                 error = another
-            except DamagedCheckpoint:  # all that there are
+            except DamagedCheckpoint:  # every checkpoint
                 raise
-            except EnvironmentFault as fault:  # the run is what can go on later, wherever there is a place for it
+            except EnvironmentFault as fault:  # the run can continue later, when there is room for its ranks
                 text = f"{error}; and ranks could not be started again: {fault}"
                 raise concerning(Interrupted(text), *processes_of(error)) from fault
 
@@ -202,15 +203,16 @@ class _Starts:
                 self._damaged[damage.folder] = DamagedCheckpoint(*damage.args)
 
     def _end_ranks(self) -> None:
-        """Ends ranks and all that knows them. What was lost with them is said, and no reason to end the run."""
+        """Ends ranks and everything that depends on them. Errors of lost ones are printed, and do not end the run."""
         try:
             self._own.close()
         except Interrupted as error:
             print(f"{error}; this went with the ranks", flush=True)
 
     def _beside_engines(self) -> Files | None:
-        """Starts ranks beside the engines that are there; what the run goes on from. None where all is to be started
-        anew: engines do not answer, or weights go by the slow path.
+        """Starts ranks beside the present engines. Returns the files from which the run continues.
+
+        Returns None if engines must be restarted too: one does not answer, or weights take the slow path.
         """
         if not self._has_engines or self._config.reshard.path != "fast":
             return None
@@ -227,7 +229,9 @@ class _Starts:
         return None
 
     def _all_anew(self) -> Files:
-        """Starts ranks, and all engines but those that were given up; what the run goes on from."""
+        """Starts ranks, and all engines except those that were given up. Returns the files from which the run
+        continues.
+        """
         self._has_engines = False
         self._kept.close()
         files = with_spool(self._own, at_newest_checkpoint(self._files))
@@ -254,12 +258,12 @@ class _Starts:
 
 
 def _with_total(config: RunConfig, total: int) -> RunConfig:
-    """The length in steps is known to everybody, the learning-rate schedule included, however it was given."""
+    """Returns the configuration with the run's length in steps, which the learning-rate schedule needs too."""
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": total})})
 
 
 def _check_warmup(config: RunConfig) -> None:
-    """Raises ConfigError for a run that trains its critic alone; rules judge one whose steps are given."""
+    """Raises ConfigError for a run that trains only its critic. Rules check runs whose steps are configured."""
     if config.algorithm.needs_critic and config.trainer.warmup_steps >= config.trainer.total_training_steps:
         raise ConfigError(
             f"trainer.critic_warmup = {config.trainer.critic_warmup}: the run has "
@@ -277,7 +281,10 @@ def _ready_run(
     stop: StopFlag,
     peak: Peak | None,
 ) -> Run:
-    """The last step: what writes beside the loop, closed by `stack` before processes end. `peak`: where it is known."""
+    """Takes the last step: makes the writers beside the loop, which `stack` closes before processes end.
+
+    `peak`: the devices' peak FLOP/s, if known.
+    """
     beginning = files.beginning
     run_dir = files.run_dir
     state = files.state
@@ -319,7 +326,7 @@ def _ready_run(
 
 
 def _go_on(files: Files, data: Data) -> None:
-    """Brings the run directory to the step that is gone on from. Nothing refuses any more: the run is another now."""
+    """Brings the run directory to the step from which the run continues. Nothing can refuse after this change."""
     run_dir = files.run_dir
     beginning = files.beginning
     schedule = beginning.identity.schedule

@@ -1,4 +1,4 @@
-"""First step of assembling a run: prompts and reward are read and checked. Nothing is written, nothing to undo."""
+"""The first step of assembling a run: reads and checks prompts and reward. It writes nothing."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,21 +21,21 @@ from mrl.reward.pool import check_function
 from mrl.reward.resolve import check_data_sources
 from mrl.vllm.requests import stop_token_ids, turns_spec
 
-VALIDATION_SAMPLE = 0  # seed of the sample of held-out prompts
+VALIDATION_SAMPLE = 0  # seed for the sample of held-out prompts
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on, and how long."""
+    """The data of a run and its length."""
 
     stream: PromptStream
-    val_prompts: PromptDataset | None  # None where no file of them is given
+    val_prompts: PromptDataset | None  # None without a file of them
     reward: RewardSpec
     total_steps: int
 
     @property
     def bad_rows(self) -> tuple[SetAside, ...]:
-        """Rows of all files that cannot be used."""
+        """Returns the unusable rows of all files."""
         held_out = ()
         if self.val_prompts:
             held_out = self.val_prompts.report.bad_rows
@@ -43,19 +43,19 @@ class Data:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the training prompts' tokens, which a resume compares."""
+        """Returns a digest of the training prompts' tokens, which a resume compares."""
         return self.stream.prompts.fingerprint
 
     @property
     def rows_digest(self) -> str:
-        """Digest of all that the training rows have beside tokens."""
+        """Returns the digest of all that the training rows have beside tokens."""
         return self.stream.prompts.rows_digest
 
 
 def read_data(
     model_path: str, data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, trainer: TrainerConfig
 ) -> Data:
-    """All prompts and the reward function. `model_path`: of the tokenizer.
+    """Reads all prompts and the reward function. `model_path`: folder of the tokenizer.
 
     Raises DataError, and ConfigError for a reward function or tools that cannot be loaded.
     """
@@ -72,9 +72,9 @@ def read_data(
 
 
 def prompt_tokenizer(model_path: str, data: DataConfig) -> Any:
-    """What makes prompts: without transformers where that gives the same tokens.
+    """Returns the tokenizer for prompts: without transformers if that gives the same tokens.
 
-    Raises what `load_tokenizer` raises.
+    Raises the errors of `load_tokenizer`.
     """
     return quick_tokenizer(Path(model_path), data.apply_chat_template_kwargs) or load_tokenizer(model_path)
 
@@ -87,9 +87,9 @@ def checked_tools(
     tokenizer: Any,
     agent: AgentConfig | None = None,
 ) -> Offer | None:
-    """What may be called, loaded in a process that is gone again; None where responses are of one turn.
+    """Returns the tools, loaded in a process that has ended; None if responses have one turn.
 
-    Raises ConfigError for what cannot be loaded, and for a model whose family's form of calls is not known.
+    Raises ConfigError if they cannot be loaded, or if the form of calls is unknown for the model's family.
     """
     spec = turns_spec(turns, data, agent)
     if spec is None:
@@ -107,7 +107,10 @@ def checked_tools(
 
 
 def checked_dialect(template_arguments: Mapping[str, Any], offer: Offer, model_path: str, tokenizer: Any) -> Dialect:
-    """How the model's family writes calls. Raises ConfigError where that is not known, or its turns would not end."""
+    """Returns how the model's family writes calls.
+
+    Raises ConfigError if that is unknown, or its turns would not end.
+    """
     dialect = dialect_of(tokenizer, {**template_arguments, "tools": list(offer.all_schemas)})
     if dialect.end not in stop_token_ids(model_path):
         raise ConfigError(
@@ -119,15 +122,16 @@ def checked_dialect(template_arguments: Mapping[str, Any], offer: Offer, model_p
 
 
 def offer_of(tools: ToolsSpec, reward: RewardConfig) -> Offer:
-    """What may be called, and whether rows have to act on an environment. Raises ConfigError for what cannot be loaded,
-    EnvironmentFault where no process for it starts.
+    """Returns the tools and whether rows need an environment.
+
+    Raises ConfigError if they cannot be loaded, EnvironmentFault if no process for them starts.
     """
     own = reward.custom_reward_function
     return replace(check_tools(tools), rewards=own is None and reward.function == ENVIRONMENT)
 
 
 def check_goes_on(tools: Offer | None, trainer: TrainerConfig) -> None:
-    """Raises ConfigError where a conversation would go on elsewhere, and its environment cannot be begun anew."""
+    """Raises ConfigError if a conversation would continue elsewhere but its environment cannot be restarted."""
     if tools is None or not trainer.partial_rollouts or not tools.unrepeatable:
         return
     raise ConfigError(
@@ -138,7 +142,7 @@ def check_goes_on(tools: Offer | None, trainer: TrainerConfig) -> None:
 
 
 def prompt_parameters(data: DataConfig, tools: Offer | None = None) -> PromptParameters:
-    """How rows become prompts."""
+    """Returns the parameters that turn rows into prompts."""
     return PromptParameters(
         data.prompt_key,
         data.max_prompt_length,
@@ -154,7 +158,7 @@ def prompt_parameters(data: DataConfig, tools: Offer | None = None) -> PromptPar
 
 
 def load_training(data: DataConfig, seed: int, tokenizer: Any, tools: Offer | None = None) -> PromptStream:
-    """The training prompts in their order, a sample of `data.train_max_samples` where that is set. Raises DataError."""
+    """Returns the training prompts in order, sampled by `data.train_max_samples` if that is set. Raises DataError."""
     usable = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(data, tools))
     prompts = usable.sample(data.train_max_samples, seed if data.shuffle else None)
     print(f"training prompts: {_read_and_taken(usable, prompts)}")
@@ -162,11 +166,10 @@ def load_training(data: DataConfig, seed: int, tokenizer: Any, tools: Offer | No
 
 
 def load_validation(data: DataConfig, tokenizer: Any, tools: Offer | None = None) -> PromptDataset | None:
-    """The held-out prompts of all files, a sample of `data.val_max_samples` where that is set; None where no file is
-    given.
+    """Returns the held-out prompts of all files, sampled by `data.val_max_samples` if that is set.
 
-    The sample is the same whatever `trainer.seed` is: runs of different seeds are compared on the same prompts. Raises
-    DataError.
+    Returns None without files. The sample does not depend on `trainer.seed`, so that runs of different seeds are
+    compared on the same prompts. Raises DataError.
     """
     if not data.val_files:
         return None
@@ -183,7 +186,7 @@ def _read_and_taken(usable: PromptDataset, taken: PromptDataset) -> str:
 
 
 def reward_spec(reward: RewardConfig, data_sources: Iterable[str] = ()) -> RewardSpec:
-    """Which function scores. Raises ConfigError where `auto` knows none for one of the data sources."""
+    """Returns the specification of the scoring function. Raises ConfigError if `auto` has none for a data source."""
     custom = reward.custom_reward_function
     shared = {
         "bonus_rules": reward.bonus_rules,

@@ -1,6 +1,7 @@
-"""Second step of assembling a run: where it begins, and then its directory with what is kept there.
+"""The second step of assembling a run: finds where it begins, then makes its directory and the files in it.
 
-`Beginning` is found by reading alone; `open_files` writes, and asks for one: every refusal before it leaves no trace.
+`Beginning` is found by reading only. `open_files` needs one and is the first to write. So every earlier refusal leaves
+no trace.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,24 +40,24 @@ from mrl.vllm.leftovers import remove_noted
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where the run begins, on a cluster that is joined and large enough for it.
+    """The beginning of the run, on a cluster that is joined and large enough.
 
-    Whatever configuration, data, checkpoint or cluster could refuse has been asked.
+    Configuration, data, checkpoint and cluster have passed all checks.
     """
 
     folder: Path
     identity: RunIdentity
-    point: Newest | None  # None of a new run
-    find_point: Callable[..., Newest | None]  # looks for it again; `resume`: whether it may be the run's own newest
+    point: Newest | None  # None for a new run
+    find_point: Callable[..., Newest | None]  # searches again; `resume`: whether the run's own newest is allowed
     plan: dict[str, Any]
     data_fingerprint: str
-    token_routes: int  # bytes of a token's routes, as they come with samples
-    step_timeout_s: float  # of calls to Ray's processes
+    token_routes: int  # bytes of one token's routes, in the form of samples
+    step_timeout_s: float  # limit for calls to Ray's processes
     sources: Sources = UNKNOWN
 
     @property
     def checkpoint(self) -> Path | None:
-        """Folder of the checkpoint that ranks load; None where there is none yet."""
+        """The folder of the checkpoint that ranks load; None without a checkpoint."""
         if self.point is None:
             return None
         return self.point.path
@@ -70,9 +71,9 @@ def find_beginning(
     damaged: Mapping[Path, DamagedCheckpoint],
     stop: StopFlag,
 ) -> Beginning:
-    """Joins Ray, and from then on obeys signals; `stack` ends both. `damaged`: checkpoints that are passed over.
+    """Joins Ray and then obeys signals, until `stack` ends both. `damaged`: checkpoints that are skipped.
 
-    Raises one of mrl.errors.
+    Raises an error of mrl.errors.
     """
     identity = RunIdentity.of(config)
     folder = run_dir_path(config.trainer, resume)
@@ -110,7 +111,7 @@ def find_beginning(
 
 
 def leave_nothing(logs: Path) -> None:
-    """Ends all processes of this run on this machine, and removes what they would leave."""
+    """Ends all processes of this run on this machine, and removes their remains."""
     end_descendants()
     remove_own_folders()
     remove_noted(logs)
@@ -118,18 +119,18 @@ def leave_nothing(logs: Path) -> None:
 
 @dataclass(frozen=True)
 class Files:
-    """The run directory, locked and with this attempt noted, and what the run goes on from."""
+    """The run directory, locked and with this attempt recorded, and the state from which the run continues."""
 
     run_dir: RunDir
     beginning: Beginning
-    config_yaml: str  # of this start; it replaces that of the start before once nothing can refuse any more
+    config_yaml: str  # of this start; it replaces the previous one when nothing can refuse any more
     state: TrainState
-    spool: Spool | None  # None until `with_spool`
+    spool: Spool | None  # None before `with_spool`
     lost: LostEngines
-    suspects: Suspects  # prompts that engines were lost under
-    poll: Callable[[], None]  # raises once the directory is lost or the run is to stop
+    suspects: Suspects  # prompts that were running on lost engines
+    poll: Callable[[], None]  # raises when the directory is lost or the run must stop
     notes: AttemptNotes
-    # by number: groups that a start before finished by the weights of `state`; none until `with_spool`
+    # by number: groups that an earlier start finished with the weights of `state`; empty before `with_spool`
     left: Mapping[int, GroupParts] = field(default_factory=dict)
 
 
@@ -141,13 +142,14 @@ def open_files(
     stop: StopFlag,
     plug_ins: Sequence[Mapping[str, str]] = (),
 ) -> Files:
-    """Takes the run directory; `stack` gives it back last, once nobody else writes. Raises one of mrl.errors.
+    """Takes the run directory. `stack` releases it last, after all writers. Raises an error of mrl.errors.
 
-    Where it was waited for, another process may have gone on meanwhile: the checkpoint is looked for again.
+    If it had to wait for the directory, another process may have continued the run. So it searches the checkpoint
+    again.
     """
     run_dir = RunDir.open(beginning.folder, config_yaml, resume, stop.raise_if_set)
     stack.callback(run_dir.close)
-    stack.callback(remove_noted, run_dir.logs)  # of engines that were killed, by this run too
+    stack.callback(remove_noted, run_dir.logs)  # remains of killed engines, including those killed by this run
     beginning = replace(beginning, point=beginning.find_point())
     state = resumed_state(beginning.point)
     noted = attempt(run_dir.path, state.step, installed_versions(), run_dir.check_lock, plug_ins)
@@ -158,8 +160,9 @@ def open_files(
 
 
 def with_spool(own: ExitStack, files: Files) -> Files:
-    """The files with the groups on their way that the resume point has, and with those that were finished by its
-    weights; `own` gives these up.
+    """Returns the files with unfinished groups of the resume point, and groups that were finished with its weights.
+
+    `own` releases these groups.
     """
     beginning = files.beginning
     state = files.state
@@ -175,9 +178,9 @@ def with_spool(own: ExitStack, files: Files) -> Files:
 
 
 def at_newest_checkpoint(files: Files) -> Files:
-    """The files of a run that goes on after its ranks are lost.
+    """Returns the files of a run that continues after its ranks are lost.
 
-    It goes on from its newest intact checkpoint, without one from its start.
+    It continues from its newest intact checkpoint, or without one from its start.
     """
     point = files.beginning.find_point(resume=True)
     beginning = replace(files.beginning, point=point)
@@ -186,16 +189,19 @@ def at_newest_checkpoint(files: Files) -> Files:
 
 
 def _poll(run_dir: RunDir, stop: StopFlag) -> None:
-    """Raises LostLock once the run directory is another process's, and Interrupted once the run is to stop."""
+    """Raises LostLock if the run directory belongs to another process now, and Interrupted if the run must stop."""
     run_dir.raise_if_lost()
     stop.raise_if_set()
 
 
 @contextmanager
 def _spool(beginning: Beginning, run_dir: RunDir, origin: SampledBy | None) -> Iterator[Spool]:
-    """Makes the spool, which keeps what a later start may use. `origin`: of what it takes over of earlier ones."""
+    """Makes the spool, which keeps files for a later start.
+
+    `origin`: the origin of earlier groups that it takes over.
+    """
     writing = closing(GroupWriter(beginning.step_timeout_s, beginning.token_routes))
     with ExitStack() as afterwards, writing as writer:
         spool = Spool(run_dir.spool, writer, run_dir.check_lock, origin)
-        afterwards.callback(spool.close)  # once nobody writes
+        afterwards.callback(spool.close)  # after all writers
         yield spool

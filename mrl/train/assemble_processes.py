@@ -1,4 +1,6 @@
-"""Third step of assembling a run: its processes on the cluster, engines, the actor's ranks and scorers."""
+"""The third step of assembling a run: starts its processes on the cluster, which are engines, the actor's ranks and
+scorers.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,18 +24,18 @@ from mrl.train.assemble_files import Files
 from mrl.train.placement import Colocated, Placement, Separate
 from mrl.vllm.requests import engine_settings
 
-NODE_S = 300.0  # that a node which ranks were lost with may take to come back
+NODE_S = 300.0  # that a node with lost ranks may take to come back
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Engines, ranks and scorers, ready; and who of them works on a device when."""
+    """Engines, ranks and scorers, ready to work, and the placement that says who uses a device when."""
 
     engines: RolloutGroup
     actor: ActorGroup
     scorers: ScorerGroup
     placement: Placement
-    rank_seats: Seats | None  # of ranks that share devices with engines; None: they have devices of their own
+    rank_seats: Seats | None  # of ranks that share devices with engines; None: ranks have their own devices
 
 
 def start_processes(
@@ -44,11 +46,10 @@ def start_processes(
     files: Files,
     before: RolloutGroup | None = None,
 ) -> Processes:
-    """Starts all processes and loads the model; the configuration is what ranks are handed, whole.
+    """Starts all processes and loads the model. Ranks get the complete configuration.
 
-    `kept` ends engines and scorers, `own` the ranks. `before`: engines in whose places these are started, without those
-    that were given up. Raises one of mrl.errors, with the last lines of the logs of the
-    process that it is of.
+    `kept` ends engines and scorers, `own` the ranks. `before`: earlier engines that these replace, without those that
+    were given up. Raises an error of mrl.errors, with the last lines of the failed process's logs.
     """
     logs = files.run_dir.logs
     kept.enter_context(with_log_tails(logs))
@@ -76,14 +77,14 @@ def start_processes(
 
 
 def restart_ranks(own: ExitStack, config: RunConfig, files: Files, before: Processes) -> Processes:
-    """New ranks beside the engines of `before`, which give up what they were at and serve no version.
+    """Starts new ranks beside the engines of `before`, which drop their requests and serve no version.
 
-    Raises Interrupted where an engine does not answer, EnvironmentFault where the ranks find no place within NODE_S,
-    and what starting ranks raises.
+    Raises Interrupted if an engine does not answer, and EnvironmentFault if the ranks find no room within NODE_S.
+    Errors of starting ranks are raised as well.
     """
     engines = before.engines
     if before.rank_seats is not None:
-        engines.fleet.hold_starts(files.poll)  # vLLM would take what comes onto its device for its own
+        engines.fleet.hold_starts(files.poll)  # vLLM would count memory of the arriving ranks as its own
     engines.give_up(files.state.step, sleeps=before.rank_seats is not None)
     within_s = min(NODE_S, config.cluster.start_timeout_s)
     seats = before.rank_seats or actor_seats(config.cluster, config.actor.layout, within_s)
@@ -102,10 +103,10 @@ def start_engines(
     before: RolloutGroup | None = None,
     by_sync: bool = False,
 ) -> RolloutGroup:
-    """The engines of a configuration, starting; logs are in `folder`/logs. `seats`: by default on devices of their own;
-    `before`: see RolloutGroup; `by_sync`: they read no weights, and answer nothing until a sync brought some.
+    """Starts the engines of a configuration, with logs in `folder`/logs.
 
-    Raises EnvironmentFault when a start-up check fails.
+    `seats`: by default devices of their own. `before`: as in RolloutGroup. `by_sync`: they read no weights, and answer
+    nothing before a sync brings them. Raises EnvironmentFault when a start-up check fails.
     """
     deployment = Deployment.of(config)
     logs = folder / "logs"
@@ -119,11 +120,11 @@ def start_engines(
 
 
 def first_sync_brings_all(config: RunConfig) -> bool:
-    """Whether engines of a run may start without weights, since the first sync brings every one and proves it.
+    """Tells whether a run's engines may start without weights, because the first sync brings and checks all of them.
 
-    It does on the fast path. Its plan covers every tensor of the weight map, whatever the family. An engine that has a
-    parameter beside the plan refuses to take part, what is derived from parameters is made anew and compared, and
-    digests of what engines then hold decide. The slow path has no digests.
+    The fast path does. Its plan covers every tensor of the weight map, for every family. An engine with a parameter
+    outside the plan refuses to take part. Values derived from parameters are made anew and compared. Finally, digests
+    of the engines' weights are compared. The slow path has no digests.
     """
     return config.reshard.path == "fast"
 
@@ -136,7 +137,7 @@ def _beside_each_other(
     before: RolloutGroup | None,
     start_judging: Callable[[RolloutGroup], None],
 ) -> tuple[RolloutGroup, ActorGroup]:
-    """Starts engines while ranks load, and meanwhile scorers."""
+    """Starts engines and scorers while ranks load."""
     folder = files.run_dir.path
     engines = start_engines(config, folder, files.poll, before=before, by_sync=first_sync_brings_all(config))
     kept.callback(engines.stop)
@@ -158,7 +159,7 @@ def _on_shared_devices(
 ) -> tuple[RolloutGroup, ActorGroup]:
     """Starts engines first, which then sleep.
 
-    vLLM measures what is free of a device, and a model that comes onto it meanwhile would be counted as its own.
+    vLLM measures a device's free memory. It would count a model that arrives meanwhile as its own.
     """
     folder = files.run_dir.path
     engines = start_engines(config, folder, files.poll, seats.engines, before, first_sync_brings_all(config))

@@ -1,5 +1,7 @@
-"""What generation does about an engine that is lost: its requests are made again, what it was at is noted, and the
-prompt that kills engines is found (mrl/schedule/suspects.py) and set aside.
+"""Handles lost engines during generation.
+
+Their requests are made again, and their unfinished groups are recorded. The prompt that kills engines is found
+(mrl/schedule/suspects.py) and set aside.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from mrl.vllm.requests import engine_of
 
 
 class EngineLosses:
-    """What a run does when engines are lost. Whoever calls holds what guards the dispatcher."""
+    """Handles the loss of engines. The caller holds the lock of the dispatcher."""
 
     def __init__(
         self,
@@ -26,16 +28,16 @@ class EngineLosses:
         prompts: NumberedPrompts,
         fleet: EngineFleet,
     ):
-        """`suspects`: by the losses before this start."""
+        """`suspects`: from losses before this start."""
         self._lost = lost
         self._suspects = suspects
         self._dispatcher = dispatcher
         self._prompts = prompts
         self._fleet = fleet
-        self._is_noted = False  # the loss that ends the run
+        self._is_noted = False  # whether the loss that ends the run is recorded
 
     def is_aside(self, group: Group) -> bool:
-        """Whether nobody is to be asked for the group any more. One that may be to blame goes alone."""
+        """Tells whether no more responses to the group are requested. A suspected group runs alone."""
         prompt_id = self._prompts[group.number][0].prompt_id
         if prompt_id in self._suspects.alone:
             self._dispatcher.alone.add(group.number)
@@ -46,9 +48,9 @@ class EngineLosses:
         return True
 
     def make_again(self, engines: Sequence[str]) -> None:
-        """Hands the requests of these engines to others, or to engines that come back; notes what was lost.
+        """Gives the requests of these engines to others, or to engines that come back. Records the loss.
 
-        Raises LostLock where the run directory is another process's by now.
+        Raises LostLock if the run directory belongs to another process now.
         """
         groups = self._unfinished(engines)
         again = [sent for engine in engines for sent in self._dispatcher.lose(engine)]
@@ -61,7 +63,7 @@ class EngineLosses:
         self._suspects = self._lost.suspects_now()
 
     def noted(self, error: BaseException) -> BaseException:
-        """The error that ends the run, with what a lost engine was at, which is noted once for the resumed run."""
+        """Returns the error that ends the run, after recording the lost engine's groups once for the resumed run."""
         known = {engine_of(name) for name in processes_of(error)}
         sent_to = {sent.engine for sent in self._dispatcher.under_way.values()}
         engines = sorted({name for name in (*self._dispatcher.loads.tokens, *sent_to) if engine_of(name) in known})
@@ -75,7 +77,7 @@ class EngineLosses:
         return concerning(Interrupted(f"{error}; {words}" if words else str(error)), *processes_of(error))
 
     def _unfinished(self, engines: Sequence[str]) -> list[Unfinished]:
-        """Groups that these engines are at."""
+        """Returns the unfinished groups of these engines."""
         numbers = sorted({sent.number for sent in self._dispatcher.under_way.values() if sent.engine in engines})
         groups = self._dispatcher.buffer.groups
         return [Unfinished(n, self._prompts[n][0].prompt_id, groups[n].tokens) for n in numbers]

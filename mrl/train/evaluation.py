@@ -1,6 +1,4 @@
-"""`mrl eval`: engines alone, on a Hugging Face checkpoint or a saved step,
-over the held-out sets of a configuration.
-"""
+"""Runs `mrl eval`: engines alone, on a Hugging Face checkpoint or a saved step, over configured held-out sets."""
 
 import shutil
 import time
@@ -41,13 +39,12 @@ MODEL = "model.tmp"
 
 
 def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
-    """Answers and scores every held-out prompt; writes results, generations and configuration into `output`; returns
-    the results.
+    """Answers and scores every held-out prompt. Writes results, generations and configuration into `output`.
 
-    Engines answer from the weights as they are stored, whatever rollout.quantization says. `checkpoint`: a `step-N`
-    folder, None for the configuration's model.path. It, or a model.path in FP8, is brought into Hugging Face's form
-    within `output` once prompts and reward are known to be good. It is removed at the end. Raises one of
-    mrl.errors; an output that holds results already is refused.
+    Returns the results. Engines answer from the weights as they are stored, whatever rollout.quantization says.
+    `checkpoint`: a `step-N` folder, or None for the configuration's model.path. It, or an FP8 model.path, is converted
+    to Hugging Face's form within `output`, after prompts and reward have been checked. The conversion is removed at the
+    end. Raises an error of mrl.errors, and refuses an output that holds results already.
     """
     if (output / RESULTS).exists():
         raise ConfigError(f"--output: {output} holds results already; give another folder")
@@ -90,7 +87,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
 
 
 def _unquantised(config: RunConfig) -> RunConfig:
-    """The configuration with engines that read what is stored, which is said: no sync brings them words."""
+    """Returns the configuration with engines that read the stored weights, and says so: no sync brings FP8 words."""
     if config.rollout.quantization is None:
         return config
     print("note: rollout.quantization is left aside: an evaluation answers from the weights as they are stored")
@@ -99,7 +96,7 @@ def _unquantised(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def _folder(output: Path) -> Iterator[None]:
-    """The folder to write into; a converted checkpoint in it goes at the end in any case."""
+    """Provides the folder to write into, and removes a converted checkpoint from it at the end in any case."""
     try:
         (output / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -111,9 +108,9 @@ def _folder(output: Path) -> Iterator[None]:
 
 
 def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | None:
-    """What is evaluated, where engines cannot load it as it is; None where they can."""
+    """Returns the checkpoint to evaluate if engines cannot load it directly; None if they can."""
     if checkpoint is not None:
-        base = Path(model_path)  # where the checkpoint has adapters alone; compared by its digest
+        base = Path(model_path)  # for a checkpoint that has only adapters; compared by its digest
         return open_saved(checkpoint, base if base.is_dir() else None)
     if load_model_spec(model_path).loads_by_sync:
         return open_hf(Path(model_path))
@@ -121,8 +118,8 @@ def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | 
 
 
 def _converted(stored: Checkpoint, output: Path) -> str:
-    """Path of a checkpoint in Hugging Face's form."""
-    shutil.rmtree(output / MODEL, ignore_errors=True)  # of an evaluation that was killed
+    """Converts a checkpoint to Hugging Face's form, and returns its path."""
+    shutil.rmtree(output / MODEL, ignore_errors=True)  # left by an evaluation that was killed
     write_hf(stored, output / MODEL)
     return str((output / MODEL).resolve())
 
@@ -141,7 +138,7 @@ def _results(
 
 
 def table(results: dict[str, Any]) -> str:
-    """One line a set and core metric, with its 95 % interval over prompts where there is one."""
+    """Returns one line for each set and core metric, with its 95 % interval over prompts if there is one."""
     metrics = results["metrics"]
     lines = []
     for name, value in metrics.items():

@@ -1,8 +1,8 @@
-"""What the files that a configuration names say before anything is started: told in two seconds, without Ray or torch.
+"""Checks the files of a configuration before anything is started, within two seconds, without Ray or torch.
 
-First the columns and rows of each file, and the user's reward asked about one; then, of data that are read in a moment,
-all rows with their tokens, as the run itself reads them, by the quick tokenizer; where that is none, by a process that
-has transformers and no torch.
+First it reads columns and rows of each file, and asks the user's reward about one row. Then it reads all rows of small
+data with their tokens, as the run itself does. It uses the quick tokenizer if there is one, else a process with
+transformers and without torch.
 """
 
 import contextlib
@@ -41,19 +41,18 @@ from mrl.train.assemble_data import (
 from mrl.units import MIB
 from mrl.vllm.requests import turns_spec
 
-ROWS_TRIED = 100  # of a file, until one can be used
+ROWS_TRIED = 100  # in each file, until one is usable
 READ_WHOLE_BYTES = 4 * MIB  # of all files together
 PATIENCE_S = 60.0
-NONSENSE = "nonsense"  # as a response
-_TELLING = (DataError, ConfigError)  # what would be told with torch too
+NONSENSE = "nonsense"  # used as a response
+_TELLING = (DataError, ConfigError)  # errors that would occur with torch too
 
 
 def look(config: RunConfig) -> str | None:
-    """The fingerprint of the training prompts; None where not all of them were read, as there are many or some are not
-    on this host.
+    """Returns the fingerprint of the training prompts.
 
-    Raises what the run would raise of the same files: DataError, and ConfigError for a reward, an advantage or tools
-    that cannot be loaded.
+    Returns None if not all were read, because they are too many or not on this host. Raises the errors that the run
+    would raise: DataError, and ConfigError for a reward, an advantage or tools that cannot be loaded.
     """
     if (own := config.algorithm.custom_advantage) is not None and Path(own.path).is_file():
         with tried_advantage(own.path, config.algorithm.adv_estimator):
@@ -85,7 +84,7 @@ def look(config: RunConfig) -> str | None:
 
 
 def _try_advantage(algorithm: AlgorithmConfig, responses: int) -> None:
-    """Asks the user's advantage about a made-up step of two groups. Raises ConfigError where it fails."""
+    """Asks the user's advantage about a made-up step of two groups. Raises ConfigError if it fails."""
     scores = np.arange(2.0 * responses) % 3
     inputs = AdvantageInputs(
         scores,
@@ -101,7 +100,7 @@ def _try_advantage(algorithm: AlgorithmConfig, responses: int) -> None:
         numbers_of(algorithm.adv_estimator, inputs)
     except ConfigError:
         raise
-    except Exception as error:  # a user's code may raise anything
+    except Exception as error:  # user code may raise anything
         raise ConfigError(
             f"{CUSTOM_ADVANTAGE_KEY}: {algorithm.custom_advantage.path}: asked about a made-up step of two groups, "
             f"{algorithm.adv_estimator} raised {type(error).__name__}: {error}; constants stand under "
@@ -111,18 +110,21 @@ def _try_advantage(algorithm: AlgorithmConfig, responses: int) -> None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What takes a tokenizer to be told."""
+    """Questions that need a tokenizer."""
 
     model_path: str
     data: DataConfig
     seed: int
     offer: Offer | None = None
-    template_arguments: Mapping[str, Any] | None = None  # of conversations; None: responses are of one turn
-    reads: bool = True  # all rows
+    template_arguments: Mapping[str, Any] | None = None  # for conversations; None: responses have one turn
+    reads: bool = True  # whether all rows are read
 
 
 def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
-    """The fingerprint, where rows are read. Raises DataError, and ConfigError for a model that cannot call tools."""
+    """Returns the fingerprint if rows are read.
+
+    Raises DataError, and ConfigError for a model that cannot call tools.
+    """
     if asked.offer is not None and asked.template_arguments is not None:
         checked_dialect(asked.template_arguments, asked.offer, asked.model_path, tokenizer)
     if asked.reads:
@@ -139,14 +141,14 @@ def _bytes(data: DataConfig) -> int:
 
 
 class _Untokenised:
-    """Stands in for a tokenizer that is not loaded yet: a token a message, so that no prompt is too long."""
+    """Stands in for a tokenizer that is not loaded yet. Each message is one token, so that no prompt is too long."""
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **_: Any) -> list[int]:
         return [0] * len(conversation)
 
 
 def _read_untokenised(data: DataConfig) -> None:
-    """All rows, but for what needs their tokens. Raises DataError."""
+    """Reads all rows, without checks of their tokens. Raises DataError."""
     usual = prompt_parameters(data)
     parameters = replace(usual, max_prompt_length=sys.maxsize, apply_chat_template_kwargs={}, enable_thinking=None)
     for files, apart in ((data.train_files, False), (data.val_files, True)):
@@ -155,7 +157,7 @@ def _read_untokenised(data: DataConfig) -> None:
 
 
 def _first_row(file: str, data: DataConfig) -> dict[str, Any] | None:
-    """What is judged of the first row that can be used; None where the first ROWS_TRIED cannot."""
+    """Returns the fields of the first usable row for the reward; None if the first ROWS_TRIED are unusable."""
     for raw in islice(read_rows([file], data.prompt_key, data.reward_fn_key), ROWS_TRIED):
         with contextlib.suppress(BadRow):
             return parse_row(raw, data.prompt_key, data.reward_fn_key)[1]
@@ -163,10 +165,10 @@ def _first_row(file: str, data: DataConfig) -> dict[str, Any] | None:
 
 
 def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
-    """Loads a function of the user's that is on this host, and asks it about a row, where there is one: with nonsense,
-    the truth, and the truth in words, until it has judged one.
+    """Loads a user's function that is on this host, and asks it about the first row.
 
-    Raises where it fails on all three; a function may fail on some answers and still be right.
+    The responses are nonsense, the truth, and the truth in words, until one is judged. A correct function may
+    fail on some answers, so it raises only if all three fail.
     """
     spec = reward_spec(reward, {row["data_source"] for row in rows})
     custom = reward.custom_reward_function
@@ -194,7 +196,10 @@ def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _answered_apart(question: _Asked) -> str | None:
-    """Asks `_answered` in a process without torch. None where that process fails by itself: the run asks again."""
+    """Asks `_answered` in a process without torch.
+
+    Returns None if that process itself fails, and the run asks again.
+    """
     paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     asked = asdict(question) | {"data": question.data.model_dump(mode="json")}
     try:
@@ -217,7 +222,7 @@ def _answered_apart(question: _Asked) -> str | None:
 
 
 def _read(tokenizer: ChatTokenizer, data: DataConfig, seed: int, offer: Offer | None) -> str:
-    with contextlib.redirect_stdout(io.StringIO()):  # the run says it, once
+    with contextlib.redirect_stdout(io.StringIO()):  # the run prints it, once
         fingerprint = load_training(data, seed, tokenizer, offer).prompts.fingerprint
         load_validation(data, tokenizer, offer)
     return fingerprint
@@ -231,8 +236,11 @@ def _offer(fields: dict[str, Any] | None) -> Offer | None:
 
 
 def main() -> None:
-    """The process without torch: what to read comes on standard input, and the answer is one JSON object."""
-    sys.modules["torch"] = None  # as if it were not installed: transformers would import all of it for a tokenizer
+    """Runs the process without torch.
+
+    Reads the question from standard input and prints the answer as one JSON object.
+    """
+    sys.modules["torch"] = None  # as if it were not installed: transformers would import all of torch for a tokenizer
     asked = json.load(sys.stdin)
     given = {"data": DataConfig.model_validate(asked["data"]), "offer": _offer(asked["offer"])}
     question = _Asked(**{**asked, **given})

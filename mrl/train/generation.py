@@ -1,13 +1,11 @@
-"""Where a step's rollouts come from: a thread sends requests and takes responses and rewards; the loop takes whole
-batches.
+"""Generates rollouts: a thread sends requests and takes responses and rewards, and the loop takes whole batches.
 
     thread   admit prompts --> assignments --> engines --> responses --> reward pool --> groups finished, or filtered
     loop     next_batch: a step's ........ train ........ drain: weights may change ... sync ... resume: on with them
 
-Who is issued when, by which weights each token is made and which engine makes it is decided by the machines of
-mrl.schedule; here are the prompts, the engines and the rewards that they speak of by number. So every schedule is the
-same code: in the synchronous one nothing is issued for the steps after, and engines rest from `next_batch` to `resume`.
-Both threads hold `_changed` while they touch what they share, and neither while it waits for Ray.
+mrl.schedule decides, by number, when a group is issued, and which weights and engine generate each token. So all
+schedules share this code. The synchronous one issues nothing for later steps, and engines rest from `next_batch` to
+`resume`. Both threads hold `_changed` while they use shared data, and neither holds it while it waits for Ray.
 """
 
 import threading
@@ -48,8 +46,8 @@ from mrl.train.rollouts import (
 )
 from mrl.vllm.requests import Request
 
-WAIT_S = 0.1  # for a response, before rewards are looked at again
-REWARD_WAIT_S = 0.02  # for a reward where nothing else is awaited, before requests are looked at again
+WAIT_S = 0.1  # wait for a response, before rewards are checked again
+REWARD_WAIT_S = 0.02  # wait for a reward if nothing else is awaited, before requests are checked again
 POLL_S = 0.5
 
 
@@ -57,14 +55,14 @@ POLL_S = 0.5
 class _Taken:
     """A step's batch."""
 
-    numbers: list[int]  # of its groups
-    newest: int  # number that was issued for the step
-    ended: list[Assignment]  # requests that nobody waits for any more
-    filtered: list[list[RewardResult]]  # of groups that were filtered for it
+    numbers: list[int]  # of the batch's groups
+    newest: int  # the newest number that was issued for the step
+    ended: list[Assignment]  # requests whose answers are no longer awaited
+    filtered: list[list[RewardResult]]  # rewards of groups that were filtered for the batch
 
 
 class Generation:
-    """Groups by number, from their prompts to a step's batch."""
+    """Generates groups by number, from their prompts to a step's batch."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class Generation:
         state: TrainState,
         left: Mapping[int, GroupParts] = MappingProxyType({}),
     ):
-        """Goes on from `state`, at `begin`. `left`: by number, groups that a start before finished by these weights."""
+        """Continues from `state`. `left`: groups by number that an earlier start finished with these weights."""
         schedule = rules.schedule
         self._rules = rules
         self._responder = responder
@@ -82,12 +80,12 @@ class Generation:
         kept = state.ahead
         place = kept.place if kept else PromptCursor(stream.batch_number(state.cursor), state.cursor)
         self._prompts = NumberedPrompts(stream, place)
-        rewards = responder.rewards.for_another()  # validation asks beside it
+        rewards = responder.rewards.for_another()  # validation asks at the same time
         self._groups = JudgedGroups(rules.judge, rewards, schedule.responses, kept)
-        self._snapshot = kept  # the newest
+        self._snapshot = kept  # the newest snapshot
         rules.serve(state, may_go_back=True)
         self._replays = Replays(left, rules.spool, self._prompts, rules.seed)
-        self._saves = True  # whether a checkpoint has the next weights, to which runs may go back
+        self._saves = True  # whether a checkpoint has the next weights, so that runs may go back to them
         first = place.draw * stream.batch_size
         buffer = restored(kept.ledger, schedule) if kept else begun_at(state.step, first, schedule)
         self._dispatcher = Dispatcher(buffer, self.streams.names, responder.engines.max_requests)
@@ -96,12 +94,12 @@ class Generation:
         self._rate = first_rate(schedule, responder)
         self._counted = buffer_metrics(self._buffer)
         self._generating = GeneratingTime()
-        self._came = 0  # tokens that came back since it was last noted
+        self._came = 0  # tokens that have arrived since the last record
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._is_settling = False  # the loop waits for what has to come before weights may change
-        self._gives_back = False  # engines give back what they have, for other weights
-        self._unwanted: list[Assignment] = []  # requests that engines are to end
+        self._is_settling = False  # whether the loop waits for answers that must arrive before weights change
+        self._gives_back = False  # whether engines give back unfinished responses for other weights
+        self._unwanted: list[Assignment] = []  # requests that engines must end
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
@@ -109,7 +107,7 @@ class Generation:
     # ---------------------------------------------------------------- the loop's side
 
     def begin(self) -> None:
-        """Engines hold the weights that training begins from."""
+        """Begins generation. Engines hold the initial weights of training."""
         for group in list(self._buffer.groups.values()):
             self._send_or_set_aside(group)
         self._ask_for_rewards(self._groups.made)
@@ -117,21 +115,21 @@ class Generation:
         self._thread.start()
 
     def _ask_for_rewards(self, numbers: Collection[int]) -> None:
-        """Asks for rewards of responses that ended before this start and were not judged then."""
+        """Asks for rewards of responses that ended before this start and were not judged."""
         engines = self._responder.engines.names
         for number in numbers:
             for index in self._groups.unasked(number, self._buffer.groups[number].ended):
                 self._groups.ask(number, index, self._prompts[number][0], engines[number % len(engines)])
 
     def _admit(self) -> None:
-        """Issues all that may be issued at once, so that nobody finds the weights free to change before."""
+        """Issues all permitted groups at once, so that weights cannot appear free to change before."""
         while groups := self._buffer.reserve():
             for group in groups:
                 group.prompt_tokens = len(self._prompts[group.number][0].token_ids)
                 self._send_or_set_aside(group)
 
     def _send_or_set_aside(self, group: Group) -> None:
-        """Lines a group up, unless a start before has ended it, or engines were lost under its prompt."""
+        """Puts a group in line, unless an earlier start has finished it, or engines were lost under its prompt."""
         if self._replays.take_over(group, self._buffer, self._groups):
             self._ask_for_rewards([group.number])
             self._take_judged(group.number)
@@ -141,16 +139,16 @@ class Generation:
             self._dispatcher.admit(group)
 
     def _set_aside(self, number: int) -> None:
-        """Evicts a group that engines are lost under: the next prompt takes its place."""
+        """Evicts a group that kills engines. The next prompt replaces it."""
         self._unwanted += self._dispatcher.evict(number, "quarantined")
         self._forget([number])
 
     def next_batch(self, timer: PhaseTimer) -> Rollouts:
-        """Waits for the step's batch: phase "gen", and "reward" while nothing but rewards is awaited.
+        """Waits for the step's batch. The phase is "gen", and "reward" while only rewards are awaited.
 
-        Raises what generation raised, DataError when too many rewards failed or too many groups were filtered.
+        Raises the errors of generation, and DataError if too many rewards failed or too many groups were filtered.
         """
-        with timer("gen"), timer("reward"):  # a line has both, also where nothing is waited for
+        with timer("gen"), timer("reward"):  # a line has both, even if nothing is awaited
             pass
         taken = self._wait(
             self._taken, lambda: timer("gen" if self._buffer.lacks_responses else "reward"), self._responder.mend
@@ -182,7 +180,7 @@ class Generation:
         return _Taken(numbers, newest, ended, filtered)
 
     def _tell_progress(self) -> None:
-        """Shows how many responses of the step's groups are there, with those of groups filtered for it."""
+        """Shows how many responses of the step's groups have arrived, including those of groups filtered for it."""
         schedule = self._rules.schedule
         groups = list(self._buffer.groups.values())
         if not schedule.is_synchronous:
@@ -192,30 +190,30 @@ class Generation:
         self._responder.display.progress(TRAIN_RESPONSES, done, filtered + len(groups) * schedule.responses)
 
     def _check_rewards(self) -> None:
-        """Raises DataError once more rewards failed, or more groups were filtered, than one step may have."""
+        """Raises DataError if more rewards failed, or more groups were filtered, than one step may have."""
         schedule = self._rules.schedule
-        groups = list(islice(self._buffer.groups, schedule.batch))  # as far as is known
+        groups = list(islice(self._buffer.groups, schedule.batch))  # as far as is known now
         filtered = self._filtered_before(groups[-1]) if groups else self._groups.filtered
         self._groups.check_failures(groups, filtered, schedule.batch)
         if schedule.is_synchronous or schedule.most_draws is None:
             return
         limit = (schedule.most_draws - 1) * schedule.batch
         if schedule.order == "ready_first":
-            limit *= schedule.max_staleness + 1  # some were filtered for the steps that follow
+            limit *= schedule.max_staleness + 1  # some were filtered for later steps
         if len(filtered) > limit:
             raise self._groups.too_many_filtered(self._buffer.step + 1, len(filtered))
 
     def _filtered_before(self, last: int) -> list[Filtered]:
-        """Groups lost for a step whose last one is `last`; ready_first all since the step before."""
+        """Returns the groups filtered for a step that ends with `last`; ready_first: all since the step before."""
         ready_first = self._rules.schedule.order == "ready_first"
         return [each for each in self._groups.filtered if each[0] < last or ready_first]
 
     def drain(self, timer: PhaseTimer, saves: bool) -> None:
-        """Returns once engines may be given other weights; nothing is sent until `resume`; phases "pause", "settle".
+        """Waits until engines may get other weights; nothing is sent until `resume`. Phases: "pause", "settle".
 
-        in_order, what was to be made by these weights is back; where rewards decide which groups are trained on, it is
-        judged too. With ready_first, engines hold what they are at, and nobody waits. Where the step `saves` they give
-        it back, so that the checkpoint has its tokens. In the synchronous schedule nothing is under way.
+        in_order waits for all tokens of these weights, and for their rewards if rewards decide which groups are trained
+        on. With ready_first, engines keep unfinished responses and nothing is awaited. If the step `saves`, they give
+        them back, so that the checkpoint has their tokens. In the synchronous schedule nothing is running.
         """
         self._saves = saves
         if self._rules.schedule.is_synchronous:
@@ -230,9 +228,9 @@ class Generation:
             self._wait(self._settled)
 
     def before_update(self) -> None:
-        """Waits for an engine where what is under way is to be made by these weights, in order.
+        """Waits for an engine if running responses must be finished with these weights, in order.
 
-        Once an update has changed them no engine could be brought to them any more.
+        After an update no engine could get these weights any more.
         """
         if self._is_ahead_in_order:
             self._wait(lambda: None if self._fleet.none_ready else True, mend=self._responder.mend)
@@ -265,11 +263,11 @@ class Generation:
     def _stop_sending(self) -> None:
         with self._changed:
             self._dispatcher.is_open = False
-        with self._sending:  # what is on its way to engines gets there
+        with self._sending:  # so that everything on its way to engines arrives
             pass
 
     def resume(self, state: TrainState) -> TrainState:
-        """Goes on by the weights of `state`, which engines hold now; returns it with all groups on their way."""
+        """Continues with the weights of `state`, which engines hold now. Returns it with all live groups."""
         with self._changed:
             before = dict(self._buffer.groups)
             ended = self._dispatcher.advance()
@@ -286,10 +284,10 @@ class Generation:
         return replace(state, ahead=kept)
 
     def given_up(self, state: TrainState) -> TrainState:
-        """Ends generation; the state with all groups on their way, also where engines never came to hold its weights.
+        """Ends generation. Returns the state with all live groups, even if engines never held its weights.
 
-        What engines were at goes on from its last border, by the weights of `state`. In order, those may be younger
-        ones than in a run where no engine is lost.
+        Unfinished responses continue from their last border with the weights of `state`. In order, these may be newer
+        than in a run without a lost engine.
         """
         self.close()
         if state.ahead is not None or not state.step:
@@ -299,9 +297,9 @@ class Generation:
         return replace(state, ahead=self._taken_snapshot(before))
 
     def _taken_snapshot(self, before: Mapping[int, Group]) -> KeptGroups:
-        """Takes a snapshot just after the version went up. `before`: all groups that there were then."""
+        """Takes a snapshot just after the version has changed. `before`: all groups that existed before."""
         self._forget([number for number, group in before.items() if self._buffer.groups.get(number) is not group])
-        if self._rules.schedule.is_synchronous:  # those among what the step had too many are of no step
+        if self._rules.schedule.is_synchronous:  # surplus groups among them belong to no step
             self._groups.filtered = []
         place = self._prompts.forget_before(self._buffer.frontier)
         ledger = snapshot(self._buffer, self._rules.made_by)
@@ -315,18 +313,18 @@ class Generation:
         return self._snapshot
 
     def _end(self, requests: list[Assignment]) -> None:
-        """Ends requests that nobody waits for any more."""
+        """Ends requests whose answers are no longer awaited."""
         handles = {engine: [sent.request for sent in own] for engine, own in by_engine(requests).items()}
         if handles:
             self._responder.engines.end_requests(handles)
 
     def _forget(self, numbers: Collection[int]) -> None:
-        """What was made of these groups is given up."""
+        """Drops the responses of these groups."""
         self._groups.forget(numbers)
         self._rules.spool.forget(numbers)
 
     def close(self) -> None:
-        """Ends the thread; what engines are at is not waited for."""
+        """Ends the thread without waiting for running requests."""
         with self._changed:
             self._closed = True
         if self._thread.is_alive():
@@ -338,10 +336,9 @@ class Generation:
         timed: Callable[[], AbstractContextManager] = nullcontext,
         mend: Callable[[], None] = lambda: None,
     ) -> Any:
-        """The first answer of `condition` that is not None. `timed` is entered for each part of the wait.
+        """Returns the first result of `condition` that is not None. `timed` is entered for each part of the wait.
 
-        `mend`: brings engines back, where ranks hold the weights that engines serve. Raises what the thread raised,
-        and what a signal raises.
+        `mend` brings engines back while ranks hold the served weights. Raises errors of the thread and of signals.
         """
         while True:
             self._responder.poll()
@@ -384,14 +381,14 @@ class Generation:
                         self._changed.notify_all()
                     elif not self.streams.waiting_for and not self._groups.awaits_rewards:
                         self._changed.wait(WAIT_S)
-        except BaseException as error:  # whatever it is, the loop has to see it
+        except BaseException as error:  # the loop must see every error
             with self._changed:
                 self._error = error
                 self._error = self._losses.noted(error)
                 self._changed.notify_all()
 
     def _follow_fleet(self) -> None:
-        """What lost engines had is made again, by the others or by those that are back."""
+        """Requests again everything that lost engines had, from other engines or from those that are back."""
         change = self.streams.follow()
         with self._changed:
             if change.gone:
@@ -408,13 +405,13 @@ class Generation:
         self._end(unwanted)
 
     def _adjust_rate(self) -> None:
-        """Keeps as many responses under way as caches have room for; in_order, speed has no say."""
+        """Keeps as many responses running as caches have room for. Not in_order, where speed must have no effect."""
         if self._rate and (seen := self.streams.progress.observed(len(self._dispatcher.under_way))):
             self._rate = self._rate.after(seen)
             self._dispatcher.window = self._rate.window
 
     def _scored(self) -> list[RewardResult]:
-        """Rewards that are there; others may be waiting for theirs, and so may the update, before which all rests."""
+        """Returns the rewards that have arrived. Engines, or the update, may be waiting for them."""
         at_once = self._is_settling or not self.streams.waiting_for
         found = self._groups.collect(at_once)
         if not found and not self.streams.waiting_for and self._groups.awaits_rewards:
@@ -451,7 +448,7 @@ class Generation:
         numbers = zip(*(column.tolist() for column in columns), strict=True)
         for row, (request, length, truncated, context) in enumerate(numbers):
             sent = self._dispatcher.under_way.get(request)
-            if sent is None:  # it was ended
+            if sent is None:  # the request was ended
                 continue
             group = self._dispatcher.answered(request, length - sent.kept, not truncated, context)
             self._came += length - sent.kept
@@ -468,7 +465,7 @@ class Generation:
             self._take_judged(number)
 
     def _take_judged(self, number: int) -> None:
-        """A group with all its rewards is finished, or filtered."""
+        """Finishes or filters a group that has all its rewards."""
         if not self._buffer.groups[number].is_whole or not self._groups.is_judged(number):
             return
         if self._rules.judge.algorithm.filter_groups.enable and not self._groups.differs(number):
@@ -482,9 +479,9 @@ class Generation:
     def _metrics(
         self, samples: ResponseStore, results: list[RewardResult], filtered: list[list[RewardResult]]
     ) -> dict[str, float]:
-        """Metrics of the groups that the step trains on and of those that were filtered for it.
+        """Returns metrics of the groups that the step trains on, and of those filtered for it.
 
-        Raises DataError where too many rewards failed.
+        Raises DataError if too many rewards failed.
         """
         schedule = self._rules.schedule
         uniform = self._groups.uniform(samples, results)

@@ -1,5 +1,6 @@
-"""What generation ahead of training says of itself: numbers of groups that wait, were dropped or made anew, and of how
-many weights made a step's responses.
+"""Makes the metrics of generation ahead of training.
+
+They count groups that wait, were dropped or began again, and the weights that generated a step's responses.
 """
 
 import numpy as np
@@ -15,10 +16,10 @@ from mrl.train.rollouts import group_metrics
 def batch_metrics(
     schedule: Schedule, draw: int, made: list[RewardResult], filtered: int, uniform: int
 ) -> dict[str, float]:
-    """Metrics of the groups that a step trains on, and of those that were filtered for it.
+    """Returns metrics of the groups that a step trains on, and of those filtered for it.
 
-    `draw`: prompts of a draw. `made`: rewards of all these groups. `filtered`: how many of them were. `uniform`: how
-    many of the others have responses of one value.
+    `draw`: prompts of a draw. `made`: rewards of all these groups. `filtered`: number of filtered groups. `uniform`:
+    number of the other groups whose responses all have the same value.
     """
     generated = len(made) // schedule.responses
     draws = -(-generated // schedule.unit) * schedule.unit / draw
@@ -26,7 +27,10 @@ def batch_metrics(
 
 
 def buffer_metrics(buffer: GroupBuffer) -> dict[str, float]:
-    """Metrics of groups between two steps: at another moment counts would depend on the engines' speed."""
+    """Returns metrics of the groups between two steps.
+
+    At other moments the counts would depend on the engines' speed.
+    """
     counts = buffer.counts
     lengths = {
         f"async/dropped_response_length/{cause}": tally.mean_length for cause, tally in sorted(counts.dropped.items())
@@ -40,7 +44,7 @@ def buffer_metrics(buffer: GroupBuffer) -> dict[str, float]:
 
 
 def version_metrics(step: int, rows: SampleRows) -> dict[str, float]:
-    """Metrics of the weights that made the responses `rows`, beside those that the update of `step` begins from."""
+    """Returns metrics of the weights that generated `rows`, relative to those before the update of `step`."""
     firsts = np.cumsum(rows.span_counts) - rows.span_counts
     ages = step - np.minimum.reduceat(rows.span_versions, firsts)
     return {
@@ -51,7 +55,7 @@ def version_metrics(step: int, rows: SampleRows) -> dict[str, float]:
 
 
 def recomputed_tokens(rows: SampleRows) -> int:
-    """Prompt and tokens that engines computed once more where a response went on by other weights."""
+    """Counts tokens that engines computed again because a response continued with new weights."""
     firsts = np.cumsum(rows.span_counts) - rows.span_counts
     prompts = int((rows.prompt_lengths * (rows.span_counts - 1)).sum())
     return prompts + int(rows.span_starts.sum() - rows.span_starts[firsts].sum())

@@ -1,4 +1,4 @@
-"""What generation goes by, and where it keeps things."""
+"""The rules of generation, and the places of its files."""
 
 from dataclasses import dataclass
 
@@ -16,21 +16,22 @@ from mrl.vllm.requests import Sampling
 
 @dataclass(frozen=True)
 class GenerationRules:
-    """What a run's generation goes by."""
+    """The rules of a run's generation."""
 
     schedule: Schedule
     judge: Judge
     sampling: Sampling
     seed: int  # of the run
     made_by: Fingerprint
-    spool: Spool  # gets what is finished and waits for its step
+    spool: Spool  # gets finished groups that wait for their step
     lost: LostEngines
-    suspects: Suspects  # prompts that engines were lost under
+    suspects: Suspects  # prompts that were running on lost engines
     sources: Sources = UNKNOWN
 
     def serve(self, state: TrainState, may_go_back: bool) -> None:
-        """Tells the spool that groups are finished by the weights of `state` from now on, and whether runs may go back
-        to these.
+        """Tells the spool that the weights of `state` finish groups from now on.
+
+        `may_go_back`: whether runs may go back to these weights.
         """
         origin = None
         if may_go_back:
@@ -39,7 +40,7 @@ class GenerationRules:
 
 
 def first_rate(schedule: Schedule, responder: Responder) -> Rate | None:
-    """ready_first: of responses under way, at first as many as engines take."""
+    """Returns the rate for ready_first, which starts with as many responses as engines take; None otherwise."""
     if schedule.order == "in_order":
         return None
     names = responder.engines.names

@@ -1,4 +1,4 @@
-"""Responses and rewards of the groups on their way, by number: until a step takes them, or they are dropped.
+"""Holds responses and rewards of live groups, by number, until a step takes them or they are dropped.
 
 responses --ask--> reward pool --take_result--> a group with all its rewards: is_judged, differs --> take
 """
@@ -21,31 +21,32 @@ from mrl.train.rollouts import Judge, compared, question
 
 
 class JudgedGroups:
-    """What was made of each group; the schedule's machines know numbers and lengths alone."""
+    """The responses and rewards of each group. The machines of mrl.schedule know only numbers and lengths."""
 
     def __init__(self, judge: Judge, rewards: ScorerGroup, responses: int, kept: KeptGroups | None):
-        """`responses`: of a group. `kept`: of a checkpoint."""
+        """`responses`: number in a group. `kept`: groups from a checkpoint."""
         self.made: dict[int, GroupParts] = copies(kept.groups) if kept else {}  # by number
-        self.filtered: list[Filtered] = list(kept.filtered) if kept else []  # dropped, and told of by no step yet
+        self.filtered: list[Filtered] = list(kept.filtered) if kept else []  # dropped, and reported by no step
         self._judge = judge
         self._rewards = rewards
         self._responses = responses
-        self._pending: dict[int, set[int]] = {}  # by number, indices of responses whose reward is awaited
+        self._pending: dict[int, set[int]] = {}  # by number: indices of responses whose rewards are awaited
         self._any_failed = self._knows_failures()
 
     @property
     def awaits_rewards(self) -> bool:
-        """Whether the reward of a response is awaited."""
+        """Tells whether a reward is awaited."""
         return bool(self._pending)
 
     def add(self, group: Group, index: int, response: ResponseStore) -> None:
-        """A response of one row, so far; in place of what it was before."""
+        """Sets the present state of a response of one row, replacing its earlier state."""
         parts = self.made.setdefault(group.number, GroupParts(group.number, group.attempts, {}, {}))
         parts.responses[index] = response
 
     def take_over(self, group: Group, parts: GroupParts) -> None:
-        """Takes responses of a start before in place of those that had not ended, and all rewards that are there: they
-        may have come after the checkpoint that has their responses.
+        """Replaces unfinished responses by those of an earlier start, and takes all its rewards.
+
+        Rewards may be newer than the checkpoint that has their responses.
         """
         own = self.made.setdefault(group.number, GroupParts(group.number, group.attempts, {}, {}))
         for index, response in parts.responses.items():
@@ -62,23 +63,23 @@ class JudgedGroups:
         self._rewards.submit(self.made[number].responses[index], [asked], engine, held_s)
 
     def unasked(self, number: int, ended: list[bool]) -> list[int]:
-        """Indices of responses that have ended and that nobody has judged, or been asked to."""
+        """Returns indices of ended responses that have no reward and none requested."""
         parts = self.made[number]
         known = {*parts.results, *self._pending.get(number, ())}
         return [index for index in parts.responses if ended[index] and index not in known]
 
     def collect(self, at_once: bool) -> list[RewardResult]:
-        """Rewards that are there, each once; see ScorerGroup."""
+        """Returns rewards that have arrived, each once, as ScorerGroup does."""
         if self._pending:
             return self._rewards.collect(at_once)
         return []
 
     def wait(self, seconds: float) -> None:
-        """Waits for a reward, so long at most."""
+        """Waits for a reward, at most `seconds`."""
         self._rewards.wait(seconds)
 
     def take_result(self, result: RewardResult) -> int | None:
-        """Keeps a reward; the number of its group, None for one that nobody waits for any more."""
+        """Stores a reward. Returns the number of its group; None if the reward is no longer awaited."""
         number, index = divmod(result.sample_id, self._responses)
         awaited = self._pending.get(number, set())
         if index not in awaited:
@@ -91,11 +92,11 @@ class JudgedGroups:
         return number
 
     def is_judged(self, number: int) -> bool:
-        """Whether all rewards of the group are there."""
+        """Tells whether all rewards of the group have arrived."""
         return len(self.made[number].results) == self._responses
 
     def differs(self, number: int) -> bool:
-        """Whether the responses of a judged group do not all have the same value."""
+        """Tells whether the responses of a judged group have different values."""
         parts = self.made[number]
         rows = parts.joined.rows
         results = [parts.results[index] for index in range(self._responses)]
@@ -103,18 +104,18 @@ class JudgedGroups:
         return _differ(values[compared(np.zeros(len(values)), results)])
 
     def results_of(self, number: int) -> list[RewardResult]:
-        """Rewards of the group that are there, in the order of its responses."""
+        """Returns the group's rewards that have arrived, in the order of its responses."""
         if number not in self.made:
             return []
         results = self.made[number].results
         return [results[index] for index in sorted(results)]
 
     def filter(self, number: int) -> None:
-        """The group is dropped for its rewards, which its step still tells of."""
+        """Drops a group because of its rewards. Its step still reports it."""
         self.filtered.append((number, self.results_of(number)))
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Gives up what was made of these groups; nobody waits for their rewards any more."""
+        """Drops the responses of these groups, and no longer waits for their rewards."""
         for number in numbers:
             self.made.pop(number, None)
             awaited = self._pending.pop(number, ())
@@ -122,7 +123,7 @@ class JudgedGroups:
                 self._rewards.withdraw([number * self._responses + index for index in awaited])
 
     def take(self, numbers: Iterable[int]) -> tuple[ResponseStore, list[RewardResult]]:
-        """Responses and results of judged groups in this order, with ids counted from 0; they leave."""
+        """Removes judged groups in this order. Returns their responses and results, with ids counted from 0."""
         parts = [self.made.pop(number) for number in numbers]
         every = range(self._responses)
         samples = ResponseStore.joined([each.responses[index] for each in parts for index in every])
@@ -132,16 +133,16 @@ class JudgedGroups:
         return samples.renumbered(groups, np.arange(len(samples))), judged
 
     def uniform(self, samples: ResponseStore, results: list[RewardResult]) -> int:
-        """Groups among those of `take` whose responses all have the same value."""
+        """Returns the number of groups of `take` whose responses all have the same value."""
         values = self._judge.values(samples.rows, results)
         groups = np.repeat(np.arange(len(values) // self._responses), self._responses)
         counted = compared(groups, results)
         return sum(not _differ(values[counted & (groups == group)]) for group in range(groups[-1] + 1))
 
     def check_failures(self, numbers: Iterable[int], filtered: Iterable[Filtered], wanted: int) -> None:
-        """Raises what `check_failures` of mrl.reward.items does, once more of a step failed than may.
+        """Raises the error of mrl.reward.items.check_failures if too many rewards of a step failed.
 
-        Counted are those of `wanted` groups, these and those that were filtered for the step.
+        It counts those of `wanted` groups: `numbers` and the groups filtered for the step.
         """
         if not self._any_failed:
             return
@@ -153,11 +154,11 @@ class JudgedGroups:
             check_failures(made, share)
 
     def check_all(self, made: list[RewardResult]) -> None:
-        """Raises what check_failures does where too many of all rewards of a step failed."""
+        """Raises the error of check_failures if too many of all rewards of a step failed."""
         check_failures(made, self._judge.reward.max_failure_share)
 
     def too_many_filtered(self, step: int, count: int) -> DataError:
-        """What to say of a step for which so many groups were filtered."""
+        """Returns the error for a step with so many filtered groups."""
         return DataError(
             f"step {step}: {count} groups have responses that do not differ in {self._metric}: the prompts are too "
             "easy or too hard for the model as it is. Raise algorithm.filter_groups.max_num_gen_batches or rollout.n, "
@@ -165,7 +166,7 @@ class JudgedGroups:
         )
 
     def exhausted(self, buffer: GroupBuffer) -> DataError:
-        """The error of a step whose draws are used up and that has too few groups."""
+        """Returns the error for a step that has used up its draws and has too few groups."""
         schedule = buffer.schedule
         others = "partial or unfiltered"
         if schedule.on_exhausted == "partial":
@@ -183,7 +184,7 @@ class JudgedGroups:
         return self._judge.algorithm.filter_groups.metric
 
     def look_again(self) -> None:
-        """Whether a reward of the groups that are left has failed is found out anew."""
+        """Determines anew whether a reward of the remaining groups has failed."""
         self._any_failed = self._knows_failures()
 
     def _knows_failures(self) -> bool:
@@ -197,7 +198,7 @@ def _differ(values: np.ndarray) -> bool:
 
 
 def copies(groups: Mapping[int, GroupParts]) -> dict[int, GroupParts]:
-    """Copies groups, in the order of numbers, so that they are independent of what comes to them later."""
+    """Copies groups, in the order of numbers, so that later changes do not affect them."""
     return {
         number: replace(groups[number], responses=dict(groups[number].responses), results=dict(groups[number].results))
         for number in sorted(groups)

@@ -1,10 +1,10 @@
-"""Groups that generation was ahead with, in a checkpoint: what is known of each, its tokens so far, its rewards.
+"""Live groups of generation in a checkpoint: the state of each, its tokens so far, and its rewards.
 
     checkpoints/step-N/manifest.json     trainer.ahead: ledger, place in the data, size and digest of each file
     checkpoints/step-N/group-N.A.npz     one record a group: attempt, responses that have tokens, rewards that are there
 
-A resumed run goes on with them: nothing is generated twice, nothing is lost. Tokens pass through no process but the one
-that writes them, one group at a time; those of finished groups are on the disk before anybody saves (spool.py).
+A resumed run continues with them, so nothing is generated twice or lost. Only the process that writes tokens handles
+them, one group at a time. Finished groups are on the disk before a save (spool.py).
 """
 
 from collections import Counter
@@ -35,13 +35,16 @@ Filtered = tuple[int, list[RewardResult]]  # number of a group whose responses d
 
 @dataclass(frozen=True)
 class KeptGroups:
-    """A snapshot between two steps. It holds what it names, whatever becomes of the groups, until `release`."""
+    """A snapshot between two steps.
+
+    It keeps its groups and files until `release`, whatever happens to the live groups.
+    """
 
     ledger: Ledger
     place: PromptCursor
-    groups: Mapping[int, GroupParts]  # by number; of those that have a response
-    filtered: Sequence[Filtered]  # dropped, and told of by no step yet
-    files: Mapping[int, SpoolFile]  # by number; of finished ones that are in the spool
+    groups: Mapping[int, GroupParts]  # by number: those that have a response
+    filtered: Sequence[Filtered]  # dropped groups that no step has reported yet
+    files: Mapping[int, SpoolFile]  # by number: those of finished groups in the spool
     spool: Spool
 
     @classmethod
@@ -53,27 +56,27 @@ class KeptGroups:
         filtered: Sequence[Filtered],
         spool: Spool,
     ) -> "KeptGroups":
-        """Pins files of what is finished by the ledger."""
+        """Makes a snapshot, and pins the files of groups that the ledger has as finished."""
         finished = [group.number for group in ledger.groups if group.state is State.FINISHED]
         return cls(ledger, place, groups, filtered, spool.pinned(finished), spool)
 
     def hold(self) -> None:
-        """One more needs it, until `release`."""
+        """Adds a user, until `release`."""
         self.spool.hold(self.files.values())
 
     def release(self) -> None:
-        """Releases the spool's files, once they are written or given up."""
+        """Releases the spool's files, once they are written or dropped."""
         self.spool.release(self.files.values())
 
     def bytes_to_write(self, route_bytes: int) -> int:
-        """Upper bound of the bytes to write beside what the spool has.
+        """Returns an upper bound of the bytes to write in addition to the spool's.
 
-        `route_bytes`: of a token's routes, as they come with samples.
+        `route_bytes`: bytes of one token's routes in samples.
         """
         return sum(parts.bytes(route_bytes) for number, parts in self.groups.items() if number not in self.files)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Writes the tokens into `folder`; what the manifest has to say of them.
+        """Writes the tokens into `folder`. Returns the manifest's entries for them.
 
         Raises EnvironmentFault for a full disk.
         """
@@ -88,17 +91,18 @@ class KeptGroups:
 
 
 def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
-    """Results with all their texts: a checkpoint outlives whoever has them."""
+    """Returns results with all their texts, because a checkpoint outlives the processes that hold them."""
     return [asdict(result) for result in with_texts(results)]
 
 
 def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
-    """Reads what `write` wrote, group by group; tokens go into the object store of this node.
+    """Reads the files of `write`, group by group. Tokens go into the object store of this node.
 
-    Rewards that failed are left out: they are asked for again. Groups with log-probs that are no numbers begin anew,
-    and so do those whose environment failed: they would end the resumed run as they ended this one. Groups that were
-    filtered by any of these are left out too.
-    Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
+    Failed rewards are left out and requested again. Groups with log-probs that are not finite begin again, and so do
+    those whose environment failed. Otherwise they would end the resumed run as they ended this one. Groups that were
+    filtered because of such rewards are left out too.
+
+    Raises DamagedCheckpoint for a file that differs from what was written, or from the ledger's counts.
     """
     ledger = Ledger.from_json(said["ledger"])
     if "results" in said:
@@ -117,12 +121,12 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
 
 
 def read_left(spool: Spool, most: int, route_bytes: int) -> dict[int, GroupParts]:
-    """Reads the groups in `spool.left` by number, whose tokens go into the object store of this node.
+    """Reads the groups in `spool.left` by number, and puts their tokens into the object store of this node.
 
-    They have no more than `most` bytes together. `route_bytes`: of a token's routes. A group is left out and said where
-    it is damaged, its file is of another version, log-probs are no numbers, its environment failed, or it finds no
-    room. Rewards that failed are left out, and all where they would be given by other code or settings now: they are
-    asked for again.
+    Together they have at most `most` bytes. `route_bytes`: bytes of one token's routes. Groups are left out, with a
+    message, that are damaged, are files of another version, or do not fit. So are those with log-probs that are not
+    finite or an environment that failed. Failed rewards are left out and requested again. If code, settings or rows of
+    the reward have changed, all rewards are.
     """
     groups: dict[int, GroupParts] = {}
     left_out: Counter[str] = Counter()
@@ -138,7 +142,7 @@ def read_left(spool: Spool, most: int, route_bytes: int) -> dict[int, GroupParts
             spool.give_up([number])
             continue
         groups[number] = parts
-        if len(parts.results) < len(record.results):  # the file is not what the group will be
+        if len(parts.results) < len(record.results):  # the group will differ from its file
             spool.give_up([number])
     for why, count in left_out.items():
         print(f"{count} groups in {spool.folder.parent} are generated again: {why}", flush=True)
@@ -146,7 +150,7 @@ def read_left(spool: Spool, most: int, route_bytes: int) -> dict[int, GroupParts
 
 
 def _whole_record(number: int, file: SpoolFile) -> GroupRecord:
-    """The record of a group. Raises DataError where it cannot be used."""
+    """Returns the record of a group. Raises DataError if it is unusable."""
     try:
         facts = file_facts(file.path)
     except OSError as error:
@@ -167,7 +171,7 @@ def _whole_record(number: int, file: SpoolFile) -> GroupRecord:
 
 
 def _judged(record: GroupRecord, keeps: bool) -> GroupRecord:
-    """The record with the rewards that count."""
+    """Returns the record with its valid rewards."""
     results = {index: result for index, result in record.results.items() if keeps and not is_failure(result)}
     return replace(record, results=results)
 
@@ -177,19 +181,19 @@ def _misleads(result: RewardResult) -> bool:
 
 
 def _anew(group: Group) -> Group:
-    """The group without tokens, for the step that it was issued for."""
+    """Returns the group without tokens, for the step that it was issued for."""
     return replace(group.anew(), begun=group.begun)
 
 
 def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) -> GroupParts | None:
-    """What is known of the group; None where it has to begin anew."""
+    """Returns the stored parts of the group; None if it must begin again."""
     name = group_file(group.number, group.attempts)
     check_digest(folder, name, files)
     record = read_group(folder / name)
     if record.samples is not None and _is_unjudged(record.samples).any():
         return None
     judged = _judged(record, keeps=True)
-    if len(judged.results) < len(record.results):  # what kept rewards from being given may be over
+    if len(judged.results) < len(record.results):  # the reason for failed rewards may be gone
         group.state = State.RUNNING
     elif group.state is State.FINISHED:
         spool.take_over(group.number, folder / name, files[name])
@@ -197,7 +201,7 @@ def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) ->
 
 
 def _is_unjudged(samples: Samples) -> np.ndarray:
-    """bool [rows]: responses that nobody judges, whatever is done later."""
+    """Returns which responses are never judged, whatever happens later, bool [rows]."""
     return ~samples.finite | (samples.stop_reason == STOP_REASONS.index(LEFT_OUT))
 
 
@@ -212,7 +216,7 @@ def _parts(record: GroupRecord) -> GroupParts:
 
 
 def _check_tokens(folder: Path, ledger: Ledger, groups: Mapping[int, GroupParts]) -> None:
-    """Raises DamagedCheckpoint where records are not those of the attempts and tokens that the ledger counts."""
+    """Raises DamagedCheckpoint if records have other attempts or tokens than the ledger counts."""
     wrong = [group.number for group in ledger.groups if not _is_counted(group, groups.get(group.number))]
     if wrong:
         raise DamagedCheckpoint(
@@ -233,10 +237,10 @@ def _is_counted(group: Group, parts: GroupParts | None) -> bool:
 
 
 def _read_old(folder: Path, said: Mapping[str, Any], ledger: Ledger) -> tuple[Ledger, dict[int, GroupParts]]:
-    """Reads a checkpoint whose rewards stand in its manifest, apart from the tokens.
+    """Reads an old checkpoint, whose rewards are in its manifest instead of beside the tokens.
 
-    Where groups are begun anew their tokens may be those of another attempt than their rewards: nothing tells, so that
-    all are generated again.
+    Tokens of groups that began again may be of another attempt than their rewards. Nothing tells, so all are generated
+    again.
     """
     if ledger.schedule.order == "ready_first" and ledger.schedule.on_stale == "requeue":
         print(f"{folder.name} is older than its format: {len(ledger.groups)} groups on their way are generated again")

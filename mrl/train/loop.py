@@ -20,16 +20,16 @@
     testing          held-out prompts, engines          validation metrics                    validation.py
     save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
 
-Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices. Generation
-is a thread beside the loop: `gen` is a wait for what it has. Where it runs ahead of training (trainer.schedule) engines
-work beside all of the step up to `settle`, in the synchronous schedule from the sync on.
+Between them are the hand-overs of placement.py, if engines and actor take turns on the same devices. Generation is a
+thread beside the loop, and `gen` is the wait for its batch. If it runs ahead of training (trainer.schedule), engines
+work during the whole step up to `settle`. In the synchronous schedule they work from the sync on.
 
-An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples, 512 rows of
-columns (data/samples.py); mini-batches of 16 prompts make 4 updates of 128 rows each.
+Example: parallel_configs/tiny-moe/cpu.yaml. 64 prompts x 8 responses of up to 4 tokens are 512 samples, which are rows
+of columns (data/samples.py). Mini-batches of 16 prompts make 4 updates of 128 rows each.
 
-Large things stay where they are: weights in ranks and engines, responses in the object stores of the engines' nodes
-until a rank fetches those that it trains on. The driver holds prompts, numbers a response, references and metrics. What
-a run consists of stands in assemble.py.
+Large data stays in place. Weights are in ranks and engines. Responses are in the object stores of the engines' nodes
+until a rank fetches those that it trains on. The driver holds prompts, a few numbers for each response, references and
+metrics. assemble.py lists the parts of a run.
 """
 
 from contextlib import suppress
@@ -56,11 +56,11 @@ from mrl.train.rollouts import Rollouts, compared
 from mrl.train.update import advantages, corrections, leave_actor, old_log_probs, update, update_critic
 from mrl.train.validation import ValidationSettings, answer_and_score, record_validation
 
-RANKS_FREE_S = 30.0  # for ranks to end what they are at once the run ends, beyond a transfer to what is lost
+RANKS_FREE_S = 30.0  # for ranks to finish their work after the run ends, in addition to a transfer to a lost process
 
 
 def train(run: Run) -> None:
-    """Trains until the last step. Whatever ends it before in good order, what is whole on the ranks is saved."""
+    """Trains until the last step. If the run ends early without damage, it saves what is complete on the ranks."""
     try:
         run.placement.begin(run.state.step)
         if run.state.step == 0 and run.config.trainer.val_before_train:
@@ -68,7 +68,7 @@ def train(run: Run) -> None:
         run.generation.begin()
         while run.state.step < run.total_steps:
             train_step(run)
-    except (Interrupted, DataError, EnvironmentFault) as error:  # weights that a NumericAbort is about are not kept
+    except (Interrupted, DataError, EnvironmentFault) as error:  # not NumericAbort: its weights must not be saved
         save_whole(run, error)
         raise
     try:
@@ -79,11 +79,11 @@ def train(run: Run) -> None:
 
 
 def save_whole(run: Run, error: MrlError) -> None:
-    """Leaves a checkpoint of the newest weights where that can be done.
+    """Saves a checkpoint of the newest weights if that is possible.
 
-    It cannot where an update of them was under way, or a rank is what was lost. Nor can it where the run would not
-    repeat bit by bit from there. Nor can it where the grace of a signal is shorter than the last save took. Raises
-    EnvironmentFault where the disk takes none.
+    It is impossible during an update of the weights, or if a rank was lost. It is skipped if the run would not
+    repeat bit by bit from there. It is also skipped if the last save took longer than a signal's grace. Raises
+    EnvironmentFault if the disk accepts none.
     """
     lost = processes_of(error)
     if not run.is_whole or any(name.startswith("rank ") for name in lost):
@@ -101,7 +101,7 @@ def save_whole(run: Run, error: MrlError) -> None:
         print(f"error: step {run.state.step} is not saved: the ranks still wait for what is lost", flush=True)
         return
     try:
-        with suppress(Interrupted):  # samples that are lost are no reason to lose the weights
+        with suppress(Interrupted):  # lost samples are no reason to lose the weights
             run.sample_writer.finish()
         run.saver.save_last(run.generation.given_up(run.state), run.line)
     except Interrupted as another:
@@ -109,7 +109,7 @@ def save_whole(run: Run, error: MrlError) -> None:
 
 
 def train_step(run: Run) -> None:
-    """One step. A signal may end it until `update`, before which nothing is changed; from there it runs to its end."""
+    """Runs one step. A signal may end it before `update`, as nothing has changed. From there it runs to its end."""
     step = run.state.step + 1
     saves = due(run.config.trainer.save_freq, step, run.total_steps)
     line = StepLine()
@@ -139,9 +139,7 @@ def train_step(run: Run) -> None:
 
 
 def next_rollouts(run: Run, line: StepLine, step: int) -> Rollouts:
-    """Waits for the step's samples and rewards. They begin to be written, beside what follows; failed ones are set
-    aside.
-    """
+    """Waits for the step's samples and rewards. Begins to write them in the background, and sets failed ones aside."""
     with line.phase("gen"):
         run.placement.to_generation()
     rollouts = run.generation.next_batch(line.phase)
@@ -154,9 +152,10 @@ def next_rollouts(run: Run, line: StepLine, step: int) -> Rollouts:
 
 
 def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tuple[StepBatch, RowValues]:
-    """What an update needs of the samples, on the ranks: log-probs of the policies, rejections and weights, advantages.
+    """Computes everything that an update needs besides the samples, on the ranks.
 
-    Returns the step there, and the corrections a row. Changes nothing that lasts.
+    These are log-probs of the policies, rejections, weights and advantages. Returns the step on the ranks, and the
+    corrections of each row. Changes nothing permanent.
     """
     config = run.config
     algorithm = run.config.algorithm
@@ -188,9 +187,9 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
 
 
 def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowValues, cursor: DataCursor) -> None:
-    """Changes the weights, and says so in the state: the next step begins at `cursor`.
+    """Updates the weights, and records that in the state: the next step begins at `cursor`.
 
-    Those of a critic first, and alone before step trainer.critic_warmup.
+    A critic is updated first, and alone before step trainer.critic_warmup.
     """
     if run.config.algorithm.needs_critic:
         run.is_whole = False
@@ -210,12 +209,12 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowVal
 
 
 def trains_actor(run: Run) -> bool:
-    """Whether the step under way updates the actor, and not a critic alone."""
+    """Tells whether the current step updates the actor, and not only a critic."""
     return run.state.step >= run.config.trainer.warmup_steps
 
 
 def copy_checkpoint(run: Run, line: StepLine, step: int) -> None:
-    """Copies what is saved while the ranks have it on their devices."""
+    """Copies the states to save while the ranks have them on their devices."""
     with line.phase("save_checkpoint"):
         line.add(run.saver.take(step))
 
@@ -234,8 +233,9 @@ def validate(run: Run, line: StepLine) -> None:
 
 
 def write_checkpoint(run: Run, line: StepLine) -> None:
-    """Begins to write what was copied, with the state to go on from. The step's samples are on disk by then: who starts
-    from it after a kill does not make them again.
+    """Begins to write the copy, with the state to continue from.
+
+    The step's samples are on disk by then. So a start from this checkpoint after a kill does not generate them again.
     """
     with line.phase("save_checkpoint"):
         run.sample_writer.finish()
@@ -243,7 +243,9 @@ def write_checkpoint(run: Run, line: StepLine) -> None:
 
 
 def end_line(run: Run, line: StepLine, rollouts: Rollouts) -> None:
-    """Adds what is known once a step is over: failed writes, starts, times, its FLOPs over those of the devices."""
+    """Adds metrics that are known only after a step: failed writes, restarts, times, and FLOPs relative to the devices'
+    peak.
+    """
     config = run.config
     seconds = {"update": line.metrics.get("perf/update_s", 0.0), "step": line.phase.seconds["step"]}
     line.add(failed_writes(run) | {"trainer/restarts": float(run.restarts)})
@@ -253,7 +255,7 @@ def end_line(run: Run, line: StepLine, rollouts: Rollouts) -> None:
 
 
 def failed_writes(run: Run) -> dict[str, float]:
-    """Checkpoints and files of responses that the disk did not take so far."""
+    """Returns counts of checkpoints and response files that the disk has refused so far."""
     return {
         "training/failed_saves": float(run.saver.failed_saves),
         "training/failed_sample_files": float(run.sample_writer.failed),
@@ -261,12 +263,15 @@ def failed_writes(run: Run) -> dict[str, float]:
 
 
 def due(freq: int, step: int, total_steps: int) -> bool:
-    """Whether something done every `freq` steps is done after `step`, the last included; never for `freq` below 1."""
+    """Tells whether a task with period `freq` is due after `step`.
+
+    It is also due after the last step, and never with `freq` below 1.
+    """
     return freq > 0 and (step % freq == 0 or step == total_steps)
 
 
 def held_out_metrics(run: Run) -> dict[str, float]:
-    """Metrics of all held-out sets under the weights that the engines hold; nothing without held-out prompts."""
+    """Returns metrics of all held-out sets under the engines' weights; empty without held-out prompts."""
     if run.val_prompts is None:
         return {}
     run.placement.to_generation()

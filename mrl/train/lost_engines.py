@@ -1,10 +1,11 @@
-"""Engines that died or stood still in the middle of generation, and what they were at: a file of the run directory.
+"""Records engines that died or stopped during generation, and their unfinished groups, in a file of the run directory.
 
     RUN/lost_engines.jsonl   a line a loss: step, engines, why; of each unfinished group there its number, the id of
                              its prompt, and tokens that had come back
 
-The run goes on without the engine, or ends and is resumed: both with these groups. A prompt that engines are lost under
-again and again is set aside by its id (mrl/schedule/suspects.py), and said so; without the file it is asked for again.
+The run continues without the engine, or ends and is resumed. In both cases it continues these groups. A prompt that
+repeatedly kills engines is set aside by its id (mrl/schedule/suspects.py), with a message. Without the file it is
+requested again.
 """
 
 import json
@@ -18,22 +19,22 @@ from mrl.plain_files import LINES_BYTES, parse_json, read_text, reason
 from mrl.record.run_dir import open_lines
 from mrl.schedule.suspects import Suspects, suspects
 
-TOLD = 5  # prompts named in a message
-AGAIN = "started again inside the run"  # why of a loss that the run did without
+TOLD = 5  # prompts that a message names
+AGAIN = "started again inside the run"  # the reason recorded for a loss that did not end the run
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A group that a lost engine was at."""
+    """An unfinished group on a lost engine."""
 
     number: int
     prompt_id: int
-    tokens: int  # that had come back before
+    tokens: int  # tokens that had arrived before
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A line of the file. `groups`: what the engines had not finished."""
+    """A line of the file. `groups`: the unfinished groups of the engines."""
 
     step: int
     engines: list[str]
@@ -49,7 +50,10 @@ class Loss:
 
 
 def whole_losses(path: Path) -> tuple[list[Loss], int]:
-    """Losses that can be read, in the order of time, and how many lines cannot; a last line without an end is none."""
+    """Returns the readable losses, in order of time, and the number of unreadable lines.
+
+    A last line without an end is not a loss.
+    """
     losses = []
     lines = _lines(path)
     for line in lines:
@@ -59,7 +63,7 @@ def whole_losses(path: Path) -> tuple[list[Loss], int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines with their ends; none of a file that is not there. Raises DataError for one that cannot be read."""
+    """Returns lines with their ends; none if the file does not exist. Raises DataError for an unreadable file."""
     if not path.exists():
         return []
     try:
@@ -69,16 +73,16 @@ def _lines(path: Path) -> list[str]:
 
 
 class LostEngines:
-    """What the file says, and what is added to it."""
+    """The losses in the file, and those that are added."""
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None):
-        """`check`: raises where nothing may be written."""
+        """`check` raises if nothing may be written."""
         self._path = path
         self._check = check
-        self._losses: list[Loss] | None = None  # those of the file as it was read, and what was noted since
+        self._losses: list[Loss] | None = None  # losses of the file when it was read, and those recorded since
 
     def note(self, step: int, engines: Sequence[str], why: str, groups: Sequence[Unfinished]) -> str:
-        """Adds a loss; what to tell of it."""
+        """Adds a loss. Returns the message about it."""
         self._check()
         loss = Loss(step, list(engines), why, list(groups))
         if self._losses is not None:
@@ -91,7 +95,9 @@ class LostEngines:
         return ""
 
     def suspects(self) -> Suspects:
-        """Suspects by the losses so far. Raises DataError for a damaged file; torn lines are passed over, and said."""
+        """Returns suspects from the losses so far. Raises DataError for a damaged file. Skips torn lines with a
+        message.
+        """
         losses = []
         torn = 0
         for line in _lines(self._path):
@@ -111,5 +117,7 @@ class LostEngines:
         return self.suspects_now()
 
     def suspects_now(self) -> Suspects:
-        """Suspects by what `suspects` read and what was noted since, also where the disk did not take it."""
+        """Returns suspects from the losses that `suspects` read and those recorded since, even if the disk refused
+        these.
+        """
         return suspects([[group.prompt_id for group in loss.groups] for loss in self._losses or []])

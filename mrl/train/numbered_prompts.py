@@ -1,4 +1,6 @@
-"""The prompt of every group number: numbers go on over epochs, prompts are drawn as the data has them, draw by draw."""
+"""Returns the prompt of every group number. Numbers continue over epochs, and prompts are drawn in the order of the
+data.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,20 +8,20 @@ from dataclasses import dataclass
 from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor, PromptStream
 
-# between the response indices of a prompt that comes twice in one draw, so that it is not answered alike
+# offset of response indices of a prompt that occurs twice in one draw, so that its answers differ
 REPEAT_OFFSET = 1_000_000
 
 
 @dataclass(frozen=True)
 class PromptCursor:
-    """Where a draw of prompts begins: the `draw`-th of the run, and its place in the data."""
+    """The start of a draw of prompts: its number in the run, and its place in the data."""
 
     draw: int
     cursor: DataCursor
 
 
 class NumberedPrompts:
-    """Prompts by number, drawn when they are first asked for."""
+    """Prompts by number, drawn when they are first requested."""
 
     def __init__(self, stream: PromptStream, place: PromptCursor):
         self._stream = stream
@@ -29,18 +31,18 @@ class NumberedPrompts:
         self._drawn: dict[int, list[tuple[Prompt, int]]] = {}
 
     def __getitem__(self, number: int) -> tuple[Prompt, int]:
-        """The prompt, and the index of its first response in the draw. Raises KeyError for one that was forgotten."""
+        """Returns the prompt, and the index of its first response in the draw. Raises KeyError for a forgotten one."""
         draw, place = divmod(number, self._stream.batch_size)
         self._draw_until(draw)
         return self._drawn[draw][place]
 
     @property
     def draw_size(self) -> int:
-        """The number of prompts of a draw."""
+        """Returns the number of prompts in a draw."""
         return self._stream.batch_size
 
     def draw_of(self, number: int) -> int:
-        """The draw that the prompt is of, counted from the beginning of the run."""
+        """Returns the draw of a prompt, counted from the beginning of the run."""
         return number // self._stream.batch_size
 
     def _draw_until(self, draw: int) -> None:
@@ -52,13 +54,16 @@ class NumberedPrompts:
             self._next = PromptCursor(now + 1, end)
 
     def after(self, number: int) -> DataCursor:
-        """The place in the data behind the draw that the number is of."""
+        """Returns the place in the data after the draw of this number."""
         draw = number // self._stream.batch_size
         self._draw_until(draw)
         return self._ends[draw]
 
     def forget_before(self, number: int) -> PromptCursor:
-        """Where to begin so that `number` and all after it can be asked for; those before it no longer can."""
+        """Forgets the prompts before `number`.
+
+        Returns the cursor from which `number` and later ones can be requested.
+        """
         draw = number // self._stream.batch_size
         for kept in (self._drawn, self._begins, self._ends):
             for old in [old for old in kept if old < draw]:
@@ -69,9 +74,7 @@ class NumberedPrompts:
 
 
 def with_first_index(prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
-    """Each prompt with the index of its first response: 0,
-    and further on where files mixed by weight bring it again.
-    """
+    """Returns each prompt with the index of its first response: 0, or higher if mixed files repeat the prompt."""
     times: Counter[int] = Counter()
     indexed = []
     for prompt in prompts:

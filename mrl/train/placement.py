@@ -1,8 +1,9 @@
-"""Hand-overs between engines and trainer: nothing to do where each has devices of its own, turns where they share them.
+"""Hands devices over between engines and trainer. It does nothing if both have their own devices. Otherwise they take
+turns.
 
-The loop calls the same methods of `Separate` and of `Colocated`. A colocated step, as one device sees it, with 10 GiB
-of parameters, 20 of gradients, 60 of optimizer, and an engine of 8 of weights and 40 of cache; 2 stay of a sleeping
-engine:
+The loop calls the same methods of `Separate` and of `Colocated`. Example: a colocated step on one device. The actor has
+10 GiB of parameters, 20 of gradients and 60 of optimizer. An engine has 8 of weights and 40 of cache, and 2 remain
+while it sleeps:
 
     hand-over             what happens, on every device before any goes on                     on the device after it
     -----------------------------------------------------------------------------------------------------------------
@@ -19,15 +20,16 @@ engine:
                           engines wake their cache                                             engine 8 + 40
                           commit: prefix cache dropped, version set, requests admitted         engine 8 + 40
 
-The optimizer comes on while log-probs are computed where the plan has room for both, else at `to_update`. A critic
-computes between the two, beside the actor's parameters; what of it may leave comes on for a pass and goes with its end.
+The optimizer arrives while log-probs are computed if the plan has room for both, else at `to_update`. A critic computes
+between the two, beside the actor's parameters. Its offloaded states are on the device only during a pass.
 
-An engine that is lost starts again while ranks are off, and is waited for before they come on. It takes part in the
-next `to_engines`; where nobody else generates, ranks come at once with the weights that they hold.
+A lost engine restarts while ranks are off the device, and ranks wait for it. It takes part in the next `to_engines`. If
+no other engine generates, ranks bring it the weights that they hold at once.
 
-A hand-over is asked of all ranks or all engines at once and over when the last has answered: a fast rank must not wake
-an engine beside a slow rank's optimizer. Before something comes on, what is free is held against the plan (gates.py of
-cluster): a shortage ends the step, resumable, with the holder named, instead of an allocation that fails half-way.
+A hand-over is requested from all ranks or all engines at once, and ends when the last has answered. So a fast rank
+cannot wake an engine beside a slow rank's optimizer. Before an arrival, free memory is compared with the plan (gates.py
+of cluster). A shortage ends the step in a resumable way and names the holder. Otherwise an allocation would fail
+half-way.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,55 +43,56 @@ from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.record.metrics import PhaseTimer
 
 T = TypeVar("T")
-Gate = Callable[[str], None]  # takes the plan's name of the next phase; raises Interrupted when it does not fit
+Gate = Callable[[str], None]  # takes the plan's name of the next phase; raises Interrupted if it does not fit
 
 
 class Placement(Protocol):
-    """What the loop and the saver ask, wherever the processes stand."""
+    """The methods that the loop and the saver call, for any placement."""
 
     def begin(self, step: int) -> None:
-        """Brings the weights that training starts from, those of `step`, to every engine, before the first step."""
+        """Brings the initial weights, those of `step`, to every engine, before the first step."""
 
     def to_generation(self) -> None:
-        """The engines are about to generate, for training or for validation."""
+        """Prepares the engines for generation, for training or for validation."""
 
     def mend(self) -> None:
-        """Brings lost engines back as far as they have started; ranks are idle and hold the weights that engines serve.
+        """Brings lost engines back if they have started. Ranks are idle and hold the weights that engines serve.
 
-        Asked again and again.
+        It is called again and again.
         """
 
     def to_log_probs(self) -> None:
-        """Gives the devices to the actor after generation; it works until `to_engines`.
+        """Gives the devices to the actor after generation, until `to_engines`.
 
-        Left out where no pass comes before the update.
+        It is not called if no pass comes before the update.
         """
 
     def to_update(self) -> None:
-        """The actor is about to update its weights."""
+        """Prepares the actor for the update of its weights."""
 
     def to_engines(self, step: int) -> dict[str, float]:
-        """Metrics of bringing the weights after `step` to every engine."""
+        """Brings the weights after `step` to every engine. Returns metrics of that."""
 
     def give_up_engines(self) -> None:
-        """One of them is lost and the run ends: what is left of them keeps the ranks from nothing."""
+        """Gives engines up because one is lost and the run ends. The others must not block the ranks."""
 
     def seconds(self) -> dict[str, float]:
-        """`switch/*` since the last call: what hand-overs took."""
+        """Returns the durations of hand-overs since the last call, as `switch/*`."""
 
     def take_checkpoint(self) -> int:
-        """Every rank copies its part to host memory; bytes that all of them will write."""
+        """Makes every rank copy its part to host memory. Returns the bytes that all of them will write."""
 
     def write_checkpoint(self, work: Path) -> list[dict[str, Any]]:
-        """Every rank writes its copy into `work`."""
+        """Makes every rank write its copy into `work`."""
 
 
 class Separate:
     """Engines and ranks have devices of their own."""
 
     def __init__(self, actor: ActorGroup, sync: WeightSync, are_fresh: bool = True) -> None:
-        """`are_fresh`: engines hold the weights of step 0, which they have loaded themselves; false where they wait for
-        a sync, or training starts from an adapter.
+        """`are_fresh`: engines have loaded the weights of step 0 themselves.
+
+        It is false if they wait for a sync, or training starts from an adapter.
         """
         self._actor = actor
         self._sync = sync
@@ -98,12 +101,12 @@ class Separate:
         self.write_checkpoint = actor.write_checkpoint
 
     def begin(self, step: int) -> None:
-        """Engines that are fresh hold the weights of step 0."""
+        """Does nothing if fresh engines hold the weights of step 0. Otherwise syncs them."""
         if step > 0 or not self._are_fresh:
             self._sync.bring_to(step)
 
     def to_generation(self) -> None:
-        """What actor.*_offload names leaves the devices while nobody needs it."""
+        """Moves everything that actor.*_offload names off the devices until it is needed."""
         self._actor.offload()
 
     def mend(self) -> None:
@@ -117,27 +120,27 @@ class Separate:
         """Does nothing: the ranks' devices are theirs."""
 
     def to_engines(self, step: int) -> dict[str, float]:
-        """Metrics of the sync; engines that have started again take part."""
+        """Syncs engines, including restarted ones. Returns metrics of the sync."""
         return self._sync.bring_to(step)
 
     def give_up_engines(self) -> None:
-        """They are not in the way."""
+        """Does nothing: engines do not block ranks."""
 
     def seconds(self) -> dict[str, float]:
-        """Nothing, as nothing is handed over."""
+        """Returns nothing, because there are no hand-overs."""
         return {}
 
 
 class Colocated:
     """Engines and ranks take turns on the same devices.
 
-    The engines are handed over asleep, the actor as it was loaded.
+    At first the engines sleep, and the actor is loaded.
     """
 
     def __init__(
         self, actor: ActorGroup, engines: RolloutGroup, sync: WeightSync, gate: Gate, prefetched: Sequence[str] = ()
     ) -> None:
-        """`prefetched`: what of the actor comes on while log-probs are computed."""
+        """`prefetched`: the actor's states that arrive while log-probs are computed."""
         self._actor = actor
         self._engines = engines
         self._sync = sync
@@ -149,17 +152,17 @@ class Colocated:
         self.write_checkpoint = actor.write_checkpoint
 
     def begin(self, step: int) -> None:
-        """Engines that slept have no weights, so those of step 0 are brought to them too."""
+        """Brings the weights of any step, even step 0, because engines that slept have no weights."""
         self.to_engines(step)
-        self.seconds()  # of no step
+        self.seconds()  # drops times that belong to no step
 
     def to_generation(self) -> None:
-        """The engines are awake since `to_engines`, and the actor is off."""
+        """Does nothing: the engines are awake since `to_engines`, and the actor is off the device."""
 
     def mend(self) -> None:
-        """Brings engines back where nobody generates, and all that may come back have started.
+        """Brings engines back if none generates, and all that may come back have started.
 
-        Beside an engine that generates there is no room for ranks: whoever has started waits for the next `to_engines`.
+        Ranks have no room beside an engine that generates. So a restarted engine waits for the next `to_engines`.
         """
         fleet = self._engines.fleet
         fleet.collect()
@@ -171,8 +174,11 @@ class Colocated:
         self._engines_serve()
 
     def to_log_probs(self) -> None:
-        """Engines sleep, then parameters come on. The actor allocates nothing while an engine goes to sleep: vLLM takes
-        memory that vanishes from the device meanwhile for a leak of its own."""
+        """Puts engines to sleep, then brings parameters.
+
+        The actor allocates nothing while an engine goes to sleep. vLLM would take the lost device memory for a leak of
+        its own.
+        """
         self._sleep()
         self._let_in("rollout_to_log_prob")
         with self._timer("onload"):
@@ -181,8 +187,9 @@ class Colocated:
                 self._actor.prefetch(*self._prefetched)
 
     def to_update(self) -> None:
-        """Gradients and optimizer come on; after no `to_log_probs`, where there is nothing to score,
-        engines sleep first.
+        """Brings gradients and optimizer.
+
+        Without a `to_log_probs` before, because there is nothing to score, engines sleep first.
         """
         self._sleep()
         self._let_in("train")
@@ -190,14 +197,17 @@ class Colocated:
             self._actor.bring(PARAMETERS, GRADIENTS, OPTIMIZER)
 
     def to_engines(self, step: int) -> dict[str, float]:
-        """All of the actor but its parameters goes, weights of engines come; then those go, and caches come."""
+        """Moves actor states except parameters off, wakes engine weights, moves parameters off, and wakes caches."""
         metrics = self._hand_over(lambda: self._sync.transfer(step))
         metrics |= self._sync.commit(step)
         self._engines_serve()
         return metrics
 
     def _hand_over(self, transfer: Callable[[], T]) -> T:
-        """What `transfer` gives, which moves the weights; devices are the engines' afterwards."""
+        """Calls `transfer`, which moves the weights, and returns its result.
+
+        The devices are the engines' afterwards.
+        """
         with self._timer("offload"):
             self._actor.bring(PARAMETERS)
         self._let_in("train_to_sync")
@@ -216,12 +226,12 @@ class Colocated:
         self._engines.fleet.allow_starts()
 
     def give_up_engines(self) -> None:
-        """Ends them: those that live cannot be put to sleep together with one that does not."""
+        """Ends the engines, because living ones cannot be put to sleep together with a lost one."""
         self._engines.stop()
         self._engines_sleep = True
 
     def seconds(self) -> dict[str, float]:
-        """`switch/NAME_s` of every kind of hand-over."""
+        """Returns `switch/NAME_s` for every kind of hand-over."""
         timer = self._timer
         self._timer = PhaseTimer()
         return {f"switch/{name}_s": value for name, value in timer.seconds.items()}
@@ -229,10 +239,11 @@ class Colocated:
     def take_checkpoint(self) -> int:
         """Has the ranks copy their states for a checkpoint, while the engines sleep.
 
-        In a step the engines sleep already. At a run's end they are put to sleep, for there is no room beside them.
+        During a step the engines sleep already. At a run's end they are put to sleep, because there is no room beside
+        them.
         """
         if not self._engines_sleep:
-            self._engines.fleet.end_starts()  # nobody needs them any more
+            self._engines.fleet.end_starts()  # they are no longer needed
         self._sleep()
         return self._actor.take_checkpoint()
 

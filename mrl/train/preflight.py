@@ -1,4 +1,6 @@
-"""All that can be known to be wrong before anything is loaded or started. No torch, no Ray: it answers in a second."""
+"""Finds all errors that can be known before anything is loaded or started. It uses no torch and no Ray, and takes about
+a second.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -48,11 +50,11 @@ from mrl.train.resume import RunIdentity, check_same_prompts, find_resume_point,
 def with_models_at_hand(
     resolved: ResolvedConfig, check_paths: bool = True, resume: bool = False, devices: bool = False
 ) -> ResolvedConfig:
-    """The configuration with folders in place of names on the hub, fetched where they are not in the cache.
+    """Returns the configuration with folders instead of names on the hub. Fetches models that the cache lacks.
 
-    A download takes long, so all rules are asked first where the model is known by its name. `resume`: of a run that
-    goes on. `devices`: of one that computes, which nothing is fetched for where its devices are not. Raises
-    InvalidConfig and EnvironmentFault.
+    A download takes long, so all rules are checked first if the model is known by its name. `resume`: the run continues
+    an earlier one. `devices`: the run computes, so nothing is fetched if its devices are missing. Raises InvalidConfig
+    and EnvironmentFault.
     """
     config = resolved.config
     if not (names := names_of_the_hub(config)):
@@ -66,7 +68,7 @@ def with_models_at_hand(
 
 
 def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
-    """The model that is to be trained. Raises ConfigError or EnvironmentFault, and leaves nothing behind."""
+    """Returns the model that will be trained. Raises ConfigError or EnvironmentFault, and leaves nothing behind."""
     config = resolved.config
     model = load_model_spec(config.model.path)
     check(without_first_adapter(resolved, resume), model, check_paths=True)
@@ -85,7 +87,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
 
 
 def check_inputs(config: RunConfig, resume: bool) -> None:
-    """Data and reward, and whether a resume goes on with the same prompts. Raises DataError and ConfigError."""
+    """Checks data and reward, and that a resume continues with the same prompts. Raises DataError and ConfigError."""
     fingerprint = look(config)
     if fingerprint is None:
         return
@@ -96,9 +98,9 @@ def check_inputs(config: RunConfig, resume: bool) -> None:
 
 
 def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Path | None:
-    """Checks an evaluation before it starts, which has engines and no actor.
+    """Checks an evaluation, which has engines and no actor, before it starts.
 
-    `checkpoint`, a step or a run, stands in for model.path where one is given; the folder of its step is returned.
+    `checkpoint`, a step or a run, replaces model.path if it is given. Returns the folder of its step.
     """
     config = resolved.config
     if not config.data.val_files:
@@ -123,10 +125,10 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Pa
 
 
 def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> ModelSpec:
-    """The model of a checkpoint of ours.
+    """Returns the model of one of mrl's checkpoints.
 
-    Raises ConfigError where its dtype is not the configured one and none is set for engines, EnvironmentFault where
-    its tokenizer is not what was saved.
+    Raises ConfigError if its dtype differs from the configured one and none is set for engines. Raises EnvironmentFault
+    if its tokenizer differs from the saved one.
     """
     manifest = read_manifest(folder)
     check_files(folder, manifest.files_for_others(), threads=1)
@@ -139,7 +141,7 @@ def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> Model
 
 
 def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
-    """What a run says of itself before it starts."""
+    """Returns the lines that a run prints before it starts."""
     config = resolved.config
     run_dir = RunDir(run_dir_of(resolved.config.trainer))
     return [
@@ -158,14 +160,14 @@ def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
 
 
 def plug_in_lines(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """What a run says of `plug_ins`, before any of their code has run."""
+    """Returns the lines about `plug_ins` that a run prints before any of their code runs."""
     return [f"plug-in: {each['key']} {each['path']}, SHA-256 {each['sha256']}" for each in found]
 
 
 def plug_ins(config: RunConfig) -> list[dict[str, str]]:
-    """Files of the user's own whose code runs: the key that names one, its path, and the SHA-256 of what it holds.
+    """Returns the user's files whose code will run: the key that names one, its path, and the SHA-256 of its content.
 
-    Raises ConfigError for one that cannot be read.
+    Raises ConfigError for an unreadable file.
     """
     named = {
         "reward.custom_reward_function.path": config.reward.custom_reward_function,
@@ -190,14 +192,14 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
 
 
 def _bytes_of_a_checkpoint(config: RunConfig, model: ModelSpec) -> int:
-    """Bytes of a checkpoint, with the groups that generation may be ahead with."""
+    """Returns the bytes of a checkpoint, including live groups of generation ahead of training."""
     ahead = groups_ahead_bytes(schedule_of(config), config.data, route_bytes(config.actor, model))
     has_critic = config.algorithm.needs_critic
     return checkpoint_bytes(model, config.model.dtype, config.actor.lora.adapters, has_critic) + ahead
 
 
 def run_dir_path(trainer: TrainerConfig, resume: bool) -> Path:
-    """The run directory, absolute. Raises ConfigError where another run stands, or none that could be resumed."""
+    """Returns the absolute run directory. Raises ConfigError if it has another run, or no run to resume."""
     folder = RunDir(run_dir_of(trainer).resolve())
     if resume and not folder.config.is_file():
         raise ConfigError(

@@ -1,14 +1,14 @@
-"""Ranks that are lost are started again inside the run, which goes on from its newest intact checkpoint.
+"""Restarts lost ranks inside the run, which continues from its newest intact checkpoint.
 
     a rank is lost        all ranks are ended, and generation and the record of metrics closed
     engines               give up requests and version, and stay; where one does not answer they are started again, too
     run directory         is brought back to checkpoint V as by a resume, to the start of the run where there is none
     new ranks             load V, bring it to the engines, which is proven as ever, and the loop goes on with step V+1
 
-So it does where engines are lost, ahead of training in order, that nobody can bring to the weights any more which they
-are to finish responses by.
+The same happens if lost engines can no longer get the weights with which they must finish responses. This occurs only
+in order, ahead of training.
 
-Numbers that must not reach the optimizer are no loss: a restart would compute them again, bit by bit.
+Numbers that must not reach the optimizer are not such a loss. A restart would compute them again, bit by bit.
 """
 
 from mrl.errors import Interrupted
@@ -17,9 +17,9 @@ from mrl.train.loop import train
 
 
 def train_on(run: Run) -> Run:
-    """Trains until the last step, and starts ranks again that are lost; returns the run as it ended.
+    """Trains until the last step, and restarts lost ranks. Returns the run as it ended.
 
-    Raises as `train` does.
+    Raises the errors of `train`.
     """
     while True:
         try:

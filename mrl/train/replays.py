@@ -1,9 +1,9 @@
-"""Groups that a start before this one finished by the weights that are served: taken in place of asking engines.
+"""Takes groups that an earlier start finished with the served weights, instead of asking engines.
 
     spool.left --read_left--> Replays --take_over--> buffer and judged groups, as if engines had answered at once
 
-The schedule decides which groups are issued and when, as ever; only where their tokens come from is another. With
-other weights all that is left is given up.
+The schedule decides as usual which groups are issued and when. Only the source of their tokens differs. When the
+weights change, all remaining groups are dropped.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from mrl.train.spool import Spool
 
 
 class Replays:
-    """What is left of a start before, by number."""
+    """The remaining groups of an earlier start, by number."""
 
     def __init__(self, left: Mapping[int, GroupParts], spool: Spool, prompts: NumberedPrompts, seed: int):
         """`seed`: of the run."""
@@ -26,10 +26,10 @@ class Replays:
         self._spool = spool
         self._prompts = prompts
         self._seed = seed
-        self._responses = 0  # that were taken since it was last told
+        self._responses = 0  # taken since the last metrics
 
     def take_over(self, group: Group, buffer: GroupBuffer, judged: JudgedGroups) -> bool:
-        """Ends the group by what is left of it, with its rewards; whether there was any that can be used."""
+        """Ends the group with its stored responses and rewards. Returns whether there were usable ones."""
         parts = self._left.pop(group.number, None)
         if parts is None or group.state is State.FINISHED:
             return False
@@ -49,7 +49,7 @@ class Replays:
         return True
 
     def _refusal(self, parts: GroupParts, group: Group, version: int) -> str:
-        """Says why these do not stand for what engines would make of the group by weights of this version; else ''."""
+        """Returns why `parts` cannot stand for new responses by weights of this version; empty if they can."""
         if not self._answers(parts, group):
             return "was asked for otherwise"
         if parts.newest > version:
@@ -57,8 +57,9 @@ class Replays:
         return ""
 
     def _answers(self, parts: GroupParts, group: Group) -> bool:
-        """Whether these are all responses of this attempt, by seeds that they would have now, and go on from the tokens
-        that are kept of it.
+        """Tells whether `parts` are all responses of this attempt.
+
+        Their seeds must be those that they would have now. They must continue the group's kept tokens.
         """
         if parts.attempt != group.attempts or parts.responses.keys() != set(range(len(group.ended))):
             return False
@@ -74,11 +75,11 @@ class Replays:
         return True
 
     def give_up(self) -> None:
-        """Gives up what is left; the weights that it was made by are served no more."""
+        """Drops the remaining groups, because their weights are no longer served."""
         self._left.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of what was taken since the last call."""
+        """Returns metrics of the groups taken since the last call."""
         taken = self._responses
         self._responses = 0
         return {"trainer/replayed_responses": float(taken)}

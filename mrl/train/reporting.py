@@ -1,4 +1,4 @@
-"""What a run says of a step: its metrics; advice is printed beside it."""
+"""Makes the metrics of a step, and prints advice with them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -24,7 +24,7 @@ from mrl.units import GIB
 
 
 def sample_metrics(data: DataConfig, epoch: int, rollouts: Rollouts) -> dict[str, float]:
-    """What the step's samples say: lengths, scores, rewards after penalties."""
+    """Returns metrics of the step's samples: lengths, scores, rewards after penalties."""
     scores = np.array([result.score for result in rollouts.results])
     judged = np.array([result.reason not in UNJUDGED for result in rollouts.results], bool)
     return {
@@ -54,9 +54,9 @@ def set_failures_aside(run_dir: RunDir, step: int, rollouts: Rollouts) -> None:
 
 
 def time_metrics(trainer: TrainerConfig, devices: int, timer: PhaseTimer, rollouts: Rollouts) -> dict[str, float]:
-    """Seconds of the step's phases, and tokens over time and `devices`, trainer's and engines'.
+    """Returns seconds of the step's phases, and token rates over `devices`, of trainer and engines.
 
-    Where generation runs ahead of training the phase "gen" is a wait, of which nothing follows for a token.
+    If generation runs ahead of training, the phase "gen" is only a wait. Then no rate follows from it.
     """
     waits = {GENERATING} if trainer.schedule != "sync" else set()
     seconds = {name: value for name, value in timer.seconds.items() if name not in waits}
@@ -64,7 +64,7 @@ def time_metrics(trainer: TrainerConfig, devices: int, timer: PhaseTimer, rollou
 
 
 def memory_metrics(hosts: Hosts) -> dict[str, float]:
-    """Memory in use on the fullest host, in GiB."""
+    """Returns the memory in use on the fullest host, in GiB."""
     return {"perf/cpu_memory_used_gb": hosts.memory_used() / GIB}
 
 
@@ -76,13 +76,16 @@ def mfu_metrics(
     seconds: Mapping[str, float],
     teacher: ModelSpec | None = None,
 ) -> dict[str, float]:
-    """FLOPs that the step's samples cost, over what devices could do in the time.
+    """Returns the FLOPs of the step's samples, relative to the devices' peak in the same time.
 
-    `seconds`: `update` on the ranks, `step` in all. Counted are the sequences as they are, each by itself: no padding,
-    experts that a token is sent to, the output layer of sampled tokens alone, and layers that are computed twice once.
-    A backward pass costs two forward ones; generation and each pass of log-probs one, whatever a cache saved. A
-    `teacher`'s pass costs one of its own. A critic costs what the actor does, a pass for its values and an update. A
-    step that trains it alone asks no teacher, and a reference for a KL in the reward alone.
+    `seconds`: `update` is the time on the ranks, `step` the total. Sequences count with their real lengths, each by
+    itself, without padding. Only experts that a token is sent to count, and the output layer only for sampled tokens.
+    Recomputed layers count once.
+
+    A backward pass costs as much as two forward passes. Generation and each pass of log-probs cost one, even if a cache
+    saved some of it. A `teacher` costs one pass of its own model. A critic costs as much as the actor: a pass for its
+    values, and an update. A step that trains only the critic asks no teacher, and a reference only for a KL in the
+    reward.
     """
     lengths = rows.sequence_lengths.tolist()
     sampled = int(rows.sampled_lengths.sum())
@@ -92,7 +95,7 @@ def mfu_metrics(
     if algorithm.needs_critic:
         passes += 1 + 3
     of_actor = {}
-    if not seconds["update"]:  # a critic was trained alone
+    if not seconds["update"]:  # only a critic was trained
         passes += algorithm.use_kl_in_reward
     else:
         passes += algorithm.needs_reference + 3
@@ -103,9 +106,9 @@ def mfu_metrics(
 
 
 class AdvisedRecord:
-    """A record that also prints advice: the first of each kind, once a run.
+    """A record that also prints advice: the first of each kind, once in a run.
 
-    It notes how many responses of a step are there, for the start that goes on after a loss.
+    It counts the responses of a step, for a restart after a loss.
     """
 
     def __init__(self, record: Record, advisers: Iterable[Adviser], under_way: UnderWay) -> None:
@@ -114,16 +117,16 @@ class AdvisedRecord:
         self._under_way = under_way
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the step's metrics."""
+        """Writes the step's metrics, and prints advice about them."""
         self._record.write(step, metrics)
         self._under_way.done(step)
         for adviser in tuple(self._advisers):
             if advice := adviser(metrics):
                 self._advisers.remove(adviser)
-                print(f"step {step}: {advice}", flush=True)  # a live table lets lines pass above it
+                print(f"step {step}: {advice}", flush=True)  # a live table lets printed lines pass above it
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Passes on how far a phase is."""
+        """Passes on the progress of a phase."""
         if phase == TRAIN_RESPONSES:
             self._under_way.arrived(done, total)
         self._record.progress(phase, done, total)
@@ -139,10 +142,11 @@ class AdvisedRecord:
 
 
 def record_shown_rows(run_dir: RunDir, step: int, trained: StepBatch, rollouts: Rollouts) -> None:
-    """Writes log-probs of the best and the worst responses, and of those that differ most from generation's.
+    """Writes log-probs of the best and worst responses, and of those that differ most from generation's.
 
-    Writes nothing on policy: then log-probs come with the update, and rows are gone with it. What fails in showing is
-    printed and ends no run. What the run itself met is raised: a lost rank, a signal or a lost lock.
+    On policy it writes nothing, because log-probs come with the update, and rows are gone by then. Errors of the
+    display are printed and do not end the run. Errors of the run itself are raised: a lost rank, a signal or a lost
+    lock.
     """
     if trained.log_gaps is None:
         return

@@ -1,21 +1,22 @@
-"""How often the ranks of a run may be started again."""
+"""Limits how often the ranks of a run may be restarted."""
 
 from collections.abc import Callable
 
 from mrl.errors import Interrupted, LostWeights
 from mrl.remote.process_logs import concerning, processes_of
 
-WINDOW = 100  # finished steps that trainer.restart_limit is of
+WINDOW = 100  # finished steps to which trainer.restart_limit applies
 
 
 class RestartBudget:
-    """How often ranks may still be started again; starts of the whole run give nothing back."""
+    """The remaining restarts of ranks. A new start of the whole run restores none."""
 
     def __init__(
         self, limit: int, spent_at: tuple[int, ...], note: Callable[[int, str], None], for_engines: int = 0
     ) -> None:
-        """`spent_at`: steps that were finished at restarts so far. `note`: writes such a step and why. `for_engines`:
-        the limit where it is engines that ranks go back for.
+        """`spent_at`: finished steps at each restart so far.
+
+        `note`: writes such a step and the reason. `for_engines`: the limit of restarts because of lost engines.
         """
         self._limit = limit
         self._for_engines = for_engines
@@ -24,12 +25,13 @@ class RestartBudget:
 
     @property
     def spent(self) -> int:
-        """Restarts of the run so far."""
+        """Number of restarts of the run so far."""
         return len(self._spent_at)
 
     def spend(self, error: Interrupted, step: int) -> None:
-        """Counts one restart after `step`. Raises `error` where ranks that go back to a checkpoint cure nothing, or
-        none is left.
+        """Counts one restart after `step`.
+
+        Raises `error` if a return to a checkpoint would not help, or no restart is left.
         """
         lost = processes_of(error)
         of_ranks = bool(lost) and all(name.startswith("rank ") for name in lost)

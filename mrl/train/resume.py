@@ -1,4 +1,4 @@
-"""Where a run goes on: what a checkpoint must agree with; the run directory brought back to its step.
+"""Finds the point from which a run continues, checks that its checkpoint agrees, and rewinds the run directory to it.
 
 No torch, no Ray.
 """
@@ -33,7 +33,7 @@ from mrl.train.sampled_by import new_name
 if TYPE_CHECKING:
     from mrl.train.kept_groups import KeptGroups
 
-# what the order of the prompts and the samples of a step follow from: a resumed run keeps them
+# the order of prompts and the samples of a step depend on these, so a resumed run keeps them
 FIXED = (
     "trainer.seed",
     "trainer.schedule",
@@ -47,20 +47,20 @@ FIXED = (
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a finished step leaves behind, weights aside. It is in every checkpoint."""
+    """The state after a finished step, without weights. It is in every checkpoint."""
 
-    step: int = 0  # steps finished; also the version of the weights
+    step: int = 0  # finished steps; also the version of the weights
     cursor: DataCursor = field(default_factory=DataCursor)
-    # groups on their way, where generation runs ahead
+    # live groups, if generation runs ahead
     ahead: "KeptGroups | None" = field(default=None, compare=False, repr=False)
-    weights: str = field(default="", compare=False, repr=False)  # their name, which no others have; none of the start's
+    weights: str = field(default="", compare=False, repr=False)  # their unique name; empty for the initial weights
 
     def advanced(self, cursor: DataCursor) -> "TrainState":
-        """The state after one more update; generation says what is on its way then."""
+        """Returns the state after one more update. Generation adds the live groups later."""
         return replace(self, step=self.step + 1, cursor=cursor, ahead=None, weights=new_name())
 
 
-# and the same of which weights make which token, where generation runs ahead
+# also decide which weights generate which token, if generation runs ahead
 FIXED_AHEAD = (
     "trainer.order",
     "algorithm.filter_groups.enable",
@@ -73,27 +73,29 @@ FIXED_AHEAD = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a checkpoint and the run that goes on from it have in common."""
+    """The properties that a checkpoint and the run continuing from it must have in common."""
 
     model: ModelConfig
-    fixed: Mapping[str, Any]  # values of FIXED by key, as JSON has them
+    fixed: Mapping[str, Any]  # values of FIXED by key, as in JSON
     schedule: Schedule
-    adapters: Mapping[str, Any] = field(default_factory=dict)  # as a manifest has them; empty where weights are trained
+    adapters: Mapping[str, Any] = field(default_factory=dict)  # as in a manifest; empty if weights are trained
     has_critic: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunIdentity":
-        """The identity of a run with this configuration. Raises EnvironmentFault where adapters' base is unreadable."""
+        """Returns the identity of a run with this configuration. Raises EnvironmentFault if the adapters' base is
+        unreadable.
+        """
         keys = FIXED if config.trainer.schedule == "sync" else (*FIXED, *FIXED_AHEAD)
         values = {key: leaf(config, key) for key in keys}
         fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return cls(config.model, fixed, schedule_of(config), _adapters_of(config), config.algorithm.needs_critic)
 
     def going_on(self, point: Newest | None) -> "RunIdentity":
-        """The identity of the run that goes on from `point`, whose adapters began as those of `point` did."""
+        """Returns the identity of the run that continues from `point`, with the initial adapters of `point`."""
         if not self.adapters or point is None or point.manifest is None:
             return self
-        start = point.manifest.adapters.get("start", self.adapters["start"])  # older checkpoints do not say it
+        start = point.manifest.adapters.get("start", self.adapters["start"])  # older checkpoints do not have it
         return replace(self, adapters={**self.adapters, "start": start})
 
 
@@ -114,21 +116,22 @@ def _adapters_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _start_of(path: str | None) -> dict[str, str] | None:
-    """Path and digest of the adapter that training starts from; None without one, or where it is there no more."""
+    """Returns path and digest of the initial adapter; None without one, or if its folder no longer exists."""
     if path is None or not (Path(path) / WEIGHTS).is_file():
         return None
     return {"path": str(Path(path).resolve()), "digest": adapter_digest(path)}
 
 
 def goes_on(trainer: TrainerConfig, asked: bool) -> bool:
-    """Whether the run in the run directory is continued: that is `asked` for,
-    or resume_mode is auto and there is one.
+    """Tells whether the run in the run directory is continued.
+
+    It is if `asked`, or if resume_mode is auto and the directory has a run.
     """
     return asked or (trainer.resume_mode == "auto" and RunDir(run_dir_of(trainer)).config.is_file())
 
 
 def without_first_adapter(resolved: ResolvedConfig, resume: bool) -> ResolvedConfig:
-    """The configuration without actor.lora.path where a checkpoint has the adapters that training goes on with."""
+    """Returns the configuration without actor.lora.path if a checkpoint has the adapters to continue with."""
     trainer = resolved.config.trainer
     if resolved.config.actor.lora.path is None:
         return resolved
@@ -141,7 +144,7 @@ def without_first_adapter(resolved: ResolvedConfig, resume: bool) -> ResolvedCon
 
 
 def resume_note(trainer: TrainerConfig, resume: bool) -> list[str]:
-    """What resume_mode made of this start, where it is not the usual one."""
+    """Returns lines about the effect of resume_mode on this start, if it is unusual."""
     folder = run_dir_of(trainer)
     if trainer.resume_mode == "auto":
         return [
@@ -160,19 +163,21 @@ def find_resume_point(
     resume: bool,
     damaged: Mapping[Path, EnvironmentFault] = MappingProxyType({}),
 ) -> Newest | None:
-    """The newest complete checkpoint and what it says of itself; an empty one for a run that saved none, which starts
-    anew.
+    """Returns the newest complete checkpoint with its manifest; without a manifest for a run that saved none and
+    restarts.
 
-    Without `resume`, and where the run has none of its own, it is the one that resume_mode: resume_path names. None for
-    a run from the beginning. Manifests and sizes are looked at here, every byte by the ranks that load it. `damaged`:
-    what they found at an earlier try. Raises EnvironmentFault when all that there are are damaged. Raises ConfigError
-    when the newest is of another model than `identity`'s or was trained with other values of FIXED.
+    Without `resume`, or if the run has none of its own, this is the checkpoint of resume_mode: resume_path. Returns
+    None for a new run. Manifests and sizes are checked here, and all bytes by the ranks that load them. `damaged`:
+    faults that ranks found at an earlier attempt.
+
+    Raises EnvironmentFault if all checkpoints are damaged. Raises ConfigError if the newest one has another model than
+    `identity`, or other values of FIXED.
     """
     names_one = trainer.resume_mode == "resume_path"
     if not resume and not names_one:
         return None
     newest = newest_checkpoint(RunDir(run_dir).checkpoints, damaged) if resume else _named(trainer.resume_from_path)
-    if names_one and newest.manifest is None and not newest.damaged:  # the run saved nothing of its own yet
+    if names_one and newest.manifest is None and not newest.damaged:  # the run has not saved anything of its own
         newest = _named(trainer.resume_from_path)
     if newest.manifest is not None:
         _check_same_model(identity.model, newest.manifest, newest.path)
@@ -186,15 +191,19 @@ def find_resume_point(
 
 
 def _named(path: str) -> Newest:
-    """The checkpoint that a configuration names. Raises EnvironmentFault for another folder, or where files are
-    missing.
+    """Returns the checkpoint that a configuration names.
+
+    Raises EnvironmentFault for another kind of folder, or if files are missing.
     """
     folder = step_folder(Path(path)).resolve()
     return Newest(folder, read_manifest(folder), {})
 
 
 def new_run(manifest: Manifest) -> str:
-    """What is left where a run cannot go on with a checkpoint, and what that keeps and loses: no option forces it."""
+    """Describes the alternative if a run cannot continue from a checkpoint: what it keeps and loses.
+
+    No option forces such a run.
+    """
     lost = ["the optimizer's moments", f"the count of steps ({manifest.step}) that learning rates follow"]
     if manifest.trainer.get("cursor"):
         lost.append(f"the place in the data (epoch {manifest.trainer['cursor']['epoch']})")
@@ -236,7 +245,7 @@ def _check_same_model(model: ModelConfig, manifest: Manifest, folder: Path) -> N
 
 
 def _check_same_adapters(identity: RunIdentity, manifest: Manifest, folder: Path) -> None:
-    """Raises ConfigError for other adapters than the checkpoint's, and for those of another model."""
+    """Raises ConfigError if the adapters differ from the checkpoint's, or belong to another model."""
     now = identity.adapters
     then = manifest.adapters
     if bool(now) != bool(then):
@@ -266,7 +275,7 @@ def _same_start(now: Mapping[str, str], then: Mapping[str, str] | None) -> bool:
 
 
 def _check_same_critic(identity: RunIdentity, manifest: Manifest, folder: Path) -> None:
-    """Raises ConfigError where one of checkpoint and run has a critic and the other has none."""
+    """Raises ConfigError if only one of checkpoint and run has a critic."""
     if identity.has_critic == bool(manifest.critic):
         return
     now = "has no critic and algorithm.adv_estimator needs one"
@@ -276,13 +285,13 @@ def _check_same_critic(identity: RunIdentity, manifest: Manifest, folder: Path) 
 
 
 def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None:
-    """Raises ConfigError where the model's tokens are not those that the checkpoint was trained on."""
+    """Raises ConfigError if the model's tokens differ from those that the checkpoint was trained on."""
     then = folder / HF_FOLDER / TOKENIZER
     now = model / TOKENIZER
     written = manifest.hf_files.get(TOKENIZER)
     if not (then.is_file() and now.is_file()) or facts_of(now.read_bytes()) == written:
         return
-    if written is not None and facts_of(then.read_bytes()) != written:  # damaged since, which is said elsewhere
+    if written is not None and facts_of(then.read_bytes()) != written:  # damaged later, which another check reports
         return
     if differing := differing_tokens(vocabulary(then), vocabulary(now)):
         raise ConfigError(
@@ -302,7 +311,7 @@ def resume_point(
 ) -> Newest | None:
     """Finds the checkpoint to resume from and checks that the data is the same. Writes nothing.
 
-    Raises NothingToDo when the last step of the run in `path` is done, by its record and its checkpoint's manifest.
+    Raises NothingToDo if the run in `path` has finished its last step, by its record and its checkpoint's manifest.
     """
     point = find_resume_point(trainer, identity, path, resume, damaged)
     if point is None or point.manifest is None:
@@ -319,27 +328,27 @@ def resume_point(
 
 
 def check_same_prompts(identity: RunIdentity, point: Newest, data_fingerprint: str) -> None:
-    """Raises DataError where a checkpoint was trained on other prompts than there are now, or has groups of others.
+    """Raises DataError if a checkpoint was trained on other prompts, or has groups of others.
 
-    Raises ConfigError where groups on their way are missing.
+    Raises ConfigError if live groups are missing.
     """
     _check_same_data(point.manifest, data_fingerprint, point.path)
     _check_same_groups(identity, point.manifest, data_fingerprint, point.path)
 
 
 def resumed_state(point: Newest | None) -> TrainState:
-    """What the run goes on from; the beginning where there is no checkpoint."""
+    """Returns the state from which the run continues; the initial state without a checkpoint."""
     if point is None or point.manifest is None:
         return TrainState()
     trainer = point.manifest.trainer
-    weights = trainer.get("weights") or new_name()  # those of older checkpoints have none
+    weights = trainer.get("weights") or new_name()  # older checkpoints have none
     return TrainState(point.manifest.step, DataCursor(**trainer["cursor"]), weights=weights)
 
 
 def rewind(run_dir: RunDir, point: Newest | None) -> None:
-    """Removes what was recorded past the checkpoint, and keeps damaged ones aside.
+    """Removes records after the checkpoint, and moves damaged checkpoints aside.
 
-    `point`: None of a new run; without a manifest it starts anew.
+    `point`: None for a new run; without a manifest the run starts again.
     """
     if point is None:
         return
@@ -361,11 +370,10 @@ def rewind(run_dir: RunDir, point: Newest | None) -> None:
 
 
 def generated_again(schedule: Schedule, run_dir: RunDir, point: Newest | None, left: int = 0) -> int:
-    """Responses that were lost with the starts before this one, and are generated again; says so where there are some.
+    """Returns the number of lost responses that are generated again, and prints it if there are some.
 
-    `left`: responses that are not lost, since a spool has them.
-
-    Where generation runs ahead of training finished groups are kept, and what is lost is in lost_engines.jsonl.
+    `left`: responses that are not lost, because a spool has them. If generation runs ahead of training, finished groups
+    are kept. Then losses are those in lost_engines.jsonl.
     """
     if point is None or not schedule.is_synchronous:
         return 0
@@ -387,7 +395,7 @@ def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) ->
 
 
 def _check_same_groups(identity: RunIdentity, manifest: Manifest, data_fingerprint: str, folder: Path) -> None:
-    """Where groups outlive a step: raises DataError for those on their way that were made with something else."""
+    """Raises DataError if live groups were made with other inputs, ConfigError if the checkpoint has none."""
     if identity.schedule.is_synchronous:
         return
     if "ahead" not in manifest.trainer:
@@ -400,9 +408,9 @@ def _check_same_groups(identity: RunIdentity, manifest: Manifest, data_fingerpri
 
 
 def what_is_left(folder: Path, command: str) -> str:
-    """A line for a run that was stopped: what of it is saved, and the command that goes on.
+    """Returns a line for a stopped run: its newest checkpoint, and the command that continues.
 
-    `command`: the one that it was started with.
+    `command`: the command that started it.
     """
     run_dir = RunDir(folder)
     if not run_dir.config.is_file():
@@ -415,13 +423,13 @@ def what_is_left(folder: Path, command: str) -> str:
 
 
 def made_by(model_path: str, data_fingerprint: str) -> Fingerprint:
-    """What kept tokens are made with. `data_fingerprint`: of the prompts' tokens, and so of the template."""
+    """Returns the origin of kept tokens. `data_fingerprint`: of the prompts' tokens, and so also of the template."""
     model = json.dumps(read_hf_config(model_path), sort_keys=True)
     return Fingerprint(data_fingerprint, hashlib.sha256(model.encode()).hexdigest())
 
 
 def _restore_line(manifest: Manifest, run_dir: RunDir) -> None:
-    """A run killed between saving and writing the step's line lost that line; the checkpoint has it."""
+    """Restores a step's line from its checkpoint. A run that is killed between the save and the line loses the line."""
     rows = read_metrics(run_dir.metrics)
     line = manifest.trainer["metrics"]
     if line and (not rows or rows[-1]["training/global_step"] < manifest.step):

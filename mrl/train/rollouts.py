@@ -1,11 +1,12 @@
-"""Responses and what they are worth: prompts to the engines, responses to the reward pool, rewards after penalties.
+"""Makes responses and their rewards: prompts go to the engines, responses to the reward pool, and penalties are
+subtracted.
 
     prompts --Responder.respond--> samples --Responder.collect_rewards--> results         validation, `mrl eval`
     prompts --Generation (generation.py)--> groups of responses and results --> Rollouts  training
 
-A group is the responses to one prompt. One whose responses all have the same value has advantage 0 and teaches nothing.
-With dynamic sampling (DAPO, algorithm.filter_groups) such groups are dropped and further prompts generated, in the
-order of the data: mrl/schedule/buffer.py.
+A group is the responses to one prompt. A group of equal values has advantage 0 and teaches nothing. With dynamic
+sampling (DAPO, algorithm.filter_groups) such groups are dropped and further prompts generated, in the order of the
+data: mrl/schedule/buffer.py.
 """
 
 import hashlib
@@ -44,37 +45,37 @@ from mrl.train.numbered_prompts import NumberedPrompts, with_first_index
 from mrl.vllm.requests import Request, Sampling
 
 TRAIN = "train"
-TRAIN_RESPONSES = f"{TRAIN} responses"  # the phase whose progress counts them
+TRAIN_RESPONSES = f"{TRAIN} responses"  # the phase that counts them in its progress
 SCORE = "score"
 REWARD = "reward"
-WAIT_S = 0.5  # for responses, before a signal is looked for again
-JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hundred bytes a row
+WAIT_S = 0.5  # wait for responses, before signals are checked again
+JOINED_AT = 64  # number of parts: columns of one row take kilobytes, columns of many rows a hundred bytes per row
 
 
 class Progress(Protocol):
-    """Shows how far a phase is."""
+    """Shows the progress of a phase."""
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """`done` of `total` parts of `phase`."""
+        """Shows that `done` of `total` parts of `phase` are done."""
 
 
 @dataclass(frozen=True)
 class Responder:
-    """Answers prompts and scores the answers: what training, validation and `mrl eval` share."""
+    """Answers prompts and scores the answers, for training, validation and `mrl eval`."""
 
     engines: RolloutGroup
     rewards: ScorerGroup
     reward_config: RewardConfig
     display: Progress
-    poll: Callable[[], None]  # raises Interrupted once the run is to stop
-    mend: Callable[[], None] = lambda: None  # brings engines back that were lost, while ranks are idle
+    poll: Callable[[], None]  # raises Interrupted when the run must stop
+    mend: Callable[[], None] = lambda: None  # brings lost engines back while ranks are idle
 
     def respond(
         self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str
     ) -> ResponseStore:
-        """`n` responses a prompt, ordered by prompt; each goes to a scorer as it arrives.
+        """Returns `n` responses for each prompt, ordered by prompt. Each goes to a scorer when it arrives.
 
-        `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
+        `seed(prompt, k)` is the seed of the prompt's k-th response. `label` names the phase for the progress.
         """
         groups = []
         for number, (prompt, first) in enumerate(with_first_index(prompts)):
@@ -101,10 +102,10 @@ class Responder:
         self.mend()
 
     def collect_rewards(self, samples: ResponseStore) -> list[RewardResult]:
-        """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score
-        is not set.
+        """Returns results in the order of `samples`.
 
-        Raises what check_failures does when too many failed.
+        Without reward.failure_score, failed ones get the lowest score of their data source. Raises the error of
+        check_failures if too many failed.
         """
         share = self.reward_config.max_failure_share
         results = self.rewards.drain(self.poll, int(share * len(samples)))
@@ -124,10 +125,10 @@ def generate(
     on_arrival: Callable[[list[FinishedResponses]], None] = lambda arrived: None,
     poll: Callable[[], None] = lambda: None,
 ) -> ResponseStore:
-    """All responses, ordered by `sample_id`. `groups`: the requests of each prompt, equally many.
+    """Returns all responses, ordered by `sample_id`. `groups`: the requests of each prompt, equally many.
 
-    `on_arrival` is told of what came since. `poll` may raise, which ends the wait.
-    Raises Interrupted when an engine is lost that the run cannot do without, or requests are with nobody any more.
+    `on_arrival` gets the responses since the last call. `poll` may raise, which ends the wait. Raises Interrupted if an
+    indispensable engine is lost, or no engine is left for some requests.
     """
     schedule = Schedule(len(groups), len(groups[0]), sampling.max_tokens)
     streams = engines.streams()
@@ -165,7 +166,7 @@ def generate(
 
 
 def _follow(streams: RequestStreams, dispatcher: Dispatcher) -> list[Assignment]:
-    """Requests of engines that were lost since, which are to be made again."""
+    """Returns the requests of engines that were lost since the last call. They must be made again."""
     change = streams.follow()
     again = [sent for engine in change.gone for sent in dispatcher.lose(engine)]
     for engine in change.back:
@@ -174,7 +175,7 @@ def _follow(streams: RequestStreams, dispatcher: Dispatcher) -> list[Assignment]
 
 
 def by_engine(sent: Iterable[Assignment]) -> dict[str, list[Assignment]]:
-    """Sorts assignments by the engine that gets them, in their order."""
+    """Groups assignments by their engine, in order."""
     found: dict[str, list[Assignment]] = {}
     for each in sent:
         found.setdefault(each.engine, []).append(each)
@@ -182,22 +183,22 @@ def by_engine(sent: Iterable[Assignment]) -> dict[str, list[Assignment]]:
 
 
 def with_failures_scored(reward: RewardConfig, results: list[RewardResult]) -> list[RewardResult]:
-    """The results as they count: failed ones have reward.failure_score, or go to the bottom where there is none."""
+    """Returns the results with scores for failed ones: reward.failure_score, or the lowest score if that is not set."""
     if reward.failure_score is None:
         return failures_at_the_bottom(results)
     return results
 
 
 def question(sample_id: int, prompt: Prompt) -> Question:
-    """What a response to the prompt is judged by; the result bears `sample_id`."""
+    """Returns the data by which a response to the prompt is judged. Its result has `sample_id`."""
     return Question(sample_id, prompt.data_source, prompt.ground_truth, prompt.extra_info)
 
 
 def compared(group_ids: np.ndarray, results: Sequence[RewardResult], by_critic: bool = False) -> np.ndarray:
-    """bool [responses]: those that count in their group.
+    """Returns which responses count in their group, bool [responses].
 
-    A response that nobody judged does not count. Neither does one that is alone since the others failed: there is
-    nothing that it could be compared with. It does count `by_critic`, whose values each response is compared with.
+    A response without a judgement does not count. A single remaining response does not either, because nothing can be
+    compared with it. It counts `by_critic`, whose values are compared with each response.
     """
     judged = np.array([result.reason not in UNJUDGED for result in results], bool)
     if judged.all() or by_critic:
@@ -209,7 +210,7 @@ def compared(group_ids: np.ndarray, results: Sequence[RewardResult], by_critic: 
 
 
 def check_not_all_empty(rows: SampleRows) -> None:
-    """Raises DataError when no response has a token. Some may be empty: they have their rewards, and no gradient."""
+    """Raises DataError if no response has a token. Some may be empty: they have rewards, and no gradient."""
     if rows.sampled_lengths.any():
         return
     raise DataError(
@@ -219,7 +220,7 @@ def check_not_all_empty(rows: SampleRows) -> None:
 
 
 def check_any_number(rows: SampleRows) -> None:
-    """Raises NumericAbort when no response is left that has a token and log-probs that are numbers."""
+    """Raises NumericAbort if no response is left that has a token and finite log-probs."""
     if rows.sampled_lengths.any():
         return
     raise NumericAbort(
@@ -230,36 +231,34 @@ def check_any_number(rows: SampleRows) -> None:
 
 
 def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
-    """Seed of response `index` of a prompt in a step; 48 bits, which every engine and platform accepts.
+    """Returns the seed of response `index` to a prompt in a step: 48 bits, which every engine and platform accepts.
 
-    A pure function of what it is for, so that nothing depends on order or on what ran before.
+    It is a pure function of its arguments, so it does not depend on order or earlier work.
     """
     text = f"{run_seed}/{purpose}/{step}/{prompt_id}/{index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 def prompt_seed(run_seed: int, prompts: NumberedPrompts, number: int, index: int) -> int:
-    """Seed of a response to the prompt of this number: that of its draw, as of a step that trains on all of it."""
+    """Returns the seed of a response to a numbered prompt, as in a step that trains on its whole draw."""
     prompt, first = prompts[number]
     return sample_seed(run_seed, TRAIN, prompts.draw_of(number) + 1, prompt.prompt_id, first + index)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What a step trains on, ordered by (group_id, sample_id),
-    and the place in the data after all that was generated for it.
-    """
+    """The data of a step, ordered by (group_id, sample_id), and the place in the data after its prompts."""
 
     samples: ResponseStore
     results: list[RewardResult]
-    rewards: np.ndarray  # float64 [samples]: scores after penalties
+    rewards: np.ndarray  # float64 [samples]: scores minus penalties
     cursor: DataCursor
     metrics: dict[str, float]
-    generated: SampleRows | None = None  # `samples.rows` as engines made them; None: as they are
+    generated: SampleRows | None = None  # `samples.rows` as engines made them; None: unchanged
 
     @property
     def made(self) -> SampleRows:
-        """The rows as engines made them, those of log-probs without numbers with all that was sampled."""
+        """Returns the rows as engines made them, including all sampled rows with log-probs that are not finite."""
         if self.generated is None:
             return self.samples.rows
         return self.generated
@@ -267,18 +266,18 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Judge:
-    """What responses are worth: the scores of the reward function, less penalties."""
+    """Judges responses: scores of the reward function, minus penalties."""
 
     algorithm: AlgorithmConfig
     reward: RewardConfig
     max_response_length: int
 
     def scored(self, results: list[RewardResult]) -> list[RewardResult]:
-        """The results as they count: failed ones have reward.failure_score, or go to the bottom where there is none."""
+        """Returns the results with scores for failed ones, as `with_failures_scored`."""
         return with_failures_scored(self.reward, results)
 
     def rewards(self, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
-        """float64 [batch]: scores, less the soft overlong penalty where it is on."""
+        """Returns scores plus the soft overlong penalty, which is not positive, if that is on. float64 [batch]."""
         scores = np.array([result.score for result in results], dtype=np.float64)
         buffer = self.algorithm.overlong_buffer
         if not buffer.enable:
@@ -288,7 +287,7 @@ class Judge:
         )
 
     def values(self, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
-        """float64 [batch]: what responses to a prompt differ in, or do not; see metric_values."""
+        """Returns the values in which responses to a prompt may differ, float64 [batch]; as metric_values."""
         filtering = self.algorithm.filter_groups
         metric = filtering.metric if filtering.enable else SCORE
         return metric_values(metric, results, self.rewards(rows, results))
@@ -296,9 +295,9 @@ class Judge:
     def rollouts(
         self, samples: ResponseStore, results: list[RewardResult], cursor: DataCursor, metrics: dict[str, float]
     ) -> Rollouts:
-        """What a step trains on, from the samples and results that were chosen for it; `metrics`: of their generation.
+        """Returns the data of a step, from its samples and results. `metrics`: of their generation.
 
-        Raises DataError where every response is empty, NumericAbort where none has log-probs that are numbers.
+        Raises DataError if every response is empty, NumericAbort if none has finite log-probs.
         """
         check_not_all_empty(samples.rows)
         generated = samples.rows
@@ -315,10 +314,10 @@ class Judge:
 
 
 def metric_values(metric: str, results: list[RewardResult], rewards: np.ndarray) -> np.ndarray:
-    """float64 [batch]: `score`, `reward` (after penalties), or the reward's part of that name; of a failed reward
-    always its score.
+    """Returns `score`, `reward` (after penalties), or the reward's part of that name, float64 [batch].
 
-    Raises DataError when the reward function gives no such part, or no number under that name.
+    A failed reward always gives its score. Raises DataError if the reward function gives no such part, or none that is
+    a number.
     """
     if metric == REWARD:
         return rewards
@@ -339,7 +338,9 @@ def _part(result: RewardResult, name: str) -> float:
 
 
 def group_metrics(batches: float, uniform_share: float, trained: int, made: list[RewardResult]) -> dict[str, float]:
-    """Metrics of the groups that were generated for a step. `made`: all their rewards, those of filtered ones too."""
+    """Returns metrics of the groups generated for a step. `made`: all their rewards, including those of filtered
+    groups.
+    """
     failed = sum(failure_counts(made).values())
     unjudged = {}
     for reason, name in (LEFT_OUT, "turns/left_out"), (NOT_FINITE, "train/not_finite_share"):

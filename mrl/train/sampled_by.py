@@ -1,13 +1,13 @@
-"""What responses were made by and from, so that a later start knows whether they may stand for those it would make.
+"""The origin of responses. A later start compares it to decide whether it may use them instead of new ones.
 
     version, weights     which weights, by the name that their checkpoint has for them; layouts have no say
     data, model          tokens of the prompts; config.json
     sampling             temperature, limits, stop tokens, routes, seed, words of engines, arguments for vLLM alone;
-                         tools and their files, and then the rows
+                         tools, their files, and with tools the rows
     rewards              the section `reward` but for SAME_REWARDS, the user's file, answers and extra_info of the rows
 
-Where all but the last are equal, tokens are taken; where the last is equal too, rewards as well. An engine's layout,
-its seats in memory and its speed change no response's distribution, and are left out.
+Tokens are reused if all except the last are equal. Rewards are reused if the last is equal too. An engine's layout,
+devices and speed do not change the distribution of responses, and are left out.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from mrl.config.schema import RunConfig
 from mrl.schedule.ledger import Fingerprint
 from mrl.vllm.requests import training_sampling, turns_spec
 
-REWARD_FILE = "reward."  # keys of plug-ins that judge; see mrl.train.preflight.plug_ins
-SAME_REWARDS = {"num_workers", "timeout_s", "max_failure_share"}  # keys of `reward` that change none that was given
-ROLLOUT_FILE = "rollout."  # and of those that speak in a response
+REWARD_FILE = "reward."  # keys of plug-ins that judge, as in mrl.train.preflight.plug_ins
+ROLLOUT_FILE = "rollout."  # keys of plug-ins that contribute to responses
+SAME_REWARDS = {"num_workers", "timeout_s", "max_failure_share"}  # keys of `reward` that change no reward
 
 
 @dataclass(frozen=True)
 class SampledBy:
-    """What made responses. `version` is the number of the step whose weights they are by."""
+    """The origin of responses. `version` is the number of the step whose weights generated them."""
 
     version: int
     weights: str
@@ -39,23 +39,23 @@ class SampledBy:
     rewards: str
 
     def differing(self, other: "SampledBy") -> list[str]:
-        """Names of what forbids tokens of the other to stand for tokens of this."""
+        """Returns names of the differences that forbid the use of the other's tokens."""
         names = ("version", "weights", "data", "model", "sampling")
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What all responses of a run are made from, beside the weights. All are digests."""
+    """The common inputs of all responses of a run, without the weights. All are digests."""
 
-    start: str = ""  # of the weights that the run starts from, where no checkpoint names them
+    start: str = ""  # of the run's initial weights, if no checkpoint names them
     data: str = ""
     model: str = ""
     sampling: str = ""
     rewards: str = ""
 
     def by(self, version: int, weights: str) -> SampledBy:
-        """The origin of responses by these weights; without a name, by those of the start."""
+        """Returns the origin of responses of these weights; without a name, of the initial weights."""
         return SampledBy(version, weights or self.start, self.data, self.model, self.sampling, self.rewards)
 
 
@@ -63,9 +63,9 @@ UNKNOWN = Sources()
 
 
 def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequence[Mapping[str, str]]) -> Sources:
-    """The sources of a run with this configuration.
+    """Returns the inputs of a run with this configuration.
 
-    `rows`: digest of what its rows have beside tokens. `files`: its plug-ins, with their digests.
+    `rows`: digest of what training rows have beside tokens. `files`: its plug-ins, with their digests.
     """
     rollout = config.rollout
     turns = turns_spec(rollout.turns, config.data, rollout.agent)
@@ -85,7 +85,7 @@ def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequen
 
 
 def new_name() -> str:
-    """A name of weights that no others have."""
+    """Returns a unique name for weights."""
     return secrets.token_hex(8)
 
 
@@ -94,7 +94,7 @@ def _digests(files: Sequence[Mapping[str, str]], keys: str) -> list[str]:
 
 
 def _weight_files(folder: str | Path) -> list[list[Any]]:
-    """Path, size and time of each weight file: to read all of a large model would take minutes."""
+    """Returns path, size and time of each weight file. Reading a large model completely would take minutes."""
     found = []
     for file in sorted(Path(folder).resolve().glob("*.safetensors")):
         known = file.stat()

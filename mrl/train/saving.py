@@ -1,8 +1,10 @@
-"""The checkpoints of a run: saved beside the training, and no more of them than are wanted.
+"""Saves the checkpoints of a run beside the training, and keeps only as many as configured.
 
-step N      ranks copy their parts to host memory     training waits
-step N+1    a thread writes them to the disk          training goes on
-step N+2    the result is asked for                   a disk that refused is counted, and the run goes on
+The writing overlaps the steps that follow:
+
+    step N      ranks copy their parts to host memory     training waits
+    step N+1    a thread writes them to the disk          training continues
+    step N+2    the result is requested                   a refusal of the disk is counted, and the run continues
 """
 
 import importlib.metadata
@@ -27,22 +29,25 @@ from mrl.train.resume import RunIdentity, TrainState
 
 
 class SavingActor(Protocol):
-    """What saving asks of the actor's ranks."""
+    """The methods of the actor's ranks that saving needs."""
 
     def take_checkpoint(self) -> int:
-        """Every rank copies its part to host memory; bytes that all of them will write."""
+        """Makes every rank copy its part to host memory. Returns the bytes that all of them will write."""
 
     def write_checkpoint(self, work: Path) -> list[dict[str, Any]]:
-        """Every rank writes its copy into `work`; RankFiles as JSON, with that of a critic under `critic`."""
+        """Makes every rank write its copy into `work`.
+
+        Returns RankFiles as JSON, with those of a critic under `critic`.
+        """
 
 
 @dataclass(frozen=True)
 class WriteResult:
-    """How a write ended."""
+    """The result of a write."""
 
     step: int
     seconds: float
-    fault: str | None  # what the disk said; None: the checkpoint is complete
+    fault: str | None  # the error of the disk; None: the checkpoint is complete
 
 
 class BackgroundWrite:
@@ -55,7 +60,7 @@ class BackgroundWrite:
     def begin(self, step: int, write: Callable[[], None]) -> None:
         """Starts `write()`.
 
-        Raises RuntimeError while the result of the one before was not asked for: it would be lost.
+        Raises RuntimeError if the previous result was not requested, because it would be lost.
         """
         if self._running is not None:
             raise RuntimeError(
@@ -64,9 +69,10 @@ class BackgroundWrite:
         self._running = step, self._thread.submit(_timed, step, write)
 
     def result(self, wait: bool) -> WriteResult | None:
-        """How the write ended, once; None when there is none, or without `wait` when it goes on.
+        """Returns the result of the write, once.
 
-        A disk that does not take it is an answer; anything else that `write` raised is raised here.
+        Returns None if there is no write, or without `wait` if it is still running. A refusal of the disk is a result.
+        Any other error of `write` is raised here.
         """
         if self._running is None or not (wait or self._running[1].done()):
             return None
@@ -75,15 +81,15 @@ class BackgroundWrite:
         return future.result()
 
     def close(self) -> None:
-        """Waits for the write under way: what was begun is worth having, however the run ends.
+        """Waits for the current write, because its checkpoint is useful however the run ends.
 
-        Says so when it fails.
+        Prints a message if it fails.
         """
         try:
             result = self.result(wait=True)
             if result is not None and result.fault:
                 print(f"error: step {result.step} is not saved: {result.fault}", flush=True)
-        except Exception as error:  # the run is ending, most often for the same reason, and that one is raised
+        except Exception as error:  # the run is ending, usually for the same reason, and raises that error
             print(f"error: a checkpoint is not saved: {error}", flush=True)
         self._thread.shutdown()
 
@@ -100,19 +106,19 @@ def _timed(step: int, write: Callable[[], None]) -> WriteResult:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What checkpoints say of the run that they belong to, whatever their step."""
+    """The facts about a run in each of its checkpoints, independent of the step."""
 
     identity: RunIdentity
     layout: LayoutConfig  # of the actor's ranks
     data_fingerprint: str  # of the training prompts, which a resume compares
-    token_routes: int = 0  # bytes of a token's routes, as they come with samples that are kept
+    token_routes: int = 0  # bytes of one token's routes, in kept samples
 
 
 class Saver:
     """Saves one run into `folder`/step-N.
 
-    `check` is called before a checkpoint gets its name and before each older one goes: it raises LostLock where nothing
-    may be written any more.
+    `check` is called before a checkpoint gets its name and before each older one is removed. It raises LostLock if
+    nothing may be written any more.
     """
 
     def __init__(
@@ -126,13 +132,13 @@ class Saver:
     ):
         self.saved_step = saved_step  # of the newest complete checkpoint
         self.failed_saves = 0
-        self.tell_saved: Callable[[int], None] = lambda step: None  # is told of each checkpoint that is whole
-        self.last_s = 0.0  # that the last save took, ranks' copies and writing together
+        self.tell_saved: Callable[[int], None] = lambda step: None  # called for each complete checkpoint
+        self.last_s = 0.0  # duration of the last save: the ranks' copies and the writing
         self._failed_in_a_row = 0
-        self._last_fault = ""  # why the newest of them failed
+        self._last_fault = ""  # the reason of the newest failure
         self._taking_s = 0.0
-        self._taken: int | None = None  # step of which the ranks hold a copy that nobody writes yet
-        self._taken_bytes = 0  # of that copy
+        self._taken: int | None = None  # step whose copy the ranks hold, before it is written
+        self._taken_bytes = 0  # size of that copy
         self._trainer = trainer
         self._saved = saved
         self._folder = folder
@@ -141,15 +147,16 @@ class Saver:
         self._writing = BackgroundWrite()
 
     def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """`take` and `write`: begins a checkpoint of `state`, unless there is one."""
+        """Calls `take` and `write`: begins a checkpoint of `state`, unless there is one."""
         previous = self.take(state.step)
         return previous | self.write(state, metrics)
 
     def take(self, step: int) -> dict[str, float]:
-        """Has the ranks copy their parts of the checkpoint of `step` to host memory, for `write`, unless there is one.
+        """Makes the ranks copy their parts of the checkpoint of `step` to host memory, for `write`, unless there is
+        one.
 
-        They do it once the save before is over. Returns what `finished` does. A disk that does not take a checkpoint is
-        no reason to stop: it is said, counted, and the checkpoints that are there stay.
+        They do so after the previous save has ended. Returns the metrics of `finished`. If the disk refuses a
+        checkpoint, training continues. The failure is printed and counted, and existing checkpoints stay.
         """
         previous = self.finished(wait=True)
         self._taken = None
@@ -166,9 +173,9 @@ class Saver:
         return previous
 
     def write(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Begins to write what was taken of `state`, if anything was, while training goes on.
+        """Begins to write the copy of `state`, if there is one, while training continues.
 
-        `metrics`: of its step, should their line get lost. Returns what `finished` does.
+        `metrics`: of its step, in case their line gets lost. Returns the metrics of `finished`.
         """
         if self._taken != state.step:
             return {}
@@ -181,9 +188,9 @@ class Saver:
         return self.finished(wait=True)
 
     def finished(self, wait: bool = False) -> dict[str, float]:
-        """The metrics of the save under way, if it has ended.
+        """Returns the metrics of the current save, if it has ended.
 
-        Raises what went wrong with it, a disk's refusal excepted.
+        Raises its errors, except a refusal of the disk.
         """
         result = self._writing.result(wait)
         if result is None:
@@ -198,9 +205,9 @@ class Saver:
         return {"perf/checkpoint_write_s": result.seconds}
 
     def save_last(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
-        """Leaves a checkpoint of `state` behind; `metrics`: of its step, should their line be missing.
+        """Saves a final checkpoint of `state`. `metrics`: of its step, in case their line is missing.
 
-        Raises EnvironmentFault when the disk takes none now.
+        Raises EnvironmentFault if the disk refuses it.
         """
         self.save(state, metrics)
         self.finished(wait=True)
@@ -209,11 +216,11 @@ class Saver:
             raise EnvironmentFault(f"{self._folder}: {fault}; {self._newest()}. Make room and pass --resume")
 
     def close(self) -> None:
-        """Waits for the write under way."""
+        """Waits for the current write."""
         self._writing.close()
 
     def count_on(self, before: "Saver") -> None:
-        """Failed saves are those of `before`, too, which saved the same run until its ranks were lost."""
+        """Adds the failed saves of `before`, which saved the same run until its ranks were lost."""
         self.failed_saves = before.failed_saves
         self._failed_in_a_row = before._failed_in_a_row
         self._last_fault = before._last_fault
@@ -245,7 +252,9 @@ class Saver:
                 state.ahead.release()
 
     def _write(self, state: TrainState, metrics: dict[str, float]) -> None:
-        """The whole of a save but for the ranks' copies; in a thread, so it uses only what does not change."""
+        """Does the part of a save after the ranks' copies. It runs in a thread, so it uses only data that does not
+        change.
+        """
         if state.ahead is not None:
             kept_bytes = state.ahead.bytes_to_write(self._saved.token_routes)
             check_disk_space(self._folder, self._taken_bytes + BESIDE_TENSORS + kept_bytes)

@@ -1,4 +1,4 @@
-"""Finished groups on the disk, written once, beside the loop: for checkpoints, and for a start that goes back to one.
+"""Writes finished groups to the disk once, beside the loop: for checkpoints, and for a start that goes back to one.
 
     RUN/spool/X/group-N.A.npz   attempt A at group N, once it is finished; what is in it never changes
     RUN/spool/X/by-V.jsonl      those finished by the weights of V, which a checkpoint has: mrl/train/spool_lines.py
@@ -8,14 +8,13 @@
     pinned ---> held by a snapshot ---- release ---------------+---> nobody holds it: removed
     put ------> held by V ------------- a newer one is whole --+
 
-A start that goes back to V finds in `left` what processes before it have of V, and generation takes them in place of
-what it would ask engines for. So the first step that is repeated is not generated twice; of later ones nothing is kept.
+A start that goes back to V finds earlier processes' groups of V in `left`. Generation takes these instead of asking
+engines. So the first repeated step is not generated twice. Groups of later steps are not kept.
 
-A snapshot names the files that it holds, so that a checkpoint that is written later has what was there then, whatever
-was trained on, finished or begun anew meanwhile. What finds no room here, or comes faster than it is written, is
-written with the checkpoint.
+A snapshot names the files that it holds. So a checkpoint that is written later has the groups of that moment, whatever
+happens to them meanwhile. Groups for which the disk or the writer has no room are written with the checkpoint.
 
-X is of one process alone: a writer that outlives the process which it wrote for has no name in the folder of the next.
+X belongs to one process only. A writer that outlives its process cannot write into the folder of the next one.
 """
 
 import secrets
@@ -34,21 +33,21 @@ from mrl.flow.group_writer import GroupParts
 from mrl.train.sampled_by import SampledBy
 from mrl.train.spool_lines import SpoolLines, left_files
 
-WRITTEN_AT_ONCE = 64  # groups that a checkpoint writes before it waits for them
-ASK_AGAIN_S = 0.1  # a writer that is busy with what others gave it
+WRITTEN_AT_ONCE = 64  # groups that a checkpoint begins to write before it waits for them
+ASK_AGAIN_S = 0.1  # seconds; the writer is busy with other groups
 
 
 class GroupFileWriter(Protocol):
-    """Writes files of groups; see GroupWriter."""
+    """Writes files of groups, as GroupWriter."""
 
     def begin(self, path: Path, parts: GroupParts) -> Any | None:
-        """Begins with a file; facts of it to come. None where too much waits already."""
+        """Begins to write a file. Returns a handle of its facts, or None if too many groups are waiting."""
 
     def facts(self, under_way: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Size and digest of each file, by name, once all are written."""
+        """Returns size and digest of each file by name, when all are written."""
 
     def written(self, under_way: Any) -> Mapping[str, Any] | None:
-        """Size and digest of a file; None before it is written."""
+        """Returns size and digest of a file; None before it is written."""
 
 
 @dataclass(eq=False)
@@ -56,19 +55,19 @@ class SpoolFile:
     """The file of one finished attempt."""
 
     path: Path
-    under_way: Any = None  # facts to come, of one that is written here
-    facts: Mapping[str, Any] | None = None  # of one that came from a checkpoint, or is written
+    under_way: Any = None  # handle of future facts, for a file that is written here
+    facts: Mapping[str, Any] | None = None  # of a file that came from a checkpoint, or is written
     holders: int = 1
-    is_judged: bool = True  # of one of a start before: its rewards were given as they would be now
+    is_judged: bool = True  # for an earlier start's file: its rewards are those that would be given now
 
 
 @dataclass(eq=False)
 class _Version:
-    """Files by the weights of one checkpoint."""
+    """The files of groups that were finished with the weights of one checkpoint."""
 
     lines: SpoolLines
-    most: int = 0  # groups
-    begun: list[SpoolFile] = field(default_factory=list)  # held, and not in `lines` yet
+    most: int = 0  # limit of groups
+    begun: list[SpoolFile] = field(default_factory=list)  # held, and not yet in `lines`
     noted: list[SpoolFile] = field(default_factory=list)  # held
 
     @property
@@ -92,20 +91,20 @@ class Spool:
     ):
         """Makes a folder in `folder`.
 
-        What earlier processes left there is removed: checkpoints have their own names for it. Only what they have of
-        `origin` comes to `left`. `check`: raises LostLock where nothing may be written.
+        Removes the files of earlier processes, because checkpoints have names of their own for them. Only files of
+        `origin` are kept, in `left`. `check` raises LostLock if nothing may be written.
         """
         self.folder = folder / secrets.token_hex(4)
         self._writer = writer
         self._check = check
         self._lock = threading.RLock()
         self._files: dict[int, SpoolFile] = {}  # held by generation
-        self._unheld: list[SpoolFile] = []  # that were not there yet when they could be removed
+        self._unheld: list[SpoolFile] = []  # files that were not written yet when they should have been removed
         self._told = False
-        self._versions: list[_Version] = []  # in their order
-        self._served: _Version | None = None  # the one that gets what is finished now
-        self._whole: int | None = None  # version of the newest checkpoint that is whole, or of the start
-        self.left: dict[int, SpoolFile] = {}  # by number: of starts before, and not taken yet
+        self._versions: list[_Version] = []  # in order
+        self._served: _Version | None = None  # the version that gets newly finished groups
+        self._whole: int | None = None  # version of the newest complete checkpoint, or of the start
+        self.left: dict[int, SpoolFile] = {}  # by number: groups of earlier starts that are not taken yet
         check()
         self.folder.mkdir(parents=True)
         if origin is not None:
@@ -115,9 +114,9 @@ class Spool:
                 _remove(older)
 
     def _take_left(self, origin: SampledBy) -> None:
-        """Names what is left in this folder, with lines at once: a start that fails loses nothing of it.
+        """Names the remaining files in this folder, with lines at once, so that a failing start loses none of them.
 
-        What is not judged as it would be now has no line until it is.
+        Files with outdated rewards have no line until they are judged again.
         """
         found = left_files(self.folder.parent, origin)
         version = self._begun_version(origin) if found else None
@@ -145,11 +144,11 @@ class Spool:
 
     @property
     def keeps(self) -> bool:
-        """Whether what is finished now is kept for a start that goes back to the weights which are served."""
+        """Tells whether newly finished groups are kept for a start that goes back to the served weights."""
         return self._served is not None and self._served.has_room
 
     def put(self, parts: GroupParts) -> None:
-        """The group is finished: its file is begun, unless it is there, or too many are. Raises LostLock."""
+        """Begins to write a finished group, unless its file exists or too many are kept. Raises LostLock."""
         self._check()
         path = self.folder / group_file(parts.number, parts.attempt)
         with self._lock:
@@ -168,10 +167,10 @@ class Spool:
                 self._served.begun.append(file)
 
     def serve(self, origin: SampledBy | None, most: int) -> None:
-        """What is finished from now on is by the weights of `origin`, which runs may go back to; None: they may not.
+        """Sets the weights, `origin`, of groups that finish from now on; None: runs may not go back to them.
 
-        At most so many groups are kept for that, those of a step. Weights between the newest whole checkpoint and these
-        have none: their save has failed.
+        At most `most` groups are kept for that, those of one step. Weights between the newest complete checkpoint and
+        these have no groups, because their save failed.
         """
         with self._lock:
             self._note()
@@ -189,19 +188,19 @@ class Spool:
                 self._served.most = most
 
     def saved(self, version: int) -> None:
-        """A checkpoint of these weights is whole: nobody goes back to those before."""
+        """Records that a checkpoint of these weights is complete. No start goes back to earlier weights any more."""
         with self._lock:
             self._whole = version
             self._drop([each for each in self._versions if each.number < version])
 
     def ended(self) -> None:
-        """The run has its last step: no start goes back to any weights."""
+        """Drops all versions: the run has its last step, and no start goes back."""
         with self._lock:
             self._drop(list(self._versions))
             self.left.clear()
 
     def give_up(self, numbers: Iterable[int]) -> None:
-        """What starts before left of these groups is not used as it is."""
+        """Drops earlier starts' files of these groups, which are not used unchanged."""
         with self._lock:
             files = [self.left.pop(number) for number in numbers if number in self.left]
             for version in self._versions:
@@ -209,14 +208,14 @@ class Spool:
             self.release(files)
 
     def note(self) -> None:
-        """Notes which files are written by now, so that a later start finds them. Raises LostLock."""
+        """Records which files are written, so that a later start finds them. Raises LostLock."""
         with self._lock:
             if any(version.begun and self._has_ended(version.begun[0]) for version in self._versions):
                 self._check()
                 self._note()
 
     def _has_ended(self, file: SpoolFile) -> bool:
-        """Whether the file is written, or its writer has failed."""
+        """Tells whether the file is written, or its writer has failed."""
         try:
             file.facts = file.facts or self._writer.written(file.under_way)
         except (EnvironmentFault, Interrupted):
@@ -232,7 +231,7 @@ class Spool:
                 self._drop([version])
 
     def _note_written(self, version: _Version) -> None:
-        """In the order in which they were begun, as far as they are written."""
+        """Records files in the order in which they were begun, up to the first that is not written."""
         while version.begun:
             file = version.begun[0]
             try:
@@ -257,33 +256,33 @@ class Spool:
                 self._served = None
 
     def take_over(self, number: int, written: Path, facts: Mapping[str, Any]) -> None:
-        """The group was finished by an earlier process, and a checkpoint has its file."""
+        """Takes over the file of a group that an earlier process finished. A checkpoint has the file."""
         path = self.folder / written.name
         name_again(written, path)
         with self._lock:
             self._files[number] = SpoolFile(path, facts=facts)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Generation holds them no more: they are trained on, dropped or begun anew."""
+        """Ends generation's use of groups: they were trained on, dropped or begun again."""
         with self._lock:
             files = [self._files.pop(number) for number in numbers if number in self._files]
             self.release(files)
 
     def pinned(self, numbers: Iterable[int]) -> dict[int, SpoolFile]:
-        """Files of these groups, as far as there are any, by number; they stay until they are given to `release`."""
+        """Returns the existing files of these groups by number. They stay until `release`."""
         with self._lock:
             files = {number: self._files[number] for number in numbers if number in self._files}
             self.hold(files.values())
             return files
 
     def hold(self, files: Iterable[SpoolFile]) -> None:
-        """One more holds them, until `release`."""
+        """Adds a user of the files, until `release`."""
         with self._lock:
             for file in files:
                 file.holders += 1
 
     def release(self, files: Iterable[SpoolFile]) -> None:
-        """One fewer holds them; a file that nobody holds is removed."""
+        """Removes a user of the files. A file without users is deleted."""
         with self._lock:
             for file in files:
                 file.holders -= 1
@@ -292,7 +291,7 @@ class Spool:
             self._remove_unheld()
 
     def _remove_unheld(self) -> None:
-        """What is not there yet may still come, unless its writer has failed."""
+        """Deletes files without users. Those that are not written yet may still appear, unless their writer failed."""
         left = []
         for file in self._unheld:
             try:
@@ -314,9 +313,9 @@ class Spool:
     def write(
         self, folder: Path, files: Mapping[int, SpoolFile], groups: Mapping[int, GroupParts]
     ) -> dict[str, dict[str, Any]]:
-        """Writes all of `groups` into `folder`, those of `files` as second names; size and digest by name.
+        """Writes all of `groups` into `folder`, those of `files` as second names. Returns size and digest by name.
 
-        Raises as GroupFileWriter.facts.
+        Raises the errors of GroupFileWriter.facts.
         """
         facts = {}
         others = []
@@ -333,7 +332,7 @@ class Spool:
         return facts
 
     def _written(self, folder: Path, groups: Iterable[GroupParts]) -> dict[str, dict[str, Any]]:
-        """Writes groups into `folder`; where too much waits, what was begun is waited for."""
+        """Writes groups into `folder`. If the writer is full, it waits for earlier ones."""
         facts = {}
         begun: dict[str, Any] = {}
         for parts in groups:
@@ -351,7 +350,7 @@ class Spool:
             return self._writer.begin(path, parts)
 
     def _named_again(self, file: SpoolFile, folder: Path) -> Mapping[str, Any] | None:
-        """Facts of a file that `folder` has too now; None where the disk had no room for it."""
+        """Gives a file a second name in `folder`. Returns its facts; None if the disk had no room for it."""
         name = file.path.name
         try:
             facts = file.facts or self._writer.facts({name: file.under_way})[name]
@@ -371,9 +370,9 @@ class Spool:
             self._told = True
 
     def close(self) -> None:
-        """Removes all files but those that a start after this one may use.
+        """Removes all files except those that a later start may use.
 
-        Checkpoints have names of their own for what they need.
+        Checkpoints have names of their own for their files.
         """
         with self._lock:
             kept = [version for version in self._versions if version.noted]
@@ -384,13 +383,13 @@ class Spool:
         for path in self.folder.glob("*"):
             if path.name not in names:
                 _remove(path)
-        with suppress(OSError):  # something is kept, or another process's folder stands beside it
+        with suppress(OSError):  # some files are kept, or another process's folder is beside it
             self.folder.rmdir()
             self.folder.parent.rmdir()
 
 
 def _remove(path: Path) -> None:
-    """Removes a file or a folder; one that another still writes into may stay."""
+    """Removes a file or a folder. A folder into which another process still writes may stay."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

@@ -1,11 +1,11 @@
-"""Which files of a spool are by the weights of one checkpoint: a line a file, with its size and digest.
+"""Lists the files of a spool for the weights of one checkpoint: one line for each file, with size and digest.
 
     {"version": 4, "weights": "9f2...", "data": ..., "model": ..., "sampling": ..., "rewards": ...}
     {"file": "group-32.0.npz", "bytes": 81920, "sha256": ...}
     {"file": "group-35.0.npz", ...
 
-The first line is what made them (sampled_by.py). Another is added once its file is written. A line without its end, or
-a file without a line, is of a process that was killed then: the group is generated again.
+The first line is their origin (sampled_by.py). The others are added when their files are written. A line without its
+end, or a file without a line, is from a process that was killed. Then the group is generated again.
 """
 
 import json
@@ -24,16 +24,16 @@ GROUP = re.compile(r"group-(\d+)\.\d+\.npz")
 
 @dataclass(frozen=True)
 class LeftFile:
-    """A file that an earlier process has."""
+    """A file of an earlier process."""
 
     path: Path
     facts: Mapping[str, Any]  # size and digest
-    is_judged: bool  # its rewards were given as they would be now
+    is_judged: bool  # its rewards are those that would be given now
 
 
 @dataclass(frozen=True)
 class SpoolLines:
-    """The file of lines of one version, open for more."""
+    """The file of lines of one version, open for further lines."""
 
     path: Path
     origin: SampledBy
@@ -41,14 +41,14 @@ class SpoolLines:
 
     @classmethod
     def begin(cls, folder: Path, origin: SampledBy) -> "SpoolLines":
-        """Begins it in `folder`. Raises OSError for a full disk."""
+        """Begins the file in `folder`. Raises OSError for a full disk."""
         path = folder / lines_name(origin.version)
         lines = cls(path, origin, path.open("w", encoding="utf-8"))
         lines._write(asdict(origin))
         return lines
 
     def add(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Adds a file that is written. Raises OSError for a full disk."""
+        """Adds the line of a written file. Raises OSError for a full disk."""
         self._write({"file": name, **facts})
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class SpoolLines:
         self.file.flush()
 
     def close(self) -> None:
-        """Closes the file. What a full disk did not take is no loss by then."""
+        """Closes the file. Lines that a full disk refused are no loss by then."""
         with suppress(OSError):
             self.file.close()
 
@@ -68,14 +68,14 @@ class SpoolLines:
 
 
 def lines_name(version: int) -> str:
-    """The name of the file of one version."""
+    """Returns the file name of one version."""
     return f"by-{version}.jsonl"
 
 
 def left_files(spool: Path, origin: SampledBy) -> dict[int, LeftFile]:
-    """Files by number that earlier processes have of `origin` in folders of `spool`.
+    """Returns earlier processes' files of `origin` by number, from folders of `spool`.
 
-    Says which cannot be used, and why. Whether the bytes are those that were written is not looked at.
+    Prints which cannot be used, and why. The bytes of the files are not checked.
     """
     found: dict[int, LeftFile] = {}
     for path in sorted(spool.glob(f"*/{lines_name(origin.version)}")):

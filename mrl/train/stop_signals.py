@@ -1,11 +1,12 @@
-"""Ending a run on a signal: the current phase stops where stopping is safe, and the exit code says resumable.
+"""Ends a run on a signal. The current phase stops where that is safe, and the exit code means resumable.
 
     first signal     nothing is half-done: the phase under way is given up; else the step is finished
                      then the step is saved, where the last save's time fits into the grace
     second signal    }  all processes of the run are killed, what they left is removed, the driver ends: nothing is
     end of grace     }  written any more, so that no file is torn
 
-The grace is what Ray gives a job that it stops, before it kills it (RAY_JOB_STOP_WAIT_TIME_S); elsewhere it has no end.
+The grace is the time that Ray gives a stopped job before it kills it (RAY_JOB_STOP_WAIT_TIME_S). Elsewhere it is
+unlimited.
 """
 
 import math
@@ -19,11 +20,11 @@ from contextlib import contextmanager, suppress
 from mrl.cluster.job import GRACE
 from mrl.errors import Interrupted
 
-END_S = 1.0  # before the end of a grace, for killing what is left
+END_S = 1.0  # reserve before the end of a grace, for killing the rest
 
 
 def grace_of_the_job() -> float:
-    """Seconds between SIGTERM and SIGKILL in a job of Ray's; infinite where they are not known."""
+    """Returns the seconds between SIGTERM and SIGKILL in a Ray job; infinite if they are unknown."""
     try:
         seconds = float(os.environ.get(GRACE, "inf"))
     except ValueError:
@@ -39,9 +40,9 @@ class StopFlag:
     def __init__(self, grace_s: float = math.inf) -> None:
         self.signal: int | None = None
         self.on_hold = False  # true while something is half-done
-        self.leave_nothing: Callable[[], object] = lambda: None  # before the process ends at once
+        self.leave_nothing: Callable[[], object] = lambda: None  # called before the process ends at once
         self._grace_s = grace_s
-        self._ends_at = math.inf  # of time.monotonic
+        self._ends_at = math.inf  # in time.monotonic
         self._timer: threading.Timer | None = None
         self._is_ending = False
 
@@ -50,17 +51,17 @@ class StopFlag:
         self.on_hold = True
 
     def deliver_signals(self) -> None:
-        """Lets signals through again, as nothing is half-done. Raises Interrupted if one came meanwhile."""
+        """Delivers signals again, because nothing is half-done. Raises Interrupted if one has come meanwhile."""
         self.on_hold = False
         self.raise_if_set()
 
     def raise_if_set(self) -> None:
-        """Raises Interrupted once a signal has come and nothing is half-done."""
+        """Raises Interrupted if a signal has come and nothing is half-done."""
         if self.signal is not None and not self.on_hold:
             raise Interrupted(f"stopped by {signal.Signals(self.signal).name}")
 
     def left_s(self) -> float:
-        """Seconds until the process is ended at once; infinite before a signal, and without a known grace."""
+        """Returns the seconds until the process is ended at once; infinite before a signal or without a grace."""
         return max(0.0, self._ends_at - time.monotonic())
 
     def _receive(self, number: int, _frame) -> None:
@@ -82,14 +83,14 @@ class StopFlag:
         if self._is_ending:  # further signals change nothing
             return
         self._is_ending = True
-        with suppress(Exception):  # whatever is left then, the next start of the run removes
+        with suppress(Exception):  # the next start of the run removes the rest
             self.leave_nothing()
         os._exit(Interrupted.exit_code)
 
 
 @contextmanager
 def stop_on_signals(flag: StopFlag) -> Iterator[StopFlag]:
-    """Sets the flag on SIGTERM and SIGINT for the time of the block."""
+    """Sets the flag on SIGTERM and SIGINT during the block."""
     before = {number: signal.signal(number, flag._receive) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield flag

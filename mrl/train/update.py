@@ -3,12 +3,12 @@
     samples --> ranks: old log-probs --> reference's --> anchor, rejections, weights, penalty --> advantages --> update
     driver:     mismatch                                 trained tokens, penalties a row   <-->   advantages a response
 
-Where a step is one update, algorithm.anchor on_policy leaves the first out: the update's own log-probs are the
-old ones. With a critic, its values are computed after the reference's log-probs, ranks estimate advantages of tokens
-from them (mrl/algo/gae.py), and it is updated first.
+If a step is one update, algorithm.anchor on_policy omits the first pass: the update's own log-probs are the old ones. A
+critic's values are computed after the reference's log-probs. Ranks estimate advantages of tokens from them
+(mrl/algo/gae.py). The critic is updated first.
 
-Tokens and what is computed of them stay on the ranks (flow/rank_batch.py); here are numbers a row, and what
-takes all rows: metrics, baselines of groups, whitening, the loss's denominators. The formulas stand in mrl.algo.
+Tokens and values of tokens stay on the ranks (flow/rank_batch.py). This file has numbers for each row, and computations
+over all rows: metrics, baselines of groups, whitening, the loss's denominators. The formulas are in mrl.algo.
 """
 
 import math
@@ -39,15 +39,16 @@ from mrl.megatron.loss_parameters import loss_parameters
 from mrl.record.metrics import advantage_metrics, reduce_parts, seqlen_metrics
 from mrl.train.rollouts import Rollouts, compared, metric_values
 
-EXPLAINED_EPS = 1e-5  # verl's, beside a variance of returns
+EXPLAINED_EPS = 1e-5  # verl's, added to a variance of returns
 _MOMENTS = ("count", "sum", "m2", "low", "high")
 
 
 def old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, step: StepBatch) -> dict[str, float]:
-    """Log-probs of the same weights under Megatron's numerics, their entropy, and how far they are from generation's.
+    """Computes log-probs of the same weights under Megatron's numerics. Returns their entropy and distance from
+    generation's.
 
-    With algorithm.anchor on_policy all of it comes with the update. Raises NumericAbort for log-probs that are not
-    finite, EnvironmentFault when too few samples have a route of R3.
+    With algorithm.anchor on_policy, the update computes them instead. Raises NumericAbort for log-probs that are not
+    finite, EnvironmentFault if too few samples have routes of R3.
     """
     if actor.router_replay == "R3":
         check_routed(step.rows, actor.max_unrouted_share)
@@ -61,9 +62,9 @@ def _metrics_of(mismatch: Mismatch) -> dict[str, float]:
 
 
 def check_routed(rows: SampleRows, most: float) -> None:
-    """Raises EnvironmentFault where more than the share `most` of the samples, or all, came without any route.
+    """Raises EnvironmentFault if a larger share than `most` of the samples, or all, have no route.
 
-    Those of single tokens may be missing, as those of cached prompts are: they are counted by the update.
+    Routes of single tokens may be missing, as those of cached prompts are. The update counts these.
     """
     without = int((~rows.routed).sum())
     if without <= most * len(rows) and without < len(rows):
@@ -80,12 +81,11 @@ def check_routed(rows: SampleRows, most: float) -> None:
 def corrections(
     algorithm: AlgorithmConfig, step: StepBatch, counted: np.ndarray | None = None
 ) -> tuple[RowValues, dict[str, float]]:
-    """Takes out what the over-long filter and the rollout correction reject; see RankBatch.correct.
+    """Removes the tokens that the overlong filter and the rollout correction reject, as RankBatch.correct.
 
-    `counted`, bool [rows]: see mrl.train.rollouts.compared; the other rows are taken out whole. None: all.
-
-    Numbers a row, `trained` tokens and `penalties` among them, and metrics. Raises NumericAbort when nothing is left to
-    train on.
+    `counted`, bool [rows], is from mrl.train.rollouts.compared. Other rows are removed completely. None: all count.
+    Returns numbers for each row, such as `trained` tokens and `penalties`, and metrics. Raises NumericAbort if nothing
+    is left to train on.
     """
     of_rows = step.correct(counted)
     metrics = {}
@@ -104,7 +104,7 @@ def corrections(
 
 
 def _check_teacher(of_rows: RowValues) -> None:
-    """Raises NumericAbort for log-probs of the teacher that are no numbers."""
+    """Raises NumericAbort for a teacher's log-probs that are not finite."""
     if lost := int(of_rows["not_finite"].sum()):
         raise NumericAbort(
             f"the teacher's log-probs of {lost} of {int(of_rows['trained'].sum())} tokens are no finite numbers: look "
@@ -144,9 +144,10 @@ def _check_something_left(
 def advantages(
     algorithm: AlgorithmConfig, step: StepBatch, rollouts: Rollouts, corrected: RowValues
 ) -> dict[str, float]:
-    """Every response's advantage on its trained tokens, and the tokens that the loss treats apart; metrics.
+    """Sets every response's advantage on its trained tokens, and marks the tokens that the loss treats separately.
 
-    `corrected`: numbers a row from `corrections`; penalties among them are taken off the rewards.
+    `corrected`: numbers for each row from `corrections`. Their penalties are subtracted from the rewards. Returns
+    metrics.
     """
     custom = algorithm.custom_advantage
     if custom is not None:
@@ -177,12 +178,12 @@ def advantages(
 
 
 def _estimated(step: StepBatch, rewards: np.ndarray) -> dict[str, float]:
-    """Metrics of values and returns, once ranks have estimated tokens' advantages.
+    """Returns metrics of values and returns, after ranks have estimated tokens' advantages.
 
-    Raises NumericAbort for values that are no numbers: whitened, one of them would be in all advantages.
+    Raises NumericAbort for values that are not finite. Whitening would spread one of them to all advantages.
     """
     of_rows = step.estimate(rewards)
-    # returns also see values of tokens that a correction rejected
+    # returns also depend on values of tokens that a correction rejected
     if not all(np.isfinite(of_rows[f"{name}.sum"]).all() for name in (VALUES, RETURNS)):
         raise NumericAbort(
             "values of the critic are not finite, so nothing of the step can be trained on; resume from a checkpoint "
@@ -192,7 +193,8 @@ def _estimated(step: StepBatch, rewards: np.ndarray) -> dict[str, float]:
 
 
 def value_metrics(of_rows: RowValues) -> dict[str, float]:
-    """`critic/values/*`, `critic/returns/*` and how much of the returns' variance the values explain, as in verl.
+    """Returns `critic/values/*`, `critic/returns/*` and the share of the returns' variance that values explain, as in
+    verl.
 
     `of_rows`: `mrl.algo.gae.value_moments`.
     """
@@ -210,7 +212,7 @@ def value_metrics(of_rows: RowValues) -> dict[str, float]:
 
 
 def _variance(of_rows: RowValues) -> float:
-    """Over n - 1; 0 of a single token."""
+    """Returns the variance over n - 1; 0 for a single token."""
     count = int(of_rows["count"].sum())
     squares = second_moment(of_rows["m2"], of_rows["sum"], of_rows["sum"], of_rows["count"])
     return squares / max(count - 1, 1)
@@ -219,8 +221,9 @@ def _variance(of_rows: RowValues) -> float:
 def _moments(
     algorithm: AlgorithmConfig, step: StepBatch, of_responses: TokenAdvantages, trained: np.ndarray
 ) -> RowValues:
-    """Moments of each response's advantages, which are alike on all its tokens unless penalties come in between, or a
-    critic tells them apart.
+    """Returns moments of each response's advantages.
+
+    They are equal on all its tokens, unless penalties or a critic make them differ.
     """
     if of_responses.to_come or algorithm.needs_critic:
         return step.moments(of_responses)
@@ -232,7 +235,9 @@ def _moments(
 
 
 def _select(algorithm: AlgorithmConfig, step: StepBatch, advantages: np.ndarray, corrected: RowValues) -> None:
-    """`advantages` [rows]: sums over trained tokens, as those of the anchor's log-probs in `corrected`."""
+    """Selects tokens by `advantages` [rows], which are sums over trained tokens, as are the anchor's log-probs in
+    `corrected`.
+    """
     parameters = loss_parameters(algorithm)
     columns = [step.by_mini_batch(values) for values in (advantages, corrected["anchor"], corrected["trained"])]
     means = [means_of(total(a), total(p), int(count.sum())) for a, p, count in zip(*columns, strict=True)]
@@ -241,12 +246,12 @@ def _select(algorithm: AlgorithmConfig, step: StepBatch, advantages: np.ndarray,
 
 
 def update_critic(step: StepBatch, corrected: RowValues) -> dict[str, float]:
-    """All optimizer steps of the critic; reduced metrics. Raises NumericAbort as `update` does."""
+    """Runs all optimizer steps of the critic. Returns reduced metrics. Raises NumericAbort as `update` does."""
     return reduce_parts(step.update_critic(corrected["trained"]))
 
 
 def leave_actor(step: StepBatch) -> dict[str, float]:
-    """Ends a step that trains the critic alone; metrics of an actor that no update changed."""
+    """Ends a step that trains only the critic. Returns metrics of an unchanged actor."""
     step.forget()
     return {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
 
@@ -256,10 +261,10 @@ def update(
     corrected: RowValues,
     watch: Callable[[list[float], list[np.ndarray]], None] = lambda norms, sample_ids: None,
 ) -> dict[str, float]:
-    """All optimizer steps; reduced metrics, on policy with those of `old_log_probs`.
+    """Runs all optimizer steps. Returns reduced metrics, on policy with those of `old_log_probs`.
 
-    `watch`: is given each update's gradient norm, and ids of its samples. Raises NumericAbort when too many in a row
-    could not be applied, and on policy for log-probs that are not finite, which have changed nothing.
+    `watch` gets each update's gradient norm, and the ids of its samples. Raises NumericAbort if too many updates in a
+    row could not be applied. On policy it also raises it for log-probs that are not finite, before any change.
     """
     result, mismatch = step.update(counts_of(step.by_mini_batch(corrected["trained"])))
     metrics = {}
@@ -272,17 +277,18 @@ def update(
 
 
 def gradient_norms(parts: Sequence[FloatParts]) -> list[float]:
-    """Norms of all updates in their order, before clipping; NaN for one that was passed over.
+    """Returns the norms of all updates in order, before clipping; NaN for a skipped one.
 
-    One rank hands out what is the same on all, and `actor/skipped_updates` with it for every update.
+    One rank returns the norm, which is equal on all ranks, and with it `actor/skipped_updates` for every update.
     """
     return [part.get("actor/grad_norm", (math.nan, 1.0))[0] for part in parts if "actor/skipped_updates" in part]
 
 
 def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad]) -> dict[str, float]:
-    """How evenly an update lies on the data-parallel ranks, and how much of it is padding, means over its mini-batches.
+    """Returns how evenly an update is spread over the data-parallel ranks, and its share of padding.
 
-    `lengths` [batch] are tokens a sequence; `loads` come from the ranks, one a mini-batch.
+    Metrics are means over its mini-batches. `lengths` [batch] are tokens of each sequence. `loads` come from the ranks,
+    one for each mini-batch.
     """
     tokens_of_loads = [load.tokens for load in loads]
     trained_tokens = [sum(of_rank) for of_rank in zip(*tokens_of_loads, strict=True)]

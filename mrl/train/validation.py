@@ -1,4 +1,6 @@
-"""Held-out prompts answered and scored: the numbers, every response in a file, a few for people to look at."""
+"""Answers and scores held-out prompts. It gives metrics, a file with every response, and a few responses for people to
+look at.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,21 +25,21 @@ VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """How held-out prompts are answered."""
+    """The settings for answers to held-out prompts."""
 
-    responses: int  # a prompt
+    responses: int  # for each prompt
     sampling: Sampling
-    seed: int  # of the run: those of responses follow from it, the same at every validation
+    seed: int  # of the run: seeds of responses follow from it, equal at every validation
 
     @classmethod
     def of(cls, rollout: RolloutConfig, data: DataConfig, model_path: str, seed: int) -> "ValidationSettings":
-        """Settings as `rollout.val_kwargs` has them."""
+        """Returns the settings of `rollout.val_kwargs`."""
         return cls(rollout.val_kwargs.n, validation_sampling(rollout, data, model_path), seed)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """One validation: metrics, and its responses in the order of prompts, which stay where they are."""
+    """One validation: metrics, and responses in the order of prompts, which stay in the object stores."""
 
     metrics: dict[str, float]
     prompts: list[Prompt]
@@ -46,12 +48,13 @@ class Validation:
 
     @property
     def sources(self) -> list[str]:
-        """Data source of each response."""
+        """Returns the data source of each response."""
         return [self.prompts[group].data_source for group in self.samples.rows.group_id.tolist()]
 
     def write(self, responder: Responder, path: Path, shown: int = 0) -> list[dict[str, Any]]:
-        """Every response as a line of the file `path`; the rows of some of them, evenly spread,
-        for people to look at.
+        """Writes every response as a line of the file `path`.
+
+        Returns the rows of `shown` responses, evenly spread, for people to look at.
         """
         numbers = []
         if shown:
@@ -62,9 +65,9 @@ class Validation:
 def record_validation(
     validation: Validation, responder: Responder, step: int, run_dir: RunDir, limit: int, record: AdvisedRecord
 ) -> None:
-    """Writes every response into `validation/step-N.jsonl`, and hands `limit` of them to the loggers.
+    """Writes every response into `validation/step-N.jsonl`, and passes `limit` of them to the loggers.
 
-    `step`: the one under whose weights they were made. Raises LostLock.
+    `step`: the step whose weights generated them. Raises LostLock.
     """
     run_dir.check_lock()
     run_dir.validation.mkdir(parents=True, exist_ok=True)
@@ -74,9 +77,9 @@ def record_validation(
 
 
 def answer_and_score(settings: ValidationSettings, responder: Responder, dataset: PromptDataset) -> Validation:
-    """The responses to all held-out prompts under the weights that the engines hold, judged.
+    """Returns judged responses to all held-out prompts with the engines' weights.
 
-    Raises DataError when too many rewards failed, EnvironmentFault when too many environments did.
+    Raises DataError if too many rewards failed, EnvironmentFault if too many environments did.
     """
     n = settings.responses
     prompts = list(dataset)
@@ -96,9 +99,9 @@ def answer_and_score(settings: ValidationSettings, responder: Responder, dataset
 
 
 def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]]) -> list[Answers]:
-    """One a prompt, from its results; none of a prompt with a response that nobody judged.
+    """Returns the answers of each prompt, from its results. Prompts with a response that is not judged are left out.
 
-    What is measured is decided by data source: a prompt whose responses all failed takes part too.
+    The measured numbers are decided by data source, so a prompt counts even if all its responses failed.
     """
     by_source: dict[str, list[RewardResult]] = defaultdict(list)
     judged = [pair for pair in zip(prompts, results, strict=True) if not _any_unjudged(pair[1])]
@@ -113,11 +116,12 @@ def _any_unjudged(results: Sequence[RewardResult]) -> bool:
 
 
 def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
-    """Names of numbers that all responses of a data source have beside the score, a failed one's accuracy, and whether
-    all say their answer.
+    """Returns what a data source's responses have in common: names of further numbers, a failed one's accuracy, and
+    answers.
 
-    A failed response has an empty answer, and no number but an accuracy: the lowest of its data source and at most 0. A
-    function that gives a number alone may go below. Where one failed, other numbers are left out.
+    The names are those of numbers that all responses have beside the score. The last value tells whether all have an
+    answer. A failed response has an empty answer, and no number except an accuracy: the lowest of its data source and
+    at most 0. A function that returns only a number may give less. If one response failed, other numbers are left out.
     """
     scored = [r for r in results if r.reason == OK]
     if not scored:
@@ -130,7 +134,7 @@ def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
 
 
 def _numbers(result: RewardResult) -> set[str]:
-    """Names of the parts of a reward that are numbers."""
+    """Returns names of the parts of a reward that are numbers."""
     return {name for name, part in result.parts.items() if isinstance(part, float | int)}
 
 

@@ -51,7 +51,7 @@ def make_world(folder: Path, calling: make_tool_world.Calling = CALLING) -> Path
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
     dense = Qwen3Config(**common, head_dim=32, tie_word_embeddings=True)
     shared = Qwen2MoeConfig(
-        **common, **experts, num_experts=8, shared_expert_intermediate_size=96, norm_topk_prob=False
+        **common, **experts, num_experts=8, shared_expert_intermediate_size=128, norm_topk_prob=False
     )
     glm = Glm4MoeConfig(
         **common, **experts, head_dim=32, n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1,
@@ -64,7 +64,7 @@ def make_world(folder: Path, calling: make_tool_world.Calling = CALLING) -> Path
         kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32, num_mtp_layers=0,
     )  # fmt: skip
     delta = Qwen3NextConfig(
-        **common, **experts, num_experts=8, shared_expert_intermediate_size=96, norm_topk_prob=True, head_dim=32,
+        **common, **experts, num_experts=8, shared_expert_intermediate_size=128, norm_topk_prob=True, head_dim=32,
         full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16,
         linear_value_head_dim=32, linear_conv_kernel_dim=4,
     )  # fmt: skip

@@ -6,7 +6,7 @@ python scripts/evidence/combinations.py --work runs/combinations --out docs/resu
 A row is a run of four tiny steps, its end and what follows; combination_run.py says what must hold of it. Rows that
 hold most of what no row has held yet come first, and last those that were run with another mrl than this commit's. What
 was done is kept in the file of --out: the next call goes on there, on another machine too. --for SECONDS begins no row
-after so many; a failed row is repeated with --row N.
+after so many; a failed row is repeated with --row VALUES.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 import time
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from traceback import format_exc
@@ -37,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--row", type=int, action="append", help="this row alone, again; repeatable")
+    parser.add_argument("--row", action="append", help="this row alone, by its values as they are printed; repeatable")
     parser.add_argument("--for", type=float, default=float("inf"), dest="seconds", help="begin no row after so many")
     parser.add_argument("--list", action="store_true", help="print the rows")
     options = parser.parse_args()
@@ -48,18 +49,17 @@ def main() -> int:
     world = make_world(work / "world")
     array = covering_array(AXES, lambda row: refusal(row, world), TRIPLED, SEED)
     done = stored(options.out)
-    if unknown := [number for number in options.row or () if number not in range(len(array.rows))]:
-        parser.error(f"no row {', '.join(map(str, unknown))}; there are 0 to {len(array.rows) - 1}")
-    order = options.row or still_to_do(array, done)
+    rows = [array.rows[number] for number in still_to_do(array, done)]
+    if options.row:
+        rows = [row_of(text) for text in options.row]  # of an older array too
     if options.list:
-        for number in order:
-            print(number, words(array.rows[number]))
+        print(*map(words, rows), sep="\n")
         return 0
     deadline = time.monotonic() + options.seconds
-    for number in order:
+    for row in rows:
         if time.monotonic() > deadline:
             break
-        found = one(number, array.rows[number], world, work)
+        found = one(row, world, work)
         done = [known for known in done if known["row"] != found["row"]] + [found]
         options.out.write_text(json.dumps(results(array, done), indent=1) + "\n")
     return int(any(known["problems"] for known in done))
@@ -113,8 +113,9 @@ def _legal(array: Array) -> list[frozenset]:
     return [values for values in wanted(AXES, TRIPLED) if values not in array.illegal]
 
 
-def one(number: int, row: Row, world: Path, work: Path) -> dict:
-    """Runs a row; its folder stays where something did not hold."""
+def one(row: Row, world: Path, work: Path) -> dict:
+    """Runs a row; its folder stays where something did not hold. The moment of its end is drawn by its number."""
+    number = zlib.crc32(words(row).encode())
     folder = work / f"row-{number}"
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
@@ -124,9 +125,9 @@ def one(number: int, row: Row, world: Path, work: Path) -> dict:
     except Exception:  # whatever it is, the row did not hold, and the next one is run
         run.problems.append(format_exc())
     seconds = round(time.monotonic() - began, 1)
-    said = f"row {number}: {words(row)}: {seconds} s {run.seconds}"
+    said = f"{words(row)}: {seconds} s {run.seconds}"
     if run.problems:
-        again = f"{COMMAND} --row {number}"
+        again = f"{COMMAND} --row '{words(row)}'"
         print(f"{said}\n  DOES NOT HOLD: {run.problems}\n  again: {again}", flush=True)
     else:
         again = ""
