@@ -152,6 +152,7 @@ class PromptDataset(Sequence[Prompt]):
     report: LoadReport  # covers the whole files, also where only a part was sampled
     data_sources: frozenset[str]  # all that occur; each must have a reward function
     fingerprint: str  # hash of prompt ids and tokens: an order can be resumed only on the same data
+    rows_digest: str  # hash of all that rows have beside tokens: what judges and environments see of them
     sizes: tuple[int, ...]  # prompts of each file, in the order of the files
     places: np.ndarray | None = None  # int64: positions in the store of the sampled prompts; None: all
 
@@ -194,8 +195,9 @@ class PromptDataset(Sequence[Prompt]):
         places = np.arange(count) if seed is None else _drawn(self.sizes, count, seed)
         ends = np.searchsorted(places, np.cumsum((0, *self.sizes)))
         sizes = tuple(int(n) for n in np.diff(ends))
-        fingerprint = hashlib.sha256(f"{self.fingerprint} {places.tolist()}".encode()).hexdigest()
-        sampled = replace(self, places=places, sizes=sizes, fingerprint=fingerprint)
+        fingerprint = _of_places(self.fingerprint, places)
+        rows_digest = _of_places(self.rows_digest, places)
+        sampled = replace(self, places=places, sizes=sizes, fingerprint=fingerprint, rows_digest=rows_digest)
         return replace(sampled, data_sources=frozenset(prompt.data_source for prompt in sampled))
 
     def __len__(self) -> int:
@@ -209,6 +211,11 @@ class PromptDataset(Sequence[Prompt]):
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[i] for i in range(len(self)))
+
+
+def _of_places(digest: str, places: np.ndarray) -> str:
+    """Returns the digest of a part, given that of the whole."""
+    return hashlib.sha256(f"{digest} {places.tolist()}".encode()).hexdigest()
 
 
 def _drawn(sizes: Sequence[int], count: int, seed: int) -> np.ndarray:
@@ -239,6 +246,7 @@ class _Loader:
         self.seen = SeenPrompts()
         self.store = PromptStore()
         self.hash = hashlib.sha256()
+        self.rows_hash = hashlib.sha256()
 
     def begin_file(self, apart: bool) -> None:
         """Begins the next file. With `apart` its rows are not compared with those of earlier files."""
@@ -292,7 +300,14 @@ class _Loader:
         overlong = list(self.overlong.values())
         _check(report, self.truncated if overlong else 0, overlong, self.parameters)
         self.store.finish()
-        return PromptDataset(self.store, report, frozenset(self.data_sources), self.hash.hexdigest(), tuple(self.sizes))
+        return PromptDataset(
+            self.store,
+            report,
+            frozenset(self.data_sources),
+            self.hash.hexdigest(),
+            self.rows_hash.hexdigest(),
+            tuple(self.sizes),
+        )
 
     def _tokenise(self, messages: list[dict[str, str]], extra_info: Mapping[str, Any]) -> list[int]:
         arguments = self.parameters.template_arguments(extra_info)
@@ -330,7 +345,9 @@ class _Loader:
         self.sizes[-1] += 1
         self.hash.update(repr((rest["prompt_id"], ids)).encode())
         self.data_sources.add(rest["data_source"])
-        self.store.add(ids, json.dumps(rest, default=str))
+        text = json.dumps(rest, default=str)
+        self.rows_hash.update(f"{text}\n".encode())
+        self.store.add(ids, text)
 
     @staticmethod
     def _note(notes: dict[tuple[str, str], SetAside], raw: RawRow, reason: str, alike: str = "") -> None:

@@ -41,6 +41,11 @@ class GroupParts:
         return sum(column_bytes(int(r.prompt_lengths[0]), int(r.response_lengths[0]), route_bytes) for r in rows)
 
     @property
+    def newest(self) -> int:
+        """Returns the newest version of weights that made one of its tokens."""
+        return max(int(part.rows.span_versions.max()) for part in self.responses.values())
+
+    @property
     def joined(self) -> ResponseStore | None:
         """Joins the group's responses under its number and their index in it. Request ids depend on the order of
         arrival.

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import RunConfig
 from mrl.model.device_grid import Place
 from mrl.model.precision import Precision
@@ -109,9 +108,9 @@ def object_stores(
 ) -> dict[int, int]:
     """Returns the object-store bytes of each node: what its engines generated, and what its ranks fetch.
 
-    All fetched data is counted as coming from other nodes. Where generation runs ahead, the driver's node can hold
-    everything: a resumed run reads the groups of a checkpoint there. Answers to held-out prompts stay where they were
-    generated. The step before is still there when they come.
+    All fetched data is counted as coming from other nodes. The driver's node can hold everything: a start reads there
+    what a checkpoint and the spool have of groups. Answers to held-out prompts stay where they were generated. The step
+    before is still there when they come.
     """
     whole = stored_bytes(inputs)
     beside = stored_beside_validation(inputs, batch)
@@ -122,9 +121,8 @@ def object_stores(
     for node in nodes:
         generated = sum(place.node == node for place in workers) / len(workers)
         fetched = fetched_share(inputs, [rank for rank, place in enumerate(ranks) if place.node == node])
-        reads_kept = not schedule_of(inputs.config).is_synchronous and node == nodes[0]
         share = 1.0
-        if not reads_kept:
+        if node != nodes[0]:
             share = min(1.0, generated + fetched)
         stores[node] = math.ceil(max(whole * share, beside * share + answers * generated)) + scores
     return stores

@@ -49,6 +49,7 @@ from mrl.train.resume import TrainState, generated_again, made_by, rewind
 from mrl.train.rollouts import Judge, Responder
 from mrl.train.saving import SavedRun, Saver
 from mrl.train.spikes import SpikeWatch
+from mrl.train.spool import Spool
 from mrl.train.stop_signals import StopFlag, grace_of_the_job
 from mrl.vllm.requests import training_sampling
 
@@ -71,6 +72,7 @@ class Run:
     saver: Saver
     sample_writer: SampleWriter
     generation: Generation
+    spool: Spool  # what a start that goes back finds of the step
     hosts: Hosts
     peak: Peak
     state: TrainState  # of the weights that the ranks hold
@@ -316,6 +318,7 @@ def _ready_run(
         saver=saver,
         sample_writer=sample_writer,
         generation=generation,
+        spool=files.spool,
         hosts=hosts,
         peak=peak,
         state=state,

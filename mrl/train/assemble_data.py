@@ -46,6 +46,11 @@ class Data:
         """Returns a digest of the training prompts' tokens, which a resume compares."""
         return self.stream.prompts.fingerprint
 
+    @property
+    def rows_digest(self) -> str:
+        """Returns the digest of all that the training rows have beside tokens."""
+        return self.stream.prompts.rows_digest
+
 
 def read_data(
     model_path: str, data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, trainer: TrainerConfig

@@ -106,7 +106,7 @@ def find_beginning(
         data.fingerprint,
         token_routes=route_bytes(config.actor, model),
         step_timeout_s=config.cluster.step_timeout_s,
-        sources=sources_of(config, made_by(config.model.path, data.fingerprint), plug_ins(config)),
+        sources=sources_of(config, made_by(config.model.path, data.fingerprint), data.rows_digest, plug_ins(config)),
     )
 
 

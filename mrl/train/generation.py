@@ -108,9 +108,9 @@ class Generation:
 
     def begin(self) -> None:
         """Begins generation. Engines hold the initial weights of training."""
-        self._ask_for_rewards(self._groups.made)
         for group in list(self._buffer.groups.values()):
             self._send_or_set_aside(group)
+        self._ask_for_rewards(self._groups.made)
         self._admit()
         self._thread.start()
 

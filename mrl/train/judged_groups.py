@@ -44,14 +44,16 @@ class JudgedGroups:
         parts.responses[index] = response
 
     def take_over(self, group: Group, parts: GroupParts) -> None:
-        """Replaces unfinished responses by those of an earlier start, with their rewards."""
+        """Replaces unfinished responses by those of an earlier start, and takes all its rewards.
+
+        Rewards may be newer than the checkpoint that has their responses.
+        """
         own = self.made.setdefault(group.number, GroupParts(group.number, group.attempts, {}, {}))
         for index, response in parts.responses.items():
-            if index in own.responses and group.ended[index]:
-                continue
-            own.responses[index] = response
             if index in parts.results:
                 own.results[index] = parts.results[index]
+            if index not in own.responses or not group.ended[index]:
+                own.responses[index] = response
         self._any_failed |= any(result.reason != OK for result in own.results.values())
 
     def ask(self, number: int, index: int, prompt: Prompt, engine: str, held_s: float = 0.0) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -122,9 +123,10 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
 def read_left(spool: Spool, most: int, route_bytes: int) -> dict[int, GroupParts]:
     """Reads the groups in `spool.left` by number, and puts their tokens into the object store of this node.
 
-    Together they have at most `most` bytes. `route_bytes`: bytes of one token's routes. Groups that are damaged, do not
-    fit or have log-probs that are not finite are left out, with a message. Failed rewards are left out and requested
-    again. If code or settings of the reward have changed, all rewards are.
+    Together they have at most `most` bytes. `route_bytes`: bytes of one token's routes. Groups are left out, with a
+    message, that are damaged, are files of another version, or do not fit. So are those with log-probs that are not
+    finite or an environment that failed. Failed rewards are left out and requested again. If code, settings or rows of
+    the reward have changed, all rewards are.
     """
     groups: dict[int, GroupParts] = {}
     left_out: Counter[str] = Counter()
@@ -155,11 +157,16 @@ def _whole_record(number: int, file: SpoolFile) -> GroupRecord:
         raise DataError(f"their files cannot be read ({error.strerror})") from error
     if facts != file.facts:
         raise DataError("their files are not what was written")
-    record = read_group(file.path)
+    try:
+        record = read_group(file.path)
+    except (TypeError, KeyError, ValueError, BadZipFile) as error:
+        raise DataError("their files are of another version") from error
     if (record.number, file.path.name) != (number, group_file(number, record.attempt)) or record.samples is None:
         raise DataError("their files are those of others")
     if not record.samples.finite.all():
         raise DataError("they have log-probs that are no numbers")
+    if _is_unjudged(record.samples).any():
+        raise DataError("their environment failed")
     return record
 
 

@@ -75,6 +75,7 @@ def train(run: Run) -> None:
         run.sample_writer.finish()
     finally:
         run.saver.save_last(run.state, run.line)
+    run.spool.ended()
 
 
 def save_whole(run: Run, error: MrlError) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from mrl.flow.group_writer import GroupParts
 from mrl.schedule.buffer import GroupBuffer
-from mrl.schedule.groups import Group
+from mrl.schedule.groups import Group, State
 from mrl.train.judged_groups import JudgedGroups
 from mrl.train.numbered_prompts import NumberedPrompts
 from mrl.train.rollouts import prompt_seed
@@ -29,12 +29,13 @@ class Replays:
         self._responses = 0  # taken since the last metrics
 
     def take_over(self, group: Group, buffer: GroupBuffer, judged: JudgedGroups) -> bool:
-        """Ends the group with its stored responses. Returns whether there were usable ones."""
+        """Ends the group with its stored responses and rewards. Returns whether there were usable ones."""
         parts = self._left.pop(group.number, None)
-        if parts is None or group.is_whole:
+        if parts is None or group.state is State.FINISHED:
             return False
-        if not self._answers(parts, group):
-            print(f"group {group.number} of a start before was asked for otherwise, and is generated again", flush=True)
+        refusal = self._refusal(parts, group, buffer.step)
+        if refusal:
+            print(f"group {group.number} of a start before {refusal}, and is generated again", flush=True)
             self._spool.give_up([group.number])
             return False
         judged.take_over(group, parts)
@@ -46,6 +47,14 @@ class Replays:
                 buffer.add(group.number, index, more, ended=True)
                 self._responses += 1
         return True
+
+    def _refusal(self, parts: GroupParts, group: Group, version: int) -> str:
+        """Returns why `parts` cannot stand for new responses by weights of this version; empty if they can."""
+        if not self._answers(parts, group):
+            return "was asked for otherwise"
+        if parts.newest > version:
+            return f"has tokens of weights after step {version}"
+        return ""
 
     def _answers(self, parts: GroupParts, group: Group) -> bool:
         """Tells whether `parts` are all responses of this attempt.

@@ -2,8 +2,9 @@
 
     version, weights     which weights, by the name that their checkpoint has for them; layouts have no say
     data, model          tokens of the prompts; config.json
-    sampling             temperature, limits, stop tokens, routes, tools and their files, seed, words of engines
-    rewards              the section `reward` and the user's file
+    sampling             temperature, limits, stop tokens, routes, seed, words of engines, arguments for vLLM alone;
+                         tools, their files, and with tools the rows
+    rewards              the section `reward` but for SAME_REWARDS, the user's file, answers and extra_info of the rows
 
 Tokens are reused if all except the last are equal. Rewards are reused if the last is equal too. An engine's layout,
 devices and speed do not change the distribution of responses, and are left out.
@@ -23,6 +24,7 @@ from mrl.vllm.requests import training_sampling, turns_spec
 
 REWARD_FILE = "reward."  # keys of plug-ins that judge, as in mrl.train.preflight.plug_ins
 ROLLOUT_FILE = "rollout."  # keys of plug-ins that contribute to responses
+SAME_REWARDS = {"num_workers", "timeout_s", "max_failure_share"}  # keys of `reward` that change no reward
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,23 @@ class Sources:
 UNKNOWN = Sources()
 
 
-def sources_of(config: RunConfig, made_by: Fingerprint, files: Sequence[Mapping[str, str]]) -> Sources:
-    """Returns the inputs of a run with this configuration. `files`: its plug-ins, with their digests."""
+def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequence[Mapping[str, str]]) -> Sources:
+    """Returns the inputs of a run with this configuration.
+
+    `rows`: digest of what training rows have beside tokens. `files`: its plug-ins, with their digests.
+    """
     rollout = config.rollout
     turns = turns_spec(rollout.turns, config.data, rollout.agent)
     sampling = {
         "sampling": asdict(training_sampling(rollout, config.data, config.actor, config.model.path)),
         "seed": config.trainer.seed,
-        "words": [rollout.dtype, rollout.quantization, rollout.quantization_block],
-        "turns": turns and asdict(turns),
+        "words": [rollout.dtype, rollout.quantization, rollout.quantization_block, rollout.vllm_kwargs],
+        "turns": turns and [asdict(turns), rows],  # tools and environments see the rows
         "endpoint": rollout.endpoint,
         "files": _digests(files, ROLLOUT_FILE),
     }
-    rewards = {"reward": config.reward.model_dump(mode="json"), "files": _digests(files, REWARD_FILE)}
+    reward = config.reward.model_dump(mode="json", exclude=SAME_REWARDS)
+    rewards = {"reward": reward, "rows": rows, "files": _digests(files, REWARD_FILE)}
     adapter = config.actor.lora.path
     start = [_weight_files(config.model.path), adapter and _weight_files(adapter)]
     return Sources(_digest(start), made_by.data, made_by.model, _digest(sampling), _digest(rewards))

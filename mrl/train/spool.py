@@ -162,7 +162,7 @@ class Spool:
                 return
             file = SpoolFile(path, under_way)
             self._files[parts.number] = file
-            if self.keeps:
+            if self.keeps and parts.newest <= self._served.number:  # engines may go on before `serve` says by what
                 self.hold([file])
                 self._served.begun.append(file)
 
@@ -193,6 +193,12 @@ class Spool:
             self._whole = version
             self._drop([each for each in self._versions if each.number < version])
 
+    def ended(self) -> None:
+        """Drops all versions: the run has its last step, and no start goes back."""
+        with self._lock:
+            self._drop(list(self._versions))
+            self.left.clear()
+
     def give_up(self, numbers: Iterable[int]) -> None:
         """Drops earlier starts' files of these groups, which are not used unchanged."""
         with self._lock:
@@ -204,9 +210,17 @@ class Spool:
     def note(self) -> None:
         """Records which files are written, so that a later start finds them. Raises LostLock."""
         with self._lock:
-            if any(version.begun for version in self._versions):
+            if any(version.begun and self._has_ended(version.begun[0]) for version in self._versions):
                 self._check()
                 self._note()
+
+    def _has_ended(self, file: SpoolFile) -> bool:
+        """Tells whether the file is written, or its writer has failed."""
+        try:
+            file.facts = file.facts or self._writer.written(file.under_way)
+        except (EnvironmentFault, Interrupted):
+            return True
+        return file.facts is not None
 
     def _note(self) -> None:
         for version in list(self._versions):
@@ -277,14 +291,24 @@ class Spool:
             self._remove_unheld()
 
     def _remove_unheld(self) -> None:
-        """Deletes files without users. Those that are not written yet may still appear."""
+        """Deletes files without users. Those that are not written yet may still appear, unless their writer failed."""
         left = []
         for file in self._unheld:
             try:
                 file.path.unlink()
             except FileNotFoundError:
-                left.append(file)
+                if self._may_come(file):
+                    left.append(file)
         self._unheld = left
+
+    def _may_come(self, file: SpoolFile) -> bool:
+        if file.under_way is None:
+            return False
+        try:
+            self._writer.written(file.under_way)
+        except (EnvironmentFault, Interrupted):
+            return False
+        return True
 
     def write(
         self, folder: Path, files: Mapping[int, SpoolFile], groups: Mapping[int, GroupParts]

@@ -316,11 +316,12 @@ def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
         next_batch=lambda cursor: (prompts, cursor), batch_number=lambda cursor: 0, batch_size=len(prompts)
     )
     lost = LostEngines(run_dir.lost_engines)
+    spool = Spool(run_dir.spool, GroupWriter(600.0, 0))
     rules = GenerationRules(
         replace(schedule_of(config), total_steps=1),
         Judge(config.algorithm, config.reward, config.data.max_response_length),
         Sampling(1.0, LONGEST, (), routes=routes),
-        0, Fingerprint("", ""), Spool(run_dir.spool, GroupWriter(600.0, 0)), lost, lost.suspects(),
+        0, Fingerprint("", ""), spool, lost, lost.suspects(),
     )  # fmt: skip
     placement = SimpleNamespace(
         to_generation=lambda: None, to_log_probs=lambda: None, to_update=lambda: None, to_engines=lambda step: {},
@@ -329,7 +330,7 @@ def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     run = Run(
         config=config, run_dir=run_dir, val_prompts=None, total_steps=2, stop=StopFlag(), record=record,
         responder=responder, actor=actor, placement=placement, saver=SimpleNamespace(finished=dict, failed_saves=0),
-        sample_writer=writer, generation=Generation(rules, responder, stream, TrainState()),
+        sample_writer=writer, generation=Generation(rules, responder, stream, TrainState()), spool=spool,
         hosts=SimpleNamespace(memory_used=lambda: 0), peak=SimpleNamespace(actor=1.0, run=1.0), state=TrainState(),
     )  # fmt: skip
     warm(ray, actor.ranks, engines.workers)

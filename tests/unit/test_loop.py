@@ -5,9 +5,10 @@ and the names of what it writes.
 import errno
 import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
-from generations import AnsweringEngines, generation_of
+from generations import AnsweringEngines, Files, generation_of
 from replicas import InMemory, ReplicaCritic, Replicas
 
 from mrl.cluster.hosts import Peak
@@ -30,6 +31,7 @@ from mrl.train.placement import Colocated, Separate
 from mrl.train.resume import RunIdentity, TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.saving import SavedRun, Saver
+from mrl.train.spool import Spool
 from mrl.train.stop_signals import StopFlag
 from mrl.units import GIB
 
@@ -237,11 +239,11 @@ class SharedDevices(World):
         return super().take_checkpoint()
 
 
-def generation_for(world, config, responder, stream, state) -> Generation:
+def generation_for(world, config, responder, stream, state, spool) -> Generation:
     """Begins when it is first asked to."""
     end_generations()
     world.under_way = []
-    generation = generation_of(config, responder, stream, state)
+    generation = generation_of(config, responder, stream, state, spool)
     begin, take = generation.begin, generation.next_batch
 
     def begun():
@@ -272,11 +274,12 @@ def run_of(world, tmp_path, *overrides, state=TrainState()) -> Run:  # noqa: B00
     placement = Colocated(world, world, world, lambda phase: None) if shared else Separate(world, world)
     saved = SavedRun(RunIdentity.of(config), config.actor.layout, "fingerprint")
     saver = Saver(config.trainer, saved, run_dir.checkpoints, placement, 0)
+    spool = Spool(run_dir.spool, Files())
     return Run(
         config=config, run_dir=run_dir, val_prompts=None, total_steps=2,
         stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver,
         sample_writer=Writer(run_dir.samples),
-        generation=generation_for(world, config, responder, stream, state),
+        generation=generation_for(world, config, responder, stream, state, spool), spool=spool,
         hosts=world, peak=Peak(1e9, 2e9), state=state,
     )  # fmt: skip
 
@@ -344,6 +347,21 @@ def test_a_run_that_goes_on_syncs_before_it_generates_and_a_new_one_has_nothing_
     world.calls.clear()
     loop.train(run_of(world, tmp_path / "new"))
     assert world.calls.index("generate") < world.calls.index("sync 1") and world.calls[-1] == "sync 2"
+
+
+@pytest.mark.parametrize("fault", [None, EnvironmentFault("no disk")], ids=["it has ended", "it is to go on"])
+def test_a_run_that_has_ended_leaves_no_responses_and_one_that_is_to_go_on_does(world, tmp_path, monkeypatch, fault):
+    def save_last(saver, state, metrics):
+        if fault:
+            raise fault
+
+    monkeypatch.setattr(Saver, "save_last", save_last)
+    run = run_of(world, tmp_path)
+    with pytest.raises(EnvironmentFault) if fault else nullcontext():
+        loop.train(run)
+    run.generation.close()
+    run.spool.close()
+    assert run.run_dir.spool.exists() == bool(list(run.run_dir.spool.glob("*/group-*.npz"))) == bool(fault)
 
 
 def test_a_critic_is_trained_first_and_alone_before_the_step_that_trains_the_actor_too(world, tmp_path):

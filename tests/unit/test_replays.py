@@ -2,18 +2,22 @@
 
 import json
 import re
+import time
+import zipfile
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from generations import MADE_BY, Files
 from replicas import InMemory
 from small_model import write_model
+from test_data import load, row, write_jsonl
 from test_engines_back import IN_ORDER, GoesBack, Restarting, RestartingEngines, RestartingLive
 from test_generation import AHEAD, BATCH, Engines, N, Rewards, World, assert_same, in_memory  # noqa: F401
-from test_ready_first import MODES, STEPS, check_tokens
+from test_ready_first import MODES, STEPS, Flight, check_tokens
 from test_spool import Writer, group
 from test_turns_ahead import TALKS, Talking, talks  # noqa: F401
 
@@ -21,6 +25,7 @@ from mrl.checkpoint.group_files import group_file, read_group, write_group
 from mrl.checkpoint.manifest import file_facts
 from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
+from mrl.data.samples import LEFT_OUT, STOP_REASONS
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
 from mrl.record.run_dir import RunDir
@@ -275,11 +280,7 @@ def test_a_group_that_would_be_asked_for_by_other_seeds_is_generated_again(tmp_p
     path = killed.files()[0]
     record = read_group(path)
     samples = replace(record.samples, seed=record.samples.seed + 1)
-    facts = write_group(path, replace(record, samples=samples))
-    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    changed = [row | facts if row.get("file") == path.name else row for row in rows]
-    lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    rewritten(killed, path, replace(record, samples=samples))
     found = killed.again()
     assert replayed(found)[0] == EVERY - N
     assert f"group {record.number} of a start before was asked for otherwise" in capsys.readouterr().out
@@ -297,6 +298,129 @@ def test_groups_with_log_probs_that_are_no_numbers_begin_anew(tmp_path, capsys):
     again = Spool(tmp_path / "spool", Files(), origin=by(2))
     assert read_left(again, ROOM, 0).keys() == {5} == again.left.keys()
     assert "log-probs that are no numbers" in capsys.readouterr().out
+
+
+def with_version(row, version):
+    samples = row.read()
+    return InMemory.whole(replace(samples, span_versions=samples.span_versions * 0 + version))
+
+
+def test_what_later_weights_had_a_part_in_is_not_kept_for_those_that_are_served(tmp_path):
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(2), most=9)
+    for number, version in ((4, 2), (5, 3)):
+        one = group(number)
+        last = with_version(one.responses[2], version)
+        spool.put(replace(one, responses={**one.responses, 2: last}))
+    spool.note()
+    assert set(spool.pinned([4, 5])) == {4, 5}, "a checkpoint still gets both"
+    assert Spool(tmp_path / "spool", Files(), origin=by(2)).left.keys() == {4}
+
+
+def test_a_replay_with_tokens_of_later_weights_is_refused_by_that_cause(tmp_path, capsys):
+    """As spools of before have them: the lines say nothing of it."""
+    killed = Killed(tmp_path)
+    path = killed.files()[0]
+    record = read_group(path)
+    later = replace(record.samples, span_versions=record.samples.span_versions + 1)
+    rewritten(killed, path, replace(record, samples=later))
+    found = killed.again()
+    assert replayed(found)[0] == EVERY - N
+    assert f"group {record.number} of a start before has tokens of weights after step 2" in capsys.readouterr().out
+    assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+def rewritten(killed, path, record):
+    """The file has another record, and its line is right."""
+    facts = write_group(path, record)
+    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    changed = [row | facts if row.get("file") == path.name else row for row in rows]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
+
+
+class GoingOn(Flight):
+    """Engines go on once they have new weights; a validation comes before generation resumes."""
+
+    def step(self, saves=False):
+        rollouts = self.generation.next_batch(PhaseTimer())
+        self.generation.drain(PhaseTimer(), saves)
+        self.engines.version += 1
+        self.engines.paused = False
+        time.sleep(0.05)
+        self.state = self.generation.resume(self.state.advanced(rollouts.cursor))
+        return rollouts
+
+
+def test_ready_first_what_engines_finish_between_sync_and_resume_is_not_of_the_weights_before(tmp_path):
+    later = 0
+    for seed in range(2):
+        spool = Spool(tmp_path / str(seed) / "spool", Files())
+        put = spool.put
+        seen = []
+        spool.put = lambda parts, put=put, seen=seen, spool=spool: (seen.append((parts, spool._served)), put(parts))
+        world = GoingOn(seed, "requeue", spool=spool)
+        world.run(4)
+        later += sum(served is not None and parts.newest > served.number for parts, served in seen)
+        spool.close()
+        for lines in spool.folder.glob("by-*.jsonl"):
+            version = int(lines.stem[3:])
+            for line in lines.read_text().splitlines()[1:]:
+                assert read_group(spool.folder / json.loads(line)["file"]).samples.span_versions.max() <= version
+    assert later, "it really happens"
+
+
+def test_groups_whose_environment_failed_begin_anew(tmp_path, capsys):
+    """One fault of an environment does not end every start again."""
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(2), most=9)
+    one = group(4)
+    spool.put(replace(one, responses={**one.responses, 1: left_out(one.responses[1])}))
+    spool.put(group(5))
+    spool.note()
+    again = Spool(tmp_path / "spool", Files(), origin=by(2))
+    assert read_left(again, ROOM, 0).keys() == {5} == again.left.keys()
+    assert "their environment failed" in capsys.readouterr().out
+
+
+def left_out(row):
+    samples = row.read()
+    return InMemory.whole(replace(samples, stop_reason=samples.stop_reason * 0 + STOP_REASONS.index(LEFT_OUT)))
+
+
+def without_record(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("other.npy", b"")
+
+
+def of_further_columns(path):
+    columns = dict(np.load(path))
+    np.savez(path.with_suffix(""), **columns, later=columns["record"])
+
+
+def of_other_rewards(path):
+    columns = dict(np.load(path))
+    text = json.dumps({"number": 4, "attempt": 0, "results": [[0, {"mark": 1.0}]]})
+    np.savez(path.with_suffix(""), **columns | {"record": np.frombuffer(text.encode(), np.uint8)})
+
+
+def no_archive(path):
+    path.write_bytes(b"PK of another kind")
+
+
+@pytest.mark.parametrize("rewrite", [without_record, of_further_columns, of_other_rewards, no_archive])
+def test_files_of_another_version_are_said_and_generated_again(tmp_path, capsys, rewrite):
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(2), most=9)
+    spool.put(group(5))
+    spool.put(group(4))
+    path = spool.folder / group_file(4, 0)
+    rewrite(path)
+    spool._files[4].facts = file_facts(path)
+    spool.note()
+    again = Spool(tmp_path / "spool", Files(), origin=by(2))
+    assert read_left(again, ROOM, 0).keys() == {5} == again.left.keys()
+    assert "their files are of another version" in capsys.readouterr().out
 
 
 def replace_log_probs(row):
@@ -317,6 +441,54 @@ def test_rewards_are_those_that_were_given_but_are_asked_for_again_where_other_c
     assert_same([*killed.trained[:2], *found], killed.expected())
 
 
+@pytest.mark.parametrize("name", ["one step off", "two, partial"])
+def test_rewards_that_came_after_the_checkpoint_are_not_asked_for_again(tmp_path, monkeypatch, name):
+    """Of groups, and of responses, that had ended by then: a judge who is asked twice may answer twice."""
+    late = SimpleNamespace(are_held=True)
+    collect = Rewards.collect
+
+    def of_the_first_step(self, at_once):
+        if not late.are_held:
+            return collect(self, at_once)
+        there = [result for result in self._waiting if result.sample_id < EVERY]
+        self.withdraw([result.sample_id for result in there])
+        return there
+
+    monkeypatch.setattr(Rewards, "collect", of_the_first_step)
+    spool = Spool(tmp_path / "spool", Files())
+    first = World(1, AHEAD[name], spool=spool)
+    Killed.step(first, saves=True)
+    (tmp_path / "step-1").mkdir()
+    saved = first.state
+    said = json.loads(json.dumps(saved.ahead.write(tmp_path / "step-1")))
+    spool.saved(1)
+    late.are_held = False
+    trained = first.generation.next_batch(PhaseTimer())
+    first.generation.close()
+    spool.close()
+
+    spool = Spool(tmp_path / "spool", Files(), origin=by(1, saved.weights))
+    state = TrainState(1, saved.cursor, read_kept(tmp_path / "step-1", said, spool), saved.weights)
+    left = read_left(spool, ROOM, 0)
+    assert any(group.number in left and any(group.ended) for group in saved.ahead.ledger.groups)
+    asked = []
+    submit = Rewards.submit
+
+    def noted(self, samples, questions, engine, held_s):
+        asked.extend(question.sample_id // N for question in questions)
+        submit(self, samples, questions, engine, held_s)
+
+    monkeypatch.setattr(Rewards, "submit", noted)
+    again = World(2, AHEAD[name], state, score=lambda item: -1.0, spool=spool, left=left)
+    found = again.generation.next_batch(PhaseTimer())
+    again.generation.close()
+    assert not left.keys() & set(asked)
+    for place, number in enumerate(range(BATCH, 2 * BATCH)):
+        if number in left:  # the step's others were not kept: no more than a step's are
+            own = slice(place * N, (place + 1) * N)
+            assert found.rewards[own].tolist() == trained.rewards[own].tolist()
+
+
 def noted_questions(monkeypatch) -> list:
     """Gets the responses of step 3 that are asked about from now on."""
     asked = []
@@ -335,11 +507,7 @@ def test_rewards_that_failed_are_asked_for_again(tmp_path, monkeypatch):
     path = killed.files()[0]
     record = read_group(path)
     failed = {index: replace(result, reason=RAISED) for index, result in record.results.items()}
-    facts = write_group(path, replace(record, results=failed))
-    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    changed = [row | facts if row.get("file") == path.name else row for row in rows]
-    lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    rewritten(killed, path, replace(record, results=failed))
     asked = noted_questions(monkeypatch)
     found = killed.again()
     assert replayed(found)[0] == EVERY and len(asked) == N
@@ -501,16 +669,16 @@ def test_a_start_looks_for_what_is_left_of_its_checkpoint(tmp_path, found, left)
 def sources(tmp_path):
     write_model(tmp_path / "model")
 
-    def of(*overrides, files=()) -> Sources:
+    def of(*overrides, files=(), rows="rows") -> Sources:
         settings = [f"model.path={tmp_path / 'model'}", *overrides]
-        return sources_of(load_config(TINY, None, settings).config, MADE_BY, files)
+        return sources_of(load_config(TINY, None, settings).config, MADE_BY, rows, files)
 
     return of
 
 
 @pytest.mark.parametrize("setting", [
     "rollout.temperature=0.9", "data.max_response_length=3", "trainer.seed=7", "actor.router_replay=R3",
-    "rollout.turns={tools: [calculator]}",
+    "rollout.turns={tools: [calculator]}", "rollout.engine_kwargs={vllm: {kv_cache_dtype: fp8}}",
 ])  # fmt: skip
 def test_what_changes_responses_is_another_sampling(sources, setting):
     changed = sources(setting)
@@ -520,7 +688,8 @@ def test_what_changes_responses_is_another_sampling(sources, setting):
 
 @pytest.mark.parametrize("setting", [
     "rollout.num_engines=2", "rollout.max_num_seqs=3", "trainer.save_freq=7", "cluster.placement=colocated",
-    "actor.optim.lr=1.0", "rollout.restart_limit=9",
+    "actor.optim.lr=1.0", "rollout.restart_limit=9", "reward.num_workers=7", "reward.timeout_s=99.0",
+    "reward.max_failure_share=0.7",
 ])  # fmt: skip
 def test_what_only_changes_who_makes_them_is_the_same(sources, setting):
     assert sources(setting) == sources()
@@ -534,6 +703,29 @@ def test_other_rewards_and_files_of_the_users_own_are_others(sources):
     assert sources(files=[reward]).rewards != sources(files=[reward | {"sha256": "2"}]).rewards
     assert sources(files=[reward]).sampling == sources().sampling
     assert sources(files=[tools]).sampling != sources(files=[tools | {"sha256": "2"}]).sampling
+
+
+@pytest.mark.parametrize("change", [{"answer": "3"}, {"source": "other"}, {"extra_info": {"index": 1}}])
+def test_rows_that_were_corrected_are_judged_anew_and_where_tools_see_them_spoken_anew(sources, tmp_path, change):
+    digests = []
+    prints = []
+    for name, rows in (("a", [row(), row("2+2")]), ("b", [row(), row("2+2", **change)])):
+        found = load(write_jsonl(tmp_path / f"{name}.jsonl", rows))
+        digests.append(found.rows_digest)
+        prints.append(found.fingerprint)
+    one, other = digests
+    assert one != other and len(set(prints)) == 1, "a resume is not refused for it"
+    assert replace(sources(rows=one), rewards="") == replace(sources(rows=other), rewards="")
+    assert sources(rows=one).rewards != sources(rows=other).rewards
+    turns = "rollout.turns={tools: [calculator]}"
+    assert sources(turns, rows=one).sampling != sources(turns, rows=other).sampling
+
+
+def test_a_part_of_the_rows_has_a_digest_of_its_own(tmp_path):
+    found = load(write_jsonl(tmp_path / "a.jsonl", [row(str(i)) for i in range(9)]))
+    parts = [found, *(found.sample(8, seed) for seed in (1, 2, None))]
+    assert len({part.rows_digest for part in parts}) == len({part.fingerprint for part in parts})
+    assert found.sample(9, 1).rows_digest == found.rows_digest
 
 
 def test_each_update_makes_weights_of_another_name_and_the_start_has_that_of_its_files(sources):

@@ -19,6 +19,7 @@ from mrl.schedule.ledger import Ledger
 from mrl.train.assemble_files import Beginning, _spool
 from mrl.train.kept_groups import KeptGroups
 from mrl.train.resume import RunIdentity
+from mrl.train.sampled_by import UNKNOWN
 from mrl.train.spool import Spool
 
 
@@ -57,9 +58,7 @@ class Writer:
 def group(number: int, responses: int = 3) -> GroupParts:
     """Responses of 5, 6 ... tokens."""
     rows = [
-        stored(
-            [Sample(7, 9, 9, 99 + k, (1, 2), tuple(range(5 + k)), tuple(-i / 7 for i in range(5 + k)), "stop", k % 2)]
-        )
+        stored([Sample(7, 9, 9, 99 + k, (1, 2), tuple(range(5 + k)), tuple(-i / 7 for i in range(5 + k)), "stop", 0)])
         for k in range(responses)
     ]
     return GroupParts(number, 0, dict(enumerate(rows)), {})
@@ -169,9 +168,6 @@ def test_an_older_folder_that_cannot_be_removed_is_no_obstacle(spool, tmp_path, 
 
 
 def test_one_that_lost_the_run_directory_puts_and_removes_nothing(spool, tmp_path):
-    def lost():
-        raise LostLock("another's")
-
     with pytest.raises(LostLock):
         Spool(tmp_path / "spool", Writer(), lost)
     assert spool.folder.is_dir()
@@ -179,6 +175,49 @@ def test_one_that_lost_the_run_directory_puts_and_removes_nothing(spool, tmp_pat
     with pytest.raises(LostLock):
         spool.put(group(4))
     assert spool._writer.under_way == 0
+
+
+def test_what_a_writer_failed_at_is_not_waited_for(spool):
+    for number in (4, 5):
+        spool.put(group(number))
+    late = spool._files[5].under_way
+
+    def written(begun):
+        if begun is not late:
+            raise EnvironmentFault("no space left")
+        return None
+
+    spool._writer.written = written
+    spool.forget([4, 5])
+    assert [file.path.name for file in spool._unheld] == [group_file(5, 0)], "this one may still come"
+    spool._writer.facts({"late": late})
+    spool.forget([])
+    assert not spool._unheld and not list(spool.folder.iterdir())
+
+
+def test_the_lock_is_looked_at_only_where_a_line_is_due(tmp_path):
+    looks = []
+    spool = Spool(tmp_path / "spool", Writer(), lambda: looks.append(True))
+    spool.serve(UNKNOWN.by(0, "w"), most=9)
+    spool.put(group(4))
+    looks.clear()
+    for _ in range(5):
+        spool.note()
+    assert not looks, "nothing is written yet"
+    spool._writer.facts({"": spool._files[4].under_way})
+    for _ in range(5):
+        spool.note()
+    assert len(looks) == 1
+    spool.put(group(5))
+    spool._writer.facts({"": spool._files[5].under_way})
+    spool._check = lost
+    with pytest.raises(LostLock):
+        spool.note()
+    assert (spool.folder / "by-0.jsonl").read_text().count("group-") == 1
+
+
+def lost():
+    raise LostLock("another's")
 
 
 def test_a_checkpoint_waits_for_a_writer_that_takes_nothing_yet_without_asking_all_the_time(spool, tmp_path):
