@@ -194,7 +194,7 @@ def test_a_stopped_run_says_what_is_saved_and_the_command_that_goes_on(tmp_path,
         (["rollout.agent.num_workers=8"], ["unknown key; did you mean rollout.turns.num_workers?"]),
         (["reward.functoin=math"], ["did you mean function?"]),
         (["data.train_files=*.parquet"], ["not valid YAML", "stands in double quotes inside single ones"]),
-        (["~trainer.logger"], ["--set ~trainer.logger: hydra's ~ removes a key", "leave it out"]),
+        (["~trainer.logger"], ["--set ~trainer.logger: hydra's ~ removes a key", "--set KEY=null"]),
     ],
 )
 def test_a_key_of_verls_is_answered_with_ours(mrl, overrides, words):

@@ -321,10 +321,11 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
             config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement,
             saver=saver, line={}, sample_writer=SimpleNamespace(finish=lambda: None),
             generation=SimpleNamespace(begin=lambda: done.append("begin")), hosts=None,
+            spool=SimpleNamespace(ended=lambda: done.append("spool empty")),
         )  # fmt: skip
         loop.train(run)
     assert done == [
-        "validate 0", "record ['val-core/x']", "begin", "step 1", "step 2", "save 2",
-        "begin", "step 1", "step 2", "save 2",
-        "sync 1", "begin", "step 2", "save 2",
+        "validate 0", "record ['val-core/x']", "begin", "step 1", "step 2", "save 2", "spool empty",
+        "begin", "step 1", "step 2", "save 2", "spool empty",
+        "sync 1", "begin", "step 2", "save 2", "spool empty",
     ]  # fmt: skip
