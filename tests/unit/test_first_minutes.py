@@ -63,6 +63,17 @@ def test_its_layout_is_the_fastest_that_the_search_shows_for_it(mrl):
     assert {key: written[key] for key in best} == best
 
 
+def test_init_plan_and_search_tell_the_same_seconds_of_a_step(mrl):
+    told = mrl("init", *ANSWERS)[1]
+    phases = json.loads(mrl("plan", "first.yaml", "--json")[1])["times"]["phase_seconds"]
+    searched = json.loads(mrl("plan", "first.yaml", "--search", "--json")[1])["run"]["seconds"]
+    sync = float(re.search(r"sync ([0-9.]+) s\)", told)[1])
+    assert float(re.search(r"a step about ([0-9.]+) s", told)[1]) == pytest.approx(
+        sum(phases.values()) + sync, rel=0.01
+    )
+    assert searched == pytest.approx(sum(phases.values()), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("model", "devices", "recipe"),
     [
