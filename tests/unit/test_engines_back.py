@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from generations import Files
 from test_generation import AHEAD, BATCH, Engines, N, World, assert_same, in_memory  # noqa: F401
-from test_ready_first import MODES, STEPS, Flight, LiveEngines, check_tokens
+from test_ready_first import MODES, STEPS, Flight, LiveEngines, check_each_once
 
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.errors import Interrupted, LostProcess, LostWeights
@@ -289,14 +289,7 @@ def test_ready_first_lost_ranks_give_nothing_up_that_the_checkpoint_has_and_trai
         going.engines.chance = 0.004
         state = going.run(STEPS)
         lost_at += going.lost_at
-        samples = [rollouts.samples.read() for rollouts in going.found]
-        for step, one in enumerate(samples):
-            check_tokens(one, step, staleness=1)
-        prompts = [prompt for one in samples for prompt in one.prompt_id[::N].tolist()]
-        assert len(set(prompts)) == len(prompts) == STEPS * BATCH
-        ledger = state.ahead.ledger
-        dropped = sum(tally.groups for tally in ledger.counts.dropped.values())
-        assert ledger.counts.kept.groups + dropped + len(ledger.groups) == ledger.next_number
+        check_each_once(going, state)
     assert lost_at
 
 

@@ -174,6 +174,18 @@ def check_tokens(samples: Samples, step: int, staleness: int) -> None:
         assert (tokens[:-1] != 0).all() and (tokens[-1] == 0 or len(tokens) == LONGEST)
 
 
+def check_each_once(going, state: TrainState) -> None:
+    """No group is trained twice, no token is older than one step, and all that was issued is counted."""
+    samples = [rollouts.samples.read() for rollouts in going.found]
+    for step, one in enumerate(samples):
+        check_tokens(one, step, staleness=1)
+    prompts = [prompt for one in samples for prompt in one.prompt_id[::N].tolist()]
+    assert len(set(prompts)) == len(prompts) == STEPS * BATCH
+    ledger = state.ahead.ledger
+    dropped = sum(tally.groups for tally in ledger.counts.dropped.values())
+    assert ledger.counts.kept.groups + dropped + len(ledger.groups) == ledger.next_number
+
+
 @pytest.mark.parametrize(
     ("mode", "engines"), [*((mode, LiveEngines) for mode in MODES if mode != "patient"), ("requeue", GivingBack)]
 )

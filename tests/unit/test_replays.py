@@ -17,7 +17,7 @@ from small_model import write_model
 from test_data import load, row, write_jsonl
 from test_engines_back import IN_ORDER, GoesBack, Restarting, RestartingEngines, RestartingLive
 from test_generation import AHEAD, BATCH, Engines, N, Rewards, World, assert_same, in_memory  # noqa: F401
-from test_ready_first import MODES, STEPS, Flight, check_tokens
+from test_ready_first import MODES, STEPS, Flight, check_each_once
 from test_spool import Writer, group
 from test_turns_ahead import TALKS, Talking, talks  # noqa: F401
 
@@ -125,14 +125,7 @@ def test_ready_first_nothing_is_trained_on_twice_and_each_token_is_of_its_versio
         state = going.run(STEPS)
         seen["losses"] += len(going.repeats) - 1
         seen["replayed"] += sum(count for _, count in going.lines)
-        samples = [rollouts.samples.read() for rollouts in going.found]
-        for step, one in enumerate(samples):
-            check_tokens(one, step, staleness=1)
-        prompts = [prompt for one in samples for prompt in one.prompt_id[::N].tolist()]
-        assert len(set(prompts)) == len(prompts) == STEPS * BATCH
-        ledger = state.ahead.ledger
-        dropped = sum(tally.groups for tally in ledger.counts.dropped.values())
-        assert ledger.counts.kept.groups + dropped + len(ledger.groups) == ledger.next_number
+        check_each_once(going, state)
     assert seen["losses"] and seen["replayed"], seen
 
 
@@ -274,16 +267,20 @@ def test_what_is_damaged_is_said_and_generated_again(tmp_path, capsys, harm, los
     assert_same([*killed.trained[:2], *found], killed.expected())
 
 
-def test_a_group_that_would_be_asked_for_by_other_seeds_is_generated_again(tmp_path, capsys):
-    """The lines' digests hold: it is another's who was asked otherwise."""
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [("seed", "was asked for otherwise"), ("span_versions", "has tokens of weights after step 2")],
+)
+def test_a_group_of_other_seeds_or_later_weights_is_refused_by_that_cause(tmp_path, capsys, column, said):
+    """The lines' digests hold: somebody else wrote the group, or a version that kept too much."""
     killed = Killed(tmp_path)
     path = killed.files()[0]
     record = read_group(path)
-    samples = replace(record.samples, seed=record.samples.seed + 1)
-    rewritten(killed, path, replace(record, samples=samples))
+    other = replace(record.samples, **{column: getattr(record.samples, column) + 1})
+    rewritten(killed, path, replace(record, samples=other))
     found = killed.again()
     assert replayed(found)[0] == EVERY - N
-    assert f"group {record.number} of a start before was asked for otherwise" in capsys.readouterr().out
+    assert f"group {record.number} of a start before {said}" in capsys.readouterr().out
     assert_same([*killed.trained[:2], *found], killed.expected())
 
 
@@ -315,19 +312,6 @@ def test_what_later_weights_had_a_part_in_is_not_kept_for_those_that_are_served(
     spool.note()
     assert set(spool.pinned([4, 5])) == {4, 5}, "a checkpoint still gets both"
     assert Spool(tmp_path / "spool", Files(), origin=by(2)).left.keys() == {4}
-
-
-def test_a_replay_with_tokens_of_later_weights_is_refused_by_that_cause(tmp_path, capsys):
-    """As spools of before have them: the lines say nothing of it."""
-    killed = Killed(tmp_path)
-    path = killed.files()[0]
-    record = read_group(path)
-    later = replace(record.samples, span_versions=record.samples.span_versions + 1)
-    rewritten(killed, path, replace(record, samples=later))
-    found = killed.again()
-    assert replayed(found)[0] == EVERY - N
-    assert f"group {record.number} of a start before has tokens of weights after step 2" in capsys.readouterr().out
-    assert_same([*killed.trained[:2], *found], killed.expected())
 
 
 def rewritten(killed, path, record):
