@@ -36,8 +36,8 @@ from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 PRESETS = ROOT / "parallel_configs" / "tiny-moe"
 STEPS = 5
 STEPS_OF_TWO = 40  # of a run that goes on with the other engine: until the lost one is back
-DEADLINE_S = 10  # of engines, where one is stopped
-RANKS_DEADLINE_S = 20
+DEADLINE_S = 10  # that an engine may go without a token
+RANKS_DEADLINE_S = 20  # of all calls in a step, to ranks and to engines
 LOOK_S = 0.02
 
 
