@@ -5,10 +5,10 @@ and who stands still before an update.
 import asyncio
 import inspect
 import os
+import re
 import select
 import signal
 import subprocess
-import re
 import sys
 import threading
 import time
