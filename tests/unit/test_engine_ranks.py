@@ -315,6 +315,25 @@ def test_a_verb_goes_on_without_an_engine_that_is_lost_under_it_and_asks_nobody_
     assert {number for number, *_ in asked} == set(range(ranks)), "nobody asks one that is starting"
 
 
+def test_an_engine_of_several_ranks_falls_whole_and_rises_whole_where_a_new_port_is_drawn(group, monkeypatch):
+    """One of its ranks is lost: both are ended, with all below them, and both are started, on a port that the first
+    finds free then.
+    """
+    made, asked = group(2)
+    before = list(made.workers)
+    killed, below = [], []
+    monkeypatch.setattr(rollout_group.ray, "kill", killed.append)
+    monkeypatch.setattr(made, "_end_below", lambda name, processes: below.append((name, processes)))
+    monkeypatch.setattr(made, "_worker", lambda number: type(before[0])(number + 10))
+    made._below = {number: [(100 + number, 0.0)] for number in range(4)}
+    made.fleet.restart(1, 1)
+    assert made.fleet.loses(concerning(LostProcess("it died"), "engine 1 rank 1"), made.fleet.epochs())
+    assert killed == before[2:]
+    assert below == [("engine 1 rank 0", [(102, 0.0)]), ("engine 1 rank 1", [(103, 0.0)])]
+    assert [each.number for each in made.workers] == [0, 1, 12, 13]
+    assert [each[:2] for each in asked] == [(12, "meeting_point"), (12, "start"), (13, "start")]
+
+
 def test_a_verb_has_all_the_time_once_and_an_engine_that_is_waited_for_in_vain_gives_nobody_more(group, monkeypatch):
     made, _ = group(1)
     made.end, made.start_again = (lambda engine: None), (lambda engine: {})
