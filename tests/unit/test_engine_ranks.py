@@ -5,6 +5,7 @@ and who stands still before an update.
 import asyncio
 import inspect
 import os
+import re
 import select
 import signal
 import subprocess
@@ -180,20 +181,18 @@ def test_what_is_left_of_an_engine_is_ended_also_where_it_is_stopped_and_nobody_
     end_processes([(core.worker, begun)])
 
 
-def test_of_ranks_that_are_late_together_the_stopped_one_is_named(group, monkeypatch):
+def test_of_ranks_that_are_late_together_the_stopped_one_and_the_silent_one_are_named(group, monkeypatch):
     made, _ = group(2)
+    stopped = "VLLM::Worker_DP1 (process 7) is stopped"
+    said = {"engine 0 rank 0": [], "engine 0 rank 1": [stopped], "engine 1 rank 0": []}
 
     def late(refs, timeout_s, phase):
-        if phase.startswith("looking"):
-            return {
-                name: ["VLLM::Worker_DP1 (process 7) is stopped"] if name == "engine 0 rank 1" else [] for name in refs
-            }
         raise Late(f"{phase}: no answer from engine 0 rank 0, engine 0 rank 1 within 60 s")
 
     monkeypatch.setattr(rollout_group, "gather", late)
-    with pytest.raises(
-        Late, match=r"rank 0, engine 0 rank 1 within 60 s; engine 0 rank 1: VLLM::Worker_DP1 \(process 7\) is stopped$"
-    ):
+    monkeypatch.setattr(rollout_group, "answered", lambda refs: {name: said[name] for name in refs if name in said})
+    named = re.escape(f"within 60 s; engine 0 rank 1: {stopped}; engine 1 rank 1: it does not answer")
+    with pytest.raises(Late, match=f"{named}$"):
         made.call("pause")
 
 
