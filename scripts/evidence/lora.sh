@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The claim "adapters learn as much as is asked, hold what is planned, and their sync costs little more": beside full training.
 # Writes docs/results/lora.json and docs/results/lora.png.   scripts/evidence/lora.sh [run directory]
-# SEEDS, STEPS and REPEAT make it shorter: SEEDS="0" STEPS=3 REPEAT=1 scripts/evidence/lora.sh
+# SEEDS, STEPS, REPEAT and OUT make it shorter and write elsewhere: SEEDS=0 STEPS=3 REPEAT=1 OUT=/tmp/out scripts/evidence/lora.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
@@ -25,4 +25,4 @@ done
 short=(--set trainer.total_training_steps=2 --set trainer.save_freq=2 --set trainer.test_freq=-1)
 train memory/full cpu-colocated "${short[@]}"
 train memory/lora cpu-colocated "${short[@]}" "${adapters[@]}"
-python scripts/evidence/lora.py "$runs" --repeat "${REPEAT:-9}"
+python scripts/evidence/lora.py "$runs" --repeat "${REPEAT:-9}" --out "${OUT:-docs/results}"

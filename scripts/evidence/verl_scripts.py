@@ -7,7 +7,7 @@ It runs in namespaces of its own (util-linux's unshare), without a network and o
 written to. Our reader is not part of that. Its answer is then compared word by word, and three things are written:
 tests/unit/verl_passed.jsonl, the key=value pairs that bash passes of some scripts, which tests import;
 docs/results/verl_scripts.json, the counts and the verdict on every script, from which docs/from_verl.md has its table.
-Verdicts on scripts that train adapters, a critic, or with a teacher stand beside those of a commit before mrl had these.
+Verdicts on scripts with adapters, a critic or a teacher stand beside those of a commit before mrl had these.
 """
 
 import json
@@ -74,7 +74,7 @@ def _ways(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ways_of(entry: str, words: list[str]) -> set[str]:
-    """What a script trains beside or in the place of all weights by rewards, from the key=value pairs that it passes."""
+    """What a script trains beside all weights by rewards, or in their place, from the key=value pairs that it passes."""
     said = {match[2]: match[3].strip("'\"") for word in words if (match := PAIR.fullmatch(word)) and match[1] != "~"}
     found = set()
     ranks = (said.get(f"actor_rollout_ref.model.{key}", "0") for key in ("lora_rank", "lora.rank"))
