@@ -74,7 +74,7 @@ def _ways(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ways_of(entry: str, words: list[str]) -> set[str]:
-    """What a script trains beside all weights by rewards, or in their place, from the key=value pairs that it passes."""
+    """What a script trains beside all weights by rewards, or in their place, from the pairs that it passes."""
     said = {match[2]: match[3].strip("'\"") for word in words if (match := PAIR.fullmatch(word)) and match[1] != "~"}
     found = set()
     ranks = (said.get(f"actor_rollout_ref.model.{key}", "0") for key in ("lora_rank", "lora.rank"))
