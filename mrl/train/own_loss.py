@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.config.schema import AlgorithmConfig, DistillationConfig, RunConfig
 from mrl.errors import ConfigError
+from mrl.exercised import VARIABLE
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.reward.process import PACKAGE_ROOT
 
@@ -36,13 +37,15 @@ def try_loss(config: RunConfig) -> None:
     asked = {"algorithm": config.algorithm, "distillation": config.distillation}
     # ranks find modules in the current directory too, after all others
     paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(Path.cwd())]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop(VARIABLE, None)  # a rehearsal is told of what it trained with, and not of this
     try:
         ended = subprocess.run(
             [sys.executable, "-P", "-m", "mrl.train.own_loss"],
             input=json.dumps({name: section.model_dump(mode="json") for name, section in asked.items()}),
             capture_output=True,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=environment,
             timeout=PATIENCE_S,
             check=True,
         )

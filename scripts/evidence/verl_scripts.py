@@ -67,7 +67,7 @@ def _ways(rows: list[dict[str, Any]]) -> dict[str, Any]:
         those = [row for row in rows if way == "all" or way in ways_of(row["entry"], row["words"])]
         found[way] = {
             "scripts": len(those),
-            "before": Counter(before[row["repository"], row["path"]] for row in those),
+            "before": Counter(before.get((row["repository"], row["path"]), "absent") for row in those),
             "now": Counter(row["verdict"] for row in those),
         }
     return {"commit_before": BEFORE, "verdicts": found}

@@ -23,6 +23,7 @@ from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.environments.environment_pool import check_tools
 from mrl.errors import ConfigError, DataError, EnvironmentFault
+from mrl.exercised import VARIABLE
 from mrl.model import planning_model_spec
 from mrl.reward.pool import RewardPool
 from mrl.train.assemble_data import load_training
@@ -398,11 +399,14 @@ def test_a_loss_whose_import_is_wrong_is_told_before_anything_starts(own_loss, m
     look(wrong)  # without torch, as on a laptop
 
 
-def test_a_loss_that_prints_may_import_from_the_current_directory_as_on_ranks(own_loss, folder):
-    """It is loaded, and what fails is its constant."""
+def test_a_loss_that_prints_may_import_from_the_current_directory_as_on_ranks(own_loss, folder, monkeypatch):
+    """It is loaded, and what fails is its constant. A rehearsal is told nothing of it."""
     (folder / "beside.py").write_text("")
+    (folder / "seen").mkdir()
+    monkeypatch.setenv(VARIABLE, str(folder / "seen"))
     with pytest.raises(ConfigError, match="own raised KeyError: 'strength'"):
         look(own_loss("parameters.custom['strength']", imported="beside"))
+    assert not list((folder / "seen").iterdir())
 
 
 @pytest.mark.parametrize(
