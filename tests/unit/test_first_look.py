@@ -373,8 +373,9 @@ def test_an_advantage_that_works_is_asked_of_what_a_step_has_and_its_file_runs_a
 
 
 @pytest.fixture
-def own_loss(folder):
+def own_loss(folder, monkeypatch):
     """Writes a file whose loss returns an expression, and names it with constants and further settings."""
+    monkeypatch.setattr("mrl.train.own_loss.PATIENCE_S", 900.0)  # beside others torch may take long
 
     def written(body: str, *more: str, imported: str = "torch") -> RunConfig:
         (folder / "own.py").write_text(
