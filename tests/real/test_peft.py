@@ -80,7 +80,7 @@ def loaded(request, tmp_path_factory) -> Loaded:
     paths = [OWN, os.environ.get("PYTHONPATH"), str(Path(__file__).parent)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, Path(__file__).with_name("peft_worker.py"), folder]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    subprocess.run(command, env=environment, check=True, timeout=600)
     logits = Merged(model, load_file(path / "model.safetensors"), factors)(ids).logits
     loss_of(logits, ids).backward()
     gradients = {name: tensor.grad for name, tensor in factors.items()}
