@@ -175,7 +175,8 @@ def test_a_script_that_is_one_step_off_is_one_step_off_here(path):
 @pytest.mark.parametrize(
     ("entry", "words", "ways"),
     [
-        ("verl.trainer.main_ppo", ["actor_rollout_ref.model.lora_rank=32", "algorithm.adv_estimator=grpo"], {"adapters"}),
+        ("verl.trainer.main_ppo", ["actor_rollout_ref.model.lora_rank=32", "algorithm.adv_estimator=grpo"],
+            {"adapters"}),
         ("verl.trainer.main_ppo", ["+actor_rollout_ref.model.lora.rank=16", "algorithm.adv_estimator=gae"],
             {"adapters", "critic"}),
         ("verl.trainer.main_ppo", ["actor_rollout_ref.model.lora_rank=0"], {"critic"}),  # verl's advantage by default
