@@ -205,11 +205,24 @@ def _public_scripts() -> Iterator[str]:
         "which is said. Refused is what mrl does not do at all (a family of models, generation or evaluation "
         "alone), what no Megatron layout here can have, and a model or file that lies with the script's author.\n"
     )
+    if "ways" in found:
+        yield from _ways_to_train(**found["ways"])
     yield from _table(("script", "answer", "why, the first reason"))
     for row in found["scripts"]:
         why = row["why"].partition("; ")[0].replace("`", "")
         why = f"`{why[:117]}...`" if len(why) > 120 else f"`{why}`" if why else ""
         yield _row(f"{row['repository'].partition('/')[2]}: {row['path']}", row["verdict"], why)
+
+
+def _ways_to_train(commit_before: str, verdicts: dict[str, dict]) -> Iterator[str]:
+    """Answers to scripts with adapters, a critic or a teacher, beside those of a commit that had none of these."""
+    answers = ("valid", "carried with losses", "refused")
+    yield f"Answers now, and at commit `{commit_before}`, which had neither adapters nor a critic nor a teacher:\n"
+    yield from _table(("scripts with", "number", *answers, *(f"{answer}, before" for answer in answers)))
+    for way, of_way in verdicts.items():
+        counts = [str(of_way[when].get(answer, 0)) for when in ("now", "before") for answer in answers]
+        yield _row(way, str(of_way["scripts"]), *counts)
+    yield ""
 
 
 def _targets(handler: Callable) -> str:

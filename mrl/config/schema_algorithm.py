@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from mrl.algo.spec import AGGREGATIONS, ALIASES, ANCHORS, KL_TYPES, LEVELS, NEEDS_CRITIC, ON_POLICY
+from mrl.algo.spec import ADVANTAGES, AGGREGATIONS, ALIASES, ANCHORS, KL_TYPES, LEVELS, NEEDS_CRITIC, ON_POLICY
 from mrl.config.section import Section, key, known_name
 
 
@@ -290,6 +290,12 @@ class AlgorithmConfig(Section):
     def needs_critic(self) -> bool:
         """Whether advantages are estimated from a critic's values."""
         return self.adv_estimator in NEEDS_CRITIC
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether advantages may compare responses to one prompt. A user's own advantage may."""
+        spec = ADVANTAGES.get(self.adv_estimator)
+        return spec is None or spec.needs_group
 
     @property
     def needs_reference(self) -> bool:

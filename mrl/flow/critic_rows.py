@@ -1,4 +1,4 @@
-"""How a critic values a step and is trained on it: its replicas may be others than the actor's, so rows go to and fro.
+"""Values a step with the critic and trains it. Its replicas may not be the actor's, so rows are exchanged.
 
     driver                                      ranks
     lengths --step_cut--> rows of each replica
@@ -9,7 +9,8 @@
     is trained on                           <-- returns
     the same references                     --> update_critic: each replica of the critic picks its rows' returns
 
-Where critic and actor lie alike, their replicas have the same rows. See handed_rows.py.
+Where critic and actor have the same layout, their replicas have the same rows. The driver never holds a value or a
+return. It passes on references (handed_rows.py).
 """
 
 from collections.abc import Sequence
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class CriticBatch:
-    """Rows of the newest step that this rank's replica of the critic has; every method is collective."""
+    """The rows of the newest step on this rank's replica of the critic. Every method is collective."""
 
     def __init__(self, actor: "MegatronActor", stored: ResponseStore, rows: np.ndarray, cut: ReplicaCut) -> None:
-        """Fetches `stored`, which are `rows` of the step; `cut`: in numbers of these rows."""
+        """Fetches `stored`, which are `rows` of the step. `cut` counts within these rows."""
         self._critic = actor.critic
         self._rows = rows
         self._cut = cut
@@ -40,7 +41,7 @@ class CriticBatch:
         self._batch = TrainBatch.of(self._samples, actor.config.rollout.temperature)
 
     def values(self) -> HandedRows | None:
-        """The critic's values, which stay here too; one rank a replica returns them."""
+        """Computes the critic's values and keeps them here. One rank of each replica returns them, the others None."""
         result = self._critic.values(self._batch, self._cut.values)
         if result is None:
             return None
@@ -52,9 +53,9 @@ class CriticBatch:
         return None
 
     def update(self, counts: Sequence[Denominators], returns: Sequence[HandedRows]) -> list[FloatParts] | None:
-        """Updates the critic, every rank at once; one rank a replica returns its sums of metrics.
+        """Updates the critic. One rank of each replica returns its sums of metrics, the others None.
 
-        `returns`: of all rows of this replica, and which of their tokens are trained on.
+        `returns` have the returns of all rows of this replica, and which of their tokens are trained on.
         """
         batch = taken(self._batch, self._rows, returns)
         parts = self._critic.update_replica(batch, self._cut.mini_batches, counts)

@@ -1,11 +1,11 @@
-"""Columns of tokens on their way between ranks: between the actor's replicas and those of a second model, which have
-other rows of the step.
+"""Hands columns of tokens from rank to rank: between the actor's replicas and those of a second model, which have other
+rows of the step.
 
     driver                             ranks
     references to what is computed <-- each replica's result rank: HandedRows
     the same references            --> each replica of the other model: `taken` picks its rows
 
-The driver never has a number of a token: it passes on references (step_batch.py).
+The driver never holds a number of a token. It passes on references (step_batch.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class HandedRows:
     columns: Mapping[str, np.ndarray]  # [sampled tokens, ...], rows end to end, by their names in a TrainBatch
 
     def among(self, rows: np.ndarray) -> "HandedRows":
-        """Keeps those that are among `rows`."""
+        """Keeps the rows that are among `rows`."""
         kept = np.isin(self.rows, rows)
         tokens = np.repeat(kept, self.sampled)
         columns = {name: values[tokens] for name, values in self.columns.items()}
@@ -35,9 +35,9 @@ class HandedRows:
 
 
 def taken(batch: TrainBatch, numbers: np.ndarray, parts: Sequence[HandedRows]) -> TrainBatch:
-    """The batch with the columns of `parts`: 0 of context, and of rows that nobody handed out.
+    """Returns the batch with the columns of `parts`. Context, and rows that nobody handed out, get 0.
 
-    `numbers` [rows], ascending: of its rows in the step.
+    `numbers` [rows], ascending, are the numbers of its rows in the step.
     """
     columns: dict[str, np.ndarray] = {}
     for part in parts:
@@ -51,7 +51,7 @@ def taken(batch: TrainBatch, numbers: np.ndarray, parts: Sequence[HandedRows]) -
 
 
 def answers_of(layout: TrainLayout, rows: Sequence[np.ndarray], answers: Sequence[Any]) -> list[tuple[np.ndarray, Any]]:
-    """What the result rank of each replica of a layout answers, with the replica's `rows`; answers in rank order."""
+    """Returns the answer of each replica's result rank, with the replica's `rows`. `answers` are in rank order."""
     ranks = [layout.dense_coords(rank) for rank in range(layout.world_size)]
     return [
         (rows[rank.dp], answer)
@@ -61,5 +61,5 @@ def answers_of(layout: TrainLayout, rows: Sequence[np.ndarray], answers: Sequenc
 
 
 def needed_by(rows: np.ndarray, answers: Sequence[tuple[np.ndarray, Any]]) -> list[Any]:
-    """Those of `answers_of` that have some of `rows`."""
+    """Returns the answers of `answers_of` that have some of `rows`."""
     return [answer for held, answer in answers if np.isin(held, rows).any()]

@@ -1,10 +1,12 @@
-"""Device memory of the point-to-point communicators of weight syncs: one for every rank and worker that NCCL or HCCL
-joins.
+"""Device memory of communicators of NCCL or HCCL: those of weight syncs, and those of models beside the actor.
 
-Both libraries make one for two processes at their first message (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp,
-pointToPoint). It has its own buffers, which are missing in the measured memory of engines. It stays as long as the two
-are connected. The number of pairs cannot be reduced. In layouts that spread experts over all ranks, each rank holds
-some that no other has. Every engine needs them.
+A weight sync has one for every rank and worker that the library joins. Both libraries make it for two processes at
+their first message (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp, pointToPoint). It has its own buffers, which are
+missing in the measured memory of engines. It stays as long as the two are connected. The number of pairs cannot be
+reduced. In layouts that spread experts over all ranks, each rank holds some that no other has. Every engine needs them.
+
+A teacher has process groups of its own on the actor's ranks, and so has a critic in a layout of its own. Each group of
+several ranks gets a communicator at its first collective. The actor's are in `Device.reserved`.
 """
 
 from collections import Counter, defaultdict
@@ -12,10 +14,51 @@ from collections.abc import Mapping, Sequence
 
 from mrl.config.places import cluster_shape, rollout_layout
 from mrl.config.schema import RunConfig
-from mrl.errors import ConfigError
+from mrl.config.teacher_model import teacher_of
+from mrl.errors import MrlError
+from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.device_grid import Place, actor_places, engine_places
+from mrl.model.layout import TrainLayout
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.setup import pair_route
+
+# Axes of the groups in which Megatron's ranks of one model meet (parallel_state.py); each group has its communicator.
+_PASSES = (("tp",), ("cp",), ("pp",))
+_UPDATES = (("cp", "dp"),)  # beside one of all ranks, for the gradient's norm
+_EXPERT_PASSES = (("ep",), ("etp",), ("etp", "ep"))
+_EXPERT_UPDATES = (("edp",),)
+
+
+def other_groups(config: RunConfig, model: ModelSpec) -> int:
+    """Returns the process groups of several ranks that a rank has for the teacher and the critic, beside the actor's.
+
+    A critic in the actor's layout uses the actor's. Returns 0 for illegal layouts, which other code reports.
+    """
+    count = 0
+    try:
+        teacher = teacher_of(config, lambda path: planning_model_spec(path)[0])
+        if teacher is not None:
+            count += groups_of(teacher.layout, teacher.model.is_moe, is_trained=False)
+        critic = config.of_critic
+        if critic is not None:
+            layout = TrainLayout.build(critic.actor.layout.model_dump(), model)
+            if layout != TrainLayout.build(config.actor.layout.model_dump(), model):
+                count += groups_of(layout, model.is_moe, is_trained=True)
+    except MrlError:
+        return 0
+    return count
+
+
+def groups_of(layout: TrainLayout, is_moe: bool, is_trained: bool) -> int:
+    """Returns the process groups of several ranks in which a rank of one model meets others."""
+    dense = _PASSES + _UPDATES * is_trained
+    sizes = [len(layout.dense_group(0, *axes)) for axes in dense]
+    if is_moe:
+        experts = _EXPERT_PASSES + _EXPERT_UPDATES * is_trained
+        sizes += [len(layout.expert_group(0, *axes)) for axes in experts]
+    if is_trained:
+        sizes.append(layout.world_size)
+    return sum(size > 1 for size in sizes)
 
 
 def most_pairs(config: RunConfig) -> int:
@@ -28,7 +71,7 @@ def most_pairs(config: RunConfig) -> int:
         return 0
     try:
         ranks, workers = _places(config)
-    except ConfigError:
+    except MrlError:
         return 0
     pairs: Counter[Place] = Counter()
     for these, others in ((ranks, workers), (workers, ranks)):

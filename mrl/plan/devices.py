@@ -53,6 +53,9 @@ class Device:
     reserved: int  # bytes of context, communicators and the allocator's unused rest (an estimate)
     context: int  # bytes that a second process takes for its context, beside its tensors (an estimate)
     pair: int  # bytes of a communicator of two processes (an estimate; on NPUs twice P2P_HCCL_BUFFSIZE as mrl sets it)
+    # bytes of a communicator of a process group (an estimate; on NPUs twice HCCL_BUFFSIZE as launch/ sets it, on GPUs a
+    # ring of 24 channels, each with the buffers of three protocols: 4 MiB, 4.7 and 0.5)
+    group: int
     asleep: int  # bytes that a sleeping engine keeps beside its buffers: context, graphs, communicators (an estimate)
     flops: float  # dense bf16 operations per second; a multiply-add counts as two
     memory_rate: float  # bytes per second
@@ -69,7 +72,9 @@ class Device:
     collective: float  # seconds of an exchange of few bytes inside a node
     network_collective: float  # the same between nodes
     starts: "Starts"
-    communicators: int = 0  # bytes of a configuration's weight syncs: `pair` for each pair of processes
+    # bytes of a configuration's weight syncs and further models: `pair` for each pair of processes, `group` for each
+    # process group
+    communicators: int = 0
 
     @property
     def usable(self) -> int:
@@ -133,6 +138,7 @@ def _device(name: str, row: dict) -> Device:
         reserved=row["reserved_mib"] * MIB,
         context=row["context_mib"] * MIB,
         pair=row["pair_mib"] * MIB,
+        group=row["group_mib"] * MIB,
         asleep=row["asleep_mib"] * MIB,
         flops=row["bf16_tflops"] * 1e12,
         memory_rate=row["memory_gb_per_s"] * 1e9,

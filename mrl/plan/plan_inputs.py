@@ -10,7 +10,7 @@ from mrl.model.adapters import Lora
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
 from mrl.plan.activations import MicroBatchShape, Recompute
-from mrl.plan.communicators import most_pairs
+from mrl.plan.communicators import most_pairs, other_groups
 from mrl.plan.devices import USUAL, Assumptions, Device, default_device, device_by_part, devices_of, find_device
 from mrl.plan.engine_memory import EngineMemory, engine_memory, engine_memory_with_cache
 from mrl.units import GIB, MIB, round_up
@@ -68,12 +68,13 @@ class PlanInputs:
         assumptions: Assumptions = USUAL,
         held_out_prompts: int | None = None,
     ) -> "PlanInputs":
-        """Makes the inputs. Memory for communicators of weight syncs is reserved on the device.
+        """Makes the inputs. Memory for communicators of weight syncs and further models is reserved on the device.
 
         `held_out_prompts`: those of data.val_files, where they were read. Raises ConfigError for an illegal layout.
         """
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
         taken = device.pair and device.pair * most_pairs(config)
+        taken += device.group and device.group * other_groups(config, model)
         held_out = _held_out_prompts(config, held_out_prompts)
         device = replace(device, communicators=taken)
         return cls(config, model, device, assumptions, train, rollout_layout(config.rollout), held_out)

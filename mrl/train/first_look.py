@@ -1,4 +1,5 @@
-"""Checks the files of a configuration before anything is started, within two seconds, without Ray or torch.
+"""Checks the files of a configuration before anything is started, within two seconds, without Ray or torch. A user's
+loss takes as long as torch in a process of its own.
 
 First it reads columns and rows of each file, and asks the user's reward about one row. Then it reads all rows of small
 data with their tokens, as the run itself does. It uses the quick tokenizer if there is one, else a process with
@@ -38,6 +39,7 @@ from mrl.train.assemble_data import (
     prompt_parameters,
     reward_spec,
 )
+from mrl.train.own_loss import try_loss
 from mrl.units import MIB
 from mrl.vllm.requests import turns_spec
 
@@ -52,11 +54,12 @@ def look(config: RunConfig) -> str | None:
     """Returns the fingerprint of the training prompts.
 
     Returns None if not all were read, because they are too many or not on this host. Raises the errors that the run
-    would raise: DataError, and ConfigError for a reward, an advantage or tools that cannot be loaded.
+    would raise: DataError, and ConfigError for a reward, an advantage, a loss or tools that cannot be loaded.
     """
     if (own := config.algorithm.custom_advantage) is not None and Path(own.path).is_file():
         with tried_advantage(own.path, config.algorithm.adv_estimator):
             _try_advantage(config.algorithm, config.rollout.n)
+    try_loss(config)
     data = config.data
     turns = turns_spec(config.rollout.turns, data, config.rollout.agent)
     offer = None

@@ -180,7 +180,7 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
         with line.phase("values"):
             trained.values(rollouts.samples)
     with line.phase("adv"):
-        counted = compared(trained.rows.group_id, rollouts.results, algorithm.needs_critic)
+        counted = compared(trained.rows.group_id, rollouts.results, algorithm.needs_group)
         corrected, metrics = corrections(algorithm, trained, counted)
         line.add(metrics | advantages(algorithm, trained, rollouts, corrected))
     return trained, corrected

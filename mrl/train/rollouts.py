@@ -194,14 +194,14 @@ def question(sample_id: int, prompt: Prompt) -> Question:
     return Question(sample_id, prompt.data_source, prompt.ground_truth, prompt.extra_info)
 
 
-def compared(group_ids: np.ndarray, results: Sequence[RewardResult], by_critic: bool = False) -> np.ndarray:
+def compared(group_ids: np.ndarray, results: Sequence[RewardResult], by_group: bool = True) -> np.ndarray:
     """Returns which responses count in their group, bool [responses].
 
-    A response without a judgement does not count. A single remaining response does not either, because nothing can be
-    compared with it. It counts `by_critic`, whose values are compared with each response.
+    A response without a judgement does not count. With an advantage `by_group` a single remaining response does not
+    either, because nothing can be compared with it. Other advantages judge each response by itself.
     """
     judged = np.array([result.reason not in UNJUDGED for result in results], bool)
-    if judged.all() or by_critic:
+    if judged.all() or not by_group:
         return judged
     _, group, size = np.unique(group_ids, return_inverse=True, return_counts=True)
     left = np.bincount(group, judged, len(size))

@@ -152,7 +152,7 @@ def advantages(
     custom = algorithm.custom_advantage
     if custom is not None:
         load_custom_advantage(custom.path, algorithm.adv_estimator)
-    counted = compared(step.rows.group_id, rollouts.results, algorithm.needs_critic)
+    counted = compared(step.rows.group_id, rollouts.results, algorithm.needs_group)
     penalties = corrected.get("penalties")
     parts = {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys}
     inputs = AdvantageInputs(

@@ -2,7 +2,7 @@
 # The claim "each recipe learns, and random rewards teach nothing": GSPO, GRPO, DAPO, PPO, and random rewards without
 # and with a critic, from the same start.
 # Writes docs/results/algorithms.json and docs/results/algorithms.png.   scripts/evidence/algorithms.sh [run directory]
-# SEEDS and STEPS make it shorter: SEEDS="0" STEPS=3 scripts/evidence/algorithms.sh
+# SEEDS, STEPS and OUT make it shorter and write elsewhere: SEEDS=0 STEPS=3 OUT=/tmp/out scripts/evidence/algorithms.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
@@ -26,4 +26,4 @@ for seed in $seeds; do
     train control "$seed" --set "$random"
     train control_ppo "$seed" --recipe ppo --set "$random"
 done
-python scripts/evidence/learning_curves.py "$runs" --name algorithms
+python scripts/evidence/learning_curves.py "$runs" --name algorithms --out "${OUT:-docs/results}"

@@ -7,6 +7,7 @@ It runs in namespaces of its own (util-linux's unshare), without a network and o
 written to. Our reader is not part of that. Its answer is then compared word by word, and three things are written:
 tests/unit/verl_passed.jsonl, the key=value pairs that bash passes of some scripts, which tests import;
 docs/results/verl_scripts.json, the counts and the verdict on every script, from which docs/from_verl.md has its table.
+Verdicts on scripts with adapters, a critic or a teacher stand beside those of a commit before mrl had these.
 """
 
 import json
@@ -37,6 +38,8 @@ RECORD = 'printf "%s\\0" "$#" "$@" >&9'
 ENTRY = re.compile(r"(^|[./])(\w*main_\w+|\w+_main)(\.py)?$")
 PAIR = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 LIMIT_S = 20  # for a script
+BEFORE = "cc759673"  # had neither adapters nor a critic nor a teacher, and stored its verdicts
+TRAINERS = ("main_ppo", "main_dapo")  # parts of the entry's name; verl's advantage is gae where none is given
 KEPT = 80  # scripts whose pairs are kept as data, beside all that generate ahead of training
 
 
@@ -50,9 +53,38 @@ def main() -> None:
         counts.update(row["counts"])
     commits = {row["repository"]: row["commit"] for row in rows}
     scripts = [{key: row[key] for key in ("repository", "path", "verdict", "why")} for row in rows]
-    found = facts("python scripts/evidence/verl_scripts.py") | {"commits": commits}
+    found = facts("python scripts/evidence/verl_scripts.py") | {"commits": commits, "ways": _ways(rows)}
     RESULTS.write_text(json.dumps(found | {"counts": counts, "scripts": scripts}, indent=1) + "\n")
     print(dict(counts))
+
+
+def _ways(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Verdicts on the scripts of each way to train, now and at BEFORE; `all`: on every script."""
+    stored = subprocess.run(["git", "show", f"{BEFORE}:{RESULTS.relative_to(ROOT)}"], cwd=ROOT, capture_output=True)
+    before = {(row["repository"], row["path"]): row["verdict"] for row in json.loads(stored.stdout)["scripts"]}
+    found = {}
+    for way in ("all", "adapters", "critic", "teacher"):
+        those = [row for row in rows if way == "all" or way in ways_of(row["entry"], row["words"])]
+        found[way] = {
+            "scripts": len(those),
+            "before": Counter(before.get((row["repository"], row["path"]), "absent") for row in those),
+            "now": Counter(row["verdict"] for row in those),
+        }
+    return {"commit_before": BEFORE, "verdicts": found}
+
+
+def ways_of(entry: str, words: list[str]) -> set[str]:
+    """What a script trains beside all weights by rewards, or in their place, from the pairs that it passes."""
+    said = {match[2]: match[3].strip("'\"") for word in words if (match := PAIR.fullmatch(word)) and match[1] != "~"}
+    found = set()
+    ranks = (said.get(f"actor_rollout_ref.model.{key}", "0") for key in ("lora_rank", "lora.rank"))
+    if any(rank not in ("0", "", "null") for rank in ranks):
+        found.add("adapters")
+    if any(name in entry for name in TRAINERS) and said.get("algorithm.adv_estimator", "gae") == "gae":
+        found.add("critic")
+    if said.get("distillation.enabled", "").lower() == "true":
+        found.add("teacher")
+    return found
 
 
 _DATA = ("repository", "commit", "path", "entry", "options", "words")

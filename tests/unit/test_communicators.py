@@ -1,14 +1,17 @@
-"""Pairs of a rank and a worker that NCCL or HCCL serves have a communicator each;
-the plan leaves room for those of the fullest device.
+"""Pairs of a rank and a worker that NCCL or HCCL serves have a communicator each, and so has each process group of a
+teacher, and of a critic in a layout of its own; the plan leaves room for those of the fullest device.
 """
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 from test_memory_host import inputs_of
 
 from mrl.config.load import load_config
-from mrl.plan.communicators import most_pairs
+from mrl.model import planning_model_spec
+from mrl.plan.communicators import most_pairs, other_groups
 from mrl.plan.devices import find_device
 from mrl.platforms.hosting import get_hosting
 from mrl.units import MIB
@@ -51,3 +54,61 @@ def test_on_npus_a_pair_takes_what_mrl_sets(name):
     """Each of a pair's communicators has two buffers of that many MB."""
     for environment in (get_hosting("npu").actor_environment(), get_hosting("npu").engine_environment(0, 1, 1, 1)):
         assert find_device(name).pair == 2 * int(environment["P2P_HCCL_BUFFSIZE"]) * MIB
+
+
+# ---------------------------------------------------------------- process groups of a second model
+
+NAMES = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model", "etp": "expert_tensor"}
+
+
+def layout(ranks: int, **degrees: int) -> str:
+    return json.dumps({"world_size": ranks} | {f"{NAMES[name]}_parallel_size": n for name, n in degrees.items()})
+
+
+def groups(preset: str, *settings: str) -> int:
+    config = load_config(ROOT / "parallel_configs" / f"{preset}.yaml", None, list(settings)).config
+    return other_groups(config, planning_model_spec(config.model.path)[0])
+
+
+TEACHER = ("distillation.enabled=true", "distillation.teacher_model.model_path=Qwen/Qwen3-235B-A22B")
+DENSE_TEACHER = ("distillation.enabled=true", "distillation.teacher_model.model_path=Qwen/Qwen3-32B")
+CRITIC = ("algorithm.adv_estimator=gae",)
+OF_TEACHER, OF_CRITIC = "distillation.teacher_model.layout=", "critic.layout="
+# Counted by hand from the groups of Megatron's that have several ranks
+GROUPS = {
+    (): 0,
+    CRITIC: 0,  # in the actor's groups
+    # experts' all-to-all, and the gather of their counts over experts and their tensor ranks, which has a group too
+    (*TEACHER, OF_TEACHER + layout(ranks=8, ep=8)): 2,
+    (*TEACHER, OF_TEACHER + layout(ranks=8, tp=4, ep=8)): 3,  # the tensor ranks' too
+    (*TEACHER, OF_TEACHER + layout(ranks=8, tp=2, pp=2, cp=2)): 3,  # experts are whole on each rank
+    (*TEACHER, OF_TEACHER + layout(ranks=8, tp=2, etp=2, ep=2)): 4,  # experts are cut, and a third group has both cuts
+    (*DENSE_TEACHER, OF_TEACHER + layout(ranks=8, tp=4, pp=2)): 2,
+    (*DENSE_TEACHER, OF_TEACHER + layout(ranks=8)): 0,  # whole on each rank, and without gradients
+    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 5,  # and replicas, and all ranks for the gradient's norm
+    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=2, pp=2, ep=2)): 7,  # and experts' replicas
+    (*TEACHER, OF_TEACHER + layout(ranks=8, ep=8), *CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 7,
+    (*TEACHER, OF_TEACHER + layout(ranks=8, tp=3)): 0,  # illegal, which is said elsewhere
+}
+
+
+@pytest.mark.parametrize("asked", GROUPS)
+def test_a_model_beside_the_actor_has_its_groups_of_several_ranks(asked):
+    assert groups("qwen3-30b-a3b/h100-1x8", *asked) == GROUPS[asked]
+
+
+@pytest.mark.parametrize(
+    ("preset", "device"), [("qwen3-30b-a3b/h100-1x8", "h100-80g"), ("qwen3-30b-a3b/a3-1x16", "ascend-a3-64g")]
+)
+def test_each_group_of_a_second_model_has_a_communicator_in_the_plan(preset, device):
+    ranks = 16 if "16" in preset else 8
+    own = (*TEACHER, OF_TEACHER + layout(ranks=ranks, tp=4, ep=8))
+    plain, taught = inputs_of(preset), inputs_of(preset, *own)
+    assert groups(preset, *own) == 3 and find_device(device).group > 0
+    assert taught.device.communicators - plain.device.communicators == 3 * find_device(device).group
+
+
+@pytest.mark.parametrize("name", ["ascend-910b-64g", "ascend-a3-64g"])
+def test_on_npus_a_group_takes_what_the_shipped_environment_sets(name):
+    shipped = yaml.safe_load((ROOT / "launch" / "runtime_env.npu.yaml").read_text())["env_vars"]
+    assert find_device(name).group == 2 * int(shipped["HCCL_BUFFSIZE"]) * MIB

@@ -309,14 +309,14 @@ def test_a_response_whose_group_failed_is_trained_on_where_a_critic_judges_it():
     reasons = [LEFT_OUT, OK, LEFT_OUT, LEFT_OUT, OK, OK, LEFT_OUT, OK]
     results = [RewardResult(number, 1.0, {}, reason) for number, reason in enumerate(reasons)]
     judged = [reason == OK for reason in reasons]
-    assert compared(ids, results, by_critic=True).tolist() == judged
+    assert compared(ids, results, by_group=False).tolist() == judged
     assert compared(ids, results).tolist() == [False] * 4 + judged[4:]
     step, _, rollouts, *_ = step_of(2)
     lonely = [replace(each, reason=LEFT_OUT) if number in (1, 2, 3) else each
         for number, each in enumerate(rollouts.results)]  # fmt: skip
     rollouts = replace(rollouts, results=lonely)
     algorithm = config_of().algorithm
-    counted = compared(step.rows.group_id, lonely, algorithm.needs_critic)
+    counted = compared(step.rows.group_id, lonely, algorithm.needs_group)
     corrected, _ = corrections(algorithm, step, counted)
     advantages(algorithm, step, rollouts, corrected)
     assert corrected["trained"][0] == step.rows.response_lengths[0] and not corrected["trained"][1:4].any()

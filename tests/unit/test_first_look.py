@@ -11,19 +11,24 @@ import pytest
 from small_model import write_model
 
 from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, AdvantageInputs, tried_advantage
+from mrl.algo.losses import TOKEN_LOSSES
+from mrl.algo.own_functions import unload
 from mrl.cli.main import main
 from mrl.cluster.prerequisites import check_devices_here
 from mrl.config.load import load_config
 from mrl.config.rules import seen_violations
 from mrl.config.run_rules import unseen_files
+from mrl.config.schema import RunConfig
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.environments.environment_pool import check_tools
 from mrl.errors import ConfigError, DataError, EnvironmentFault
+from mrl.exercised import VARIABLE
 from mrl.model import planning_model_spec
 from mrl.reward.pool import RewardPool
 from mrl.train.assemble_data import load_training
 from mrl.train.first_look import look
+from mrl.train.own_loss import refusal
 from mrl.vllm.requests import turns_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -365,6 +370,75 @@ def test_an_advantage_that_works_is_asked_of_what_a_step_has_and_its_file_runs_a
     )
     with tried_advantage(str(path), "works"):
         assert ADVANTAGE_FUNCTIONS["works"](inputs).tolist() == [3.0, 3.0], "what was asked before is forgotten"
+
+
+@pytest.fixture
+def own_loss(folder, monkeypatch):
+    """Writes a file whose loss returns an expression, and names it with constants and further settings."""
+    monkeypatch.setattr("mrl.train.own_loss.PATIENCE_S", 900.0)  # beside others torch may take long
+
+    def written(body: str, *more: str, imported: str = "torch") -> RunConfig:
+        (folder / "own.py").write_text(
+            f"import {imported}\n\nfrom mrl.algo.losses import TokenLoss, register_loss\n\n\n"
+            f"@register_loss('own')\ndef own(parameters, inputs, log_ratio):\n    print('asked')\n    return {body}\n"
+        )
+        custom = "algorithm.policy_loss.custom={path: own.py, parameters: {scale: 2.0}}"
+        mode = "algorithm.policy_loss.loss_mode=own"
+        return config_with(custom, mode, "algorithm.policy_loss.loss_agg_mode=token-mean", *more).config
+
+    yield written
+    TOKEN_LOSSES.pop("own", None)
+    unload("own.py", "register_loss")
+
+
+def test_a_loss_whose_import_is_wrong_is_told_before_anything_starts(own_loss, monkeypatch):
+    wrong = own_loss("None", imported="nothing_of_this_name")
+    with pytest.raises(ConfigError, match=r"custom\.path: .*own\.py cannot be loaded: ModuleNotFoundError"):
+        look(wrong)
+    assert "own" not in TOKEN_LOSSES
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    look(wrong)  # without torch, as on a laptop
+
+
+def test_a_loss_that_prints_may_import_from_the_current_directory_as_on_ranks(own_loss, folder, monkeypatch):
+    """It is loaded, and what fails is its constant. A rehearsal is told nothing of it."""
+    (folder / "beside.py").write_text("")
+    (folder / "seen").mkdir()
+    monkeypatch.setenv(VARIABLE, str(folder / "seen"))
+    with pytest.raises(ConfigError, match="own raised KeyError: 'strength'"):
+        look(own_loss("parameters.custom['strength']", imported="beside"))
+    assert not list((folder / "seen").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("parameters.custom['strength'] * log_ratio", "own raised KeyError: 'strength'; constants stand under"),
+        ("log_ratio", "own raised AttributeError"),
+        ("TokenLoss(log_ratio[:, :2], inputs.response_mask)", "own raised RuntimeError"),
+        ("TokenLoss(log_ratio.detach(), inputs.response_mask)", "own raised RuntimeError: element 0 of tensors"),
+        ("TokenLoss(inputs.ref_log_probs * log_ratio, inputs.response_mask)", "own raised TypeError"),
+    ],
+)
+def test_a_loss_that_fails_is_told_from_a_made_up_micro_batch(own_loss, body, words):
+    config = own_loss(body)
+    assert words in refusal(config.algorithm, config.distillation)
+
+
+@pytest.mark.parametrize(
+    ("more", "column"),
+    [
+        ((), "inputs.entropy"),
+        (("algorithm.anchor=on_policy",), "inputs.old_log_probs"),
+        (("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1"), "inputs.ref_log_probs"),
+        (("algorithm.rollout_correction={level: token, mode: truncate, high: 2}",), "inputs.weights"),
+        (("distillation.enabled=true", "distillation.teacher_model.model_path=x"), "inputs.teacher_log_probs"),
+        (("algorithm.entropy_coeff=0.1",), "parameters.custom['scale']"),
+    ],
+)
+def test_a_loss_is_asked_about_what_an_update_has(own_loss, more, column):
+    config = own_loss(f"TokenLoss(log_ratio * {column}, inputs.response_mask)", *more)
+    assert refusal(config.algorithm, config.distillation) is None
 
 
 def test_a_host_without_the_runs_devices_is_told_before_a_model_is_fetched(monkeypatch):

@@ -179,6 +179,18 @@ def test_the_adapter_that_training_began_with_is_needed_until_there_is_a_checkpo
     assert of_the_adapter(without_first_adapter(begun, resume=True)) == ["actor.lora.path"]
 
 
+def test_an_adapter_of_another_base_or_rank_is_one_message_before_anything_starts(begun, tmp_path):
+    file = model_in(tmp_path / "another", SIZES, "float32") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, file, {"format": "pt"})
+    for base, rank, said in (("base", 8, "r is 4, and actor.lora.rank is 8"), ("another", 4, "digest differs")):
+        given = [f"model.path={tmp_path / base}", f"actor.lora={{rank: {rank}, alpha: 8, path: {tmp_path}/adapter}}"]
+        found = violations(load_config(TINY, None, given), model_spec(SIZES), check_paths=True)
+        (message,) = [str(violation) for violation in found if violation.field.startswith("actor.lora")]
+        assert "cannot be started from" in message and said in message
+
+
 def manifest_with(**adapters) -> Manifest:
     return Manifest(3, {}, "float32", SIZES, (), {}, {}, adapters=adapters)
 

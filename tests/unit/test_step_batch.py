@@ -2,6 +2,7 @@
 
 import ast
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,9 +34,9 @@ from mrl.megatron.cut import ReplicaCut
 from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import StepFile, read_samples
 from mrl.record.shown_rows import read_shown_rows
-from mrl.reward.items import OK, RewardResult
+from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.train.reporting import record_shown_rows
-from mrl.train.rollouts import Rollouts
+from mrl.train.rollouts import Rollouts, compared
 from mrl.train.update import advantages, corrections, old_log_probs
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -134,6 +135,54 @@ def test_replicas_come_to_what_one_process_with_all_tokens_does(overrides):
     assert found.keys() == metrics.keys() | {"actor/entropy"}
     for name, value in metrics.items():
         assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-15), name
+
+
+def with_one_judged(rollouts: Rollouts) -> Rollouts:
+    """The environments of group 0 failed but for its second response, and one of group 1 did."""
+    results = [replace(each, reason=LEFT_OUT) if number in (0, 2, 3, 5) else each
+               for number, each in enumerate(rollouts.results)]  # fmt: skip
+    return replace(rollouts, results=results)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_reinforce_plus_plus_trains_on_the_only_judged_response_of_a_group(replicas):
+    """verl's formula in float64, token by token: rewards to come without a discount, whitened over all that count."""
+    config = load_config(TINY, None, [*SIZES, "algorithm.adv_estimator=reinforce_plus_plus", *KL]).config
+    actor, rollouts = Noisy(config, replicas), with_one_judged(rollouts_of(stored(samples())))
+    step = StepBatch(actor, rollouts.samples)
+    old_log_probs(config.actor, config.algorithm, step)
+    step.ref_log_probs()
+    counted = compared(step.rows.group_id, rollouts.results, config.algorithm.needs_group)
+    assert np.flatnonzero(~counted).tolist() == [0, 2, 3, 5]
+    corrected, _ = corrections(config.algorithm, step, counted)
+    advantages(config.algorithm, step, rollouts, corrected)
+    made = rollouts.samples.read()
+    own = made.rollout_log_probs.astype(np.float64)
+    to_reference = noise(made.rollout_log_probs, 1000) - noise(made.rollout_log_probs, 2000).astype(np.float64)
+    returns = np.zeros(len(own))
+    ends = np.cumsum(made.response_lengths)
+    for row, (end, length) in enumerate(zip(ends, made.response_lengths, strict=True)):
+        to_come = rollouts.rewards[row]
+        for token in range(end - 1, end - length - 1, -1):
+            to_come -= 0.1 * to_reference[token]
+            returns[token] = to_come
+    mask = np.repeat(counted, made.response_lengths)
+    mean = returns[mask].sum() / mask.sum()
+    variance = ((returns[mask] - mean) ** 2).sum() / (mask.sum() - 1)
+    expected = np.where(mask, (returns - mean) / np.sqrt(variance + 1e-8), 0.0)
+    held = [step.cut.needed_rows(replica) for replica in range(replicas)]
+    np.testing.assert_allclose(actor.of_tokens("advantages", held), expected, rtol=1e-5, atol=1e-6)
+    assert corrected["trained"][1] == made.response_lengths[1] > 0
+
+
+@pytest.mark.parametrize("estimator", [*ADVANTAGES, "ones-own"])
+def test_the_only_judged_response_of_a_group_counts_where_an_advantage_compares_none(estimator):
+    own = "algorithm.custom_advantage.path=own.py"
+    config = load_config(TINY, None, [f"algorithm.adv_estimator={estimator}", own]).config
+    results = with_one_judged(rollouts_of(stored(samples()))).results
+    counted = compared(np.arange(len(results)) // N, results, config.algorithm.needs_group)
+    assert counted[1] == (estimator in ("reinforce_plus_plus", "gae"))
+    assert counted[4:8].tolist() == [True, False, True, True] and counted[8:].all()
 
 
 def test_rows_computed_in_chunks_have_the_same_bits():

@@ -170,3 +170,19 @@ def test_a_script_that_is_one_step_off_is_one_step_off_here(path):
     assert (ours["trainer.schedule"], ours["cluster.placement"]) == ("one_step_off", "separate")
     assert ours.get("algorithm.anchor", "recompute") == "recompute"
     assert ours["algorithm.rollout_correction.level"] is not None
+
+
+@pytest.mark.parametrize(
+    ("entry", "words", "ways"),
+    [
+        ("verl.trainer.main_ppo", ["actor_rollout_ref.model.lora_rank=32", "algorithm.adv_estimator=grpo"],
+            {"adapters"}),
+        ("verl.trainer.main_ppo", ["+actor_rollout_ref.model.lora.rank=16", "algorithm.adv_estimator=gae"],
+            {"adapters", "critic"}),
+        ("verl.trainer.main_ppo", ["actor_rollout_ref.model.lora_rank=0"], {"critic"}),  # verl's advantage by default
+        ("recipe.dapo.main_dapo", ["algorithm.adv_estimator=grpo", "distillation.enabled=True"], {"teacher"}),
+        ("verl.trainer.main_generation", ["data.path=x"], set()),
+    ],
+)  # fmt: skip
+def test_what_a_script_trains_is_read_off_its_words(entry, words, ways):
+    assert verl_scripts.ways_of(entry, words) == ways
