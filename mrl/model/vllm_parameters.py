@@ -49,6 +49,10 @@ class TargetParameter:
     dtype: str
     pieces: tuple[TargetPiece, ...]
 
+    def __hash__(self) -> int:
+        """Hashes the name alone. Layers of many experts have thousands of pieces, and are looked up at every sync."""
+        return hash(self.name)
+
 
 def target_parameters(
     model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: Dialect, dtype: str, fp8_block: int = 0

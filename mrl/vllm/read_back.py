@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from mrl.model.vllm_parameters import TargetParameter, TargetPiece
-from mrl.reshard.digest import add, combine, lane_sums, lane_sums_of_each
-from mrl.reshard.execute import hf_view
+from mrl.reshard.copies import hf_view
+from mrl.reshard.digest import add, combine, digest_of_rows, lane_sums, lane_sums_of_each, row_sums
 
 _IDENTITY_ROWS = 512  # rows of the identity matrix at a time, so that it stays small
-_PART_BYTES = 1 << 21  # experts unpacked at a time: few calls, and the result stays in cache
+_PART_BYTES = 1 << 20  # experts unpacked at a time: few calls, and the result stays in cache
 _IN_CACHE = 1 << 16  # elements
+_EXPERT_DIMS = 3  # of a parameter: experts, rows, columns
 _WORDS = {2: torch.int16, 4: torch.int32}  # integers by bytes of an element
 
 Pack = Callable[[Tensor, str], Tensor]  # (load layout, instruction set) -> packed
@@ -157,13 +158,59 @@ def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
     `parts` are its parts along the first dimension, in order. Only experts come in several. The dtype of the kernel
     does not matter.
     """
-    digests = []
+    digests: list[int] = []
     first = 0
-    groups = _groups(target.pieces)
+    groups = _groups(target)
+    column = _common_column(target)
+    dtype = getattr(torch, target.dtype)
     for part in parts:
-        digests += _part_digests(part, first, groups, getattr(torch, target.dtype))
+        if column is None:
+            digests += _part_digests(part, first, groups, dtype)
+        else:
+            experts = part if part.dim() == _EXPERT_DIMS else part[None]
+            digests.append(_digest_by_rows(row_sums(experts, column, dtype), first, groups))
         first += len(part)
     return add(digests)
+
+
+@cache
+def _common_column(target: TargetParameter) -> int | None:
+    """Returns the column with which all rows begin in their Hugging Face tensors; None where rows are not alike.
+
+    Rows are alike where each is a whole row of one piece or padding, as in fused projections and in experts that are
+    not transposed.
+    """
+    columns = set()
+    for piece in target.pieces:
+        dims = len(piece.local_box.shape)
+        is_upright = len(piece.axes) == 2 and piece.axes == (dims - 2, dims - 1) and dims <= _EXPERT_DIMS
+        if not is_upright or piece.local_box.shape[-1] != target.local_shape[-1]:
+            return None
+        columns.add(piece.hf_box.origin[-1])
+    if len(columns) == 1:
+        return columns.pop()
+    return None
+
+
+def _digest_by_rows(sums: Tensor, first: int, groups: Sequence[Sequence[TargetPiece]]) -> int:
+    """Returns the digest of the pieces in a part of a parameter, whose first expert is `first`.
+
+    `sums`: the part's `row_sums`, [experts, rows, LANES]; a matrix counts as one expert.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=sums.device)
+    for pieces in groups:
+        sample = pieces[0]
+        own = sums
+        if len(pieces) > 1:
+            pieces = pieces[first : first + len(sums)]
+        elif _is_expert(sample):
+            expert = sample.local_box.origin[0] - first
+            if not 0 <= expert < len(sums):
+                continue
+            own = sums[expert : expert + 1]
+        own = own[:, sample.local_box.slices[-2]]
+        found += digest_of_rows(own, sample.hf_box.origin[0], tuple(piece.hf_name for piece in pieces))
+    return int(found)
 
 
 def _part_digests(
@@ -190,12 +237,12 @@ def _is_expert(piece: TargetPiece) -> bool:
 
 
 @cache
-def _groups(pieces: tuple[TargetPiece, ...]) -> tuple[tuple[TargetPiece, ...], ...]:
+def _groups(target: TargetParameter) -> tuple[tuple[TargetPiece, ...], ...]:
     """Groups pieces that are digested together: the same box of all experts, in order of their slots. Others are
     alone.
     """
     by_box: dict[tuple, list[TargetPiece]] = {}
-    for piece in pieces:
+    for piece in target.pieces:
         key = (piece.hf_box, piece.axes, piece.local_box.ranges[1:]) if _is_expert(piece) else (piece,)
         by_box.setdefault(key, []).append(piece)
     groups: list[tuple[TargetPiece, ...]] = []

@@ -319,12 +319,16 @@ def serve(part: Rank | Engine, answers: Any) -> None:
 @contextmanager
 def processor_clock() -> Iterator[None]:
     """Lets everything that times itself count processor seconds of this process."""
+    from mrl.record.metrics import PhaseTimer
+
     wall = time.perf_counter
     time.perf_counter = time.process_time
+    PhaseTimer.__init__.__defaults__ = (time.process_time,)
     try:
         yield
     finally:
         time.perf_counter = wall
+        PhaseTimer.__init__.__defaults__ = (wall,)
 
 
 class Process:
