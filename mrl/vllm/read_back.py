@@ -16,7 +16,7 @@ from mrl.reshard.copies import hf_view
 from mrl.reshard.digest import add, combine, digest_of_rows, lane_sums, lane_sums_of_each, row_sums
 
 _IDENTITY_ROWS = 512  # rows of the identity matrix at a time, so that it stays small
-_PART_BYTES = 1 << 20  # experts unpacked at a time: few calls, and the result stays in cache
+PART_BYTES = 1 << 20  # experts packed or unpacked at a time: few calls, and they stay in the cache
 _IN_CACHE = 1 << 16  # elements
 _EXPERT_DIMS = 3  # of a parameter: experts, rows, columns
 _WORDS = {2: torch.int16, 4: torch.int32}  # integers by bytes of an element
@@ -63,7 +63,7 @@ def unpacked(packed: Tensor, pack: Pack, isa: str) -> Iterator[Tensor]:
     """
     experts, rows, columns = packed.shape
     order = _order(rows, columns, packed.dtype, pack, isa)
-    at_once = min(experts, max(1, _PART_BYTES // (rows * columns * packed.dtype.itemsize)))
+    at_once = min(experts, max(1, PART_BYTES // (rows * columns * packed.dtype.itemsize)))
     memory = torch.empty(at_once, rows, columns, dtype=packed.dtype)
     for start in range(0, experts, at_once):
         part = packed[start : start + at_once]
