@@ -50,8 +50,8 @@ class TargetParameter:
     pieces: tuple[TargetPiece, ...]
 
     def __hash__(self) -> int:
-        """Hashes the name alone. Layers of many experts have thousands of pieces, and are looked up at every sync."""
-        return hash(self.name)
+        """Hashes name and first piece. Layers of experts have hundreds of pieces, and are looked up at every sync."""
+        return hash((self.name, self.pieces[:1]))
 
 
 def target_parameters(

@@ -154,7 +154,12 @@ def _over_rows(sums: torch.Tensor, row: int) -> torch.Tensor:
 
 
 def _named(sums: torch.Tensor, hf_names: tuple[str, ...]) -> torch.Tensor:
-    """Returns [n] int64: the digest of each tensor, modulo 2^64, from its `lane_sums`, [n, LANES]."""
+    """Returns [n] int64: the digest of each tensor, modulo 2^64, from its `lane_sums`, [n, LANES].
+
+    Raises ValueError for another number of names.
+    """
+    if len(sums) != len(hf_names):
+        raise ValueError(f"digests of {len(sums)} blocks need as many names, not {len(hf_names)}")
     return (sums * _name_table(hf_names, str(sums.device))).sum(1)
 
 

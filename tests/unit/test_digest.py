@@ -231,6 +231,8 @@ def test_one_product_over_the_rows_of_several_tensors_gives_the_digest_of_each(d
         names = tuple(f"{e}.{name}" for e in range(3))
         found = int(digest.digest_of_rows(sums[:, rows], first, names)) % MODULUS
         assert found == add(partial_digest(blocks[e, rows], names[e], (first, 5)) for e in range(3))
+    with pytest.raises(ValueError, match="3 blocks need as many names, not 1"):
+        digest.digest_of_rows(sums, 0, ("one",))
 
 
 @pytest.mark.parametrize(
