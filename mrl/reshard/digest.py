@@ -43,7 +43,7 @@ class Merge(Protocol):
 
 
 LANES = 8
-_CPU_TILE_BYTES = 1 << 20  # fits into a core's cache, and needs few products
+_CPU_TILE_BYTES = 1 << 21  # fits into the cache, and needs few products
 _CPU_ALONE_BYTES = 1 << 18  # on CPU, blocks that are a tile by themselves; smaller ones are copied into one
 _LINE = 64  # bytes of a cache line
 _DEVICE_TILE_BYTES = 1 << 28  # on devices, for rows that are used in place: few launches
@@ -134,7 +134,8 @@ def row_sums(
         parts = _columns(blocks, first, min(first + step, width))
         columns = tables.columns[start + first * size :][: parts[0].shape[1] * size]
         tiles = _tiles(parts, dtype, device.type, largest)
-        sums = torch.cat([_row_sums(tile, columns, tables.multiplies_int8) for tile in tiles])
+        found = [_row_sums(tile, columns, tables.multiplies_int8) for tile in tiles]
+        sums = torch.cat(found) if len(found) > 1 else found[0]
         total = sums if total is None else total.to(torch.int64) + sums
     return total.view(count, height, LANES)
 

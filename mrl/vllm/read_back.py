@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from mrl.model.vllm_parameters import TargetParameter, TargetPiece
 from mrl.reshard.copies import hf_view
-from mrl.reshard.digest import add, combine, digest_of_rows, lane_sums, lane_sums_of_each, row_sums
+from mrl.reshard.digest import MODULUS, add, combine, digest_of_rows, lane_sums, lane_sums_of_each, row_sums
 
 _IDENTITY_ROWS = 512  # rows of the identity matrix at a time, so that it stays small
-PART_BYTES = 1 << 20  # experts packed or unpacked at a time: few calls, and they stay in the cache
+PART_BYTES = 1 << 21  # experts packed or unpacked at a time: few calls, and they stay in the cache
 _IN_CACHE = 1 << 16  # elements
 _EXPERT_DIMS = 3  # of a parameter: experts, rows, columns
 _WORDS = {2: torch.int16, 4: torch.int32}  # integers by bytes of an element
@@ -158,17 +158,14 @@ def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
     `parts` are its parts along the first dimension, in order. Only experts come in several. The dtype of the kernel
     does not matter.
     """
+    column = _common_column(target)
+    if column is not None:
+        return _digest_by_rows(parts, column, target)
     digests: list[int] = []
     first = 0
     groups = _groups(target)
-    column = _common_column(target)
-    dtype = getattr(torch, target.dtype)
     for part in parts:
-        if column is None:
-            digests += _part_digests(part, first, groups, dtype)
-        else:
-            experts = part if part.dim() == _EXPERT_DIMS else part[None]
-            digests.append(_digest_by_rows(row_sums(experts, column, dtype), first, groups))
+        digests += _part_digests(part, first, groups, getattr(torch, target.dtype))
         first += len(part)
     return add(digests)
 
@@ -192,25 +189,20 @@ def _common_column(target: TargetParameter) -> int | None:
     return None
 
 
-def _digest_by_rows(sums: Tensor, first: int, groups: Sequence[Sequence[TargetPiece]]) -> int:
-    """Returns the digest of the pieces in a part of a parameter, whose first expert is `first`.
-
-    `sums`: the part's `row_sums`, [experts, rows, LANES]; a matrix counts as one expert.
-    """
-    found = torch.zeros((), dtype=torch.int64, device=sums.device)
-    for pieces in groups:
-        sample = pieces[0]
-        own = sums
-        if len(pieces) > 1:
-            pieces = pieces[first : first + len(sums)]
-        elif _is_expert(sample):
-            expert = sample.local_box.origin[0] - first
-            if not 0 <= expert < len(sums):
-                continue
-            own = sums[expert : expert + 1]
-        own = own[:, sample.local_box.slices[-2]]
-        found += digest_of_rows(own, sample.hf_box.origin[0], tuple(piece.hf_name for piece in pieces))
-    return int(found)
+def _digest_by_rows(parts: Iterable[Tensor], column: int, target: TargetParameter) -> int:
+    """Returns `parameter_digest` where all rows begin with `column`: one product a part, then little work at once."""
+    dtype = getattr(torch, target.dtype)
+    found = [row_sums(part if part.dim() == _EXPERT_DIMS else part[None], column, dtype) for part in parts]
+    sums = torch.cat(found)  # [experts, rows, LANES]; a matrix counts as one expert
+    total = torch.zeros((), dtype=torch.int64, device=sums.device)
+    for pieces in _groups(target):
+        box = pieces[0].local_box
+        own = sums[: len(pieces)]
+        if len(pieces) == 1 and _is_expert(pieces[0]):
+            own = sums[box.slices[0]]
+        names = tuple(piece.hf_name for piece in pieces)
+        total += digest_of_rows(own[:, box.slices[-2]], pieces[0].hf_box.origin[0], names)
+    return int(total) % MODULUS
 
 
 def _part_digests(

@@ -208,7 +208,7 @@ def test_off_cpu_blocks_with_gaps_are_copied_through_little_memory(monkeypatch):
 def test_on_cpu_only_narrow_rows_with_gaps_and_small_blocks_apart_are_copied():
     blocks = noise(6, 40, 30)
     assert [is_view for _, is_view in tiles(blocks, "cpu")] == [True], "end to end"
-    assert [is_view for _, is_view in tiles(noise(2, 400, 1500), "cpu")] == [True] * 4, "end to end, a tile at a time"
+    assert [is_view for _, is_view in tiles(noise(2, 400, 1500), "cpu")] == [True] * 3, "end to end, a tile at a time"
     assert [is_view for _, is_view in tiles(noise(6, 80, 30)[:, 40:], "cpu")] == [False], "small, with gaps between"
     assert [is_view for _, is_view in tiles(blocks[:, :, :20], "cpu")] == [False], "narrow, with gaps between rows"
     assert [is_view for _, is_view in tiles(noise(1, 400, 1500)[:, :, 100:], "cpu")] == [True] * 2, "wide"

@@ -517,7 +517,7 @@ def shuffled(weight: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def test_experts_are_unpacked_a_few_at_a_time():
-    weight = torch.randn(9, 512, 256)  # half a megabyte each
+    weight = torch.randn(9, 512, 512)  # a megabyte each
     parts = [part.clone() for part in unpacked(blocked(weight, "vec"), blocked, "vec")]
     assert [len(part) for part in parts] == [2, 2, 2, 2, 1]
     assert torch.equal(torch.cat(parts), weight)
