@@ -101,7 +101,7 @@ def copy_pairs(large: Iterable[Pair], *together: Sequence[Pair]) -> None:
             torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-class Place(NamedTuple):
+class Landing(NamedTuple):
     """A block of a parameter, told by its distance from the parameter's first element."""
 
     parameter: str
@@ -110,7 +110,7 @@ class Place(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, parameter: str, tensor: Tensor, block: Tensor) -> "Place":
+    def of(cls, parameter: str, tensor: Tensor, block: Tensor) -> "Landing":
         """`block` is a view of `tensor`."""
         return cls(parameter, block.shape, block.stride(), block.storage_offset() - tensor.storage_offset())
 
@@ -123,7 +123,7 @@ class Place(NamedTuple):
 class Landings:
     """Copies of one group of blocks into an engine's parameters, kept between syncs.
 
-    A module is in load layout for a moment, each time perhaps elsewhere. So where a block goes is kept as a `Place`,
+    A module is in load layout for a moment, each time perhaps elsewhere. So where a block goes is kept as a `Landing`,
     which keeps no memory alive. Sources are views of staging memory.
     """
 
@@ -131,16 +131,16 @@ class Landings:
         """`tensors` are the parameters by name."""
         self._blocks = [block for _, block in copies]
         self._forms = {name: _form(tensor) for name, tensor in tensors.items()}
-        self._large: list[tuple[Place, Tensor]] = []
-        self._alike: list[tuple[Place, Tensor]] = []
-        self._other: list[tuple[Place, Tensor]] = []
+        self._large: list[tuple[Landing, Tensor]] = []
+        self._alike: list[tuple[Landing, Tensor]] = []
+        self._other: list[tuple[Landing, Tensor]] = []
         of_parameter: dict[str, list[tuple[Copy, Tensor]]] = {}
         for copy, block in copies:
             of_parameter.setdefault(copy.parameter, []).append((copy, block))
         for name, own in of_parameter.items():
             made = BlockCopies([target_view(tensors[name], copy) for copy, _ in own], [block for _, block in own])
             for places, pairs in ((self._large, made.large), (self._alike, made.alike), (self._other, made.other)):
-                places += [(Place.of(name, tensors[name], target), source) for target, source in pairs]
+                places += [(Landing.of(name, tensors[name], target), source) for target, source in pairs]
 
     def fit(self, tensors: Mapping[str, Tensor], copies: Copies) -> bool:
         """Tells whether these are the same copies, into parameters of the same form."""

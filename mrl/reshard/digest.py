@@ -219,7 +219,7 @@ def _is_read_in_place(rows: torch.Tensor, size: int) -> bool:
 
 
 def _bring_into_cache(tile: torch.Tensor) -> None:
-    """Reads an element of each cache line in the order of memory, which is three times as fast as a product's order.
+    """Reads an element of each cache line in the order of memory, which is quicker than a product's order.
 
     Long rows need no help.
     """

@@ -174,8 +174,8 @@ def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
 def _common_column(target: TargetParameter) -> int | None:
     """Returns the column with which all rows begin in their Hugging Face tensors; None where rows are not alike.
 
-    Rows are alike where each is a whole row of one piece or padding, as in fused projections and in experts that are
-    not transposed.
+    Rows are alike where each is a whole row of one piece, or padding. Fused projections and experts that are not
+    transposed are so.
     """
     columns = set()
     for piece in target.pieces:
