@@ -15,6 +15,13 @@ class Box:
 
     ranges: tuple[tuple[int, int], ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.ranges)
+
     def __post_init__(self) -> None:
         for start, stop in self.ranges:  # a loop, as a plan makes hundreds of thousands of boxes
             if not 0 <= start < stop:

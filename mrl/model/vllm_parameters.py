@@ -49,6 +49,10 @@ class TargetParameter:
     dtype: str
     pieces: tuple[TargetPiece, ...]
 
+    def __hash__(self) -> int:
+        """Hashes name and first piece. Layers of experts have hundreds of pieces, and are looked up at every sync."""
+        return hash((self.name, self.pieces[:1]))
+
 
 def target_parameters(
     model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: Dialect, dtype: str, fp8_block: int = 0

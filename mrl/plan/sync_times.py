@@ -129,7 +129,7 @@ def launch_seconds(plan: ReshardPlan, starts: Starts) -> float:
     """Returns the seconds that the busiest process spends on starting copies and on waiting for the device, once a
     message.
 
-    This is an upper bound: each copy counts by itself, while runs of copies are launched as one (mrl.reshard.execute).
+    This is an upper bound: each copy counts by itself, while runs of copies are launched as one (mrl.reshard.copies).
     """
     return most_copies(plan) * starts.copy + most_messages(plan) * starts.wait
 

@@ -44,12 +44,15 @@ class Merge(Protocol):
 
 LANES = 8
 _CPU_TILE_BYTES = 1 << 21  # fits into the cache, and needs few products
+_CPU_ALONE_BYTES = 1 << 18  # on CPU, blocks that are a tile by themselves; smaller ones are copied into one
+_LINE = 64  # bytes of a cache line
 _DEVICE_TILE_BYTES = 1 << 28  # on devices, for rows that are used in place: few launches
 _DEVICE_COPY_BYTES = 1 << 23  # on devices, for rows that must be copied: little memory, and at least 64 rows
 # Without an int8 product each byte becomes an int64 for a while, once for each lane: 64 MiB of them.
 _EXPANDED_TILE_BYTES = 1 << 23
 _MIN_ROWS = 256  # of a tile on CPU, otherwise a product spends its time on the columns
-_NARROW = 4096  # bytes of a row: a product over many short rows is slower than a copy, unless they are in the cache
+# Bytes of a row. A product reads many rows at once, so short ones must be in the cache before.
+_NARROW = 4096
 MAX_COLUMNS = 1 << 17  # bytes of a row that are summed together: 128 * 64 * 2^17 < 2^31, so no sum overflows int32
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -78,8 +81,8 @@ def partial_digests(
     Quicker than single calls.
     """
     turned = [_as_matrix(block, origin) for block in blocks]
-    sums = lane_sums_of_each([block for block, _ in turned], turned[0][1], dtype).tolist()
-    return [combine(lanes, name) for lanes, name in zip(sums, hf_names, strict=True)]
+    sums = lane_sums_of_each([block for block, _ in turned], turned[0][1], dtype)
+    return [digest % MODULUS for digest in _named(sums, tuple(hf_names)).tolist()]
 
 
 def lane_sums(block: torch.Tensor, origin: tuple[int, ...]) -> torch.Tensor:
@@ -108,24 +111,57 @@ def lane_sums_of_each(
 
     `blocks`: [n, rows, columns], or n of [rows, columns]. `dtype`: the engine's, where the blocks have another.
     """
+    return _over_rows(row_sums(blocks, origin[1], dtype), origin[0])
+
+
+def row_sums(
+    blocks: torch.Tensor | Sequence[torch.Tensor], column: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Returns [n, rows, LANES]: the exact sums over each row, before rows and names have their weights.
+
+    One product serves all tensors that lie among the rows, as gate and up do: `digest_of_rows` takes them apart.
+    `blocks` and `dtype` as for `lane_sums_of_each`. `column`: of each first element, in the whole tensor.
+    """
     count, (height, width), device = len(blocks), blocks[0].shape, blocks[0].device
     dtype = dtype or blocks[0].dtype
     size = dtype.itemsize
-    first = origin[0]
-    start = origin[1] * size
-    tables = _tables(str(device), _table_size(first + height), _table_size(start + width * size))
+    start = column * size
+    tables = _tables(str(device), _table_size(0), _table_size(start + width * size))
     largest = _DEVICE_TILE_BYTES if tables.multiplies_int8 else _EXPANDED_TILE_BYTES
-    rows = tables.rows[first : first + height, None]
     step = MAX_COLUMNS // size
-    total = torch.zeros(count, LANES, dtype=torch.int64, device=device)
-    for column in range(0, width, step):
-        parts = _columns(blocks, column, min(column + step, width))
-        columns = tables.columns[start + column * size :][: parts[0].shape[1] * size]
-        sums = torch.cat(
-            [_row_sums(tile, columns, tables.multiplies_int8) for tile in _tiles(parts, dtype, device.type, largest)]
-        )
-        total += (sums.view(count, height, LANES) * rows).sum(1)
-    return total
+    total: torch.Tensor | None = None
+    for first in range(0, width, step):
+        parts = _columns(blocks, first, min(first + step, width))
+        columns = tables.columns[start + first * size :][: parts[0].shape[1] * size]
+        tiles = _tiles(parts, dtype, device.type, largest)
+        found = [_row_sums(tile, columns, tables.multiplies_int8) for tile in tiles]
+        sums = torch.cat(found) if len(found) > 1 else found[0]
+        total = sums if total is None else total.to(torch.int64) + sums
+    return total.view(count, height, LANES)
+
+
+def digest_of_rows(sums: torch.Tensor, row: int, hf_names: tuple[str, ...]) -> torch.Tensor:
+    """Returns the digests of n blocks together, an int64 scalar on their device; modulo 2^64 it is their sum.
+
+    `sums`: their `row_sums`, [n, rows, LANES]. Their first row is `row` of the tensors `hf_names`.
+    """
+    return _named(_over_rows(sums, row), hf_names).sum()
+
+
+def _over_rows(sums: torch.Tensor, row: int) -> torch.Tensor:
+    """Returns [n, LANES] int64: `sums`, [n, rows, LANES], each row by its weight."""
+    rows = _tables(str(sums.device), _table_size(row + sums.shape[1]), _table_size(0)).rows
+    return (sums * rows[row : row + sums.shape[1], None]).sum(1)
+
+
+def _named(sums: torch.Tensor, hf_names: tuple[str, ...]) -> torch.Tensor:
+    """Returns [n] int64: the digest of each tensor, modulo 2^64, from its `lane_sums`, [n, LANES].
+
+    Raises ValueError for another number of names.
+    """
+    if len(sums) != len(hf_names):
+        raise ValueError(f"digests of {len(sums)} blocks need as many names, not {len(hf_names)}")
+    return (sums * _name_table(hf_names, str(sums.device))).sum(1)
 
 
 def _columns(blocks: torch.Tensor | Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor | list[torch.Tensor]:
@@ -142,25 +178,53 @@ def _tiles(
     `kind` is the device type. `largest` limits the bytes of a tile that is used in place. On CPU a tile fits into the
     cache. Elsewhere rows are copied only where there are gaps.
     """
+    size = blocks[0].shape[1] * dtype.itemsize
+    is_cpu = kind == "cpu"
+    rows = _end_to_end(blocks, dtype)
+    if rows is not None and (not is_cpu or _is_read_in_place(rows, size)):
+        for tile in rows.split(_cached_rows(size) if is_cpu else _whole_rows(largest, size)):
+            if is_cpu:
+                _bring_into_cache(tile)
+            yield tile.view(torch.int8)
+    elif is_cpu and rows is None and blocks[0].numel() * dtype.itemsize >= _CPU_ALONE_BYTES and len(blocks) > 1:
+        for block in blocks:
+            yield from _tiles([block], dtype, kind, largest)
+    else:
+        yield from _copied_tiles(blocks, dtype, _cached_rows(size) if is_cpu else _whole_rows(_DEVICE_COPY_BYTES, size))
+
+
+def _copied_tiles(
+    blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, step: int
+) -> Iterator[torch.Tensor]:
+    """Yields tiles of at most `step` rows, or of several whole blocks, each in the memory of the one before."""
     count, (height, width), device = len(blocks), blocks[0].shape, blocks[0].device
-    size = width * dtype.itemsize
-    if kind != "cpu" and (rows := _end_to_end(blocks, dtype)) is not None:
-        yield from (tile.view(torch.int8) for tile in rows.split(_whole_rows(largest, size)))
-        return
-    step = max(_MIN_ROWS, _CPU_TILE_BYTES // size) if kind == "cpu" else _whole_rows(_DEVICE_COPY_BYTES, size)
     several = max(1, step // height)
-    buffer: torch.Tensor | None = None
+    buffer = torch.empty(min(step, count * height) * width, dtype=dtype, device=device)
     for first in range(0, count, several):
         for row in range(0, height, step):
             parts = [block[row : row + step] for block in blocks[first : first + several]]
-            if _can_be_used(parts, dtype, kind):
-                yield parts[0].view(torch.int8)
-                continue
-            if buffer is None:
-                buffer = torch.empty(min(step, count * height) * width, dtype=dtype, device=device)
             tile = buffer[: len(parts) * parts[0].numel()].view(len(parts), *parts[0].shape)
             torch._foreach_copy_(list(tile.unbind()), parts)
             yield tile.view(-1, width).view(torch.int8)
+
+
+def _cached_rows(size: int) -> int:
+    """Returns how many rows of `size` bytes form a tile on CPU."""
+    return max(_MIN_ROWS, _CPU_TILE_BYTES // size)
+
+
+def _is_read_in_place(rows: torch.Tensor, size: int) -> bool:
+    """Tells whether a product on CPU is quicker over these rows of `size` bytes than over a copy."""
+    return rows.is_contiguous() or size > _NARROW
+
+
+def _bring_into_cache(tile: torch.Tensor) -> None:
+    """Reads an element of each cache line in the order of memory, which is quicker than a product's order.
+
+    Long rows need no help.
+    """
+    if tile.is_contiguous():
+        tile.view(-1).view(torch.int8)[::_LINE].any()
 
 
 def _whole_rows(nbytes: int, size: int) -> int:
@@ -180,13 +244,6 @@ def _end_to_end(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtyp
         return blocks.view(-1, blocks.shape[2])
     except RuntimeError:  # there are gaps between blocks
         return None
-
-
-def _can_be_used(parts: Sequence[torch.Tensor], dtype: torch.dtype, kind: str) -> bool:
-    """Tells whether these rows can serve as a tile in place. Otherwise they are copied to the tile's own memory."""
-    part = parts[0]
-    is_narrow = kind == "cpu" and part.shape[1] * dtype.itemsize <= _NARROW
-    return len(parts) == 1 and part.dtype == dtype and part.stride(1) == 1 and not is_narrow
 
 
 def combine(sums: list[int], hf_name: str) -> int:
@@ -248,6 +305,13 @@ def _name_weights(hf_name: str) -> tuple[int, ...]:
     """Returns one odd number of 64 bits for each lane."""
     data = hashlib.blake2b(hf_name.encode(), digest_size=8 * LANES).digest()
     return tuple(int.from_bytes(data[8 * lane : 8 * lane + 8], "little") | 1 for lane in range(LANES))
+
+
+@cache
+def _name_table(hf_names: tuple[str, ...], device: str) -> torch.Tensor:
+    """Returns `_name_weights` of several tensors, [n, LANES] int64 on the device."""
+    weights = np.array([_name_weights(name) for name in hf_names], dtype=np.uint64)
+    return torch.from_numpy(weights.view(np.int64)).to(device)
 
 
 class ShardDigests:

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mrl.model.boxes import Box
 from mrl.model.quantised_shards import sent_shards
 from mrl.record.metrics import PhaseTimer
+from mrl.reshard.copies import BlockCopies, Copies, Landings, MergedCopies
 from mrl.reshard.digest import Merge, ShardDigests, Shards
 from mrl.reshard.messages import Copy, Message, by_round, module_of
 from mrl.reshard.plan import ReshardPlan
@@ -23,9 +23,6 @@ from mrl.reshard.sync_report import ReceiveReport, SendReport
 from mrl.reshard.transport import ReceivingEnd, SendingEnd
 from mrl.units import MIB
 
-# From this many elements on, a copy by itself is one launch, while a list would need several: one launch for a list
-# handles a limited number of chunks (ATen/native/cuda/MultiTensorApply.cuh).
-_LARGE = 320 * 65536
 LITTLE_BYTES = MIB  # bytes of modules that are written together; only the last of them may be larger by itself
 
 
@@ -175,9 +172,11 @@ class Receiver:
         self._rounds = by_round(plan.receives(worker))
         self._copies = Counter(module_of(c.parameter) for messages in self._rounds for m in messages for c in m.copies)
         self._wire = WireViews(dtype)
+        self._landings: dict[tuple[int, int], Landings] = {}  # by round, and number of the group in it
 
     def close(self) -> None:
         """Releases memory and connections."""
+        self._landings.clear()
         self._wire.clear()
         self.end.close()
 
@@ -209,9 +208,11 @@ class Receiver:
                 buffers = self.end.take(messages)
             pairs = zip(messages, buffers, strict=True)
             blocks = [self._wire.of(message, buffer, self.end.lasting(message)) for message, buffer in pairs]
-            for modules in _together(by_module(messages, blocks, list(missing))):
+            is_lasting = all(self.end.lasting(message) for message in messages)
+            for number, modules in enumerate(_together(by_module(messages, blocks, list(missing)))):
                 with timer("unpack"):
-                    _write(writer, [copy for copies in modules.values() for copy in copies])
+                    copies = [copy for copies in modules.values() for copy in copies]
+                    self._write(writer, copies, (messages[0].round, number), is_lasting)
                 for module, copies in modules.items():
                     missing[module] = missing.get(module, self._copies[module]) - len(copies)
                     if not missing[module]:
@@ -220,8 +221,15 @@ class Receiver:
                             writer.complete(module)
             self.end.release(messages)
 
-
-Copies = list[tuple[Copy, Tensor]]  # with the blocks to copy
+    def _write(self, writer: Writer, copies: Copies, key: tuple[int, int], is_lasting: bool) -> None:
+        """Copies the blocks into the engine's parameters. `key` names this group of copies among a sync's."""
+        tensors = {name: writer.tensor(name) for name in dict.fromkeys(copy.parameter for copy, _ in copies)}
+        landings = self._landings.get(key)
+        if landings is None or not landings.fit(tensors, copies):
+            landings = Landings(tensors, copies)
+            if is_lasting:
+                self._landings[key] = landings
+        landings.run(tensors)
 
 
 def _together(of_modules: Iterable[tuple[str, Copies]]) -> Iterator[dict[str, Copies]]:
@@ -237,12 +245,6 @@ def _together(of_modules: Iterable[tuple[str, Copies]]) -> Iterator[dict[str, Co
             nbytes = 0
     if modules:
         yield modules
-
-
-def _write(writer: Writer, copies: Copies) -> None:
-    names = dict.fromkeys(copy.parameter for copy, _ in copies)
-    tensors = {name: writer.tensor(name) for name in names}
-    copy_all([target_view(tensors[copy.parameter], copy) for copy, _ in copies], [block for _, block in copies])
 
 
 def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -277,28 +279,6 @@ def source_view(shard: Tensor, copy: Copy) -> Tensor:
             f"{copy.source_name} is {tuple(shard.shape)}: it does not hold {copy.source_box.ranges} of {copy.hf_name}"
         )
     return view
-
-
-def target_view(parameter: Tensor, copy: Copy) -> Tensor:
-    """Returns the copy's block of an engine's parameter, in Hugging Face orientation.
-
-    Raises RuntimeError when the parameter does not contain that block.
-    """
-    view = hf_view(parameter, copy.target_box, copy.axes)
-    if view.shape != copy.hf_box.shape:
-        raise RuntimeError(
-            f"{copy.parameter} is {tuple(parameter.shape)}: it has no {copy.target_box.ranges} for {copy.hf_name}"
-        )
-    return view
-
-
-def hf_view(parameter: Tensor, box: Box, axes: Sequence[int]) -> Tensor:
-    """Returns the `box` of an engine's parameter, turned to Hugging Face orientation.
-
-    Hugging Face dimension d is the parameter's dimension `axes[d]`; the other dimensions have extent 1.
-    """
-    block = parameter[box.slices]
-    return block.as_strided([block.shape[axis] for axis in axes], [block.stride(axis) for axis in axes])
 
 
 class ShardViews:
@@ -371,94 +351,6 @@ class WireViews:
             views = wire_views(message, buffer, self._dtype)
             self._views[key] = address, views
         return views
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target. Converts the dtype where they differ."""
-    BlockCopies(targets, sources).run()
-
-
-Pair = tuple[Tensor, Tensor]  # target and source
-
-
-class BlockCopies:
-    """Copies blocks with few launches. On a device each copy is a launch, and most blocks are small.
-
-    Blocks that are adjacent on both sides become one copy. Of the others, those that are contiguous with equal dtype
-    are copied together by torch's kernel for lists.
-    """
-
-    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]):
-        self.targets = targets
-        self.sources = sources
-        self._large: list[Pair] = []
-        self._alike: list[Pair] = []
-        self._other: list[Pair] = []
-        run: list[Pair] = []
-        end: tuple = ()
-        for pair in zip(targets, sources, strict=True):
-            if not _alike(*pair):
-                self._other.append(pair)
-                continue
-            target, source = pair
-            begin = target.dtype, target.storage_offset(), source.storage_offset()
-            if begin != end or not _in_same_memory(run[-1], pair):
-                self._add(run)
-                run = []
-            run.append(pair)
-            elements = target.numel()
-            end = target.dtype, begin[1] + elements, begin[2] + elements
-        self._add(run)
-
-    def _add(self, run: list[Pair]) -> None:
-        if not run:
-            return
-        target, source = run[0]
-        elements = sum(target.numel() for target, _ in run)
-        if len(run) > 1:
-            target = target.as_strided((elements,), (1,))
-            source = source.as_strided((elements,), (1,))
-        (self._large if elements >= _LARGE else self._alike).append((target, source))
-
-    def run(self) -> None:
-        """Copies. May be repeated with new values in the sources."""
-        for target, source in self._large:
-            target.copy_(source)
-        for pairs in (self._alike, self._other):
-            if pairs:
-                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-class MergedCopies:
-    """Copies blocks and merges adapters into those that have them. Needs extra memory for one block."""
-
-    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], copies: Sequence[Copy], merge: Merge):
-        self.targets = targets
-        self.sources = sources
-        self._merge = merge
-        entries = list(zip(copies, targets, sources, strict=True))
-        self._merged = [entry for entry in entries if merge.adapts(entry[0].hf_name)]
-        plain = [entry for entry in entries if not merge.adapts(entry[0].hf_name)]
-        self._plain = BlockCopies([target for _, target, _ in plain], [source for _, _, source in plain])
-
-    def run(self) -> None:
-        """Copies. May be repeated, as BlockCopies.run."""
-        self._plain.run()
-        for copy, target, source in self._merged:
-            target.copy_(self._merge.merged(copy.hf_name, copy.hf_box, source, target.dtype))
-
-
-def _alike(target: Tensor, source: Tensor) -> bool:
-    return target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous()
-
-
-def _in_same_memory(pair: Pair, other: Pair) -> bool:
-    """Compares target with target, and source with source."""
-    return _memories(pair) == _memories(other)
-
-
-def _memories(pair: Pair) -> list[int]:
-    return [block.untyped_storage()._cdata for block in pair]
 
 
 def by_module(

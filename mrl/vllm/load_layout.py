@@ -6,11 +6,14 @@ states in one update:
 
     kernel layout --enter--> empty --materialise--> load layout --(written, digests taken)--process--> kernel layout
 
+Experts that CPU packs take the last two steps part by part: each part is packed right after its digest was taken.
+
 `Adapter` hides the differences between generations of vLLM. vLLM itself is not imported here.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, Protocol
 
@@ -50,9 +53,18 @@ class Adapter(Protocol):
     def materialise(self, layer: nn.Module) -> None:
         """Gives one module's empty parameters memory."""
 
-    def process(self, layer: nn.Module) -> None:
+    def packing_parts(self, layer: nn.Module, leaf: str) -> Iterator[Tensor] | None:
+        """Yields a written parameter in parts along its first dimension, each in load layout.
+
+        A part is packed into the kernel's memory when the next one is taken, while it is in the cache. Returns None
+        where only `process` can convert the parameter.
+        """
+
+    def process(self, layer: nn.Module, packed: Collection[str] = ()) -> None:
         """Converts one written module to the layout of its kernel, in the kernel's own memory. Buffers stay as they
         were.
+
+        `packed` are leaves of which all `packing_parts` were taken.
         """
 
     def prepare_experts(self, layer: nn.Module) -> None:
@@ -153,24 +165,46 @@ class LayerwiseWriter:
         """
         if module not in self._open:
             raise RuntimeError(f"module {module} cannot be completed: it is not open for writing")
-        began = time.perf_counter()
-        self._take_digests(module)
-        digested = time.perf_counter()
+        packed = []
+        for target in self._modules[module]:
+            if target.pieces and self._take_digest(target):
+                packed.append(leaf_of(target))
         if not self._written_in_place(module):
-            self._adapter.process(self._layers[module])
-        self.seconds["digest"] += digested - began
-        self.seconds["process"] += time.perf_counter() - digested
+            with self._timed("process"):
+                self._adapter.process(self._layers[module], packed)
         self._open.remove(module)
         self._complete.add(module)
 
-    def _take_digests(self, module: str) -> None:
-        for target in self._modules[module]:
-            if not target.pieces:
-                continue
-            tensor = self._tensor(target)
+    def _take_digest(self, target: TargetParameter) -> bool:
+        """Digests a written parameter. Returns True where it was packed for its kernel meanwhile."""
+        parts = None
+        if not self._written_in_place(target.module):
+            parts = self._adapter.packing_parts(self._layers[target.module], leaf_of(target))
+        tensor = self._tensor(target)
+        with self._timed("digest"):
+            digest = parameter_digest([tensor] if parts is None else self._packed_meanwhile(parts), target)
+            self.received[target.name] = digest
             rounded = what_reading_shows(tensor) if target.name in self._by_identity else tensor
-            self.received[target.name] = digest = parameter_digest([tensor], target)
             self.shown[target.name] = digest if rounded is tensor else parameter_digest([rounded], target)
+        return parts is not None
+
+    def _packed_meanwhile(self, parts: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Passes the parts on. Taking one packs the one before, which counts as processing."""
+        while True:
+            began = time.perf_counter()
+            part = next(parts, None)
+            seconds = time.perf_counter() - began
+            self.seconds["process"] += seconds
+            self.seconds["digest"] -= seconds  # of the time around it
+            if part is None:
+                return
+            yield part
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - began
 
     def finish(self) -> None:
         """Leaves the reload. Raises RuntimeError naming the modules that the update did not complete."""

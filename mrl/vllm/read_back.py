@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from mrl.model.vllm_parameters import TargetParameter, TargetPiece
-from mrl.reshard.digest import add, combine, lane_sums, lane_sums_of_each
-from mrl.reshard.execute import hf_view
+from mrl.reshard.copies import hf_view
+from mrl.reshard.digest import MODULUS, add, combine, digest_of_rows, lane_sums, lane_sums_of_each, row_sums
 
 _IDENTITY_ROWS = 512  # rows of the identity matrix at a time, so that it stays small
-_PART_BYTES = 1 << 21  # experts unpacked at a time: few calls, and the result stays in cache
+PART_BYTES = 1 << 21  # experts packed or unpacked at a time: few calls, and they stay in the cache
 _IN_CACHE = 1 << 16  # elements
+_EXPERT_DIMS = 3  # of a parameter: experts, rows, columns
 _WORDS = {2: torch.int16, 4: torch.int32}  # integers by bytes of an element
 
 Pack = Callable[[Tensor, str], Tensor]  # (load layout, instruction set) -> packed
@@ -62,7 +63,7 @@ def unpacked(packed: Tensor, pack: Pack, isa: str) -> Iterator[Tensor]:
     """
     experts, rows, columns = packed.shape
     order = _order(rows, columns, packed.dtype, pack, isa)
-    at_once = min(experts, max(1, _PART_BYTES // (rows * columns * packed.dtype.itemsize)))
+    at_once = min(experts, max(1, PART_BYTES // (rows * columns * packed.dtype.itemsize)))
     memory = torch.empty(at_once, rows, columns, dtype=packed.dtype)
     for start in range(0, experts, at_once):
         part = packed[start : start + at_once]
@@ -157,13 +158,51 @@ def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
     `parts` are its parts along the first dimension, in order. Only experts come in several. The dtype of the kernel
     does not matter.
     """
-    digests = []
+    column = _common_column(target)
+    if column is not None:
+        return _digest_by_rows(parts, column, target)
+    digests: list[int] = []
     first = 0
-    groups = _groups(target.pieces)
+    groups = _groups(target)
     for part in parts:
         digests += _part_digests(part, first, groups, getattr(torch, target.dtype))
         first += len(part)
     return add(digests)
+
+
+@cache
+def _common_column(target: TargetParameter) -> int | None:
+    """Returns the column with which all rows begin in their Hugging Face tensors; None where rows are not alike.
+
+    Rows are alike where each is a whole row of one piece, or padding. Fused projections and experts that are not
+    transposed are so.
+    """
+    columns = set()
+    for piece in target.pieces:
+        dims = len(piece.local_box.shape)
+        is_upright = len(piece.axes) == 2 and piece.axes == (dims - 2, dims - 1) and dims <= _EXPERT_DIMS
+        if not is_upright or piece.local_box.shape[-1] != target.local_shape[-1]:
+            return None
+        columns.add(piece.hf_box.origin[-1])
+    if len(columns) == 1:
+        return columns.pop()
+    return None
+
+
+def _digest_by_rows(parts: Iterable[Tensor], column: int, target: TargetParameter) -> int:
+    """Returns `parameter_digest` where all rows begin with `column`: one product a part, then little work at once."""
+    dtype = getattr(torch, target.dtype)
+    found = [row_sums(part if part.dim() == _EXPERT_DIMS else part[None], column, dtype) for part in parts]
+    sums = torch.cat(found)  # [experts, rows, LANES]; a matrix counts as one expert
+    total = torch.zeros((), dtype=torch.int64, device=sums.device)
+    for pieces in _groups(target):
+        box = pieces[0].local_box
+        own = sums[: len(pieces)]
+        if len(pieces) == 1 and _is_expert(pieces[0]):
+            own = sums[box.slices[0]]
+        names = tuple(piece.hf_name for piece in pieces)
+        total += digest_of_rows(own[:, box.slices[-2]], pieces[0].hf_box.origin[0], names)
+    return int(total) % MODULUS
 
 
 def _part_digests(
@@ -190,12 +229,12 @@ def _is_expert(piece: TargetPiece) -> bool:
 
 
 @cache
-def _groups(pieces: tuple[TargetPiece, ...]) -> tuple[tuple[TargetPiece, ...], ...]:
+def _groups(target: TargetParameter) -> tuple[tuple[TargetPiece, ...], ...]:
     """Groups pieces that are digested together: the same box of all experts, in order of their slots. Others are
     alone.
     """
     by_box: dict[tuple, list[TargetPiece]] = {}
-    for piece in pieces:
+    for piece in target.pieces:
         key = (piece.hf_box, piece.axes, piece.local_box.ranges[1:]) if _is_expert(piece) else (piece,)
         by_box.setdefault(key, []).append(piece)
     groups: list[tuple[TargetPiece, ...]] = []

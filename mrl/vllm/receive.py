@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from mrl.errors import EnvironmentFault
 from mrl.model.vllm_parameters import target_parameters
-from mrl.platforms.process_memory import note_baseline
+from mrl.platforms.process_memory import give_back_heap, note_baseline
 from mrl.platforms.versions import VLLM_GENERATIONS, VLLM_PACKAGES, VllmGeneration, vllm_generation
 from mrl.reshard.connect import connect_receiver
 from mrl.reshard.execute import Receiver
@@ -190,6 +190,7 @@ class FastPath:
             self._by_identity = frozenset(
                 t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t)
             )
+        give_back_heap()  # the checks above take a module's memory for a moment
 
     def meet(self) -> None:
         """Connects with the ranks, which wait for this worker now. Raises TransferError."""

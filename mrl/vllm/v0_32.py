@@ -9,14 +9,16 @@ Private in vLLM, and why it is touched (beside what v0_common.py lists):
 * `worker._weight_update_active`: refuses the next update after one that failed.
 """
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from mrl.vllm.load_layout import ModuleBuffers, check_same_shapes
+from mrl.vllm.read_back import PART_BYTES
 from mrl.vllm.receive import InitInfo, UpdateInfo, open_path
 from mrl.vllm.route_capture import RouteCapture
 from mrl.vllm.v0_common import CommonAdapter, CommonTransferEngine, CommonWorkerExtension, degrees_of
@@ -46,15 +48,21 @@ class Adapter(CommonAdapter):
         if self.expert_isa(layer):
             self._buffers.lend(layer, _EXPERTS)
 
-    def process(self, layer: nn.Module) -> None:
+    def packing_parts(self, layer: nn.Module, leaf: str) -> Iterator[Tensor] | None:
         isa = self.expert_isa(layer)
-        if not isa:
-            super().process(layer)
-            return
+        if not isa or leaf not in _EXPERTS:
+            return None
         kernels = get_layerwise_info(layer).kernel_tensors[0]
         check_same_shapes({leaf: getattr(layer, leaf) for leaf in _EXPERTS}, kernels)
+        return _packed_one_by_one(getattr(layer, leaf).data, kernels[leaf].data, isa)
+
+    def process(self, layer: nn.Module, packed: Collection[str] = ()) -> None:
+        if not self.expert_isa(layer):
+            super().process(layer)
+            return
         for leaf in _EXPERTS:
-            torch.ops._C.prepack_moe_weight(getattr(layer, leaf).data, kernels[leaf].data, isa)
+            if leaf not in packed:
+                deque(self.packing_parts(layer, leaf), maxlen=0)
         self.leave_out(layer)
 
     def leave_out(self, layer: nn.Module) -> None:
@@ -88,6 +96,14 @@ class Adapter(CommonAdapter):
         from vllm.device_allocator import get_mem_allocator_instance
 
         return sum(data.handle[1] for data in get_mem_allocator_instance().pointer_to_data.values() if data.is_asleep)
+
+
+def _packed_one_by_one(loaded: Tensor, kernel: Tensor, isa: str) -> Iterator[Tensor]:
+    """Yields some experts at a time, and then packs them into the kernel's memory by vLLM's own operator."""
+    at_once = max(1, PART_BYTES // loaded[0].nbytes)
+    for part, target in zip(loaded.split(at_once), kernel.split(at_once), strict=True):
+        yield part
+        torch.ops._C.prepack_moe_weight(part, target, isa)
 
 
 def _backend(method: Any) -> Any:

@@ -93,7 +93,10 @@ class CommonAdapter:
     def materialise(self, layer: nn.Module) -> None:
         materialize_layer(layer, get_layerwise_info(layer))
 
-    def process(self, layer: nn.Module) -> None:
+    def packing_parts(self, layer: nn.Module, leaf: str) -> Iterator[Tensor] | None:
+        """Returns None: vLLM's own processing converts whole modules."""
+
+    def process(self, layer: nn.Module, packed: Collection[str] = ()) -> None:
         info = get_layerwise_info(layer)
         method = getattr(layer, "quant_method", None)
         self.open_loaders(layer)

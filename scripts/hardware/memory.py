@@ -35,7 +35,7 @@ def pack(machine: Machine) -> Figures:
     """Slices of experts into one message and out of it, as a weight sync packs them."""
     import torch
 
-    from mrl.reshard.execute import copy_all
+    from mrl.reshard.copies import copy_all
 
     experts, rows, columns = machine.size(128, 16), 768, machine.size(2048, 256)
     weights = [torch.randn(rows, columns, device=machine.torch_device).to(torch.bfloat16) for _ in range(experts)]
@@ -58,7 +58,7 @@ def launches(machine: Machine) -> Figures:
     """What the host takes for as many small copies with strides as a sync of 30B has on a worker, and for one wait."""
     import torch
 
-    from mrl.reshard.execute import copy_all
+    from mrl.reshard.copies import copy_all
 
     count = machine.size(18432, 512)
     held = torch.zeros(count, 16, 32, device=machine.torch_device, dtype=torch.bfloat16)

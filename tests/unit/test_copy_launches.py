@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mrl.model import planning_model_spec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.vllm_parameters import target_parameters
-from mrl.reshard.execute import Receiver, copy_all
+from mrl.reshard.copies import copy_all
+from mrl.reshard.execute import Receiver
 from mrl.reshard.messages import Message
 from mrl.reshard.plan import plan_reshard
 from mrl.units import MIB

@@ -205,9 +205,34 @@ def test_off_cpu_blocks_with_gaps_are_copied_through_little_memory(monkeypatch):
     assert torch.equal(torch.cat([tile for tile, _ in found]), half.reshape(240, 30).view(torch.int8))
 
 
-def test_on_cpu_narrow_rows_are_copied_into_the_cache_as_ever():
-    assert [is_view for _, is_view in tiles(noise(6, 40, 30), "cpu")] == [False]
-    assert [is_view for _, is_view in tiles(noise(2, 400, 1500), "cpu")] == [True, True, True, True]
+def test_on_cpu_only_narrow_rows_with_gaps_and_small_blocks_apart_are_copied():
+    blocks = noise(6, 40, 30)
+    assert [is_view for _, is_view in tiles(blocks, "cpu")] == [True], "end to end"
+    assert [is_view for _, is_view in tiles(noise(2, 400, 1500), "cpu")] == [True] * 3, "end to end, a tile at a time"
+    assert [is_view for _, is_view in tiles(noise(6, 80, 30)[:, 40:], "cpu")] == [False], "small, with gaps between"
+    assert [is_view for _, is_view in tiles(blocks[:, :, :20], "cpu")] == [False], "narrow, with gaps between rows"
+    assert [is_view for _, is_view in tiles(noise(1, 400, 1500)[:, :, 100:], "cpu")] == [True] * 2, "wide"
+
+
+def test_on_cpu_each_large_block_is_read_where_it_lies():
+    halves = noise(3, 800, 200)[:, 400:]  # 320 KB each, as the second half of w13
+    found = tiles(halves, "cpu")
+    assert [(len(tile), is_view) for tile, is_view in found] == [(400, True)] * 3
+    assert torch.equal(torch.cat([tile for tile, _ in found]), halves.reshape(1200, 200).view(torch.int8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [40, 70_000], ids=["narrow", "wider than one sum"])
+def test_one_product_over_the_rows_of_several_tensors_gives_the_digest_of_each(dtype, width):
+    """Gate and up of three experts lie one above the other."""
+    blocks = noise(3, 12, width, dtype=dtype)
+    sums = digest.row_sums(blocks, 5)
+    for name, rows, first in (("gate", slice(0, 4), 9), ("up", slice(4, 12), 2)):
+        names = tuple(f"{e}.{name}" for e in range(3))
+        found = int(digest.digest_of_rows(sums[:, rows], first, names)) % MODULUS
+        assert found == add(partial_digest(blocks[e, rows], names[e], (first, 5)) for e in range(3))
+    with pytest.raises(ValueError, match="3 blocks need as many names, not 1"):
+        digest.digest_of_rows(sums, 0, ("one",))
 
 
 @pytest.mark.parametrize(

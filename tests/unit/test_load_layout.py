@@ -15,10 +15,17 @@ from mrl.model import TensorSpec
 from mrl.model.boxes import Box
 from mrl.model.vllm_parameters import TargetParameter, TargetPiece
 from mrl.reshard.digest import partial_digest
-from mrl.vllm import handshake
+from mrl.vllm import handshake, load_layout
 from mrl.vllm.handshake import HandshakeError, check_backend, check_loader, check_parameters
 from mrl.vllm.load_layout import LayerwiseWriter, weight_bytes
-from mrl.vllm.read_back import held_digests, hf_block, through_identity, unpacked, what_reading_shows
+from mrl.vllm.read_back import (
+    held_digests,
+    hf_block,
+    parameter_digest,
+    through_identity,
+    unpacked,
+    what_reading_shows,
+)
 
 ROWS, WIDTH = 300, 6  # more than one digit of base 256
 HF = {"q.weight": (ROWS, WIDTH), "k.weight": (4, WIDTH), "q.bias": (ROWS,), "k.bias": (4,), "embed.weight": (5, WIDTH)}
@@ -120,8 +127,13 @@ class ToyReload:
             old = getattr(layer, leaf)
             setattr(layer, leaf, nn.Parameter(torch.full(old.shape, 7.0, dtype=old.dtype), requires_grad=False))
 
-    def process(self, layer):
+    def packing_parts(self, layer, leaf):
+        return None
+
+    def process(self, layer, packed=()):
         for leaf, kernel in self.aside[layer].items():
+            if leaf in packed:
+                continue
             kernel.data.copy_(getattr(layer, leaf).data.t() if kernel.dim() == 2 else getattr(layer, leaf).data)
         self._back(layer)
 
@@ -176,6 +188,44 @@ def right_digest(target: TargetParameter) -> int:
         sum(partial_digest(WEIGHTS[p.hf_name][p.hf_box.slices], p.hf_name, p.hf_box.origin) for p in target.pieces)
         % 2**64
     )
+
+
+class PackedByHalves(ToyReload):
+    """Packs a matrix by two parts, and says what it did."""
+
+    def packing_parts(self, layer, leaf):
+        if leaf != "weight" or "bias" not in layer.load_shapes:
+            return None
+        return self._halves(layer.weight.data, self.aside[layer]["weight"].data)
+
+    def _halves(self, loaded, kernel):
+        half = len(loaded) // 2
+        for rows in (slice(0, half), slice(half, None)):
+            self.log.append("shown")
+            yield loaded[rows]
+            kernel[:, rows] = loaded[rows].t()
+            self.log.append("packed")
+
+
+def test_parts_are_packed_after_they_were_seen_and_neither_twice_nor_left_out(monkeypatch):
+    """Digests of a matrix come by parts along rows only where these are experts, so here they are put together."""
+    seen = []
+
+    def digest(parts, target):
+        parts = [part.clone() for part in parts]
+        seen.append((target.name, len(parts)))
+        return parameter_digest([torch.cat(parts)], target)
+
+    monkeypatch.setattr(load_layout, "parameter_digest", digest)
+    engine = Engine()
+    writer = LayerwiseWriter(engine, None, targets(), reload := PackedByHalves())
+    writer.begin()
+    write_all(writer)
+    writer.finish()
+    assert writer.received == {t.name: right_digest(t) for t in targets()} == held_digests(targets(), final(engine))
+    assert dict(seen) == {t.name: 1 + (t.name.endswith("fused.weight")) for t in targets()}
+    assert reload.log == ["shown", "packed"] * 4 + ["finish"]
+    assert min(writer.seconds.values()) >= 0
 
 
 def test_what_was_written_is_what_the_kernel_holds_in_its_own_memory():
