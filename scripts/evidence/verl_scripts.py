@@ -169,6 +169,8 @@ def _rehearsed(folder: Path) -> dict[str, Any]:
     command = ["mrl", "rehearse", str(folder / "imported.yaml"), "--work", str(folder / "rehearsal"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     (folder / "rehearsal.log").write_text(done.stdout + done.stderr)
+    if not done.stdout.strip():
+        return {"ok": False, "words": f"exit code {done.returncode}: {done.stderr[-300:]}"}
     said = json.loads(done.stdout.splitlines()[-1])
     with_tools = any(each["switch"] == "rollout.turns" for each in said["exercised"])
     words = f"rehearsed in {said['seconds']:.0f} s, {'with its tools' if with_tools else 'without tools'}"
