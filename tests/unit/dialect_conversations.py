@@ -89,6 +89,7 @@ class Family:
         self.dialect = dialect_of(tokens, template_arguments)
         self.chat = ChatText(self.dialect, tokens, template_arguments)
         self.own = set(tokens.get_added_vocab().values())
+        self.thought = [tokens.convert_tokens_to_ids(token) for token in (THINK, THOUGHT)]
         _, mark, thought = self.dialect.goes_on.partition(THINK)
         self.no_thought = mark + thought  # what the prompt holds where the model is not to think
 
@@ -116,12 +117,15 @@ class Family:
                 assert self.dialect.calls(sampled, PARAMETERS) == wanted
             if kind == "cut":
                 sampled, said = self.cut(rng, sampled)
-            made = self._round(rng, kind, [*messages, said], sampled, is_asked)
-            messages, (round_, answers) = [*messages, said], made
-            messages += answers
-            yield round_
+            messages = [*messages, said]
+            made, answers = self._round(rng, kind, messages, sampled, is_asked)
+            messages = messages + answers
+            yield made
 
-    def _round(self, rng, kind: str, messages: list, sampled: list[int], is_asked: bool) -> tuple[Round, list]:
+    def _round(
+        self, rng: random.Random, kind: str, messages: list, sampled: list[int], is_asked: bool
+    ) -> tuple[Round, list]:
+        """The round of the last of the messages, and what answers it."""
         if is_asked:
             answers = [{"role": "user", "content": text(rng)}]
             context = self.chat.follow(sampled, [ChatMessage(**answers[0])], TOOLS)
@@ -183,12 +187,13 @@ class Family:
         inside = theirs.removeprefix(head).removesuffix(tail)
         if theirs == head + inside + tail and inside.split() == said.split():
             return SPACE
-        if _without_thoughts(ours) == _without_thoughts(theirs):
+        same_tokens = self._own(made.kept, but=self.thought) == self._own(made.harmless, but=self.thought)
+        if same_tokens and _without_thoughts(ours) == _without_thoughts(theirs):
             return THOUGHTS
         return UNEXPLAINED
 
-    def _own(self, ids: Sequence[int]) -> list[int]:
-        return [number for number in ids if number in self.own]
+    def _own(self, ids: Sequence[int], but: Sequence[int] = ()) -> list[int]:
+        return [number for number in ids if number in self.own and number not in but]
 
 
 def _without_thoughts(said: str) -> str:
