@@ -301,6 +301,15 @@ def _finite(text: str) -> float:
     return value
 
 
+_PYTHON = {"True": True, "False": False, "None": None}  # as Qwen3-Coder's own template writes these values
+
+
+def _value_of(text: str) -> Any:
+    """Reads a value of a call that is no string. Raises ValueError and RecursionError."""
+    word = text.strip()
+    return _PYTHON[word] if word in _PYTHON else _json_of(text)
+
+
 _FUNCTION = re.compile(r"<function=([^<>\n]+)>\n?(.*?)\n?</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -334,7 +343,7 @@ def _of_pairs(name: str, text: str, pair: re.Pattern[str], parameters: Parameter
             return ToolCall(problem=f"it names {key!r} twice")
         kind = parameters.get(name, {}).get(key, {}).get("type", "string")
         try:
-            arguments[key] = value if kind == "string" else _json_of(value)
+            arguments[key] = value if kind == "string" else _value_of(value)
         except (ValueError, RecursionError):
             return ToolCall(problem=f"{key!r} is no {kind}: {value[:60]!r}")
     return ToolCall(name, arguments)

@@ -1,15 +1,24 @@
 """What bash passes to verl from its public launch scripts, and what `mrl import-verl` reads of them.
 
     python scripts/evidence/verl_scripts.py volcengine/verl=CLONE verl-project/verl-recipe=CLONE
+    python scripts/evidence/verl_scripts.py volcengine/verl=CLONE --rehearse examples/sglang_multiturn --work WORK
 
 Every script is run by bash itself, over stubs: python, ray and whatever else it calls only write down their arguments.
 It runs in namespaces of its own (util-linux's unshare), without a network and on a file system that nothing can be
 written to. Our reader is not part of that. Its answer is then compared word by word, and three things are written:
 tests/unit/verl_passed.jsonl, the key=value pairs that bash passes of some scripts, which tests import;
 docs/results/verl_scripts.json, the counts and the verdict on every script, from which docs/from_verl.md has its table.
+<<<<<<< HEAD
 Verdicts on scripts with adapters, a critic or a teacher stand beside those of a commit before mrl had these.
+=======
+
+`--rehearse` runs what is imported of the scripts below a folder, or of one, by `mrl rehearse`: a step, a save, a resume
+and a step of a small copy, with the tools that the script names. It prints a line for each and writes no result. Exit
+code 1 where a script that imports is not rehearsed.
+>>>>>>> turns28
 """
 
+import argparse
 import json
 import os
 import re
@@ -43,8 +52,23 @@ TRAINERS = ("main_ppo", "main_dapo")  # parts of the entry's name; verl's advant
 KEPT = 80  # scripts whose pairs are kept as data, beside all that generate ahead of training
 
 
-def main() -> None:
-    clones = dict(argument.split("=", 1) for argument in sys.argv[1:])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clones", nargs="+", metavar="REPOSITORY=CLONE")
+    parser.add_argument("--rehearse", metavar="PATH", help="a script or a folder of them, below the clones")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "verl", help="folder of rehearsals")
+    options = parser.parse_args()
+    clones = dict(clone.split("=", 1) for clone in options.clones)
+    if options.rehearse:
+        folders = [Path(folder).resolve() for folder in clones.values()]
+        went = [each for clone in folders for each in _rehearsals(clone, options.rehearse, options.work)]
+        print(f"{sum(went)} of {len(went)} are rehearsed")
+        return int(not all(went))
+    _compare_all(clones)
+    return 0
+
+
+def _compare_all(clones: dict[str, str]) -> None:
     rows = [row for name, folder in clones.items() for row in _of_clone(name, Path(folder).resolve())]
     kept = _kept(rows)
     PASSED.write_text("".join(json.dumps({k: row[k] for k in _DATA}) + "\n" for row in kept))
@@ -153,6 +177,43 @@ def _launch(commands: list[list[str]]) -> list[str] | None:
     return found[-1] if found else None
 
 
+# ---------------------------------------------------------------- in small
+
+
+def _rehearsals(clone: Path, path: str, work: Path) -> Iterator[bool]:
+    """Whether a rehearsal of each script that imports went well."""
+    found = sorted(clone.glob(path if path.endswith(".sh") else f"{path}/**/*.sh"))
+    for file in found:
+        text = file.read_text(encoding="utf-8")
+        folder = work / file.stem
+        try:
+            imported = translate(from_script(read_script(text, str(file), _known(text, clone)), str(file)), str(file))
+        except MrlError as error:
+            print(f"{file.relative_to(clone)}: not imported: {error}", flush=True)
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "imported.yaml").write_text(imported.to_yaml())
+        lost = ", ".join(dict.fromkeys(entry.key for entry in imported.losses)) or "nothing"
+        said = _rehearsed(folder)
+        print(f"{file.relative_to(clone)}: lost {lost}; {said['words']}", flush=True)
+        yield said["ok"]
+
+
+def _rehearsed(folder: Path) -> dict[str, Any]:
+    """What `mrl rehearse` says of a folder's configuration, and that in words."""
+    command = ["mrl", "rehearse", str(folder / "imported.yaml"), "--work", str(folder / "rehearsal"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (folder / "rehearsal.log").write_text(done.stdout + done.stderr)
+    if not done.stdout.strip():
+        return {"ok": False, "words": f"exit code {done.returncode}: {done.stderr[-300:]}"}
+    said = json.loads(done.stdout.splitlines()[-1])
+    with_tools = any(each["switch"] == "rollout.turns" for each in said["exercised"])
+    words = f"rehearsed in {said['seconds']:.0f} s, {'with its tools' if with_tools else 'without tools'}"
+    if not said["ok"]:
+        words = "; ".join(f"{each['phase']}: {each['why']}" for each in said["failed"])
+    return {"ok": said["ok"], "words": words}
+
+
 # ---------------------------------------------------------------- our reader beside it
 
 
@@ -212,4 +273,4 @@ def _kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -116,11 +116,22 @@ def test_a_missing_file_is_refused_with_the_chain_that_led_to_it(write):
         load_config(write("l.yaml", "[a]\n"))
 
 
+def test_the_recipe_for_tools_leaves_a_presets_tools_and_punishes_no_length():
+    """Length is the answers' too; sampled tokens of all responses have one denominator."""
+    preset = str(Path(TINY).parents[1] / "tool-moe" / "cpu.yaml")
+    resolved = load_config(preset, recipe="tools", overrides=["rollout.turns.max_turns=5"])
+    algorithm = resolved.config.algorithm
+    assert resolved.config.rollout.turns.tools == ("calculator",) and resolved.config.rollout.turns.max_turns == 5
+    assert not algorithm.overlong_buffer.enable and not algorithm.overlong_filter
+    assert algorithm.policy_loss.loss_agg_mode == "token-mean"
+    assert load_config(TINY, recipe="tools").config.rollout.turns is None
+
+
 def test_an_unknown_recipe_is_refused_with_the_nearest_name(small, write):
     with pytest.raises(ConfigError, match=r"--recipe: no recipe gpso; did you mean gspo\?"):
         load_config(small, recipe="gpso")
     with pytest.raises(
-        ConfigError, match=r"p.yaml:1: no recipe \.\./x; known: dapo, distillation, dr_grpo, grpo, gspo, ppo"
+        ConfigError, match=r"p.yaml:1: no recipe \.\./x; known: dapo, distillation, dr_grpo, grpo, gspo, ppo, tools"
     ):
         load_config(write("p.yaml", "recipe: ../x\n"))
 

@@ -8,11 +8,13 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import sys
 from collections import Counter
 from functools import cache
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -172,6 +174,7 @@ def test_a_script_that_is_one_step_off_is_one_step_off_here(path):
     assert ours["algorithm.rollout_correction.level"] is not None
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("entry", "words", "ways"),
     [
@@ -186,3 +189,25 @@ def test_a_script_that_is_one_step_off_is_one_step_off_here(path):
 )  # fmt: skip
 def test_what_a_script_trains_is_read_off_its_words(entry, words, ways):
     assert verl_scripts.ways_of(entry, words) == ways
+=======
+def test_scripts_that_import_are_rehearsed_and_the_others_told(tmp_path, monkeypatch, capsys):
+    """What is rehearsed is the configuration that the import wrote."""
+    (tmp_path / "clone").mkdir()
+    shutil.copy(Path(__file__).parent / "verl_scripts" / "grpo_8b_gsm8k.sh", tmp_path / "clone" / "good.sh")
+    (tmp_path / "clone" / "other.sh").write_text("echo nothing is started\n")
+    answers = [{"ok": False, "seconds": 1.0, "exercised": [], "failed": [{"phase": "train", "why": "it died"}]},
+        {"ok": True, "seconds": 1.0, "exercised": [{"switch": "rollout.turns"}], "failed": []}]  # fmt: skip
+    given = []
+
+    def run(command, **_):
+        given.append(yaml.safe_load(Path(command[2]).read_text())["model"]["path"])
+        return SimpleNamespace(stdout=json.dumps(answers[-1]) + "\n", stderr="", returncode=0)
+
+    monkeypatch.setattr(verl_scripts.subprocess, "run", run)
+    for ok in (True, False):
+        assert list(verl_scripts._rehearsals(tmp_path / "clone", "*.sh", tmp_path / "work")) == [ok]
+        answers.pop()
+    said = capsys.readouterr().out.splitlines()
+    assert given == ["Qwen/Qwen3-8B"] * 2 and len(said) == 4
+    assert "with its tools" in said[0] and "train: it died" in said[2] and "not imported" in said[1]
+>>>>>>> turns28
