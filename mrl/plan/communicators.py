@@ -5,7 +5,7 @@ their first message (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp, pointToPoint
 missing in the measured memory of engines. It stays as long as the two are connected. The number of pairs cannot be
 reduced. In layouts that spread experts over all ranks, each rank holds some that no other has. Every engine needs them.
 
-A teacher has process groups of its own on the actor's ranks, and so has a critic in a layout of its own. Each group of
+A teacher has process groups of its own on the actor's ranks. So has a critic in a layout of its own. Each group of
 several ranks gets a communicator at its first collective. The actor's are in `Device.reserved`.
 """
 

@@ -109,8 +109,8 @@ def object_stores(
 ) -> dict[int, int]:
     """Returns the object-store bytes of each node: what its engines generated, and what its ranks fetch.
 
-    All fetched data is counted as coming from other nodes. A start reads what a checkpoint and the spool have of groups
-    on the driver's node, and there it stays until it is trained on. Answers to held-out prompts stay where they were
+    All fetched data is counted as coming from other nodes. A start reads groups of a checkpoint and of the spool on the
+    driver's node. They stay there until they are trained on. Answers to held-out prompts stay where they were
     generated. The step before is still there when they come.
     """
     whole = stored_bytes(inputs)
@@ -131,7 +131,7 @@ def object_stores(
 
 
 def _part(held: int, here: int, share: float) -> float:
-    """Returns the bytes of a node that has `share` of what is held, and `here` bytes of it in any case."""
+    """Returns the bytes of a node: `here` of the `held` bytes, and `share` of the others."""
     here = min(here, held)
     return here + (held - here) * share
 

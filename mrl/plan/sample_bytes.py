@@ -158,7 +158,7 @@ def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
 def read_by_start(inputs: PlanInputs, batch: BatchPlan) -> int:
     """Returns the part of `stored_bytes` that a start may read on the driver's node, instead of asking engines.
 
-    These are the responses of a step, which the spool has, and all those ahead of it, which the checkpoint has.
+    The spool has the responses of a step. The checkpoint has all those ahead of it.
     """
     if schedule_of(inputs.config).is_synchronous:
         return _columns(inputs, batch.samples)

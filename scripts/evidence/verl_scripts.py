@@ -8,14 +8,11 @@ It runs in namespaces of its own (util-linux's unshare), without a network and o
 written to. Our reader is not part of that. Its answer is then compared word by word, and three things are written:
 tests/unit/verl_passed.jsonl, the key=value pairs that bash passes of some scripts, which tests import;
 docs/results/verl_scripts.json, the counts and the verdict on every script, from which docs/from_verl.md has its table.
-<<<<<<< HEAD
 Verdicts on scripts with adapters, a critic or a teacher stand beside those of a commit before mrl had these.
-=======
 
 `--rehearse` runs what is imported of the scripts below a folder, or of one, by `mrl rehearse`: a step, a save, a resume
 and a step of a small copy, with the tools that the script names. It prints a line for each and writes no result. Exit
 code 1 where a script that imports is not rehearsed.
->>>>>>> turns28
 """
 
 import argparse

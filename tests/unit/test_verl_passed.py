@@ -174,7 +174,6 @@ def test_a_script_that_is_one_step_off_is_one_step_off_here(path):
     assert ours["algorithm.rollout_correction.level"] is not None
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("entry", "words", "ways"),
     [
@@ -189,7 +188,8 @@ def test_a_script_that_is_one_step_off_is_one_step_off_here(path):
 )  # fmt: skip
 def test_what_a_script_trains_is_read_off_its_words(entry, words, ways):
     assert verl_scripts.ways_of(entry, words) == ways
-=======
+
+
 def test_scripts_that_import_are_rehearsed_and_the_others_told(tmp_path, monkeypatch, capsys):
     """What is rehearsed is the configuration that the import wrote."""
     (tmp_path / "clone").mkdir()
@@ -210,4 +210,3 @@ def test_scripts_that_import_are_rehearsed_and_the_others_told(tmp_path, monkeyp
     said = capsys.readouterr().out.splitlines()
     assert given == ["Qwen/Qwen3-8B"] * 2 and len(said) == 4
     assert "with its tools" in said[0] and "train: it died" in said[2] and "not imported" in said[1]
->>>>>>> turns28
