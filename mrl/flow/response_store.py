@@ -25,6 +25,8 @@ import ray
 from mrl.data.samples import SampleRows, Samples
 from mrl.errors import Interrupted
 
+_FIRST = np.zeros(1, np.int64)  # one array for all rows that are the first of their block
+_FIRST.flags.writeable = False
 BLOCK_BYTES = 16 * 1024  # responses that are reported together share a block up to this size
 SMALL_OBJECTS = {"RAY_max_direct_call_object_size": "1024"}  # bytes; larger values stay where they are made
 
@@ -57,15 +59,30 @@ class ResponseBlock:
 
 @dataclass(frozen=True)
 class ResponseStore:
-    """Responses in some order. Row i is row `place[i]` of `blocks[block[i]]`."""
+    """Responses in some order. Row i is row `place[i]` of `blocks[block[i]]`.
 
-    rows: SampleRows
+    The driver keeps each response of a step alone until its group is taken. Columns of its own would be two thousand
+    bytes a response. So a row that is kept alone shares the columns of those that were told with it.
+    """
+
+    numbers: SampleRows  # of these responses, or of some more; see `only`
     block: np.ndarray  # int64 [rows]
     place: np.ndarray  # int64 [rows]
     blocks: tuple[ResponseBlock, ...]
+    only: int | None = None  # the row of `numbers` that is the only response here; None: all are
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.block)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"numbers": self.rows, "only": None}  # another process gets no other rows
+
+    @property
+    def rows(self) -> SampleRows:
+        """The numbers of these responses alone."""
+        if self.only is None:
+            return self.numbers
+        return self.numbers.rows(slice(self.only, self.only + 1))
 
     @classmethod
     def of(cls, rows: SampleRows, block: ResponseBlock) -> "ResponseStore":
@@ -94,7 +111,7 @@ class ResponseStore:
             raise ValueError("no parts to join")
         before = np.cumsum([0, *(len(part.blocks) for part in parts)])
         return type(parts[0])(
-            SampleRows.joined([part.rows for part in parts]),
+            _joined_rows(parts),
             np.concatenate([part.block + first for part, first in zip(parts, before, strict=False)]),
             np.concatenate([part.place for part in parts]),
             tuple(block for part in parts for block in part.blocks),
@@ -108,28 +125,29 @@ class ResponseStore:
         used, first, block = np.unique(self.block[index], return_index=True, return_inverse=True)
         order = np.argsort(first)
         blocks = tuple(self.blocks[i] for i in used[order])
-        return replace(
-            self, rows=self.rows.rows(index), block=np.argsort(order)[block], place=self.place[index], blocks=blocks
-        )
+        return type(self)(self.rows.rows(index), np.argsort(order)[block], self.place[index], blocks)
 
     def row(self, index: int) -> "ResponseStore":
-        """Returns one row, as `take` does, in less than half of the time. Its columns are views."""
+        """Returns one row, as `take` does, in a tenth of the time. It shares the columns of all rows."""
         (block,) = self.block[index : index + 1]
-        return replace(
-            self,
-            rows=self.rows.rows(slice(index, index + 1)),
-            block=np.zeros(1, np.int64),
-            place=self.place[index : index + 1],
-            blocks=(self.blocks[block],),
-        )
+        place = self.place[index : index + 1]
+        if not place[0]:
+            place = _FIRST
+        only = self.only
+        if only is None:
+            only = index
+        return type(self)(self.numbers, _FIRST, place, (self.blocks[block],), only)
 
     def renumbered(self, group_id: np.ndarray, sample_id: np.ndarray) -> "ResponseStore":
         """Returns the responses under other ids. Ids inside the blocks stay unchanged."""
-        return replace(self, rows=replace(self.rows, group_id=group_id, sample_id=sample_id))
+        return self._with_rows(replace(self.rows, group_id=group_id, sample_id=sample_id))
 
     def as_context(self, rows: np.ndarray) -> "ResponseStore":
         """Returns the responses, with some rows as context, which counts nowhere. The blocks stay unchanged."""
-        return replace(self, rows=self.rows.as_context(rows))
+        return self._with_rows(self.rows.as_context(rows))
+
+    def _with_rows(self, rows: SampleRows) -> "ResponseStore":
+        return replace(self, numbers=rows, only=None)
 
     def read(self, with_routes: bool = False) -> Samples:
         """Fetches the responses to this node, under the ids of `rows`, with routes if asked.
@@ -173,3 +191,20 @@ class ResponseStore:
                 f"responses of the step are lost with the node that held them ({error}); "
                 "resumed, it generates them again"
             ) from error
+
+
+def _joined_rows(parts: Sequence[ResponseStore]) -> SampleRows:
+    """Joins the numbers of all parts. Columns that several parts share are joined once."""
+    shared = {id(part.numbers): part.numbers for part in parts}
+    whole = SampleRows.joined(list(shared.values()))
+    lengths = [len(numbers) for numbers in shared.values()]
+    before = dict(zip(shared, np.cumsum([0, *lengths]).tolist(), strict=False))
+    index = [_rows_in(part, before[id(part.numbers)]) for part in parts]
+    return whole.rows(np.concatenate(index))
+
+
+def _rows_in(part: ResponseStore, before: int) -> np.ndarray:
+    """Returns where the rows of a part are, `before` rows behind the first of all."""
+    if part.only is None:
+        return np.arange(before, before + len(part))
+    return np.array([before + part.only])

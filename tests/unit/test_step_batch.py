@@ -2,6 +2,8 @@
 
 import ast
 import math
+import pickle
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +23,11 @@ from mrl.cluster import actor_group
 from mrl.cluster.workers import MODEL_VERBS, ActorWorker
 from mrl.config.load import load_config
 from mrl.data.order import DataCursor
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import Sample, SampleRows, packed
 from mrl.errors import Interrupted, NumericAbort
 from mrl.flow import rank_batch
 from mrl.flow.rank_batch import RankBatch
-from mrl.flow.response_store import BLOCK_BYTES, ResponseStore
+from mrl.flow.response_store import BLOCK_BYTES, ResponseBlock, ResponseStore
 from mrl.flow.sample_writer import SampleWriter, _Writer
 from mrl.flow.step_batch import StepBatch, counts_of
 from mrl.megatron import batching
@@ -295,6 +297,46 @@ def test_what_the_driver_holds_of_a_response_does_not_grow_with_its_length():
         return sum(column.nbytes for column in made.numbers.arrays.values())
 
     assert held(1) == held(20_000) <= 4 * 100
+
+
+def told_together(count: int) -> InMemory:
+    """Responses of a block each, as their engine tells of them."""
+    made = packed([Sample(0, 0, i, 10 * i, (1,), (2,), (-0.5,), "stop", i % 3) for i in range(count)])
+    rows = SampleRows.from_bytes(made.numbers.to_bytes())
+    return InMemory.of_blocks(rows, [1] * count, [ResponseBlock(f"block {i}", None, "node") for i in range(count)])
+
+
+def test_a_response_that_is_kept_alone_has_no_columns_of_its_own():
+    told_together(20).row(0)  # what is made once is there
+    tracemalloc.start()
+    try:
+        kept = [told.row(i) for told in [told_together(20) for _ in range(50)] for i in range(20)]
+        held = tracemalloc.get_traced_memory()[0] / len(kept)
+    finally:
+        tracemalloc.stop()
+    assert held < 600  # columns of its own take 2,000
+
+
+def test_another_process_gets_no_other_rows_with_a_response():
+    alone, beside = told_together(1).row(0), told_together(200).row(0)
+    assert len(pickle.dumps(beside)) < len(pickle.dumps(alone)) + 100
+    again = pickle.loads(pickle.dumps(told_together(200).row(7)))
+    assert again.blocks == told_together(200).row(7).blocks
+    assert (len(again), len(again.numbers), again.rows.seed.tolist(), again.place.tolist()) == (1, 1, [70], [0])
+
+
+def test_responses_that_are_kept_alone_are_joined_in_any_order():
+    first, second = told_together(5), told_together(7)
+    parts = [second.row(6), first, second.row(0), first.row(3).row(0), second.take(np.array([4, 2]))]
+    joined = InMemory.joined(parts)
+    assert joined.rows.seed.tolist() == [60, 0, 10, 20, 30, 40, 0, 30, 40, 20]
+    assert joined.rows.span_versions.tolist() == [0, 0, 1, 2, 0, 1, 0, 0, 1, 2]
+    blocks = [joined.blocks[number].samples for number in joined.block]
+    assert blocks == [f"block {seed // 10}" for seed in joined.rows.seed.tolist()] and not joined.place.any()
+    marked = first.row(3).as_context(np.array([True]))
+    assert marked.rows.sampled_lengths.tolist() == [0] and first.rows.sampled_lengths.tolist() == [1] * 5
+    renumbered = first.row(3).renumbered(np.array([8]), np.array([9])).rows
+    assert (renumbered.group_id.tolist(), renumbered.sample_id.tolist()) == ([8], [9])
 
 
 def test_long_responses_are_blocks_of_their_own_and_short_ones_share_one():
