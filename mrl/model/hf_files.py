@@ -133,8 +133,8 @@ def check_own_file(file: Path) -> None:
 def checkpoint_tensors(path: str | Path) -> dict[str, TensorBytes]:
     """Returns all tensors of a checkpoint directory by name.
 
-    Raises EnvironmentFault if there are no safetensors files, one is broken, or two of them have a tensor of one name:
-    each reader would take another one.
+    Raises EnvironmentFault if there are no safetensors files or one is broken. The same holds for a tensor that is in
+    two files, of which each reader would take another one.
     """
     tensors: dict[str, TensorBytes] = {}
     for file in weight_files(Path(path)):

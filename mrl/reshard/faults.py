@@ -89,9 +89,9 @@ def source_fault(shards: ShardTable, copy: Copy) -> str | None:
 
 
 def _is_held(piece: Piece, copy: Copy) -> bool:
-    """Tells whether the copy's source box is inside the piece, at the same offset from its corner as in the tensor.
+    """Tells whether the copy's source box is inside the piece, and as far from its corner as in the tensor.
 
-    A loop without new boxes, as a plan asks this a hundred thousand times.
+    The loop makes no new boxes, as a plan asks this a hundred thousand times.
     """
     boxes = (copy.source_box, copy.hf_box, piece.local_box, piece.hf_box)
     for source, tensor, local, origin in zip(*(box.ranges for box in boxes), strict=True):
