@@ -37,8 +37,10 @@ if [ "$RAY_AUTH_MODE" != token ] && [ "${MRL_ALLOW_OPEN_RAY:-}" != 1 ]; then
 fi
 mrl_make_token
 mrl_make_temp "$temp"
-# a node that is gone is missed after five looks: 5 s here, 15 with Ray's own pause between them
-export RAY_health_check_period_ms=${RAY_health_check_period_ms:-1000}
+# a node that is gone is missed after four looks without an answer, a second each and a second apart: within 9 s. A node that lost its power
+# refuses nothing, and by Ray's own values each of five looks then takes 10 s
+export RAY_health_check_period_ms=${RAY_health_check_period_ms:-1000} RAY_health_check_timeout_ms=${RAY_health_check_timeout_ms:-1000}
+export RAY_health_check_failure_threshold=${RAY_health_check_failure_threshold:-4}
 start=(ray start --head --node-ip-address "$host" --port "$port" --dashboard-host "$host" --dashboard-port "$dashboard"
     --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(mrl_cores)}" --temp-dir "$temp" --disable-usage-stats
     "${resources[@]}" "$@")

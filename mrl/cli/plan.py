@@ -281,7 +281,8 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
         terms = _terms(host["terms"])
         yield (
             f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node, for the responses that exist "
-            f"at once, at their limits{_held_out_words(host['held_out_prompts'])}"
+            f"at once, at their limits{_held_out_words(host['held_out_prompts'])}; a start reads what an earlier one "
+            "left of a step on the driver's node alone"
         )
         yield (
             f"host: {host['bytes_per_node'] / GIB:.1f} of {host['node_bytes'] / GIB:.0f} GiB of a "

@@ -5,18 +5,15 @@ It is one that does not run, or did not come to a collective to which others cam
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
 import ray
 
 from mrl.platforms.collective_trail import Trail
-from mrl.remote.calls import SETTLE_S, Late, LostPeer
+from mrl.remote.calls import Late, LostPeer, answered
 from mrl.remote.missing_ranks import missing_ranks, stand
 from mrl.remote.process_logs import concerning, processes_of
 
 AGAIN_S = 1.0  # between two looks at where ranks are, of which the second tells whether they go on
-_LOST = (ray.exceptions.RayError, ray.exceptions.RayTaskError)
 
 
 def with_cause(error: Late | LostPeer, refs: Callable[[str], dict[str, ray.ObjectRef]]) -> Late | LostPeer:
@@ -27,7 +24,7 @@ def with_cause(error: Late | LostPeer, refs: Callable[[str], dict[str, ray.Objec
     """
     kind = type(error)
     asked = refs("write_stacks")
-    trails = _answered(asked)
+    trails = answered(asked)
     silent = [name for name in asked if name not in trails]
     if silent and len(silent) < len(asked):
         words = f"{', '.join(silent)} did not even write its stacks: stopped, or cut off"
@@ -44,7 +41,7 @@ def with_cause(error: Late | LostPeer, refs: Callable[[str], dict[str, ray.Objec
 def _cause(trails: dict[str, Trail], refs: Callable[[str], dict[str, ray.ObjectRef]]) -> tuple[str, list[str]]:
     """Returns words, and the ranks that they name: none where all have come to the same, or go on."""
     time.sleep(AGAIN_S)
-    later = _answered(refs("collectives"))
+    later = answered(refs("collectives"))
     done = sum(later[name] - trails[name].total for name in later)
     if done:
         return f"they go on, by {done} collectives in about {AGAIN_S:g} s, so they are slow and do not hang; ", []
@@ -52,17 +49,6 @@ def _cause(trails: dict[str, Trail], refs: Callable[[str], dict[str, ray.ObjectR
     if missing is None:
         return _at(trails), []
     return f"{missing.words}; ", [f"rank {number}" for number in missing.ranks]
-
-
-def _answered(asked: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Returns the answers of ranks that answer within SETTLE_S, by name."""
-    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SETTLE_S)
-    found = {}
-    for name, ref in asked.items():
-        if ref in ready:
-            with suppress(*_LOST):  # one that has died meanwhile is not heard
-                found[name] = ray.get(ref)
-    return found
 
 
 def _numbered(trails: dict[str, Trail]) -> dict[int, Trail]:

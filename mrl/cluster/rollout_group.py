@@ -21,11 +21,11 @@ from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seats, engine_seats
 from mrl.cluster.workers import EngineWorker
 from mrl.config.places import Deployment
-from mrl.errors import Interrupted, LostProcess
+from mrl.errors import LostProcess
 from mrl.flow.request_streams import RequestStreams
 from mrl.flow.response_store import SMALL_OBJECTS
 from mrl.platforms.hosting import get_hosting
-from mrl.remote.calls import SETTLE_S, Late, ask, gather
+from mrl.remote.calls import Late, answered, ask, gather
 from mrl.remote.deadlines import Deadlines
 from mrl.remote.helper_actors import on_node
 from mrl.remote.process_logs import concerning, log_file, processes_of
@@ -241,17 +241,18 @@ class RolloutGroup:
             except LostProcess as error:
                 lost = error
                 if isinstance(error, Late):
-                    lost = concerning(Late(f"{error}{self._stopped()}"), *processes_of(error))
+                    lost = concerning(Late(f"{error}{in_words(self.not_running())}"), *processes_of(error))
                 if not self.fleet.loses(lost, asked):
                     raise lost from error.__cause__
                 left = set(self.names_of(self.fleet.reached()))
                 refs = {name: ref for name, ref in refs.items() if name in left}
 
-    def _stopped(self) -> str:
-        with suppress(Interrupted):
-            answers = gather(self.refs("stopped_processes"), SETTLE_S, "looking for stopped processes")
-            return "".join(f"; {name}: {', '.join(stopped)}" for name, stopped in answers.items() if stopped)
-        return ""
+    def not_running(self) -> dict[str, str]:
+        """Returns the ranks that cannot go on, each with the reason: its stopped processes, or that it is silent."""
+        refs = self.refs("stopped_processes")
+        found = answered(refs)
+        reasons = {name: ", ".join(found.get(name, ["it does not answer"])) for name in refs}
+        return {name: reason for name, reason in reasons.items() if reason}
 
     @cached_property
     def device_places(self) -> dict[str, list[tuple[str, int | None]]]:
@@ -336,6 +337,11 @@ class RolloutGroup:
         for worker in self.workers:
             ray.kill(worker)
         self.seats.release()
+
+
+def in_words(reasons: Mapping[str, str]) -> str:
+    """Returns what RolloutGroup.not_running found, to stand behind an error."""
+    return "".join(f"; {name}: {reason}" for name, reason in reasons.items())
 
 
 def request_limit(deployment: Deployment, deterministic: bool) -> int | None:

@@ -11,13 +11,13 @@ import sys
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.late_ranks import with_cause
-from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.rollout_group import RolloutGroup, in_words
 from mrl.config.places import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess
@@ -202,9 +202,7 @@ class WeightSync:
         try:
             answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
         except Late as error:
-            if not sending.keys() & set(processes_of(error)):  # ranks would be named in place of late engines
-                raise
-            raise with_cause(error, self.actor.refs) from error
+            raise self._with_cause(error, sending.keys()) from error
         if not any(isinstance(answer, Exception) for answer in answers.values()):
             self._deadlines.ended(PHASE, time.perf_counter() - began)
         received = {}
@@ -212,6 +210,16 @@ class WeightSync:
             of_ranks = [answers[rank_name(engine, rank, ranks)] for rank in range(ranks)]
             received[engine] = _of_engine(of_ranks)
         return AttemptAnswers([answers[name] for name in sending], received)
+
+    def _with_cause(self, error: Late, ranks: Collection[str]) -> Late:
+        """Adds the cause to an error: an engine that does not run, for which `ranks` wait too, or one of these."""
+        late = processes_of(error)
+        silent = {name: reason for name, reason in self.engines.not_running().items() if name in late}
+        if silent:
+            return concerning(Late(f"{error}{in_words(silent)}"), *silent)
+        if not set(ranks) & set(late):  # ranks would be named in place of late engines
+            return error
+        return with_cause(error, self.actor.refs)
 
     def _compare(self, answers: AttemptAnswers, progress: SyncProgress) -> None:
         """Removes verified engines from `progress.fenced`, and records why the others are not verified."""

@@ -13,6 +13,29 @@ from typing import Any
 from mrl.model import ModelSpec
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 
+# arguments of vLLM that may differ between two engines whose responses are equally likely: what they change is when a
+# token is computed and beside which others, where weights and cache lie, and what is logged. Whatever chooses kernels
+# or formats, caches less exactly, or is not known here changes responses
+VLLM_SPEED = frozenset(
+    """
+    aggregate_engine_logging async_scheduling collect_detailed_traces cpu_distributed_timeout_seconds cpu_offload_gb
+    cpu_offload_params cudagraph_capture_sizes cudagraph_metrics custom_histogram_buckets dbo_decode_token_threshold
+    dbo_prefill_token_threshold disable_log_stats disable_nccl_for_dp_synchronization distributed_timeout_seconds
+    download_dir dp_sync_interval enable_dbo enable_layerwise_nvtx_tracing enable_log_requests
+    enable_logging_iteration_details enable_mfu_metrics enable_mm_processor_stats enable_nccl_comm_suspend
+    enable_shm_tensor_arena fail_on_environ_validation hf_token jit_monitor_mode jit_monitor_verbose
+    kv_cache_memory_bytes kv_cache_metrics kv_cache_metrics_sample log_config_file log_level logging_config
+    long_prefill_token_threshold long_prefill_token_threshold_adaptive max_cudagraph_capture_size
+    max_long_partial_prefills max_num_active_seqs max_num_partial_prefills max_num_scheduled_tokens
+    max_parallel_loading_workers num_gpu_blocks_override numa_bind numa_bind_cpus numa_bind_nodes offload_backend
+    offload_group_size offload_num_in_group offload_params offload_prefetch_step otlp_traces_endpoint
+    per_request_spec_decode_metrics prefill_schedule_interval profiler_config ray_workers_use_nsight
+    renderer_num_workers safetensors_load_strategy safetensors_prefetch_block_size safetensors_prefetch_num_threads
+    scheduler_reserve_full_isl scheduling_policy served_model_name show_hidden_metrics_for_version shutdown_timeout
+    sleep_mode_offload_cudagraph stream_interval ubatch_size use_tqdm_on_load watermark
+    """.split()  # noqa: SIM905 - as in upstream_fields.py
+)
+
 Values = tuple[Any, ...] | Callable[[ModelSpec], tuple[Any, ...]]
 
 

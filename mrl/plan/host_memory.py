@@ -21,6 +21,7 @@ from mrl.plan.sample_bytes import (
     fetched_share,
     held_bytes,
     held_out_bytes,
+    read_by_start,
     score_bytes,
     stored_beside_validation,
     stored_bytes,
@@ -108,11 +109,12 @@ def object_stores(
 ) -> dict[int, int]:
     """Returns the object-store bytes of each node: what its engines generated, and what its ranks fetch.
 
-    All fetched data is counted as coming from other nodes. The driver's node can hold everything: a start reads there
-    what a checkpoint and the spool have of groups. Answers to held-out prompts stay where they were generated. The step
-    before is still there when they come.
+    All fetched data is counted as coming from other nodes. A start reads what a checkpoint and the spool have of groups
+    on the driver's node, and there it stays until it is trained on. Answers to held-out prompts stay where they were
+    generated. The step before is still there when they come.
     """
     whole = stored_bytes(inputs)
+    read = read_by_start(inputs, batch)
     beside = stored_beside_validation(inputs, batch)
     scores = score_bytes(inputs, batch)
     answers = held_out_bytes(inputs.config, inputs.held_out_prompts)
@@ -121,11 +123,17 @@ def object_stores(
     for node in nodes:
         generated = sum(place.node == node for place in workers) / len(workers)
         fetched = fetched_share(inputs, [rank for rank, place in enumerate(ranks) if place.node == node])
-        share = 1.0
-        if node != nodes[0]:
-            share = min(1.0, generated + fetched)
-        stores[node] = math.ceil(max(whole * share, beside * share + answers * generated)) + scores
+        share = min(1.0, generated + fetched)
+        here = read * (node == nodes[0])
+        stores[node] = math.ceil(max(_part(whole, here, share), _part(beside, here, share) + answers * generated))
+        stores[node] += scores
     return stores
+
+
+def _part(held: int, here: int, share: float) -> float:
+    """Returns the bytes of a node that has `share` of what is held, and `here` bytes of it in any case."""
+    here = min(here, held)
+    return here + (held - here) * share
 
 
 def save_bytes(inputs: PlanInputs) -> list[int]:

@@ -155,6 +155,16 @@ def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
     return stored_bytes(inputs)
 
 
+def read_by_start(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Returns the part of `stored_bytes` that a start may read on the driver's node, instead of asking engines.
+
+    These are the responses of a step, which the spool has, and all those ahead of it, which the checkpoint has.
+    """
+    if schedule_of(inputs.config).is_synchronous:
+        return _columns(inputs, batch.samples)
+    return stored_bytes(inputs)
+
+
 def held_out_bytes(config: RunConfig, prompts: int) -> int:
     """Returns the bytes of the answers to so many held-out prompts, which have no routes.
 

@@ -4,6 +4,7 @@ import errno
 import re
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -96,6 +97,19 @@ def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> 
         # a lost process or a defect ends the run, a full disk does not: the worst is raised
         raise min(failures, key=lambda error: isinstance(error, EnvironmentFault))
     return {name: answers[name] for name in refs}
+
+
+def answered(refs: dict[str, ray.ObjectRef]) -> dict[str, Any]:
+    """Returns what those say who answer within SETTLE_S, by name. Who is silent, or has died, is not in it."""
+    if not refs:
+        return {}
+    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=SETTLE_S)
+    found = {}
+    for name, ref in refs.items():
+        if ref in ready:
+            with suppress(ray.exceptions.RayError):
+                found[name] = ray.get(ref)
+    return found
 
 
 def unwrap(ref: ray.ObjectRef, name: str, phase: str):

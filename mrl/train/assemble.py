@@ -45,7 +45,7 @@ from mrl.train.placement import Placement
 from mrl.train.preflight import plug_ins
 from mrl.train.reporting import AdvisedRecord
 from mrl.train.restart_budget import RestartBudget
-from mrl.train.resume import TrainState, generated_again, made_by, rewind
+from mrl.train.resume import TrainState, generated_again, groups_again, made_by, rewind
 from mrl.train.rollouts import Judge, Responder
 from mrl.train.saving import SavedRun, Saver
 from mrl.train.spikes import SpikeWatch
@@ -371,4 +371,5 @@ def _generation_rules(config: RunConfig, files: Files) -> GenerationRules:
         files.lost,
         files.suspects,
         files.beginning.sources,
+        groups_again(files.beginning.identity.schedule, files.notes),
     )

@@ -174,6 +174,8 @@ def with_spool(own: ExitStack, files: Files) -> Files:
         written = files.beginning.point.manifest.trainer["ahead"]
         state = replace(state, ahead=read_kept(files.beginning.checkpoint, written, spool))
     most = beginning.plan["memory"]["host"]["object_store_bytes"]
+    if state.ahead is not None:
+        most -= state.ahead.bytes(beginning.token_routes)
     return replace(files, spool=spool, state=state, left=read_left(spool, most, beginning.token_routes))
 
 

@@ -84,7 +84,7 @@ class Generation:
         self._groups = JudgedGroups(rules.judge, rewards, schedule.responses, kept)
         self._snapshot = kept  # the newest snapshot
         rules.serve(state, may_go_back=True)
-        self._replays = Replays(left, rules.spool, self._prompts, rules.seed)
+        self._replays = Replays(left, rules.spool, self._prompts, rules.seed, rules.groups_again)
         self._saves = True  # whether a checkpoint has the next weights, so that runs may go back to them
         first = place.draw * stream.batch_size
         buffer = restored(kept.ledger, schedule) if kept else begun_at(state.step, first, schedule)

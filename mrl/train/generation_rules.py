@@ -1,5 +1,6 @@
 """The rules of generation, and the places of its files."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mrl.schedule.ledger import Fingerprint
@@ -27,6 +28,7 @@ class GenerationRules:
     lost: LostEngines
     suspects: Suspects  # prompts that were running on lost engines
     sources: Sources = UNKNOWN
+    groups_again: Callable[[int], None] = lambda groups: None  # counts left groups that are generated again after all
 
     def serve(self, state: TrainState, may_go_back: bool) -> None:
         """Tells the spool that the weights of `state` finish groups from now on.

@@ -68,6 +68,13 @@ class KeptGroups:
         """Releases the spool's files, once they are written or dropped."""
         self.spool.release(self.files.values())
 
+    def bytes(self, route_bytes: int) -> int:
+        """Returns an upper bound of the bytes of all its responses in object stores.
+
+        `route_bytes`: bytes of one token's routes in samples.
+        """
+        return sum(parts.bytes(route_bytes) for parts in self.groups.values())
+
     def bytes_to_write(self, route_bytes: int) -> int:
         """Returns an upper bound of the bytes to write in addition to the spool's.
 

@@ -9,10 +9,11 @@ requested again.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mrl.errors import DataError
 from mrl.plain_files import LINES_BYTES, parse_json, read_text, reason
@@ -31,6 +32,11 @@ class Unfinished:
     prompt_id: int
     tokens: int  # tokens that had arrived before
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Unfinished":
+        """Reads a group of a line. Raises as `Loss.of`."""
+        return cls(int(row["number"]), int(row["prompt_id"]), int(row["tokens"]))
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -45,7 +51,7 @@ class Loss:
     def of(cls, line: str) -> "Loss":
         """Reads a line. Raises ValueError, KeyError or TypeError for a line that is no loss."""
         row = parse_json(line)
-        groups = [Unfinished(**group) for group in row["groups"]]
+        groups = [Unfinished.of(group) for group in row["groups"]]
         return cls(int(row["step"]), list(row["engines"]), str(row["why"]), groups)
 
 

@@ -6,7 +6,7 @@ The schedule decides as usual which groups are issued and when. Only the source 
 weights change, all remaining groups are dropped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mrl.flow.group_writer import GroupParts
 from mrl.schedule.buffer import GroupBuffer
@@ -20,9 +20,17 @@ from mrl.train.spool import Spool
 class Replays:
     """The remaining groups of an earlier start, by number."""
 
-    def __init__(self, left: Mapping[int, GroupParts], spool: Spool, prompts: NumberedPrompts, seed: int):
-        """`seed`: of the run."""
+    def __init__(
+        self,
+        left: Mapping[int, GroupParts],
+        spool: Spool,
+        prompts: NumberedPrompts,
+        seed: int,
+        groups_again: Callable[[int], None],
+    ):
+        """`seed`: of the run. `groups_again` is told how many groups of `left` are not used after all."""
         self._left = dict(left)
+        self._groups_again = groups_again
         self._spool = spool
         self._prompts = prompts
         self._seed = seed
@@ -37,6 +45,7 @@ class Replays:
         if refusal:
             print(f"group {group.number} of a start before {refusal}, and is generated again", flush=True)
             self._spool.give_up([group.number])
+            self._groups_again(1)
             return False
         judged.take_over(group, parts)
         buffer.start(group.number)
@@ -76,6 +85,8 @@ class Replays:
 
     def give_up(self) -> None:
         """Drops the remaining groups, because their weights are no longer served."""
+        if self._left:
+            self._groups_again(len(self._left))
         self._left.clear()
 
     def metrics(self) -> dict[str, float]:

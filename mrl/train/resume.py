@@ -5,7 +5,7 @@ No torch, no Ray.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
 from mrl.model import load_model_spec, model_spec, read_hf_config
 from mrl.model.peft_files import WEIGHTS, adapter_digest, base_digest
 from mrl.model.vocabularies import TOKENIZER, differing_tokens, vocabulary
-from mrl.record.attempts import generated_after
+from mrl.record.attempts import AttemptNotes, generated_after
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink
 from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on
@@ -384,6 +384,19 @@ def generated_again(schedule: Schedule, run_dir: RunDir, point: Newest | None, l
     if lost:
         print(f"{lost} responses of steps after {step} are lost with the start before, and generated again")
     return lost
+
+
+def groups_again(schedule: Schedule, notes: AttemptNotes) -> Callable[[int], None]:
+    """Returns what counts groups that a start found and does not use, after `generated_again` took them for not lost.
+
+    Where generation runs ahead, that counted none of them as lost, and lost_engines.jsonl has the losses.
+    """
+
+    def note(groups: int) -> None:
+        if schedule.is_synchronous:
+            notes.generated_again(groups * schedule.responses)
+
+    return note
 
 
 def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) -> None:

@@ -2,8 +2,8 @@
 
     version, weights     which weights, by the name that their checkpoint has for them; layouts have no say
     data, model          tokens of the prompts; config.json
-    sampling             temperature, limits, stop tokens, routes, seed, words of engines, arguments for vLLM alone;
-                         tools, their files, and with tools the rows
+    sampling             temperature, limits, stop tokens, routes, seed, words of engines, arguments for vLLM alone but
+                         for VLLM_SPEED; tools, their files, and with tools the rows
     rewards              the section `reward` but for SAME_REWARDS, the user's file, answers and extra_info of the rows
 
 Tokens are reused if all except the last are equal. Rewards are reused if the last is equal too. An engine's layout,
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.config.override_fields import VLLM_SPEED
 from mrl.config.schema import RunConfig
 from mrl.schedule.ledger import Fingerprint
 from mrl.vllm.requests import training_sampling, turns_spec
@@ -68,11 +69,12 @@ def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequen
     `rows`: digest of what training rows have beside tokens. `files`: its plug-ins, with their digests.
     """
     rollout = config.rollout
+    arguments = {name: value for name, value in rollout.vllm_kwargs.items() if name not in VLLM_SPEED}
     turns = turns_spec(rollout.turns, config.data, rollout.agent)
     sampling = {
         "sampling": asdict(training_sampling(rollout, config.data, config.actor, config.model.path)),
         "seed": config.trainer.seed,
-        "words": [rollout.dtype, rollout.quantization, rollout.quantization_block, rollout.vllm_kwargs],
+        "words": [rollout.dtype, rollout.quantization, rollout.quantization_block, arguments],
         "turns": turns and [asdict(turns), rows],  # tools and environments see the rows
         "endpoint": rollout.endpoint,
         "files": _digests(files, ROLLOUT_FILE),

@@ -3,7 +3,7 @@
 python scripts/evidence/fault_run.py CONFIG POINT VICTIM SIGNAL [KEY=VALUE ...]
 
 POINT and VICTIM as ahead_killed.py has them, or `every vllm` for all of them at once; POINT `none` disturbs nothing. It
-prints when engines and ranks have started, when the signal is sent, and when ranks are back.
+prints when engines and ranks have started, when the signal is sent, whom it stopped, and when ranks are back.
 """
 
 import os
@@ -84,6 +84,8 @@ def send(victim: str, number: signal.Signals) -> None:
     say("sent")
     for pid in pids:
         os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        say(f"stopped {' '.join(map(str, pids))}")
 
 
 if __name__ == "__main__":

@@ -5,18 +5,21 @@ python scripts/evidence/faults.py --world tiny-world --work runs/faults --out do
 
 The tiny preset, a save a step. Each row is a run of its own: a signal at one point of the second step, and seconds from
 there by the lines that the run prints. `stood_s` is the time between the lines of metrics of the step before and of
-the step itself, less what the undisturbed run took between the two. What was done is kept in the work folder: with
---for SECONDS the next call goes on there. A row takes about a minute.
+the step itself, less what the undisturbed run took between the two. Who was stopped is told to go on as soon as the
+run has noticed it, and that must change nothing: `continued` counts those who were there to be told. What was done is
+kept in the work folder: with --for SECONDS the next call goes on there. A row takes about a minute.
 """
 
 import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +36,8 @@ from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 PRESETS = ROOT / "parallel_configs" / "tiny-moe"
 STEPS = 5
 STEPS_OF_TWO = 40  # of a run that goes on with the other engine: until the lost one is back
-DEADLINE_S = 10  # of engines, where one is stopped
-RANKS_DEADLINE_S = 20
+DEADLINE_S = 10  # that an engine may go without a token
+RANKS_DEADLINE_S = 20  # of all calls in a step, to ranks and to engines
 LOOK_S = 0.02
 
 
@@ -109,9 +112,15 @@ ROWS = (
     Row("engines go to sleep", "vllm", shares=True),
     Row("engines wake", "vllm", shares=True),
     Row("answers come back", "every vllm", engines=2),
+    Row("requests are sent", "vllm", "SIGSTOP"),
+    Row("engines stand still", "vllm", "SIGSTOP", schedule="bounded"),
     Row("weights arrive", "vllm", "SIGSTOP", engines=2),
+    Row("proved, not committed", "vllm", "SIGSTOP", engines=2),
+    Row("answers come back", "every vllm", "SIGSTOP", engines=2),
+    Row("engines go to sleep", "vllm", "SIGSTOP", shares=True),
     Row("engines wake", "vllm", "SIGSTOP", shares=True),
     Row("ranks compute log-probs", "rank"),
+    Row("ranks compute log-probs", "rank", "SIGSTOP"),
     Row("weights are moved", "rank", "SIGSTOP"),
     Row("a checkpoint is written", "rank", "SIGSTOP"),
     Row("rank 1 collective:400", "rank"),  # in the second step, which has some 300
@@ -121,6 +130,7 @@ ROWS = (
 )
 NOTICED = re.compile(r"engine \d+ is lost: |the ranks are started again")
 BACK = re.compile(rf"engine \d+ serves again|{MARK} ranks are back")
+STOPPED = re.compile(rf"{MARK} stopped ([\d ]+)")
 ENGINES = re.compile(rf"{MARK} engines started in ([\d.]+) s")
 
 
@@ -192,6 +202,7 @@ class Faults:
             "engines_start_s": whole["engines_start_s"],
             "start_s": round(whole["loop"], 2),
             "said": own.get("said", ""),
+            "continued": own.get("continued"),
             "difference": self._difference(row),
         }
 
@@ -241,6 +252,9 @@ def follow(process: subprocess.Popen, log: Path, run_dir: Path, began: float, fi
             if fired.exists():
                 found.setdefault("sent", now)
             take(found, said.read(), now)
+            if "noticed" in found and "stopped" in found:
+                found.setdefault("continued", 0)
+                found["continued"] += go_on(found.pop("stopped"))
             steps = len(read_metrics(run_dir / METRICS)) if (run_dir / METRICS).exists() else 0
             found["lines"] += [now] * (steps - len(found["lines"]))
             if over:
@@ -258,12 +272,24 @@ def take(found: dict[str, Any], text: str, now: float) -> None:
         found.setdefault("loop", now)
     if f"{MARK} sent" in text:
         found.setdefault("sent", now)
+    if match := STOPPED.search(text):
+        found["stopped"] = [int(pid) for pid in match[1].split()]
     noticed = NOTICED.search(text)
     if "sent" in found and noticed:
         found.setdefault("noticed", now)
         found.setdefault("said", said_of(text, noticed.start()))
     if "noticed" in found and BACK.search(text):
         found.setdefault("back", now)
+
+
+def go_on(pids: Sequence[int]) -> int:
+    """Tells stopped processes to go on; how many were there to be told."""
+    told = 0
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+            told += 1
+    return told
 
 
 def said_of(text: str, at: int) -> str:

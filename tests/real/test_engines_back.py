@@ -25,6 +25,7 @@ from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 pytestmark = pytest.mark.real
 
 STEPS = 3
+NOTICED_S = 60.0  # deadline of what a stopped engine's own deadline, of 8 s, should tell
 SETTINGS = {
     "trainer__total_training_steps": STEPS, "trainer__save_freq": STEPS, "trainer__test_freq": -1,
     "trainer__val_before_train": False, "trainer__deterministic": True,
@@ -62,6 +63,17 @@ def undisturbed(world, tmp_path_factory):
     return whole
 
 
+def go_on_once_lost(pid: int, process, run_dir: Path) -> None:
+    """Tells a stopped process to go on as soon as the run says that its engine is lost: too late to count."""
+    log = run_dir.with_suffix(".log")
+    end = time.monotonic() + NOTICED_S
+    while "engine 0 is lost: " not in log.read_text() and process.poll() is None:
+        assert time.monotonic() < end, "nobody noticed"
+        time.sleep(0.01)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
 def disturbed(world: Path, run_dir: Path, sent: signal.Signals, stands_s: float = 0.0, **settings) -> Path:
     """A run whose first engine's process gets a signal in its second step, after it stood still for a while."""
     process = train(world, run_dir, **SETTINGS | settings)
@@ -74,6 +86,8 @@ def disturbed(world: Path, run_dir: Path, sent: signal.Signals, stands_s: float 
         else:
             time.sleep(0.15)
         os.kill(victim.pid, sent)
+        if sent == signal.SIGSTOP:
+            go_on_once_lost(victim.pid, process, run_dir)
         assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
         assert not psutil.pid_exists(victim.pid), "of one that was stopped, too, nothing is left"
     finally:

@@ -67,7 +67,7 @@ def named(tmp_path: Path, monkeypatch, how: str, seed: int) -> tuple[int, Late]:
     out = tmp_path / str(seed)
     out.mkdir()
     asked = Asked(out, world_size)
-    monkeypatch.setattr(late_ranks, "_answered", asked.answered)
+    monkeypatch.setattr(late_ranks, "answered", asked.answered)
     ranks = []
     try:
         for rank in range(world_size):

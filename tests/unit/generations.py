@@ -108,7 +108,9 @@ class _Streams:
         return [name for name in self.engines.names if self.engines.under_way]
 
 
-def generation_of(config, responder, stream, state=None, spool=None, lost=None, left=None) -> Generation:
+def generation_of(
+    config, responder, stream, state=None, spool=None, lost=None, left=None, groups_again=lambda groups: None
+) -> Generation:
     """As a run has it, sampling at temperature 1."""
     lost = lost or LostEngines(new_folder() / "lost")
     rules = GenerationRules(
@@ -120,5 +122,6 @@ def generation_of(config, responder, stream, state=None, spool=None, lost=None, 
         spool or Spool(new_folder() / "spool", Files()),
         lost,
         lost.suspects(),
+        groups_again=groups_again,
     )
     return Generation(rules, responder, stream, state or TrainState(), left or {})

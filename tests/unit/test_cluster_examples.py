@@ -30,6 +30,13 @@ def pods() -> list[dict]:
     return [group["template"]["spec"] for group in groups]
 
 
+def test_the_ray_cluster_misses_a_lost_node_as_soon_as_one_of_the_start_script():
+    (head,) = CLUSTER["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    own = {each["name"]: each["value"] for each in head["env"] if "health_check" in each["name"]}
+    script = (ROOT / "launch" / "start_head.sh").read_text()
+    assert own == dict(re.findall(r"(RAY_health_check_\w+)=\$\{\1:-(\d+)\}", script)) and len(own) == 3
+
+
 def test_the_ray_cluster_is_one_that_kuberay_takes():
     stored = kuberay()
     assert CLUSTER["apiVersion"] == f"{stored['group']}/{stored['served']}" and CLUSTER["kind"] == stored["kind"]

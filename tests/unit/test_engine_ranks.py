@@ -5,6 +5,7 @@ and who stands still before an update.
 import asyncio
 import inspect
 import os
+import re
 import select
 import signal
 import subprocess
@@ -180,20 +181,18 @@ def test_what_is_left_of_an_engine_is_ended_also_where_it_is_stopped_and_nobody_
     end_processes([(core.worker, begun)])
 
 
-def test_of_ranks_that_are_late_together_the_stopped_one_is_named(group, monkeypatch):
+def test_of_ranks_that_are_late_together_the_stopped_one_and_the_silent_one_are_named(group, monkeypatch):
     made, _ = group(2)
+    stopped = "VLLM::Worker_DP1 (process 7) is stopped"
+    said = {"engine 0 rank 0": [], "engine 0 rank 1": [stopped], "engine 1 rank 0": []}
 
     def late(refs, timeout_s, phase):
-        if phase.startswith("looking"):
-            return {
-                name: ["VLLM::Worker_DP1 (process 7) is stopped"] if name == "engine 0 rank 1" else [] for name in refs
-            }
         raise Late(f"{phase}: no answer from engine 0 rank 0, engine 0 rank 1 within 60 s")
 
     monkeypatch.setattr(rollout_group, "gather", late)
-    with pytest.raises(
-        Late, match=r"rank 0, engine 0 rank 1 within 60 s; engine 0 rank 1: VLLM::Worker_DP1 \(process 7\) is stopped$"
-    ):
+    monkeypatch.setattr(rollout_group, "answered", lambda refs: {name: said[name] for name in refs if name in said})
+    named = re.escape(f"within 60 s; engine 0 rank 1: {stopped}; engine 1 rank 1: it does not answer")
+    with pytest.raises(Late, match=f"{named}$"):
         made.call("pause")
 
 
@@ -314,6 +313,25 @@ def test_a_verb_goes_on_without_an_engine_that_is_lost_under_it_and_asks_nobody_
     asked.clear()
     made.call("resume")
     assert {number for number, *_ in asked} == set(range(ranks)), "nobody asks one that is starting"
+
+
+def test_an_engine_of_several_ranks_falls_whole_and_rises_whole_where_a_new_port_is_drawn(group, monkeypatch):
+    """One of its ranks is lost: both are ended, with all below them, and both are started, on a port that the first
+    finds free then.
+    """
+    made, asked = group(2)
+    before = list(made.workers)
+    killed, below = [], []
+    monkeypatch.setattr(rollout_group.ray, "kill", killed.append)
+    monkeypatch.setattr(made, "_end_below", lambda name, processes: below.append((name, processes)))
+    monkeypatch.setattr(made, "_worker", lambda number: type(before[0])(number + 10))
+    made._below = {number: [(100 + number, 0.0)] for number in range(4)}
+    made.fleet.restart(1, 1)
+    assert made.fleet.loses(concerning(LostProcess("it died"), "engine 1 rank 1"), made.fleet.epochs())
+    assert killed == before[2:]
+    assert below == [("engine 1 rank 0", [(102, 0.0)]), ("engine 1 rank 1", [(103, 0.0)])]
+    assert [each.number for each in made.workers] == [0, 1, 12, 13]
+    assert [each[:2] for each in asked] == [(12, "meeting_point"), (12, "start"), (13, "start")]
 
 
 def test_a_verb_has_all_the_time_once_and_an_engine_that_is_waited_for_in_vain_gives_nobody_more(group, monkeypatch):

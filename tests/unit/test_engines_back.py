@@ -19,7 +19,7 @@ from mrl.record.metrics import PhaseTimer
 from mrl.remote.process_logs import concerning
 from mrl.schedule.fleet import STARTING
 from mrl.train.kept_groups import read_kept
-from mrl.train.lost_engines import whole_losses
+from mrl.train.lost_engines import LostEngines, whole_losses
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
 
@@ -188,6 +188,22 @@ def test_in_order_the_bits_are_those_of_the_undisturbed_run(mode, engines, tmp_p
             assert_same(found, expected)
             seen["same"] += 1
     assert all(seen[name] for name in wanted), seen
+
+
+def test_where_a_loss_cannot_be_noted_the_run_goes_on_all_the_same(tmp_path, capsys):
+    """The file is on a full disk. What the process remembers of the loss, a later start will not know."""
+
+    def disturb(step):
+        if step == 1:
+            (tmp_path / "lost").symlink_to("/dev/full")
+            world.engines.dies = world.engines.names[0]
+
+    world = World(0, engines=RestartingEngines, lost=LostEngines(tmp_path / "lost"))
+    world.engines.chance = 0.0
+    found = run(world, 3, disturb)
+    assert_same(found, World(0).steps(3))
+    assert world.engines.fleet.metrics()["fleet/lost"] == 1
+    assert "what they were at is not noted: " in (said := capsys.readouterr().out) and "No space left" in said
 
 
 class LostRank(Exception):

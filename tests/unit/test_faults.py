@@ -1,8 +1,13 @@
 """`scripts/evidence/faults.sh`: seconds of a fault by the lines that a run prints, and which runs it makes."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 sys.path.insert(0, str(EVIDENCE))
@@ -36,6 +41,39 @@ def test_ranks_are_back_when_the_driver_says_so():
     assert "back" not in found
     faults.take(found, "fault: ranks are back\n", 9.0)
     assert (found["noticed"], found["back"], found["said"]) == (2.0, 9.0, "update: rank 1 died")
+
+
+def test_who_was_stopped_is_told_to_go_on_once_the_run_has_noticed_it(tmp_path):
+    """Not before, and once; a process that is gone by then is none."""
+    with subprocess.Popen(["sleep", "60"]) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        log = tmp_path / "log"
+        log.write_text(f"fault: sent\nfault: stopped {stopped.pid} {gone.pid}\n")
+
+        class Run:
+            looks = 0
+
+            def poll(self):
+                self.looks += 1
+                if self.looks == 3:
+                    assert psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED
+                    log.write_text(log.read_text() + "engine 0 is lost: no token for 10 s\n")
+                return 0 if self.looks == 5 else None
+
+        found = faults.follow(Run(), log, tmp_path, time.monotonic(), tmp_path / "fired")
+        assert found["continued"] == 1 and "stopped" not in found
+        wait_for(lambda: psutil.Process(stopped.pid).status() != psutil.STATUS_STOPPED)
+        stopped.kill()
+
+
+def wait_for(happened) -> None:
+    deadline = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_run_that_crashes_by_itself_is_given_its_place_and_the_file_that_says_when(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ from mrl.tools.report.heldout import read_responses
 from mrl.tools.report.run_record import read_run
 from mrl.tools.report.samples import looked_at
 from mrl.tools.report.sections import run_page
-from mrl.train.lost_engines import whole_losses
+from mrl.train.lost_engines import LostEngines, whole_losses
+from mrl.train.sampled_by import UNKNOWN
+from mrl.train.spool_lines import left_files
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
@@ -225,21 +228,29 @@ def test_metrics(rows, text, folder):
 
 BEGAN = {"event": "began", "time": "t", "command": ["mrl"], "versions": {"mrl": "1"}, "host": "h", "pid": 1, "step": 0}
 ENDED = {"event": "ended", "time": "t", "exit_code": 5, "message": "lost"}
-LOSS = {"step": 1, "engines": ["engine 0"], "why": "died", "groups": [{"group": 1, "place": {"epoch": 0, "index": 1}}]}
+LOSS = {"step": 1, "engines": ["engine 0"], "why": "died", "groups": [{"number": 1, "prompt_id": 4, "tokens": 3}]}
+ORIGIN = UNKNOWN.by(6, "9f")
+KEPT = [asdict(ORIGIN), {"file": "group-3.0.npz", "bytes": 9, "sha256": "ab"}]
 HELD_OUT = {"data_source": "a", "prompt_id": 1, "sample_id": 1, "input": "a", "output": "b", "gts": "c", "score": 1.0,
     "reason": "ok"}  # fmt: skip
 
 
 @fuzzed
-@given(began=altered(BEGAN), ended=altered(ENDED), loss=altered(LOSS), held_out=altered(HELD_OUT))
-def test_lines_beside_the_metrics(began, ended, loss, held_out, run):
+@given(began=altered(BEGAN), ended=altered(ENDED), loss=altered(LOSS), held_out=altered(HELD_OUT), kept=altered(KEPT))
+def test_lines_beside_the_metrics(began, ended, loss, held_out, kept, run):
     run.validation.mkdir(exist_ok=True)
     (run.path / "attempts.jsonl").write_text(f"{dumped(began)}\n{dumped(ended)}\n")
-    run.lost_engines.write_text(f"{dumped(loss)}\n")
+    run.lost_engines.write_text(f"{dumped(loss)}\n" * 2)
+    (run.spool / "x").mkdir(parents=True, exist_ok=True)
+    (run.spool / "x" / "group-3.0.npz").touch()
+    lines = kept if isinstance(kept, list) else [kept]
+    (run.spool / "x" / "by-6.jsonl").write_text("".join(f"{dumped(row)}\n" for row in lines))
     (run.validation / "step-6.jsonl").write_text(f"{dumped(held_out)}\n")
     run.plan.unlink(missing_ok=True)
     survives(lambda: read_attempts(run.path))
     survives(lambda: whole_losses(run.lost_engines))
+    survives(lambda: LostEngines(run.lost_engines).suspects())
+    survives(lambda: left_files(run.spool, ORIGIN))
     survives(lambda: read_responses(run.validation, 6))
     survives(lambda: read_run(run.path))
 

@@ -163,7 +163,7 @@ class World:
 
     def __init__(
         self, seed=0, overrides=(), state=None, score=None, spool=None, engines=Engines, prompts=PROMPTS, lost=None,
-        left=None,
+        left=None, groups_again=lambda groups: None,
     ):  # fmt: skip
         self.config = load_config(TINY, None, [*SIZES, *overrides]).config
         self.engines, self.rewards = engines(seed), Rewards(seed, **({"score": score} if score else {}))
@@ -173,7 +173,9 @@ class World:
         self.state = state or TrainState()
         self.engines.version = self.state.step
         self.spool = spool or Spool(new_folder() / "spool", Files())
-        self.generation = generation_of(self.config, responder, stream, self.state, self.spool, lost, left)
+        self.generation = generation_of(
+            self.config, responder, stream, self.state, self.spool, lost, left, groups_again
+        )
         self.generation.begin()
 
     def step(self, saves=False):

@@ -78,6 +78,19 @@ def test_a_node_without_accelerators_is_a_cpu_node(node):
     assert "--num-gpus 0" in node.calls[0] and "--num-cpus 4" in node.calls[0]
 
 
+def test_a_lost_node_is_missed_within_ten_seconds_unless_the_environment_says_otherwise(node):
+    """As GcsHealthCheckManager counts: so many looks in a row without an answer, each with its deadline and a pause."""
+    node.script("ray", f"env | grep ^RAY_health_check >>{node.log}")
+    node.run("start_head.sh")
+    said = dict(line.split("=") for line in node.calls)
+    of = {name.removeprefix("RAY_health_check_"): int(value) for name, value in said.items()}
+    longest_ms = of["period_ms"] + of["failure_threshold"] * (of["timeout_ms"] + of["period_ms"])
+    assert of["failure_threshold"] > 1 and longest_ms < 10_000
+    node.log.unlink()
+    node.run("start_head.sh", **dict.fromkeys(said, "7"))
+    assert dict(line.split("=") for line in node.calls) == dict.fromkeys(said, "7")
+
+
 def test_a_thread_limit_for_ranks_does_not_shrink_the_node(node):
     # nproc answers OMP_NUM_THREADS where that is set
     done = node.run("start_head.sh", CPUS="", OMP_NUM_THREADS="1")

@@ -66,9 +66,25 @@ def test_the_file_outlives_the_process_and_a_torn_line(tmp_path):
     with (tmp_path / "lost").open("a") as file:
         file.write('{"step": 4, "gro')
     assert LostEngines(tmp_path / "lost").suspects() == Suspects(frozenset({KILLER}), frozenset())
-    (tmp_path / "lost").write_text("{}\n")
-    with pytest.raises(DataError, match="is damaged"):
-        LostEngines(tmp_path / "lost").suspects()
+
+
+GROUP = {"number": 1, "prompt_id": KILLER, "tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {}, [], {"step": 1, "engines": ["engine 0"], "why": "it died", "groups": 3},
+        *({"step": 1, "engines": ["engine 0"], "why": "it died", "groups": [{**GROUP, **other}, GROUP]}
+            for other in ({"prompt_id": []}, {"prompt_id": None}, {"tokens": {}}, {"number": "x"})),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_loss_is_refused_by_the_files_name(tmp_path, line):
+    path = tmp_path / "lost"
+    path.write_text(f"{json.dumps(line)}\n" * 2)
+    with pytest.raises(DataError, match=rf"^{path} is damaged"):
+        LostEngines(path).suspects()
+    assert whole_losses(path) == ([], 2), "a report goes on without them"
 
 
 def test_a_torn_line_takes_no_loss_with_it_that_comes_after(tmp_path, capsys):

@@ -208,8 +208,23 @@ def test_object_stores_hold_what_is_generated_on_their_node_and_what_is_fetched_
     for node in (1, 2, 3):
         on_node = {inputs.train.dense_coords(rank).dp for rank, place in enumerate(ranks) if place.node == node}
         assert stores[node] == pytest.approx(whole * (1 / 4 + len(on_node) / inputs.train.data), abs=1)
-    assert stores[0] == whole, "a start reads what an earlier one left there, in every schedule"
+    assert stores[0] == whole, "a start reads a step there that an earlier one left, and its ranks fetch it from there"
     assert host_of(inputs)["object_store_bytes"] == max(stores.values()) <= whole
+
+
+@pytest.mark.parametrize(
+    ("overrides", "groups"),
+    [((), 256), (FILTERING, 256), (("trainer.schedule=one_step_off",), 512)],
+    ids=["sync", "filtered", "ahead"],
+)
+def test_the_drivers_node_has_room_for_what_a_start_reads_there_and_for_its_part_of_the_rest(overrides, groups):
+    """A start reads a step of the spool, and what is ahead of it from the checkpoint, and nothing that was filtered."""
+    inputs = inputs_of("qwen3-30b-a3b/h100-4x8", *overrides)
+    batch, places = batch_plan(inputs.config, inputs.train), rank_places(Deployment.of(inputs.config))
+    stores = object_stores(inputs, batch, *places)
+    whole = stored_bytes(inputs)
+    read = groups * (stored_bytes(inputs_of("qwen3-30b-a3b/h100-4x8")) // 256)
+    assert stores[0] - read == pytest.approx((whole - read) * stores[1] / whole, abs=2)
 
 
 def test_groups_that_are_kept_lie_beside_another_batch_while_they_are_filtered():

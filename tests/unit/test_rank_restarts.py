@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.cluster.engine_fleet import EngineFleet
+from mrl.config.load import load_config
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights, NumericAbort
 from mrl.record.attempts import attempt, read_attempts
 from mrl.remote.process_logs import concerning
@@ -20,6 +21,8 @@ from mrl.train.placement import Separate
 from mrl.train.restart_budget import WINDOW, RestartBudget
 from mrl.train.saving import Saver
 from mrl.train.stop_signals import StopFlag
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
 
 def lost(*names: str) -> Interrupted:
@@ -321,6 +324,24 @@ def test_a_checkpoint_that_they_find_damaged_is_passed_over_once(monkeypatch, tm
     places.failures = [("ranks", damage)]
     with pytest.raises(DamagedCheckpoint):
         run.start_again(lost("rank 1"), 4)
+
+
+@pytest.mark.parametrize(("start_s", "waits_s"), [(1800.0, 300.0), (60.0, 60.0)])
+def test_a_node_whose_ranks_are_lost_is_waited_for_five_minutes(monkeypatch, tmp_path, start_s, waits_s):
+    """Or for as long as a start may take, where that is less."""
+    given = []
+
+    def nowhere(cluster, layout, within_s):
+        given.append(within_s)
+        raise EnvironmentFault("the cluster did not free 2 bundles")
+
+    monkeypatch.setattr(assemble_processes, "actor_seats", nowhere)
+    config = load_config(TINY, None, [f"cluster.start_timeout_s={start_s}"]).config
+    files = SimpleNamespace(state=SimpleNamespace(step=3))
+    before = SimpleNamespace(engines=SimpleNamespace(give_up=lambda step, sleeps: None), rank_seats=None)
+    with ExitStack() as own, pytest.raises(EnvironmentFault, match="did not free"):
+        assemble_processes.restart_ranks(own, config, files, before)
+    assert given == [waits_s]
 
 
 def test_ranks_that_find_no_place_end_the_run_as_resumable_with_both_causes(monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ from replicas import InMemory
 from small_model import write_model
 from test_data import load, row, write_jsonl
 from test_engines_back import IN_ORDER, GoesBack, Restarting, RestartingEngines, RestartingLive
-from test_generation import AHEAD, BATCH, Engines, N, Rewards, World, assert_same, in_memory  # noqa: F401
+from test_generation import AHEAD, BATCH, SIZES, Engines, N, Rewards, World, assert_same, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, Flight, check_each_once
 from test_spool import Writer, group
 from test_turns_ahead import TALKS, Talking, talks  # noqa: F401
@@ -25,8 +25,12 @@ from mrl.checkpoint.group_files import group_file, read_group, write_group
 from mrl.checkpoint.manifest import file_facts
 from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
+from mrl.config.override_fields import VLLM_SPEED
+from mrl.config.override_rules import decided_by, upstream_class
+from mrl.config.schedule_rules import schedule_of
 from mrl.data.samples import LEFT_OUT, STOP_REASONS
 from mrl.errors import Interrupted
+from mrl.record.attempts import attempt, generated_after, read_attempts
 from mrl.record.metrics import PhaseTimer
 from mrl.record.run_dir import RunDir
 from mrl.reward.items import RAISED
@@ -34,7 +38,7 @@ from mrl.train.assemble_files import Beginning, with_spool
 from mrl.train.assemble_files import Files as StartFiles
 from mrl.train.generation_rules import GenerationRules
 from mrl.train.kept_groups import read_kept, read_left
-from mrl.train.resume import RunIdentity, TrainState, resumed_state
+from mrl.train.resume import RunIdentity, TrainState, generated_again, groups_again, resumed_state
 from mrl.train.sampled_by import UNKNOWN, SampledBy, Sources, sources_of
 from mrl.train.spool import Spool
 
@@ -153,8 +157,8 @@ class Killed:
         self.origin = by(2, self.saved.weights)
         assert self.files(), "responses are left"
 
-    def world(self, seed, state, spool, left=None):
-        return World(seed, self.overrides, state, spool=spool, engines=self.engines, left=left)
+    def world(self, seed, state, spool, **more):
+        return World(seed, self.overrides, state, spool=spool, engines=self.engines, **more)
 
     @staticmethod
     def step(world, saves, batch_taken=lambda: None):
@@ -168,13 +172,13 @@ class Killed:
     def files(self):
         return sorted(self.folder.glob("spool/*/group-*.npz"))
 
-    def again(self, origin=None):
+    def again(self, origin=None, **more):
         """Steps 3 to 5 of the next start, and how many requests its engines got in step 3."""
         spool = Spool(self.folder / "spool", self.writer(), origin=origin or self.origin)
         state = TrainState(
             2, self.saved.cursor, read_kept(self.folder / "step-2", self.said, spool), self.origin.weights
         )
-        world = self.world(2, state, spool, read_left(spool, ROOM, 0))
+        world = self.world(2, state, spool, left=read_left(spool, ROOM, 0), **more)
         found = [self.step(world, saves=False, batch_taken=lambda: setattr(self, "sent", world.engines.sent))]
         found += world.steps(2)
         spool.close()
@@ -274,14 +278,63 @@ def test_what_is_damaged_is_said_and_generated_again(tmp_path, capsys, harm, los
 def test_a_group_of_other_seeds_or_later_weights_is_refused_by_that_cause(tmp_path, capsys, column, said):
     """The lines' digests hold: somebody else wrote the group, or a version that kept too much."""
     killed = Killed(tmp_path)
+    number = with_other_column(killed, column)
+    found = killed.again()
+    assert replayed(found)[0] == EVERY - N
+    assert f"group {number} of a start before {said}" in capsys.readouterr().out
+    assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+def with_other_column(killed, column):
     path = killed.files()[0]
     record = read_group(path)
     other = replace(record.samples, **{column: getattr(record.samples, column) + 1})
     rewritten(killed, path, replace(record, samples=other))
-    found = killed.again()
-    assert replayed(found)[0] == EVERY - N
-    assert f"group {record.number} of a start before {said}" in capsys.readouterr().out
-    assert_same([*killed.trained[:2], *found], killed.expected())
+    return record.number
+
+
+def of_a_prompt_that_no_step_asks_for(killed):
+    path = killed.files()[0]
+    record = read_group(path)
+    other = path.with_name(group_file(99, 0))
+    path.rename(other)
+    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
+    lines.write_text(lines.read_text().replace(path.name, other.name))
+    rewritten(killed, other, replace(record, number=99))
+
+
+@pytest.mark.parametrize(
+    ("harm", "used"),
+    [
+        (lambda killed: None, BATCH),
+        (lambda killed: with_other_column(killed, "seed"), BATCH - 1),
+        (of_a_prompt_that_no_step_asks_for, BATCH - 1),
+        (damaged_byte, BATCH - 1),
+    ],
+    ids=["all are used", "one is refused", "one is not asked for", "one is damaged"],
+)
+def test_what_is_generated_again_is_all_that_was_lost_but_what_is_replayed(tmp_path, harm, used):
+    killed = Killed(tmp_path)
+    harm(killed)
+    run = RunDir.open(tmp_path / "run", "")
+    lines = [{"training/global_step": step, "train/trained_groups": float(BATCH)} for step in range(5)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    point = SimpleNamespace(manifest=SimpleNamespace(step=2))
+    with attempt(run.path, 2, {}) as notes:
+        schedule = schedule_of(load_config(TINY, None, SIZES).config)
+        found = Spool(tmp_path / "spool", Files(), origin=killed.origin)
+        left = len(read_left(found, ROOM, 0)) * N
+        found.close()
+        notes.generated_again(generated_again(schedule, run, point, left))
+        steps = killed.again(groups_again=groups_again(schedule, notes))
+    assert replayed(steps)[0] == used * N
+    assert read_attempts(run.path)[-1].generated_again == generated_after(run.path, 2, N) - used * N
+
+
+def test_where_generation_runs_ahead_no_group_counts_as_lost_with_a_start(tmp_path):
+    with attempt(tmp_path, 2, {}) as notes:
+        groups_again(schedule_of(load_config(TINY, None, [*SIZES, *AHEAD["one step off"]]).config), notes)(3)
+    assert read_attempts(tmp_path)[-1].generated_again == 0
 
 
 def test_groups_with_log_probs_that_are_no_numbers_begin_anew(tmp_path, capsys):
@@ -637,13 +690,32 @@ def test_a_start_looks_for_what_is_left_of_its_checkpoint(tmp_path, found, left)
     if isinstance(found, str):
         trainer = {"cursor": {"epoch": 0, "index": 2}, "weights": found}
         found = Newest(tmp_path / "step-2", SimpleNamespace(step=2, trainer=trainer), {})
-    plan = {"memory": {"host": {"object_store_bytes": ROOM}}}
-    identity = RunIdentity.of(load_config(TINY).config)
-    beginning = Beginning(tmp_path, identity, found, lambda: None, plan, "data", token_routes=0, step_timeout_s=1.0)
-    files = StartFiles(RunDir(tmp_path), beginning, "", resumed_state(found), None, None, None, None, None)
-    with ExitStack() as own:
-        assert with_spool(own, files).left.keys() == left
+    assert begun(tmp_path, found).left.keys() == left
     assert (tmp_path / "spool").exists() == bool(left)
+
+
+def begun(folder, point, room=ROOM) -> StartFiles:
+    """A start's files, on a node whose object store has so many bytes by the plan."""
+    plan = {"memory": {"host": {"object_store_bytes": room}}}
+    identity = RunIdentity.of(load_config(TINY).config)
+    beginning = Beginning(folder, identity, point, lambda: None, plan, "data", token_routes=0, step_timeout_s=1.0)
+    files = StartFiles(RunDir(folder), beginning, "", resumed_state(point), None, None, None, None, None)
+    with ExitStack() as own:
+        return with_spool(own, files)
+
+
+def test_what_groups_of_a_checkpoint_hold_is_no_room_for_those_that_are_left(tmp_path, capsys):
+    killed = Killed(tmp_path, AHEAD["two, partial"])
+    trainer = {"cursor": vars(killed.saved.cursor), "weights": killed.saved.weights, "ahead": killed.said}
+    point = Newest(tmp_path / "step-2", SimpleNamespace(step=2, trainer=trainer), {})
+    whole = begun(tmp_path, point)
+    kept = sum(parts.bytes(0) for parts in whole.state.ahead.groups.values())
+    own = sum(parts.bytes(0) for parts in whole.left.values())
+    assert kept and own
+    assert begun(tmp_path, point, kept + own).left.keys() == whole.left.keys()
+    assert "no room" not in capsys.readouterr().out
+    assert len(begun(tmp_path, point, kept + own - 1).left) == len(whole.left) - 1
+    assert "1 groups in" in (said := capsys.readouterr().out) and "no room" in said
 
 
 # ------------------------------------------------------------------------------------ what responses are made by
@@ -677,6 +749,46 @@ def test_what_changes_responses_is_another_sampling(sources, setting):
 ])  # fmt: skip
 def test_what_only_changes_who_makes_them_is_the_same(sources, setting):
     assert sources(setting) == sources()
+
+
+ENGINE = "rollout.engine_kwargs.vllm"
+
+
+@pytest.fixture
+def sampling_with(tmp_path):
+    """The digest of sampling with arguments for vLLM alone."""
+    write_model(tmp_path / "model")
+    config = load_config(TINY, None, [f"model.path={tmp_path / 'model'}"]).config
+
+    def digest(**arguments) -> str:
+        rollout = config.rollout.model_copy(update={"engine_kwargs": {"vllm": arguments}})
+        return sources_of(config.model_copy(update={"rollout": rollout}), MADE_BY, "rows", ()).sampling
+
+    return digest
+
+
+def test_every_argument_for_vllm_alone_makes_other_responses_but_those_of_speed(sampling_with):
+    given = {name for name in upstream_class("AsyncEngineArgs", None).fields if decided_by(ENGINE, name) is None}
+    assert given > VLLM_SPEED, "all of them exist, and no key of mrl's says them"
+    usual = sampling_with()
+    assert {name for name in given if sampling_with(**{name: 1}) == usual} == VLLM_SPEED
+    assert sampling_with(block_size=16, stream_interval=2) == sampling_with(block_size=16) != usual
+
+
+def test_no_argument_that_chooses_tokens_formats_or_kernels_is_one_of_speed():
+    others = set(
+        """
+        additional_config all2all_backend attention_backend attention_config block_size calculate_kv_scales
+        compilation_config diffusion_config disable_cascade_attn disable_custom_all_reduce disable_sliding_window
+        enable_batch_sharded_sampling enable_flashinfer_autotune gdn_prefill_backend hf_overrides kernel_config
+        kv_cache_dtype kv_sharing_fast_prefill linear_backend logits_processors lora_dtype mamba_cache_dtype
+        mamba_ssm_cache_dtype max_logprobs model_class_overrides model_impl moe_backend optimization_level
+        override_attention_dtype performance_mode quantization quantization_config return_sampling_mask scheduler_cls
+        speculative_config structured_outputs_config use_fp64_gumbel use_replayssm watermark_config
+        """.split()  # noqa: SIM905
+    )
+    assert others <= upstream_class("AsyncEngineArgs", None).fields
+    assert not VLLM_SPEED & others
 
 
 def test_other_rewards_and_files_of_the_users_own_are_others(sources):

@@ -100,12 +100,12 @@ def test_further_signals_do_not_keep_a_run_from_ending_in_order():
 
 
 def test_a_grace_that_is_shorter_than_the_step_ends_the_run_before_it_is_killed():
-    process, below = run_in_an_update(RAY_JOB_STOP_WAIT_TIME_S="1.5")
+    process, below = run_in_an_update(RAY_JOB_STOP_WAIT_TIME_S="3")
     time.sleep(0.2)
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == Interrupted.exit_code
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 3
     assert all(map(gone, below))
 
 

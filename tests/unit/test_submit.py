@@ -279,7 +279,7 @@ def submit(monkeypatch, capsys, *arguments, token="t" * 32, check=SystemExit) ->
 
 def test_the_whole_command_line_reaches_the_cluster(monkeypatch, capsys):
     data = [*ELSEWHERE, "--set", "data.train_files=[a b.parquet]"]
-    arguments = [str(PRESET), "--recipe", "grpo", "--run-dir", "/shared/run", *data]
+    arguments = [str(PRESET), "--recipe", "grpo", "--restarts", "2", "--run-dir", "/shared/run", *data]
     code, client, said = submit(monkeypatch, capsys, "--grace-s", "9", *arguments)
     assert code == 0 and "step 2" in said
     (sent,) = client.submitted
