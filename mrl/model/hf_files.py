@@ -133,11 +133,15 @@ def check_own_file(file: Path) -> None:
 def checkpoint_tensors(path: str | Path) -> dict[str, TensorBytes]:
     """Returns all tensors of a checkpoint directory by name.
 
-    Raises EnvironmentFault if there are no safetensors files or one is broken.
+    Raises EnvironmentFault if there are no safetensors files or one is broken. The same holds for a tensor that is in
+    two files, of which each reader would take another one.
     """
     tensors: dict[str, TensorBytes] = {}
     for file in weight_files(Path(path)):
-        tensors.update(read_safetensors_header(file))
+        found = read_safetensors_header(file)
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise EnvironmentFault(f"{file}: {twice[0]} is stored in another file beside it, too; remove one of both")
+        tensors.update(found)
     return tensors
 
 

@@ -113,16 +113,16 @@ def model_spec(config: HfConfig) -> ModelSpec:
     """
     refuse_impossible(config)
     names = config.get("architectures") or []
+    if sparse := [name for name in names if name in _SPARSE]:
+        raise ConfigError(
+            f"config.json: {sparse[0]} attends through a sparse indexer, which is not supported; supported: "
+            f"{_supported()}"
+        )
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if config.get("auto_map") and not (family and family.has_code_beside):
         raise ConfigError(
             f"config.json of {', '.join(names)} has auto_map: the checkpoint wants its own code to run "
             f"(trust_remote_code), which mrl never does; use a checkpoint of {_supported()}"
-        )
-    if sparse := [name for name in names if name in _SPARSE]:
-        raise ConfigError(
-            f"config.json: {sparse[0]} attends through a sparse indexer, which is not supported; supported: "
-            f"{_supported()}"
         )
     if wrapper := wrapper_of(config):
         return replace(wrapper.read(own_config(config)), is_wrapped=True)

@@ -49,8 +49,8 @@ def host_section(
     rank_bytes = [held_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
     stages = [inputs.train.dense_coords(rank).pp for rank in range(len(ranks))]
     of_ranks = [
-        actors[pp].host | {"save": save_bytes(inputs, rank), "samples": rank_bytes[pp]}
-        for rank, pp in enumerate(stages)
+        actors[pp].host | {"save": saved, "samples": rank_bytes[pp]}
+        for pp, saved in zip(stages, save_bytes(inputs), strict=True)
     ]
     of_workers = [_worker_terms(inputs, engine, place, ranks) for place in workers]
     nodes: dict[int, Counter[str]] = {}
@@ -136,31 +136,35 @@ def _part(held: int, here: int, share: float) -> float:
     return here + (held - here) * share
 
 
-def save_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Returns the bytes that a rank saves and copies to the host: weights that only it writes, and its shard of Adam's
-    state.
+def save_bytes(inputs: PlanInputs) -> list[int]:
+    """Returns the bytes that each rank saves and copies to the host: weights that only it writes, and its shard of
+    Adam's state.
 
     The first data-parallel copy writes the weights (mrl/checkpoint/rank_save.py). The few that all tensor ranks hold
     count on each of them.
     """
-    train = inputs.train
-    pp = train.dense_coords(rank).pp
-    saved = _saved_numel(inputs, rank, _stored_numel(inputs, pp))
+    saved = _saved_of_ranks(inputs, [_stored_numel(inputs, pp) for pp in range(inputs.train.pipeline)])
     own = inputs.critic
-    if own is not None:
-        saved += _saved_numel(own, rank, critic_numel(own.model, own.train, own.train.dense_coords(rank).pp))
-    return saved
+    if own is None:
+        return saved
+    of_critic = _saved_of_ranks(own, [critic_numel(own.model, own.train, pp) for pp in range(own.train.pipeline)])
+    return [sum(both) for both in zip(saved, of_critic, strict=True)]
 
 
-def _saved_numel(inputs: PlanInputs, rank: int, numel: BufferNumel) -> int:
-    """Returns the bytes that a rank saves of a model that has `numel` elements on it."""
+def _saved_of_ranks(inputs: PlanInputs, stages: Sequence[BufferNumel]) -> list[int]:
+    """Returns the bytes that each rank saves of a model of which a rank of stage `pp` has `stages[pp]` elements."""
     train = inputs.train
     precision = precision_of(inputs.config, inputs.element_bytes)
-    dense = train.dense_coords(rank)
-    expert = train.expert_coords(rank)
-    return _saved(numel.dense, precision, train.data * train.context, dense.dp == dense.cp == 0) + _saved(
-        numel.expert, precision, train.expert_data, expert.edp == 0
-    )
+    saved = []
+    for rank in range(train.world_size):
+        dense = train.dense_coords(rank)
+        expert = train.expert_coords(rank)
+        numel = stages[dense.pp]
+        saved.append(
+            _saved(numel.dense, precision, train.data * train.context, dense.dp == dense.cp == 0)
+            + _saved(numel.expert, precision, train.expert_data, expert.edp == 0)
+        )
+    return saved
 
 
 def _stored_numel(inputs: PlanInputs, pp: int) -> BufferNumel:
@@ -176,7 +180,7 @@ def resume_seconds(inputs: PlanInputs) -> float:
     Each rank verifies the bytes of a file of its size, all at once (mrl/checkpoint/rank_load.py). Slower storage takes
     longer.
     """
-    return max(save_bytes(inputs, rank) for rank in range(inputs.train.world_size)) / inputs.assumptions.hash_rate
+    return max(save_bytes(inputs)) / inputs.assumptions.hash_rate
 
 
 def _saved(numel: int, precision: Precision, shards: int, is_first: bool) -> int:

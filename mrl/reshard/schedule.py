@@ -196,13 +196,16 @@ class _Sharing:
         return quotas
 
     def _bounds(self) -> np.ndarray:
-        """Returns [pool, round, candidate]: the byte of the pool's demand at which each candidate's part ends."""
+        """Returns the byte of a pool's demand at which each candidate's part ends: [candidate, pool * rounds + round].
+
+        The last candidate's part has no end, and no row.
+        """
         pools = self.pools.ranks
         width = max(len(ranks) for ranks in pools)
-        bounds = np.full((len(pools), self.num_rounds, width), np.iinfo(np.int64).max)
+        bounds = np.full((width - 1, len(pools), self.num_rounds), np.iinfo(np.int64).max)
         for pool, quota in self.quotas.items():
-            bounds[pool, :, : len(pools[pool]) - 1] = quota.cumsum(axis=1)[:, :-1]
-        return bounds
+            bounds[: len(pools[pool]) - 1, pool] = quota.cumsum(axis=1)[:, :-1].T
+        return bounds.reshape(width - 1, len(pools) * self.num_rounds)
 
     def assign(self) -> tuple[tuple[np.ndarray, ...], Loads]:
         """Assigns a sender to every grain. Returns the choices and the resulting loads."""
@@ -230,9 +233,12 @@ class _Sharing:
         candidate = np.zeros_like(sets)
         shared = np.flatnonzero(self.pools.candidates[worker].count[sets] > 1)
         pool = self.pools.of_sets[worker][sets[shared]]
-        round_of = walk.round[shared]
-        middle = _middles(pool * self.num_rounds + round_of, walk.nbytes[shared], filled)
-        candidate[shared] = (middle[:, None] >= bounds[pool, round_of]).sum(axis=1)
+        cell = pool * self.num_rounds + walk.round[shared]
+        middle = _middles(cell, walk.nbytes[shared], filled)
+        number = np.zeros_like(cell)
+        for ends in bounds:  # not all candidates of a grain at once: that is much slower
+            number += middle >= ends[cell]
+        candidate[shared] = number
         return candidate
 
 

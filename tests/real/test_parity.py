@@ -91,6 +91,11 @@ LAYOUTS = {
 }
 # Megatron's plain optimizer keeps references to gradients that the distributed one does not.
 DDP_OVERRIDES = {"moe-tp2-whole-optimizer": {"use_distributed_optimizer": False}}
+# Families that are held to 1e-5 of Hugging Face's gradients in every layout. Measured, worst tensor of all layouts:
+# latent 1.7e-6, next 6.1e-6, kinds 4.3e-6, kinds-moe 6.9e-6. From its own float64 Hugging Face's float32 is at 1.9e-6,
+# 5.3e-6, 5.5e-6 and 1.1e-5 (a router), and ours on one rank at 1.9e-6, 6.8e-6, 5.6e-6 and 8.0e-6: what is left is
+# rounding on both sides. The other families are held to 1e-4 on one rank.
+TO_HUGGING_FACE = dict.fromkeys(("latent", "next", "kinds", "kinds-moe"), 1e-5)
 # 13 rows on two data-parallel ranks: uneven micro-batches, and a filler
 CUTS = {
     "packed-5": {"use_remove_padding": True, "ppo_micro_batch_size_per_gpu": 5},
@@ -163,11 +168,12 @@ def test_log_probs_and_entropy_are_those_of_hugging_face(layout, references, res
     assert total / tokens == pytest.approx(reference.entropy, rel=1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("cut", CUTS)
-def test_gradients_of_one_rank_are_those_of_hugging_face(model, cut, references, results):
-    gradients = load_file(results[f"{model}-tp1"] / f"gradients-{cut}.safetensors")
-    assert _worst(gradients, references[model].gradients) < 1e-4
+@pytest.mark.parametrize("layout", [n for n, case in LAYOUTS.items() if case[1] == 1 or case[0] in TO_HUGGING_FACE])
+def test_gradients_are_those_of_hugging_face(layout, cut, references, results):
+    model = LAYOUTS[layout][0]
+    gradients = load_file(results[layout] / f"gradients-{cut}.safetensors")
+    assert _worst(gradients, references[model].gradients) < TO_HUGGING_FACE.get(model, 1e-4)
 
 
 @pytest.mark.parametrize("cut", CUTS)

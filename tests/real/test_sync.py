@@ -159,13 +159,19 @@ CASES |= {
         fresh=True,
     ),
 }
+_OF_EXPERTS = CASES["fp32-next-to-tp2"].layouts | CASES["fp32-next"].layouts
 CASES |= {
-    "fp32-kinds-to-tp2": replace(CASES["fp32-next-to-tp2"], model="kinds-moe"),
+    "fp32-kinds-to-tp2": replace(CASES["fp32-next-to-tp2"], model="kinds-moe", layouts=_OF_EXPERTS),
     "fp32-dense-kinds": Case(
         "kinds",
         "float32",
         _NEXT,
-        {"tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)},
+        {
+            "tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+            "tp2dp2": dict(tensor_model_parallel_size=2),
+            "pp2vpp2dp2": dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+            "pp2uneven-dp2": PP_UNEVEN,
+        },
         fresh=True,
     ),
 }

@@ -189,6 +189,11 @@ MODELS = [
     (lambda: Path("model/model.safetensors").unlink(), 4, ["model.path model: no safetensors files there"]),
     (cut_short, 4, ["model.safetensors cannot be read", "cut short", "download the checkpoint again"]),
     (
+        lambda: shutil.copy("model/model.safetensors", "model/model-2.safetensors"),
+        4,
+        ["model.safetensors: lm_head.weight is stored in another file", "remove one of both"],
+    ),
+    (
         lambda: change_config(num_experts=2),
         4,
         ["the weights are not those of the qwen3_moe model", "experts.2.", "not part of the model"],
@@ -207,6 +212,7 @@ MODELS = [
 MODEL_IDS = [
     "no weights",
     "cut short",
+    "stored twice",
     "fewer experts",
     "vocabulary",
     "architecture",

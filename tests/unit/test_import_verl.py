@@ -356,6 +356,12 @@ def test_what_is_not_there_is_named_with_the_reason(word, reason):
     assert entry.key == word.partition("=")[0] and reason in entry.why
 
 
+def test_a_path_that_the_script_leaves_blank_is_no_loss_where_the_user_gives_one():
+    blank = [MEGATRON + "tensor_model_parallel_size=1", "actor_rollout_ref.model.path=<path_to_dsv3_config>"]
+    assert [entry.key for entry in import_overrides(blank).losses] == ["actor_rollout_ref.model.path"]
+    assert not import_overrides(blank, own=("model.path",)).losses
+
+
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn."
 FUNCTIONS = Path(__file__).with_name("verl_functions.py")
 

@@ -39,17 +39,18 @@ _CARRIED = {
 }
 _BY_SAMPLES = ("ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu")
 _BY_TOKENS = ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
-# keys that mrl has no counterpart for -> values that need none
-_MISSING: dict[str, tuple[Any, ...]] = {
-    _C + "ppo_epochs": (1,),
-    _C + "shuffle": (False,),
-    _C + "model.lora_rank": (0,),
-    _C + "model.lora.rank": (0,),
-    _C + "model.trust_remote_code": (False,),
-    _C + "model.external_lib": (),
-    _C + "optim.optimizer": ("adam", "Adam", "AdamW", "adamw"),
-    _C + "optim.lr_warmup_init": (0,),
-    _C + "enable": (True,),
+_AS_THE_ACTOR = "one epoch, in order, all weights and Adam, as the actor has it"
+# keys that mrl has no counterpart for -> values that need none, and why
+_MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
+    _C + "ppo_epochs": ((1,), _AS_THE_ACTOR),
+    _C + "shuffle": ((False,), _AS_THE_ACTOR),
+    _C + "model.lora_rank": ((0,), _AS_THE_ACTOR),
+    _C + "model.lora.rank": ((0,), _AS_THE_ACTOR),
+    _C + "model.trust_remote_code": ((False,), "code of a checkpoint is never run"),
+    _C + "model.external_lib": ((), "of the user's code rewards, losses, advantages and tools are read by a path"),
+    _C + "optim.optimizer": (("adam", "Adam", "AdamW", "adamw"), _AS_THE_ACTOR),
+    _C + "optim.lr_warmup_init": ((0,), _AS_THE_ACTOR),
+    _C + "enable": ((True,), _AS_THE_ACTOR),
 }
 
 
@@ -78,8 +79,8 @@ def _critic(o: Override, out: Import, settings: VerlSettings) -> None:
     if not _has_critic(settings):
         out.leave("not_applicable", o.key, o.value, _NONE, o.line)
     elif o.key in _MISSING:
-        fits = o.value is None or o.value in _MISSING[o.key]
-        why = "one epoch, in order, all weights and Adam, as the actor has it"
+        needing_none, why = _MISSING[o.key]
+        fits = o.value is None or o.value in needing_none
         out.leave("implied" if fits else "unsupported", o.key, o.value, why, o.line)
     elif o.value is None:
         out.leave("implied", o.key, o.value, "nothing is said", o.line)

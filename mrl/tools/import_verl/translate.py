@@ -132,7 +132,8 @@ def translate(
         why = "verl corrects nothing where nothing is said"
         out.put("implied", "", "algorithm.rollout_correction.level", None, why)
     _filters(out, settings)
-    _family(out, settings)
+    if "model.path" not in own:
+        _family(out, settings)
     return out
 
 
