@@ -13,6 +13,7 @@ from mrl.errors import EnvironmentFault, Interrupted, LostProcess, MrlError
 from mrl.remote.process_logs import concerning, log_file
 
 _CAUSE_CHARACTERS = 800
+ANSWER_S = 4.0  # for a call that any process answers that runs; a hang is named five seconds behind its deadline
 SETTLE_S = 5.0  # a rank's peers notice its death before Ray does
 _LOST = re.compile(
     r"gloo/transport|connection (closed|reset|refused)|broken pipe|remote process exited|collective operation timeout|"
@@ -100,10 +101,10 @@ def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> 
 
 
 def answered(refs: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Returns what those say who answer within SETTLE_S, by name. Who is silent, or has died, is not in it."""
+    """Returns what those say who answer within ANSWER_S, by name. Who is silent, or has died, is not in it."""
     if not refs:
         return {}
-    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=SETTLE_S)
+    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ANSWER_S)
     found = {}
     for name, ref in refs.items():
         if ref in ready:
