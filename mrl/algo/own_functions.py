@@ -89,6 +89,6 @@ def _run_file(file: Path, name: str, key: str) -> None:
     except ConfigError:
         del sys.modules[name]
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"{key}: {file} cannot be loaded: {type(error).__name__}: {error}") from error

@@ -241,7 +241,9 @@ class RolloutGroup:
             except LostProcess as error:
                 lost = error
                 if isinstance(error, Late):
-                    lost = concerning(Late(f"{error}{in_words(self.not_running())}"), *processes_of(error))
+                    late = processes_of(error)
+                    silent = {name: reason for name, reason in self.not_running().items() if name in late}
+                    lost = concerning(Late(f"{error}{in_words(silent)}"), *late)
                 if not self.fleet.loses(lost, asked):
                     raise lost from error.__cause__
                 left = set(self.names_of(self.fleet.reached()))

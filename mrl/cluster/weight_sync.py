@@ -202,7 +202,10 @@ class WeightSync:
         try:
             answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
         except Late as error:
-            raise self._with_cause(error, sending.keys()) from error
+            told = self._with_cause(error, sending.keys())
+            if told is error:
+                raise
+            raise told from error
         if not any(isinstance(answer, Exception) for answer in answers.values()):
             self._deadlines.ended(PHASE, time.perf_counter() - began)
         received = {}

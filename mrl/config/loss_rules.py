@@ -139,7 +139,7 @@ def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         return
     if _compares_responses(config):
         name = config.algorithm.adv_estimator
-        if not _teacher_alone(config):
+        if not config.distillation.alone:
             why = "the advantage compares responses to one prompt, and a single one has nothing to be compared with"
             yield Violation("rollout.n", f"must be at least 2 with adv_estimator {name}", why, (2, 4, 8, 16))
     elif config.algorithm.filter_groups.enable:
@@ -150,12 +150,6 @@ def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _compares_responses(config: RunConfig) -> bool:
     spec = ADVANTAGES.get(config.algorithm.adv_estimator)
     return spec is not None and spec.needs_group
-
-
-def _teacher_alone(config: RunConfig) -> bool:
-    """Whether advantages from rewards have no weight beside a teacher's."""
-    distillation = config.distillation
-    return distillation.enabled and distillation.distillation_loss.reward_weight == 0
 
 
 def _without_level(name: str) -> Rule:

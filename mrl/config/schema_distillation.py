@@ -109,6 +109,11 @@ class DistillationConfig(Section):
     distillation_loss: DistillationLossConfig = DistillationLossConfig()
 
     @property
+    def alone(self) -> bool:
+        """Whether advantages from rewards have no weight beside a teacher's."""
+        return self.enabled and self.distillation_loss.reward_weight == 0
+
+    @property
     def in_advantages(self) -> bool:
         """Whether the teacher's part is an advantage of each token."""
         return self.enabled and self.distillation_loss.use_policy_gradient

@@ -37,8 +37,8 @@ class GroupParts:
 
     def bytes(self, route_bytes: int) -> int:
         """Upper bound of the bytes of the responses' columns. `route_bytes` is the size of one token's routes."""
-        rows = [part.rows for part in self.responses.values()]
-        return sum(column_bytes(int(r.prompt_lengths[0]), int(r.response_lengths[0]), route_bytes) for r in rows)
+        lengths = [part.lengths for part in self.responses.values()]
+        return sum(column_bytes(prompt, response, route_bytes) for prompt, response in lengths)
 
     @property
     def newest(self) -> int:

@@ -84,6 +84,12 @@ class ResponseStore:
             return self.numbers
         return self.numbers.rows(slice(self.only, self.only + 1))
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the response in the first row, without a look at the other columns."""
+        row = self.only or 0
+        return int(self.numbers.prompt_lengths[row]), int(self.numbers.response_lengths[row])
+
     @classmethod
     def of(cls, rows: SampleRows, block: ResponseBlock) -> "ResponseStore":
         """Returns all rows of one block."""
@@ -128,7 +134,7 @@ class ResponseStore:
         return type(self)(self.rows.rows(index), np.argsort(order)[block], self.place[index], blocks)
 
     def row(self, index: int) -> "ResponseStore":
-        """Returns one row, as `take` does, in a tenth of the time. It shares the columns of all rows."""
+        """Returns one row, as `take` does, in a tenth of the time. It shares all columns until they are read."""
         (block,) = self.block[index : index + 1]
         place = self.place[index : index + 1]
         if not place[0]:

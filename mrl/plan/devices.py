@@ -72,13 +72,17 @@ class Device:
     collective: float  # seconds of an exchange of few bytes inside a node
     network_collective: float  # the same between nodes
     starts: "Starts"
-    # bytes of a configuration's weight syncs and further models: `pair` for each pair of processes, `group` for each
-    # process group
-    communicators: int = 0
+    communicators: int = 0  # bytes of a configuration's weight syncs: `pair` for each pair of processes
+    communicators_of_ranks: int = 0  # bytes of its further models: `group` for each process group
 
     @property
     def usable(self) -> int:
-        """Bytes that a plan may fill."""
+        """Bytes that a plan may fill on a device with a rank."""
+        return self.usable_by_engine - self.communicators_of_ranks
+
+    @property
+    def usable_by_engine(self) -> int:
+        """Bytes that a plan may fill on a device with an engine alone."""
         return self.memory - self.reserved - self.communicators
 
 

@@ -330,9 +330,10 @@ def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
 
 def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
     """Returns generation and sync on a device that only an engine uses."""
+    usable = device.usable_by_engine
     return [
-        Phase("rollout", _awake(engine), device.usable),
-        Phase("rollout_sync", {"engine_weights": engine.weights, "engine_staging": engine.sync_staging}, device.usable),
+        Phase("rollout", _awake(engine), usable),
+        Phase("rollout_sync", {"engine_weights": engine.weights, "engine_staging": engine.sync_staging}, usable),
     ]
 
 

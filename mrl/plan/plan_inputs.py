@@ -73,10 +73,10 @@ class PlanInputs:
         `held_out_prompts`: those of data.val_files, where they were read. Raises ConfigError for an illegal layout.
         """
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
-        taken = device.pair and device.pair * most_pairs(config)
-        taken += device.group and device.group * other_groups(config, model)
+        pairs = device.pair and device.pair * most_pairs(config)
+        groups = device.group and device.group * other_groups(config, model)
         held_out = _held_out_prompts(config, held_out_prompts)
-        device = replace(device, communicators=taken)
+        device = replace(device, communicators=pairs, communicators_of_ranks=groups)
         return cls(config, model, device, assumptions, train, rollout_layout(config.rollout), held_out)
 
     @property

@@ -88,7 +88,7 @@ def _device(inputs: PlanInputs) -> dict[str, Any]:
         "name": d.name,
         "memory": d.memory,
         "usable": d.usable,
-        "communicators": d.communicators,
+        "communicators": d.communicators + d.communicators_of_ranks,
         "flops": d.flops,
         "memory_rate": d.memory_rate,
         "source": d.source,

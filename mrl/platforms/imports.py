@@ -1,8 +1,17 @@
-"""Speeds up imports of large packages."""
+"""Speeds up imports of large packages, and tells errors of those that only ranks can use."""
 
 import gc
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_OF_RANKS = ("torch.distributed", "torch.cuda", "torch_npu", "triton", "megatron")
+
+
+def needs_ranks(error: BaseException) -> bool:
+    """Tells whether an error comes from a device or a process group, which processes beside the ranks do not have."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return "same device" in str(error) or any(module.startswith(_OF_RANKS) for module in modules)
 
 
 @contextmanager

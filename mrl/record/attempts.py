@@ -5,7 +5,8 @@ Each line has an `event`:
 * `began`: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint that it resumes from, 0 for a
   new run), `plug_ins` (key, path and SHA-256 of each file of the user's that runs).
 * `rewound`, after a resume: `step` from which it continues, and `seconds` of the later steps, which are trained again.
-* `resumed`, after a resume, where there are some: `generated_again`, the responses to later steps that are lost.
+* `resumed`, after a resume, where there are some: `generated_again`, the responses to later steps that are lost. It
+  comes again for each group that was found and is not used after all.
 * `ready`: the loop begins.
 * `restarted`, when lost ranks are started again: `step` (the last finished one) and `why`. The lines of a resume
   follow.

@@ -180,9 +180,10 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
         with line.phase("values"):
             trained.values(rollouts.samples)
     with line.phase("adv"):
-        counted = compared(trained.rows.group_id, rollouts.results, algorithm.needs_group)
+        by_group = algorithm.needs_group and not config.distillation.alone
+        counted = compared(trained.rows.group_id, rollouts.results, by_group)
         corrected, metrics = corrections(algorithm, trained, counted)
-        line.add(metrics | advantages(algorithm, trained, rollouts, corrected))
+        line.add(metrics | advantages(algorithm, trained, rollouts, corrected, counted))
     return trained, corrected
 
 

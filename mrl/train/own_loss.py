@@ -3,7 +3,6 @@
 The driver has no other use for torch. Without torch on this host nothing is tried, and the ranks tell.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ from mrl.config.schema import AlgorithmConfig, DistillationConfig, RunConfig
 from mrl.errors import ConfigError
 from mrl.exercised import VARIABLE
 from mrl.megatron.loss_parameters import loss_parameters
+from mrl.platforms.imports import needs_ranks
 from mrl.reward.process import PACKAGE_ROOT
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ _LENGTHS = (3, 1)  # response tokens of the made-up micro-batch
 def try_loss(config: RunConfig) -> None:
     """Loads the user's loss, if there is one on this host, and asks it about a made-up micro-batch.
 
-    Raises ConfigError if it cannot be loaded or fails. Does nothing if the process itself fails.
+    Raises ConfigError if it cannot be loaded or fails. If the process itself fails, this is printed and nothing is
+    refused.
     """
     own = config.algorithm.policy_loss.custom
     if own is None or not Path(own.path).is_file() or importlib.util.find_spec("torch") is None:
@@ -50,7 +51,8 @@ def try_loss(config: RunConfig) -> None:
             check=True,
         )
         refused = json.loads(ended.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        print(f"{own.path} was not tried before the start ({error}); the ranks load it", file=sys.stderr)
         return
     if refused is not None:
         raise ConfigError(refused)
@@ -66,7 +68,10 @@ def refusal(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> str
 
 
 def _ask(parameters: PolicyLossParameters, algorithm: AlgorithmConfig, has_teacher: bool) -> None:
-    """Computes loss and gradient of a made-up micro-batch. Raises ConfigError if the user's function fails."""
+    """Computes loss and gradient of a made-up micro-batch.
+
+    Raises ConfigError if the user's function fails, unless it needs a device or process groups, which only ranks have.
+    """
     from mrl.algo.losses import CUSTOM_LOSS_KEY, policy_loss
 
     inputs = _made_up(algorithm, has_teacher)
@@ -75,7 +80,9 @@ def _ask(parameters: PolicyLossParameters, algorithm: AlgorithmConfig, has_teach
         made.loss.backward()
     except ConfigError:
         raise
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        if needs_ranks(error):
+            return
         raise ConfigError(
             f"{CUSTOM_LOSS_KEY}: {algorithm.policy_loss.custom.path}: asked about a made-up micro-batch of "
             f"{len(_LENGTHS)} responses, {parameters.loss_mode} raised {type(error).__name__}: {error}; constants "
@@ -117,10 +124,11 @@ def main() -> None:
     Reads two sections of a configuration from standard input and prints the answer as JSON.
     """
     asked = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the user's file may print, and what it starts may, too
     algorithm = AlgorithmConfig.model_validate(asked["algorithm"])
-    with contextlib.redirect_stdout(sys.stderr):  # the user's file may print
-        refused = refusal(algorithm, DistillationConfig.model_validate(asked["distillation"]))
-    print(json.dumps(refused))
+    refused = refusal(algorithm, DistillationConfig.model_validate(asked["distillation"]))
+    print(json.dumps(refused), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from mrl.flow.step_batch import Mismatch, StepBatch, counts_of
 from mrl.megatron.batching import MiniBatchLoad
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.record.metrics import advantage_metrics, reduce_parts, seqlen_metrics
-from mrl.train.rollouts import Rollouts, compared, metric_values
+from mrl.train.rollouts import Rollouts, metric_values
 
 EXPLAINED_EPS = 1e-5  # verl's, added to a variance of returns
 _MOMENTS = ("count", "sum", "m2", "low", "high")
@@ -142,17 +142,22 @@ def _check_something_left(
 
 
 def advantages(
-    algorithm: AlgorithmConfig, step: StepBatch, rollouts: Rollouts, corrected: RowValues
+    algorithm: AlgorithmConfig,
+    step: StepBatch,
+    rollouts: Rollouts,
+    corrected: RowValues,
+    counted: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Sets every response's advantage on its trained tokens, and marks the tokens that the loss treats separately.
 
-    `corrected`: numbers for each row from `corrections`. Their penalties are subtracted from the rewards. Returns
-    metrics.
+    `corrected`: numbers for each row from `corrections`. Their penalties are subtracted from the rewards. `counted` as
+    there. Returns metrics.
     """
     custom = algorithm.custom_advantage
     if custom is not None:
         load_custom_advantage(custom.path, algorithm.adv_estimator)
-    counted = compared(step.rows.group_id, rollouts.results, algorithm.needs_group)
+    if counted is None:
+        counted = np.ones(len(rollouts.results), dtype=bool)
     penalties = corrected.get("penalties")
     parts = {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys}
     inputs = AdvantageInputs(

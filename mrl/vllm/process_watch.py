@@ -25,12 +25,15 @@ GONE_S = 10.0  # until a killed process has left
 
 
 def stopped_below() -> list[str]:
-    """Returns the stopped processes below this one. They answer nobody, so a rank that waits for them seems to hang."""
+    """Returns the stopped processes below this one. They answer nobody, so a rank that waits for them seems to hang.
+
+    Processes of tools and agents are left out.
+    """
     stopped = []
-    for process in psutil.Process().children(recursive=True):
+    for process, command in _below(psutil.Process()):
         with suppress(psutil.Error):
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                stopped.append(f"{_command(process)} (process {process.pid}) is stopped")
+                stopped.append(f"{command} (process {process.pid}) is stopped")
     return stopped
 
 

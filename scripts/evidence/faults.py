@@ -3,11 +3,11 @@ stands, and whether the run is bit for bit the one that nobody disturbed.
 
 python scripts/evidence/faults.py --world tiny-world --work runs/faults --out docs/results/faults.json
 
-The tiny preset, a save a step. Each row is a run of its own: a signal at one point of the second step, and seconds from
-there by the lines that the run prints. `stood_s` is the time between the lines of metrics of the step before and of
-the step itself, less what the undisturbed run took between the two. Who was stopped is told to go on as soon as the
-run has noticed it, and that must change nothing: `continued` counts those who were there to be told. What was done is
-kept in the work folder: with --for SECONDS the next call goes on there. A row takes about a minute.
+The tiny preset, a save a step. Each row is a run of its own: a signal at one point of the second step, and seconds
+from there by the lines that the run prints. `stood_s` is the time between the lines of metrics of the step before and
+of the step itself, less what the undisturbed run took between the two. Whom this script stopped is told to go on as
+soon as the run has noticed it, and that must change nothing: `continued` counts those who were there to be told. What
+was done is kept in the work folder: with --for SECONDS the next call goes on there. A row takes about a minute.
 """
 
 import argparse

@@ -105,7 +105,9 @@ def test_each_group_of_a_second_model_has_a_communicator_in_the_plan(preset, dev
     own = (*TEACHER, OF_TEACHER + layout(ranks=ranks, tp=4, ep=8))
     plain, taught = inputs_of(preset), inputs_of(preset, *own)
     assert groups(preset, *own) == 3 and find_device(device).group > 0
-    assert taught.device.communicators - plain.device.communicators == 3 * find_device(device).group
+    more = 3 * find_device(device).group
+    assert plain.device.usable - taught.device.usable == more
+    assert plain.device.usable_by_engine == taught.device.usable_by_engine, "its ranks alone have them"
 
 
 @pytest.mark.parametrize("name", ["ascend-910b-64g", "ascend-a3-64g"])

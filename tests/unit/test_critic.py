@@ -318,7 +318,7 @@ def test_a_response_whose_group_failed_is_trained_on_where_a_critic_judges_it():
     algorithm = config_of().algorithm
     counted = compared(step.rows.group_id, lonely, algorithm.needs_group)
     corrected, _ = corrections(algorithm, step, counted)
-    advantages(algorithm, step, rollouts, corrected)
+    advantages(algorithm, step, rollouts, corrected, counted)
     assert corrected["trained"][0] == step.rows.response_lengths[0] and not corrected["trained"][1:4].any()
 
 

@@ -135,6 +135,10 @@ def test_tools_and_agents_that_end_are_no_loss_of_the_engine(core):
     while not psutil.Process(keeper.pid).children() or not psutil.Process(keeper.pid).children()[0].cmdline():
         time.sleep(0.01)
     watch = ProcessWatch(lambda: False)
+    os.killpg(keeper.pid, signal.SIGSTOP)  # as a program of a model's may do to itself
+    while psutil.Process(keeper.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    assert stopped_below() == []
     os.killpg(keeper.pid, signal.SIGKILL)
     keeper.wait()
     time.sleep(0.2)
@@ -187,8 +191,10 @@ def test_of_ranks_that_are_late_together_the_stopped_one_and_the_silent_one_are_
     said = {"engine 0 rank 0": [], "engine 0 rank 1": [stopped], "engine 1 rank 0": []}
 
     def late(refs, timeout_s, phase):
-        raise Late(f"{phase}: no answer from engine 0 rank 0, engine 0 rank 1 within 60 s")
+        names = ("engine 0 rank 0", "engine 0 rank 1", "engine 1 rank 1")
+        raise concerning(Late(f"{phase}: no answer from {', '.join(names)} within 60 s"), *names)
 
+    said["engine 1 rank 0"] = ["it was in time"]
     monkeypatch.setattr(rollout_group, "gather", late)
     monkeypatch.setattr(rollout_group, "answered", lambda refs: {name: said[name] for name in refs if name in said})
     named = re.escape(f"within 60 s; engine 0 rank 1: {stopped}; engine 1 rank 1: it does not answer")

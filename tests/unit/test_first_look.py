@@ -8,6 +8,7 @@ from pathlib import Path
 import dialect_templates
 import numpy as np
 import pytest
+import torch
 from small_model import write_model
 
 from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, AdvantageInputs, tried_advantage
@@ -423,6 +424,20 @@ def test_a_loss_that_prints_may_import_from_the_current_directory_as_on_ranks(ow
 def test_a_loss_that_fails_is_told_from_a_made_up_micro_batch(own_loss, body, words):
     config = own_loss(body)
     assert words in refusal(config.algorithm, config.distillation)
+
+
+@pytest.mark.parametrize("needed", ["torch.distributed.get_rank()", "torch.zeros(1, device='cuda')"])
+def test_a_loss_that_needs_what_ranks_alone_have_is_left_to_them(own_loss, needed):
+    if torch.cuda.is_available():
+        pytest.skip("this process has a device")
+    config = own_loss(f"TokenLoss(log_ratio * ({needed} + 1), inputs.response_mask)")
+    assert refusal(config.algorithm, config.distillation) is None
+
+
+def test_a_file_that_ends_the_process_or_writes_past_python_is_told(own_loss, folder):
+    (folder / "ends.py").write_text("import os\n\nos.system('echo said')\nraise SystemExit(3)\n")
+    with pytest.raises(ConfigError, match=r"own\.py cannot be loaded: SystemExit: 3"):
+        look(own_loss("None", imported="ends"))
 
 
 @pytest.mark.parametrize(

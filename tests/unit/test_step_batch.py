@@ -157,7 +157,7 @@ def test_reinforce_plus_plus_trains_on_the_only_judged_response_of_a_group(repli
     counted = compared(step.rows.group_id, rollouts.results, config.algorithm.needs_group)
     assert np.flatnonzero(~counted).tolist() == [0, 2, 3, 5]
     corrected, _ = corrections(config.algorithm, step, counted)
-    advantages(config.algorithm, step, rollouts, corrected)
+    advantages(config.algorithm, step, rollouts, corrected, counted)
     made = rollouts.samples.read()
     own = made.rollout_log_probs.astype(np.float64)
     to_reference = noise(made.rollout_log_probs, 1000) - noise(made.rollout_log_probs, 2000).astype(np.float64)

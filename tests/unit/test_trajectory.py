@@ -176,8 +176,9 @@ def measured(
     metrics = old_log_probs(config.actor, algorithm, step)
     if algorithm.needs_reference:
         step.ref_log_probs()
-    corrected, more = corrections(algorithm, step, compared(rows.group_id, rollouts.results))
-    metrics |= more | advantages(algorithm, step, rollouts, corrected)
+    counted = compared(rows.group_id, rollouts.results)
+    corrected, more = corrections(algorithm, step, counted)
+    metrics |= more | advantages(algorithm, step, rollouts, corrected, counted)
     held = [batch.batch for batch in actor.batches]
     own = [np.flatnonzero(batch.own) for batch in actor.batches]
     metrics |= update(step, corrected)
