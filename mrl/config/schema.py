@@ -117,6 +117,11 @@ class RunConfig(Section):
         return max(steps - self.trainer.warmup_steps, 1) * self.updates_per_step
 
     @property
+    def compares_responses(self) -> bool:
+        """Whether what is trained on depends on how responses to one prompt compare."""
+        return self.algorithm.needs_group and not self.distillation.alone
+
+    @property
     def of_critic(self) -> "RunConfig | None":
         """The run with the critic in the actor's place, or None without a critic.
 

@@ -180,8 +180,7 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
         with line.phase("values"):
             trained.values(rollouts.samples)
     with line.phase("adv"):
-        by_group = algorithm.needs_group and not config.distillation.alone
-        counted = compared(trained.rows.group_id, rollouts.results, by_group)
+        counted = compared(trained.rows.group_id, rollouts.results, config.compares_responses)
         corrected, metrics = corrections(algorithm, trained, counted)
         line.add(metrics | advantages(algorithm, trained, rollouts, corrected, counted))
     return trained, corrected

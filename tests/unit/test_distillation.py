@@ -46,11 +46,13 @@ from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.times import phase_seconds, step_flops
 from mrl.platforms.versions import MEGATRON
 from mrl.record.metrics import reduce_parts
+from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.tools import run_search
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
 from mrl.tools.search import search
 from mrl.tools.search_report import search_problem
+from mrl.train.rollouts import compared
 from mrl.train.update import advantages, corrections, old_log_probs
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -450,6 +452,15 @@ def test_what_makes_no_sense_is_said_in_one_message(folders, overrides, said):
 def test_one_response_a_prompt_is_enough_where_the_teacher_alone_counts(folders):
     assert judged(folders, "rollout.n=1", f"{LOSS}use_task_rewards=false") == []
     assert [v.field for v in judged(folders, "rollout.n=1")] == ["rollout.n"]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_only_judged_response_of_a_prompt_is_trained_on_where_the_teacher_alone_counts(alone):
+    weigh = [f"{LOSS}use_task_rewards=false"] * alone
+    config = load_config(TINY, None, [*STEP, "distillation.enabled=true", *weigh]).config
+    results = [RewardResult(number, 0.0, {}, OK if number == 1 else LEFT_OUT) for number in range(4)]
+    counted = compared(np.zeros(4, dtype=np.int64), results, config.compares_responses)
+    assert counted.tolist() == [False, alone, False, False]
 
 
 def test_a_teacher_of_fewer_words_or_places_is_refused(folders):
