@@ -26,6 +26,7 @@ from mrl.data.order import epoch_counts, permutation
 from mrl.data.prompt_store import PromptStore, SeenPrompts
 from mrl.data.row_files import BadRow, RawRow, parse_row, read_rows
 from mrl.errors import ConfigError, DataError, EnvironmentFault
+from mrl.plain_files import read_json
 
 EXAMPLES = 10
 MOST_BAD_ROWS = 10_000  # so many are reported one by one
@@ -417,6 +418,19 @@ def _why_none(report: LoadReport, parameters: PromptParameters) -> str:
 # ---------------------------------------------------------------- the model's own tokenizer
 
 
+def _without_unknown_type(path: str) -> dict[str, Any]:
+    """Returns an argument by which transformers does not read config.json, where it does not know the model's type.
+
+    It would read it as a configuration of no type, which stops at a yarn scaling, as `kimi_k2` has one.
+    """
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    file = Path(path) / "config.json"
+    if not file.is_file() or read_json(file).get("model_type") in CONFIG_MAPPING:
+        return {}
+    return {"config": PretrainedConfig()}
+
+
 def load_tokenizer(path: str) -> Any:
     """Loads the Hugging Face tokenizer of a local checkpoint folder. Code that a checkpoint brings is never run.
 
@@ -428,7 +442,9 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer  # here: it takes seconds, and readers of data files do not need it
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True, **_without_unknown_type(path)
+        )
     except Exception as error:  # transformers raises anything from OSError to a plain Exception from Rust
         raise EnvironmentFault(
             f"model.path: the tokenizer in {path} cannot be read: {type(error).__name__}: {error}"

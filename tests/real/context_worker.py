@@ -18,32 +18,31 @@ from mrl.megatron.actor import MegatronActor
 COLUMNS = ("rollout_log_probs", "old_log_probs", "advantages", "loss_weights", "ref_log_probs")
 
 
-def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
+def main(rank: int, world_size: int, out: Path) -> None:
     meetings = 0
-    for case in json.loads(cases_file.read_text()):
-        batch = TrainBatch(**np.load(case["batch"]))
-        cut = TrainBatch(**np.load(case["cut"]))
-        batches = {
-            "plain": batch, "noise": _spoilt(batch, 5.0), "nan": _spoilt(batch, math.nan), "let in": _let_in(batch)
-        }  # fmt: skip
-        report: dict = {}
-        config = RunConfig.model_validate(case["config"])
+    batch = TrainBatch(**np.load(out / "batch.npz"))
+    cut = TrainBatch(**np.load(out / "cut.npz"))
+    batches = {
+        "plain": batch, "noise": _spoilt(batch, 5.0), "nan": _spoilt(batch, math.nan), "let in": _let_in(batch)
+    }  # fmt: skip
+    report: dict = {}
+    config = RunConfig.model_validate_json((out / "config.json").read_text())
+    actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))
+    meetings += 1
+    report["before an update"] = _cut_apart(actor, batch, cut)
+    report["by branches"] = actor.update(cut).parts
+    report["after an update"] = _cut_apart(actor, batch, cut)
+    actor.close()
+    for name, given in batches.items():
         actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))
         meetings += 1
-        report["before an update"] = _cut_apart(actor, batch, cut)
-        report["by branches"] = actor.update(cut).parts
-        report["after an update"] = _cut_apart(actor, batch, cut)
+        report[name] = _updated(actor, given)
+        if name == "plain":
+            report |= _log_probs(actor, replace(given, advantages=None))
         actor.close()
-        for name, given in batches.items():
-            actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))
-            meetings += 1
-            report[name] = _updated(actor, given)
-            if name == "plain":
-                report |= _log_probs(actor, replace(given, advantages=None))
-            actor.close()
-        weights = {name: report[name].pop("weights") for name in batches}
-        report["same"] = {name: _same(weights["plain"], own) for name, own in weights.items()}
-        (out / f"{case['name']}-{rank}.json").write_text(json.dumps(report))
+    weights = {name: report[name].pop("weights") for name in batches}
+    report["same"] = {name: _same(weights["plain"], own) for name, own in weights.items()}
+    (out / f"{rank}.json").write_text(json.dumps(report))
 
 
 def _spoilt(batch: TrainBatch, value: float) -> TrainBatch:
@@ -109,4 +108,4 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

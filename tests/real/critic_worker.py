@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from own_groups import groups_met_in
 from padded import in_rows, read_batch
 from parity_worker import exported_gradients
 from ranks import agree_on_port
@@ -23,11 +22,9 @@ from mrl.megatron.actor import MegatronActor, _count
 from mrl.megatron.batching import RowLengths
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
 from mrl.megatron.value_head import ValueHead
-from mrl.platforms.collective_trail import keep_trail
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
-    keep_trail()
     for number, case in enumerate(json.loads(cases_file.read_text())):
         config = RunConfig.model_validate(case["config"])
         actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
@@ -64,7 +61,6 @@ def _report(actor: MegatronActor, case: dict, folder: Path) -> None:
     same &= all(torch.equal(tensor, gradients[name]) for name, tensor in exported_gradients(actor).items())
     left = dict(critic.residence.left_bytes)
     report = {"actor_stays": same, "parts": parts if critic.holds_result else [], "left": left}
-    report["groups"] = groups_met_in(critic.in_place)
     (folder / f"report-{actor.rank}.json").write_text(json.dumps(report))
 
 

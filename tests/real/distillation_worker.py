@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from own_groups import groups_met_in
 from padded import in_rows, read_batch
 from parity_worker import exported_gradients
 from ranks import agree_on_port
@@ -23,13 +22,11 @@ from mrl.flow.teacher_rows import deal
 from mrl.megatron.actor import MegatronActor
 from mrl.megatron.batching import RowLengths
 from mrl.megatron.cut import step_cut
-from mrl.platforms.collective_trail import keep_trail
 
 _OF_UPDATES = ("keep", "old_log_probs", "advantages", "loss_weights", "teacher_words", "of_teacher_words")
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
-    keep_trail()
     for number, case in enumerate(json.loads(cases_file.read_text())):
         config = RunConfig.model_validate(case["config"])
         actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
@@ -87,12 +84,7 @@ def _ask(actor: MegatronActor, batch: TrainBatch, file: Path) -> dict:
         np.savez(file, rows=share.rows[result.rows], log_probs=log_probs, **words)
     on_device = sum(p.untyped_storage().nbytes() for chunk in teacher._chunks for p in chunk.parameters())
     trained = [p.requires_grad for chunk in teacher._chunks for p in chunk.parameters()]
-    return {
-        "on_device": on_device,
-        "trained": any(trained),
-        "on_host": sum(t.nbytes for t in teacher.on_host),
-        "groups": groups_met_in(teacher._groups.in_place),
-    }
+    return {"on_device": on_device, "trained": any(trained), "on_host": sum(t.nbytes for t in teacher.on_host)}
 
 
 if __name__ == "__main__":

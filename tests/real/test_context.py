@@ -18,26 +18,30 @@ from mrl.schedule.branches import Branch, as_one_row
 pytestmark = pytest.mark.real
 
 ROWS = 8
+SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+# ranks, degrees and the algorithm's settings
 CASES = {
-    "tensor and expert parallel": ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, {}),
-    "context parallel, on policy": ({"context_parallel_size": 2}, {"anchor": "on_policy"}),
+    "tensor, pipeline and expert parallel": (4, SPLIT, {}),
+    "context parallel, on policy": (2, {"context_parallel_size": 2}, {"anchor": "on_policy"}),
 }
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, list[dict]]:
     out = tmp_path_factory.mktemp("context")
-    path, cases = save(tiny_moe(), out / "model"), []
-    for name, (degrees, algorithm) in CASES.items():
+    path = save(tiny_moe(), out / "model")
+    found = {}
+    for number, (name, (ranks, degrees, algorithm)) in enumerate(CASES.items()):
+        folder = out / str(number)
+        folder.mkdir()
         batch = _batch(on_policy=bool(algorithm))
-        np.savez(out / f"{len(cases)}.npz", **batch.arrays)
-        np.savez(out / f"{len(cases)}-cut.npz", **_cut(batch).arrays)
-        config = _config(str(path), degrees, algorithm)
-        files = {"batch": str(out / f"{len(cases)}.npz"), "cut": str(out / f"{len(cases)}-cut.npz")}
-        cases.append({"name": name, "config": config, **files})
-    (out / "cases.json").write_text(json.dumps(cases))
-    run_ranks(Path(__file__).with_name("context_worker.py"), 2, out, [str(out / "cases.json")])
-    return {name: [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in CASES}
+        np.savez(folder / "batch.npz", **batch.arrays)
+        np.savez(folder / "cut.npz", **_cut(batch).arrays)
+        config = _config(str(path), {"world_size": ranks, **degrees}, algorithm)
+        (folder / "config.json").write_text(json.dumps(config))
+        run_ranks(Path(__file__).with_name("context_worker.py"), ranks, folder, [])
+        found[name] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,7 +137,7 @@ def _config(path: str, degrees: dict, algorithm: dict) -> dict:
     return {
         "model": {"path": path, "dtype": "float32"},
         "actor": {
-            "layout": {"world_size": 2, **degrees},
+            "layout": degrees,
             "optim": {"lr": 1e-3},
             "ppo_mini_batch_size": ROWS,
             "ppo_micro_batch_size_per_gpu": 3,

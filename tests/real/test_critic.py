@@ -17,9 +17,6 @@ from torch import Tensor
 from world import PRESET, make_world, metrics, overrides, succeeded
 
 from mrl.checkpoint.manifest import read_manifest
-from mrl.model import load_model_spec
-from mrl.model.layout import TrainLayout
-from mrl.plan.communicators import groups_of
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
@@ -105,15 +102,6 @@ def test_two_updates_move_values_alike_and_the_actor_not_at_all(layout, results)
 def test_what_leaves_the_device_does(layout, results):
     report = json.loads((results[layout] / "report-0.json").read_text())
     assert report["left"].keys() == {"parameters", "gradients", "optimizer"} and all(report["left"].values())
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "-beside-" in name])
-def test_a_critic_in_its_own_layout_meets_in_the_groups_that_a_plan_counts(layout, oracles, results):
-    kind, ranks, _, _, critic = LAYOUTS[layout]
-    model = load_model_spec(oracles[kind]["path"])
-    own = TrainLayout.build({"world_size": ranks} | critic["layout"], model)
-    reports = [json.loads(file.read_text()) for file in results[layout].glob("report-*.json")]
-    assert {report["groups"] for report in reports} == {groups_of(own, model.is_moe, is_trained=True)}
 
 
 def _values(folder: Path, name: str) -> np.ndarray:

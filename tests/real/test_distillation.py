@@ -14,10 +14,6 @@ from safetensors.torch import load_file
 from test_parity import CP, EP, PP, TP
 from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
 
-from mrl.model import load_model_spec
-from mrl.model.layout import TrainLayout
-from mrl.plan.communicators import groups_of
-
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 VPP = "virtual_pipeline_model_parallel_size"
@@ -191,13 +187,3 @@ def test_a_teacher_is_where_it_was_told_to_be_and_has_no_gradients(case, results
         for asked in json.loads(file.read_text()):
             assert not asked["trained"]
             assert (asked["on_device"] == 0) == (asked["on_host"] > 0) == CASES[case][4]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_teacher_meets_in_the_groups_that_a_plan_counts(case, results, teachers):
-    _, teacher, degrees, *_ = CASES[case]
-    model = load_model_spec(teachers[teacher][0])
-    layout = TrainLayout.build({"world_size": RANKS} | degrees, model)
-    for file in (results / case).glob("report-*.json"):
-        last = json.loads(file.read_text())[-1]
-        assert last["groups"] == groups_of(layout, model.is_moe, is_trained=False)

@@ -434,6 +434,9 @@ def test_a_tokenizer_is_loaded_from_a_checkpoint_folder_or_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path / "good")
     loaded = load_tokenizer(str(tmp_path / "good"))
     assert load(write_jsonl(tmp_path / "a.jsonl", [row("7")]), tokenizer=loaded)[0].token_ids == (1, 2)
+    of_no_type = {"model_type": "kimi_k2", "rope_scaling": {"type": "yarn", "factor": 32}}
+    (tmp_path / "good" / "config.json").write_text(json.dumps(of_no_type))  # transformers alone stops at its scaling
+    assert load_tokenizer(str(tmp_path / "good")).chat_template == tokenizer.chat_template
     with pytest.raises(ConfigError, match="no chat template"):
         load_tokenizer(str(tmp_path / "bare"))
     with pytest.raises(ConfigError, match="no folder"):
