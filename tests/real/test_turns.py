@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from world import ROOT, metrics, succeeded
 
+from mrl.checkpoint.group_files import read_group
 from mrl.record.sample_files import read_samples
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
@@ -264,6 +265,7 @@ AHEAD = {
     "trainer__schedule": "one_step_off", "trainer__total_training_steps": 3, "trainer__save_freq": 1,
     "trainer__max_actor_ckpt_to_keep": 3, "trainer__deterministic": True,
 }  # fmt: skip
+ROUTED = {"actor__router_replay": "R3", "rollout__enable_prefix_caching": False}
 
 
 def started(world: Path, run_dir: Path, schedule: dict, *more: str) -> subprocess.Popen:
@@ -292,9 +294,32 @@ def stopped_and_resumed(world: Path, folder: Path, schedule: dict) -> list[dict]
 
 @pytest.mark.long
 def test_ahead_of_training_conversations_go_on_after_a_signal_bit_by_bit(world, tmp_path):
-    """The checkpoint of the signal has conversations of the step after it, whole, and what each turn called."""
-    rows = stopped_and_resumed(world, tmp_path, AHEAD)
+    """The checkpoint of the signal has conversations of the step after it, whole, with what each turn called and where
+    the engine's routers sent each token.
+    """
+    rows = stopped_and_resumed(world, tmp_path, AHEAD | ROUTED)
     assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 1]
+    assert all(row["router/missing_routes"] == 0 for row in rows)
+    check_routes(tmp_path / "whole" / "checkpoints" / "step-1", world)
+
+
+def check_routes(checkpoint: Path, world: Path) -> None:
+    """Of groups on their way at a checkpoint, by the weights of the start: every token goes where Transformers sends
+    it, those of prompts and of context too. The last one was sampled, and never computed.
+    """
+    model = AutoModelForCausalLM.from_pretrained(world / "model", dtype=torch.float32).eval()
+    groups = [read_group(file).samples for file in sorted(checkpoint.glob("group-*.npz"))]
+    groups = [samples for samples in groups if not samples.span_versions.any()]
+    assert len(groups) >= PROMPTS, "all of the next step"
+    rows = [samples.rows(slice(number, number + 1)) for samples in groups for number in range(len(samples))]
+    for row in rows:
+        with torch.no_grad():
+            found = model(torch.from_numpy(row.token_ids.astype(np.int64))[None], output_router_logits=True)
+        chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in found.router_logits]
+        expected = np.stack([experts.sort(-1).values.numpy() for experts in chosen], axis=1)
+        assert np.array_equal(np.sort(row.routes[:-1], -1), expected[:-1])
+        assert (row.routes[-1] == -1).all()
+    assert sum(np.count_nonzero(~row.is_sampled) for row in rows) >= PROMPTS * N, "tokens that tools wrote"
 
 
 @pytest.fixture(scope="module", params=["sync", "one_step_off"])
