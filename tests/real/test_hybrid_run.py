@@ -75,3 +75,12 @@ def test_a_run_from_a_whole_is_the_run_of_its_text_model(worlds, tmp_path, place
         results = json.loads(succeeded("eval", str(PRESET), *overrides(worlds[0], **settings), *told))
         before = {name: value for name, value in rows[0].items() if name.startswith("val-")}
         assert before and results["metrics"] == before
+
+
+def test_routes_of_old_log_probs_are_replayed(world, tmp_path):
+    """R2: the second of two updates a step goes by the routes of before the first."""
+    settings = SETTINGS | dict(trainer__total_training_steps=2, trainer__save_freq=-1, actor__router_replay="R2")
+    assert finish(train(world, tmp_path, **settings), tmp_path) == 0
+    rows = metrics(tmp_path)
+    assert len(rows) == 2 and all(row["actor/grad_norm"] > 0 for row in rows)
+    assert all(row["router/drift"] == 0 for row in rows)
