@@ -242,16 +242,15 @@ class RolloutGroup:
                 lost = error
                 if isinstance(error, Late):
                     late = processes_of(error)
-                    silent = {name: reason for name, reason in self.not_running().items() if name in late}
-                    lost = concerning(Late(f"{error}{in_words(silent)}"), *late)
+                    lost = concerning(Late(f"{error}{in_words(self.not_running(late))}"), *late)
                 if not self.fleet.loses(lost, asked):
                     raise lost from error.__cause__
                 left = set(self.names_of(self.fleet.reached()))
                 refs = {name: ref for name, ref in refs.items() if name in left}
 
-    def not_running(self) -> dict[str, str]:
-        """Returns the ranks that cannot go on, each with the reason: its stopped processes, or that it is silent."""
-        refs = self.refs("stopped_processes")
+    def not_running(self, late: Collection[str]) -> dict[str, str]:
+        """Returns those of the `late` ranks that do not run: their stopped processes, or that they are silent."""
+        refs = {name: ref for name, ref in self.refs("stopped_processes").items() if name in late}
         found = answered(refs)
         reasons = {name: ", ".join(found.get(name, ["it does not answer"])) for name in refs}
         return {name: reason for name, reason in reasons.items() if reason}

@@ -217,7 +217,7 @@ class WeightSync:
     def _with_cause(self, error: Late, ranks: Collection[str]) -> Late:
         """Adds the cause to an error: an engine that does not run, for which `ranks` wait too, or one of these."""
         late = processes_of(error)
-        silent = {name: reason for name, reason in self.engines.not_running().items() if name in late}
+        silent = self.engines.not_running(late)
         if silent:
             return concerning(Late(f"{error}{in_words(silent)}"), *silent)
         if not set(ranks) & set(late):  # ranks would be named in place of late engines

@@ -137,7 +137,7 @@ def _loss_name(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.rollout.n > 1:
         return
-    if _compares_responses(config):
+    if _is_known_to_compare(config):
         name = config.algorithm.adv_estimator
         if not config.distillation.alone:
             why = "the advantage compares responses to one prompt, and a single one has nothing to be compared with"
@@ -147,7 +147,7 @@ def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("rollout.n", f"must be at least 2 with {_GROUPS}.enable", why, (2, 4, 8, 16))
 
 
-def _compares_responses(config: RunConfig) -> bool:
+def _is_known_to_compare(config: RunConfig) -> bool:
     spec = ADVANTAGES.get(config.algorithm.adv_estimator)
     return spec is not None and spec.needs_group
 

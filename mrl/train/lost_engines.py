@@ -52,9 +52,10 @@ class Loss:
         """Reads a line. Raises ValueError, KeyError or TypeError for a line that is no loss."""
         row = parse_json(line)
         groups = [Unfinished.of(group) for group in row["groups"]]
-        if not all(isinstance(engine, str) for engine in list(row["engines"])) or isinstance(row["engines"], str):
+        engines = row["engines"]
+        if not isinstance(engines, list) or not all(isinstance(engine, str) for engine in engines):
             raise TypeError("engines are a list of names")
-        return cls(int(row["step"]), list(row["engines"]), str(row["why"]), groups)
+        return cls(int(row["step"]), engines, str(row["why"]), groups)
 
 
 def whole_losses(path: Path) -> tuple[list[Loss], int]:

@@ -56,7 +56,7 @@ class FakeCluster:
         self.flip_storage = None  # engine whose storage is spoilt after the write
         names = [rank_name(*divmod(i, self.ranks), self.ranks) for i in range(len(self.engines))]
         self.ended: list[int] = []
-        self.not_running: dict[str, str] = {}
+        self.stopped: dict[str, str] = {}
         processes = SimpleNamespace(
             names=names, workers=[None] * len(names), engine_ranks=self.ranks, end=self.ended.append,
             start_again=lambda engine: {"a start": "to come"}, note_place=lambda engine: None,
@@ -72,7 +72,7 @@ class FakeCluster:
             refs=self._engine_refs, commit=self.commit, call=lambda method, engines: None,
             check_there=lambda what, engines: None, fleet=self.fleet, device_places=self.device_places,
             names_of=lambda engines: [f"engine {engine}" for engine in sorted(engines)],
-            not_running=lambda: self.not_running,
+            not_running=lambda late: {name: reason for name, reason in self.stopped.items() if name in late},
         )  # fmt: skip
 
     def meeting_point(self, rank: int) -> str:
@@ -228,7 +228,7 @@ def test_where_all_wait_for_an_engine_that_is_stopped_it_alone_is_lost_and_the_o
 
     monkeypatch.setattr(weight_sync, "settle", all_are_late)
     monkeypatch.setattr(weight_sync, "with_cause", lambda *_: pytest.fail("no rank is the cause"))
-    world.not_running = {"engine 1": "VLLM::EngineCore (process 7) is stopped", "engine 7": "it does not answer"}
+    world.stopped = {"engine 1": "VLLM::EngineCore (process 7) is stopped", "engine 7": "it does not answer"}
     assert sync.bring_to(2)["reshard/engines"] == 1
     assert world.ended == [1] and world.fleet.states.why("engine 1").endswith(
         "; engine 1: VLLM::EngineCore (process 7) is stopped"
