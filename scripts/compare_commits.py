@@ -250,6 +250,8 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if not (ROOT / "tiny-world").is_dir():
+        parser.error("tiny-world/ is not there: make it with scripts/make_tiny_world.py --out tiny-world --seed 0")
     with tempfile.TemporaryDirectory() as folder:
         code, work = Path(folder, "code"), Path(folder, "out")
         subprocess.run(

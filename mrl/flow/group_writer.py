@@ -43,7 +43,7 @@ class GroupParts:
     @property
     def newest(self) -> int:
         """Returns the newest version of weights that made one of its tokens."""
-        return max(int(part.rows.span_versions.max()) for part in self.responses.values())
+        return max(int(part.versions.max()) for part in self.responses.values())
 
     @property
     def joined(self) -> ResponseStore | None:

@@ -90,6 +90,13 @@ class ResponseStore:
         row = self.only or 0
         return int(self.numbers.prompt_lengths[row]), int(self.numbers.response_lengths[row])
 
+    @property
+    def versions(self) -> np.ndarray:
+        """Versions of the weights that made the first row's spans, without a look at the other columns."""
+        row = self.only or 0
+        first = int(self.numbers.span_counts[:row].sum())
+        return self.numbers.span_versions[first : first + int(self.numbers.span_counts[row])]
+
     @classmethod
     def of(cls, rows: SampleRows, block: ResponseBlock) -> "ResponseStore":
         """Returns all rows of one block."""

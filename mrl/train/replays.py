@@ -50,9 +50,9 @@ class Replays:
         judged.take_over(group, parts)
         buffer.start(group.number)
         for index, response in parts.responses.items():
-            group.begun = min(group.begun, int(response.rows.span_versions.min()))
+            group.begun = min(group.begun, int(response.versions.min()))
             if not group.ended[index]:
-                more = int(response.rows.response_lengths[0]) - group.lengths[index]
+                more = response.lengths[1] - group.lengths[index]
                 buffer.add(group.number, index, more, ended=True)
                 self._responses += 1
         return True

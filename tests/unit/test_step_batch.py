@@ -56,7 +56,8 @@ def samples(seed=0) -> list[Sample]:
     for i in range(PROMPTS * N):
         prompt, response = (tuple(rng.integers(1, 120, n).tolist()) for n in (rng.integers(1, 9), rng.integers(1, 60)))
         log_probs = tuple((-3 * rng.random(len(response))).tolist())
-        found.append(Sample(i // N, i // N, i, i, prompt, response, log_probs, ("stop", "length")[i % 5 == 0], 1))
+        end, later = ("stop", "length")[i % 5 == 0], ((len(response) // 2, 2),) if i % 3 and len(response) > 1 else ()
+        found.append(Sample(i // N, i // N, i, i, prompt, response, log_probs, end, 1, later_versions=later))
     return found
 
 
@@ -362,6 +363,8 @@ def test_any_rows_are_read_in_their_order_and_unused_blocks_are_given_up():
     for row in range(len(many)):
         alone, taken = parts.row(row), parts.take(np.array([row]))
         assert alone.blocks == taken.blocks and alone.place == taken.place and alone.block == taken.block == 0
+        assert alone.versions.tolist() == taken.rows.span_versions.tolist()
+        assert alone.lengths == (taken.rows.prompt_lengths[0], taken.rows.response_lengths[0])
         for name, column in alone.rows.arrays.items():
             np.testing.assert_array_equal(column, taken.rows.arrays[name], err_msg=name)
 

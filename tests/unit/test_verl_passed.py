@@ -197,16 +197,29 @@ def test_scripts_that_import_are_rehearsed_and_the_others_told(tmp_path, monkeyp
     (tmp_path / "clone" / "other.sh").write_text("echo nothing is started\n")
     answers = [{"ok": False, "seconds": 1.0, "exercised": [], "failed": [{"phase": "train", "why": "it died"}]},
         {"ok": True, "seconds": 1.0, "exercised": [{"switch": "rollout.turns"}], "failed": []}]  # fmt: skip
-    given = []
+    given, mrl = [], verl_scripts._mrl
 
-    def run(command, **_):
-        given.append(yaml.safe_load(Path(command[2]).read_text())["model"]["path"])
+    def run(command, *arguments):
+        if command == "import-verl":
+            return mrl(command, *arguments)
+        given.append(yaml.safe_load(Path(arguments[0]).read_text())["actor"]["optim"]["lr"])
         return SimpleNamespace(stdout=json.dumps(answers[-1]) + "\n", stderr="", returncode=0)
 
-    monkeypatch.setattr(verl_scripts.subprocess, "run", run)
+    stored = tmp_path / "stored.json"
+    monkeypatch.setattr(verl_scripts, "_mrl", run)
+    monkeypatch.setattr(verl_scripts, "REHEARSED", stored)
+    monkeypatch.setattr(verl_scripts, "changes", lambda: "")
+    monkeypatch.setattr(verl_scripts, "_commit", lambda clone: "of the clone")
+    settings = ["actor.optim.lr=3e-7"]
     for ok in (True, False):
-        assert list(verl_scripts._rehearsals(tmp_path / "clone", "*.sh", tmp_path / "work")) == [ok]
+        clones = {"some/clone": tmp_path / "clone"}
+        assert list(verl_scripts._rehearsals(clones, "*.sh", settings, tmp_path / "work")) == [ok]
         answers.pop()
     said = capsys.readouterr().out.splitlines()
-    assert given == ["Qwen/Qwen3-8B"] * 2 and len(said) == 4
+    assert given == [3e-7] * 2 and len(said) == 4
     assert "with its tools" in said[0] and "train: it died" in said[2] and "not imported" in said[1]
+    rows = json.loads(stored.read_text())
+    assert set(rows) == {"some/clone/good.sh", "some/clone/other.sh"}
+    good = rows["some/clone/good.sh"]
+    assert not good["ok"] and good["given"] == settings and good["clone"] == "of the clone"
+    assert not rows["some/clone/other.sh"]["imports"]
