@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from by_version import check_row, models_of, rows_of
 from test_ahead_runs import ONE_OFF, PARTIAL, READY_FIRST
 from test_lost_worker import engine_core, rank_one
 from test_runs import PRESET, finish, train, wait_for_step
@@ -176,10 +177,17 @@ def test_one_of_two_engines_is_killed(world, undisturbed, tmp_path, kind):
 @pytest.mark.long
 @pytest.mark.parametrize("engines", [1, 2])
 def test_ready_first_every_group_is_trained_on_once_dropped_or_on_its_way(world, tmp_path, engines):
-    """With responses that engines hold over updates of the weights, so that one is lost with tokens of several."""
-    settings = READY_FIRST | (TWO if engines == 2 else {}) | {"trainer__save_freq": STEPS}
+    """With responses that engines hold over updates of the weights, so that one is lost with tokens of several.
+    Transformers says of each token what the engine said, by the weights that its row names.
+    """
+    settings = READY_FIRST | (TWO if engines == 2 else {})
+    settings |= {"trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": STEPS}
     found = disturbed(world, tmp_path / "killed", signal.SIGKILL, **settings)
     assert_nothing_lost_or_twice(found, STEPS)
+    models = models_of(found, world / "model", range(STEPS), tmp_path)
+    for step in range(1, STEPS + 1):
+        for row in rows_of(found, step):
+            check_row(row, models)
     assert sum(row["fleet/lost"] for row in metrics(found)) == 1
 
 

@@ -6,18 +6,15 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
-import torch
+from by_version import check_row, models_of, rows_of
 from deadlines import RUN_S
 from test_runs import finish, wait_for_step
 from test_turns import AHEAD, PRESET, N, given, started
 from test_turns import world as world  # for all tests here
-from transformers import AutoModelForCausalLM
-from world import metrics, succeeded
+from world import metrics
 
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
@@ -135,43 +132,10 @@ def test_conversations_are_of_several_versions_within_the_bound(whole):
 
 def test_transformers_says_of_each_token_what_the_engine_said_by_the_weights_that_its_row_names(whole, world, tmp_path):
     """Over whole rows, context too, which the engine read by the weights of the token that follows."""
-    models = {}
-    for version in range(STEPS):
-        folder = world / "model"
-        if version:
-            folder = tmp_path / str(version)
-            checkpoint = whole / "checkpoints" / f"step-{version}"
-            succeeded("convert", "megatron-to-hf", str(checkpoint), "-o", str(folder))
-        models[version] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    several = 0
-    for step in range(1, STEPS + 1):
-        rows = pq.read_table(whole / "samples" / f"step-{step}.parquet").to_pylist()
-        several += sum(check_row(row, models) for row in rows)
+    models = models_of(whole, world / "model", range(STEPS), tmp_path)
+    rows = [row for step in range(1, STEPS + 1) for row in rows_of(whole, step)]
+    several = sum(check_row(row, models) > 1 and len(row["turns"]) > 1 for row in rows)
     assert several >= 8, "a border fell behind context"
-
-
-def check_row(row: Mapping, models: Mapping[int, torch.nn.Module]) -> bool:
-    """Whether tokens of several turns were sampled by several versions."""
-    ids = torch.tensor(row["prompt_ids"] + row["response_ids"])
-    before = len(row["prompt_ids"])
-    versions = of_tokens(row)
-    sampled = torch.tensor(row["sampled"])
-    given = torch.tensor(row["rollout_log_probs"])
-    for version in set(versions[sampled].tolist()):
-        with torch.no_grad():
-            log_probs = models[version](ids[None]).logits[0].log_softmax(-1)
-        said = log_probs[before - 1 : -1].gather(-1, ids[before:, None])[:, 0]
-        own = sampled & (versions == version)
-        assert (said - given)[own].abs().max() < 1e-4, f"sample {row['sample_id']}, version {version}"
-    return len(row["turns"]) > 1 and len(set(versions[sampled].tolist())) > 1
-
-
-def of_tokens(row: Mapping) -> torch.Tensor:
-    """int64 [response tokens]: the version that made each."""
-    versions = torch.empty(len(row["response_ids"]), dtype=torch.int64)
-    for span in row["weight_version"]:
-        versions[span["first_token"] :] = span["version"]
-    return versions
 
 
 def renewed(folder: Path) -> None:
