@@ -14,7 +14,7 @@ from deadlines import RUN_S
 from test_runs import finish, wait_for_step
 from test_turns import AHEAD, PRESET, N, given, started
 from test_turns import world as world  # for all tests here
-from world import metrics
+from world import metrics, succeeded
 
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
