@@ -1,8 +1,9 @@
 """One attempt at a group as a file: the columns of its responses, and its rewards. Equal groups give equal bytes.
 
     group-17.2.npz    group 17, which began again twice before
-      *.npy           columns of the responses that have tokens, as they travel through a run
-      record.npy      number, attempt and rewards, as JSON
+      *.npy           large columns of the responses that have tokens, as they travel through a run
+      small.npy       the other columns, one behind the other
+      record.npy      number, attempt, rewards and what is in small.npy, as JSON
 
 Tokens, rewards and attempt form one record with one digest, so parts of different attempts cannot be mixed. A file
 appears completely or not at all and never changes afterwards. If it was written before, a checkpoint gets a hard link,
@@ -11,12 +12,13 @@ and its bytes are on the disk once.
 
 import io
 import json
+import math
 import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from mrl.reward.items import RewardResult
 from mrl.whole_file import appears_whole
 
 RECORD = "record"
+SMALL = "small"
+SMALL_BYTES = 2048  # of a column; a member of its own costs more than its bytes
 TRIED_BYTES = 64 * 1024  # of a column, from its middle, to see whether compression helps
 WORTH = 0.8  # share of its bytes; a column that compresses less is stored uncompressed, at the disk's speed
 
@@ -51,18 +55,25 @@ def write_group(path: Path, record: GroupRecord) -> dict[str, Any]:
     """Writes `path` durably. Returns its size and digest."""
     with appears_whole(path) as work:
         with zipfile.ZipFile(work, "w") as archive:
-            for name, column in _columns(record).items():
+            for name, column in _members(record).items():
                 _add(archive, name, column)
         return file_facts(work)
 
 
-def _columns(record: GroupRecord) -> dict[str, np.ndarray]:
-    results = [[index, asdict(record.results[index])] for index in sorted(record.results)]
-    text = json.dumps({"number": record.number, "attempt": record.attempt, "results": results})
-    columns = {RECORD: np.frombuffer(text.encode(), np.uint8)}
-    if record.samples is None:
-        return columns
-    return columns | record.samples.arrays
+def _members(record: GroupRecord) -> dict[str, np.ndarray]:
+    columns = {} if record.samples is None else record.samples.arrays
+    small = {name: column for name, column in columns.items() if column.nbytes <= SMALL_BYTES}
+    described = {
+        "number": record.number,
+        "attempt": record.attempt,
+        "results": [[index, vars(record.results[index])] for index in sorted(record.results)],
+        SMALL: [[name, column.dtype.str, column.shape] for name, column in small.items()],
+    }
+    joined = b"".join(column.tobytes() for column in small.values())
+    members = {RECORD: np.frombuffer(json.dumps(described).encode(), np.uint8)}
+    if small:
+        members[SMALL] = np.frombuffer(joined, np.uint8)
+    return members | {name: column for name, column in columns.items() if name not in small}
 
 
 def _add(archive: zipfile.ZipFile, name: str, column: np.ndarray) -> None:
@@ -81,12 +92,24 @@ def _shrinks(data: memoryview) -> bool:
 
 
 def read_group(path: Path) -> GroupRecord:
-    """Reads what `write_group` wrote."""
+    """Reads what `write_group` wrote, now or when each column was a member of its own."""
     with np.load(path) as file:
         columns = dict(file)
     described = json.loads(columns.pop(RECORD).tobytes())
     results = {index: RewardResult(**result) for index, result in described["results"]}
+    columns |= _small(described.get(SMALL, []), columns.pop(SMALL, np.empty(0, np.uint8)).tobytes())
     return GroupRecord(described["number"], described["attempt"], Samples(**columns) if columns else None, results)
+
+
+def _small(described: Iterable[tuple[str, str, list[int]]], joined: bytes) -> dict[str, np.ndarray]:
+    """The columns that were joined, in their order."""
+    columns = {}
+    offset = 0
+    for name, dtype, shape in described:
+        count = math.prod(shape)
+        columns[name] = np.frombuffer(joined, dtype, count, offset).reshape(shape).copy()
+        offset += columns[name].nbytes
+    return columns
 
 
 def read_columns(path: Path) -> Samples:
