@@ -91,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path)
     parser.add_argument("--name", default="algorithms")
+    parser.add_argument("--command", help="what made the runs; default: the script of that name")
     parser.add_argument("--title", default="Tiny Qwen3-MoE from the same start")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     args = parser.parse_args()
@@ -112,7 +113,7 @@ def main() -> None:
         }
         for name, runs in curves.items()
     }
-    made = facts(f"scripts/evidence/{args.name}.sh") | {
+    made = facts(args.command or f"scripts/evidence/{args.name}.sh") | {
         "steps": max(step for runs in curves.values() for run in runs for step, _ in run.points),
         "algorithms": table,
         "goals": {
