@@ -69,9 +69,14 @@ def stored_bytes(step: Path) -> int:
     return sum(place.stop - place.start for place in found)
 
 
-def engines_off(run: Path) -> float:
-    """The most by which an engine's log-prob of a token differed from the ranks' in a run."""
-    return max(row[LOG_PROBS] for row in read_metrics(RunDir(run).metrics) if LOG_PROBS in row)
+def engines_off(runs: list[Path]) -> dict[str, float]:
+    """The most by which an engine's log-prob of a token differed from the ranks', over all steps of the runs; how many
+    steps are beyond the bound, as where two experts of a token tie to float32's last digits; the most in the others.
+    """
+    rows = [row for run in runs for row in read_metrics(RunDir(run).metrics)]
+    off = sorted(row[LOG_PROBS] for row in rows if LOG_PROBS in row)
+    others = [value for value in off if value <= LOG_PROB_BOUND]
+    return {"most": off[-1], "steps": len(off), "beyond": len(off) - len(others), "most_of_others": others[-1]}
 
 
 def syncs(repeat: int) -> dict[str, list[float]]:
@@ -108,7 +113,7 @@ def result(runs: Path, repeat: int, out: Path) -> dict[str, Any]:
         for kind, found in bytes_of.items()
     }
     resumed = json.loads((runs / "resumed.json").read_text())
-    log_probs = {kind: max(map(engines_off, (runs / "learning").glob(f"{kind}-*"))) for kind in KINDS}
+    log_probs = {kind: engines_off(sorted((runs / "learning").glob(f"{kind}-*"))) for kind in KINDS}
     made = facts("scripts/evidence/lora.sh") | {
         "rank": RANK,
         "seeds": [curve.seed for curve in curves["lora"]],
@@ -136,7 +141,7 @@ def goals(made: dict[str, Any]) -> dict[str, bool]:
         f"at least {GAIN_POINTS:g} points in every seed": min(made["gain_points"]["lora"]) >= GAIN_POINTS,
         f"bytes within {MEMORY_BOUND:.0%} of the plan": worst <= MEMORY_BOUND,
         f"a sync at most {SYNC_BOUND} times a plain one": made["sync_ratio"] <= SYNC_BOUND,
-        f"log-probs of engines within {LOG_PROB_BOUND:g} of the ranks'": made["log_probs_off"]["lora"]
+        f"log-probs of engines within {LOG_PROB_BOUND:g} of the ranks'": made["log_probs_off"]["lora"]["most"]
         <= LOG_PROB_BOUND,
         "a resumed run has the bits of one that was not stopped": made["resumed"]["ok"],
     }
