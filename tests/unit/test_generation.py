@@ -131,6 +131,9 @@ class Rewards:
     def for_another(self):
         return self
 
+    def withdraw_all(self):
+        self._waiting = deque()
+
     def withdraw(self, sample_ids):
         self._waiting = deque(result for result in self._waiting if result.sample_id not in sample_ids)
 
@@ -283,6 +286,41 @@ def test_a_synchronous_run_goes_on_from_a_checkpoint_of_its_place_in_the_data_al
     new = TrainState(2, first.state.cursor, read_kept(tmp_path, said, Spool(tmp_path / "spool", Files())))
     for state in (old, new):
         assert_same([*begun, *World(2, filtering, state).steps(4)], whole)
+
+
+class SlowToSend(Engines):
+    """Requests take a while from the driver to an engine, which then knows nothing of the ends that came before."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.ended = set()
+        self.came_late = []
+
+    def send(self, engine, requests, sampling, kept=()):
+        time.sleep(0.003)
+        self.came_late += [request.handle for request in requests if request.handle in self.ended]
+        super().send(engine, requests, sampling, kept)
+
+    def end_requests(self, handles):
+        super().end_requests(handles)
+        self.ended |= {number for numbers in handles.values() for number in numbers}
+
+
+def test_no_request_comes_behind_its_end():
+    worlds = [World(seed, FILTERING, engines=SlowToSend) for seed in range(3)]
+    for world in worlds:
+        world.steps(5)
+        assert not world.engines.came_late
+    assert any(world.engines.ended for world in worlds)
+
+
+def test_what_is_closed_asks_for_no_reward_any_more():
+    world = World(0, AHEAD["one step off"])
+    world.rewards.collect = lambda at_once: []
+    while not world.rewards._waiting:
+        time.sleep(0.001)
+    world.generation.close()
+    assert not world.rewards._waiting
 
 
 @pytest.mark.parametrize("name", AHEAD)
