@@ -92,8 +92,8 @@ class EngineProgress:
 
     def resume(self) -> None:
         """Restarts the engines' time."""
+        self._watch.excuse(self._clock())  # first: the thread that checks may find an engine late from here on
         self._is_paused = False
-        self._watch.excuse(self._clock())
 
     def _forget(self, engine: str) -> None:
         del self._asked[engine]

@@ -311,6 +311,11 @@ class ScorerGroup:
                 if (number := self._awaited.pop(sample_id, None)) is not None:
                     del self._exchange.askers[number]  # what is queued without an asker is not sent
 
+    def withdraw_all(self) -> None:
+        """Withdraws all questions of this caller, and drops results that it did not collect."""
+        with self._exchange.lock:
+            self.withdraw([*self._awaited, *self._results])
+
     def forward(self, at_once: bool = False) -> None:
         """Takes results of finished calls and sends what is queued, without waiting.
 

@@ -7,6 +7,7 @@ What it was doing when killed, and the time until the next start, therefore coun
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -88,18 +89,37 @@ class _Timeline:
 def goodput(events: Iterable[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], now: float) -> Goodput | None:
     """Computes goodput from the events of attempts.jsonl and the rows of metrics.jsonl; None if no loop began.
 
+    An event that lacks what it needs is skipped.
     `now` is in seconds since the epoch: the last known moment of a run that has not ended.
     """
     timeline = _Timeline()
     for event in events:
-        _take(timeline, event)
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            _take(timeline, event)
     # no loop began, or an older version wrote the events
     if all(interval.kind != _LOOP for interval in timeline.intervals):
         return None
     last = timeline.intervals[-1]
     last.seconds = 0.0 if last.kind == DOWN else max(0.0, now - last.began)
-    steps = {row["training/global_step"]: float(row.get("timing_s/step", 0.0)) for row in rows}
-    return _summed(timeline.intervals, {step: seconds for step, seconds in steps.items() if step > 0})
+    return _summed(timeline.intervals, _durations(rows))
+
+
+def _durations(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Returns the seconds of each step. A step whose row has no number takes no time."""
+    steps = {}
+    for row in rows:
+        with suppress(TypeError, ValueError):
+            if row["training/global_step"] > 0:
+                steps[row["training/global_step"]] = _finite(row.get("timing_s/step", 0.0))
+    return steps
+
+
+def _finite(value: Any) -> float:
+    """Returns a number. Raises ValueError or TypeError for anything else."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"not finite: {number}")
+    return number
 
 
 def _take(timeline: _Timeline, event: Mapping[str, Any]) -> None:
@@ -115,7 +135,7 @@ def _take(timeline: _Timeline, event: Mapping[str, Any]) -> None:
     elif kind == "restarted":
         timeline.turn(RESTARTING, at)
     elif kind == "rewound":
-        timeline.rewound(int(event["step"]), float(event["seconds"]))
+        timeline.rewound(int(event["step"]), _finite(event["seconds"]))
     elif kind == "ended":
         timeline.turn(DOWN, at)
 

@@ -302,7 +302,7 @@ def _ready_run(
     _go_on(files, data)
     record = _record(config, files, views)
     stack.callback(record.close)
-    responder = Responder(engines, processes.scorers, config.reward, record, files.poll, processes.placement.mend)
+    responder = _responder(stack, config, files, processes, record)
     rules = _generation_rules(config, files)
     generation = stack.enter_context(closing(Generation(rules, responder, data.stream, state, files.left)))
     return Run(
@@ -323,6 +323,15 @@ def _ready_run(
         peak=peak,
         state=state,
     )
+
+
+def _responder(
+    stack: ExitStack, config: RunConfig, files: Files, processes: Processes, record: AdvisedRecord
+) -> Responder:
+    """Returns what answers and scores prompts. Scorers outlive lost ranks, so questions go with `stack`."""
+    rewards = processes.scorers.for_another()
+    stack.callback(rewards.withdraw_all)
+    return Responder(processes.engines, rewards, config.reward, record, files.poll, processes.placement.mend)
 
 
 def _go_on(files: Files, data: Data) -> None:

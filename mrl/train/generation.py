@@ -153,6 +153,7 @@ class Generation:
         taken = self._wait(
             self._taken, lambda: timer("gen" if self._buffer.lacks_responses else "reward"), self._responder.mend
         )
+        self._wait_sent()  # a request that came behind its end would run on
         self._end(taken.ended)
         with self._changed:
             samples, results = self._groups.take(taken.numbers)
@@ -259,11 +260,17 @@ class Generation:
         except Interrupted as error:
             with self._changed:
                 raise self._losses.noted(error) from error
+        if self._gives_back:  # what is given back is waited for, so that an engine that stands still is late
+            self.streams.progress.resume()
 
     def _stop_sending(self) -> None:
         with self._changed:
             self._dispatcher.is_open = False
-        with self._sending:  # so that everything on its way to engines arrives
+        self._wait_sent()
+
+    def _wait_sent(self) -> None:
+        """Waits until all requests that are on their way to engines have been sent."""
+        with self._sending:
             pass
 
     def resume(self, state: TrainState) -> TrainState:
@@ -324,11 +331,12 @@ class Generation:
         self._rules.spool.forget(numbers)
 
     def close(self) -> None:
-        """Ends the thread without waiting for running requests."""
+        """Ends the thread without waiting for running requests or for rewards."""
         with self._changed:
             self._closed = True
         if self._thread.is_alive():
             self._thread.join()
+        self._groups.withdraw_all()
 
     def _wait(
         self,
@@ -406,7 +414,9 @@ class Generation:
 
     def _adjust_rate(self) -> None:
         """Keeps as many responses running as caches have room for. Not in_order, where speed must have no effect."""
-        if self._rate and (seen := self.streams.progress.observed(len(self._dispatcher.under_way))):
+        if not self._rate or not self._dispatcher.is_open:  # what is under way says nothing while nothing is sent
+            return
+        if seen := self.streams.progress.observed(len(self._dispatcher.under_way)):
             self._rate = self._rate.after(seen)
             self._dispatcher.window = self._rate.window
 

@@ -122,6 +122,10 @@ class JudgedGroups:
             if awaited:
                 self._rewards.withdraw([number * self._responses + index for index in awaited])
 
+    def withdraw_all(self) -> None:
+        """Withdraws all questions, because nobody waits for rewards any more."""
+        self._rewards.withdraw_all()
+
     def take(self, numbers: Iterable[int]) -> tuple[ResponseStore, list[RewardResult]]:
         """Removes judged groups in this order. Returns their responses and results, with ids counted from 0."""
         parts = [self.made.pop(number) for number in numbers]

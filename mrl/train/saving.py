@@ -220,8 +220,9 @@ class Saver:
         self._writing.close()
 
     def count_on(self, before: "Saver") -> None:
-        """Adds the failed saves of `before`, which saved the same run until its ranks were lost."""
+        """Takes over failed saves, and the duration of a save, of `before`. It saved this run until ranks were lost."""
         self.failed_saves = before.failed_saves
+        self.last_s = before.last_s
         self._failed_in_a_row = before._failed_in_a_row
         self._last_fault = before._last_fault
 

@@ -325,6 +325,7 @@ class VllmEngine:
     async def end_requests(self, handles: Collection[int]) -> None:
         """Ends requests; ignores handles that are not here. Their streams yield the tokens that exist."""
         async with self._controlled("end_requests"):
+            await asyncio.sleep(0)  # a request of the call just before is known once its task has begun
             names = [self._handles[handle] for handle in handles if handle in self._handles]
             for name in names:
                 self._door.turn_back_one(name)

@@ -104,6 +104,20 @@ def test_requests_that_nobody_waits_for_are_ended_and_others_go_on(engine):  # n
     assert engine._handles == {}
 
 
+def test_a_request_whose_end_comes_with_it_is_ended(engine):  # noqa: F811
+    """Both calls are in the event loop at once; a request that went on would keep the weights from changing."""
+    engine._calls.llm.length = 40
+
+    async def steps():
+        asked = asyncio.create_task(responses(engine, range(2)))
+        await asyncio.create_task(engine.end_requests([1]))
+        done = await asked
+        assert sorted(np.array(done.sample_id)[done.response_lengths < 40]) == [1]
+
+    run(steps())
+    assert engine._handles == {} and engine._door.inside == set()
+
+
 def test_an_update_under_requests_that_nobody_paused_is_refused_and_hurts_nobody(engine):  # noqa: F811
     engine._calls.llm.length = 10
 

@@ -4,7 +4,9 @@ run, ready first nothing is lost or trained on twice.
 
 import json
 import random
+import threading
 from collections import Counter
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,8 @@ from test_ready_first import MODES, STEPS, Flight, LiveEngines, check_each_once
 
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.errors import Interrupted, LostProcess, LostWeights
+from mrl.flow import engine_progress
+from mrl.flow.engine_progress import EngineProgress
 from mrl.flow.request_streams import FleetChange
 from mrl.record.metrics import PhaseTimer
 from mrl.remote.process_logs import concerning
@@ -22,6 +26,7 @@ from mrl.train.kept_groups import read_kept
 from mrl.train.lost_engines import LostEngines, whole_losses
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
+from mrl.vllm.requests import EngineReading
 
 IN_ORDER = {"sync": [], "one step off": AHEAD["one step off"], "two, partial": AHEAD["two, partial"]}
 
@@ -329,6 +334,62 @@ def test_ready_first_goes_on_behind_the_tokens_that_came_back_and_trains_on_each
         assert ledger.counts.kept.groups + dropped + len(ledger.groups) == ledger.next_number
         lost += world.engines.fleet.metrics()["fleet/lost"]
     assert lost > 0
+
+
+class StandsStill(RestartingLive):
+    """One answers that it gives back all that it has, and then stands still. Who watches them is the product's."""
+
+    chance = 0.0
+    progress = None
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.stands = ""
+        self.progress = EngineProgress(str, 0.4)
+
+    @property
+    def waiting_for(self):
+        holding = {one.engine for one in list(self.live.values())}
+        return sorted(holding | ({self.names[0]} if self.under_way else set()))
+
+    def pause_for_update(self, give_back):
+        with self._step:
+            self.paused = True
+            live = list(self.live.values())
+            self.stands = live[-1].engine
+            for one in live:
+                if one.engine != self.stands:
+                    self.answer_live(one)
+        return True
+
+    def take(self, timeout_s):
+        try:
+            self.progress.check(self.waiting_for)
+        except LostProcess as error:
+            assert self.fleet.loses(error, self.fleet.epochs())
+            return []
+        return super().take(timeout_s)
+
+
+def test_an_engine_that_stands_still_while_it_gives_back_is_noticed(monkeypatch):
+    """No signal would end the wait: an update is only over when engines have its weights."""
+    world = Flight(0, "patient", engines=StandsStill)
+    tokens = count()
+    answers = SimpleNamespace(
+        wait=lambda refs, timeout: ([engine for engine in refs if engine != world.engines.stands], []),
+        get=lambda engine: EngineReading(next(tokens), 0.0, 0.0, 0),
+    )
+    monkeypatch.setattr(engine_progress, "ray", answers)
+    try:
+        world.generation.next_batch(PhaseTimer())
+        drained = threading.Thread(target=world.generation.drain, args=(PhaseTimer(), True), daemon=True)
+        drained.start()
+        drained.join(5.0)
+        assert not drained.is_alive()
+        assert world.engines.stands not in world.engines.fleet.serving()
+        assert not world.engines.live
+    finally:
+        world.generation.close()
 
 
 def test_the_only_engine_is_waited_for_and_what_it_was_at_is_noted(tmp_path):

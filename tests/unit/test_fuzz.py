@@ -30,6 +30,7 @@ from mrl.model.hf_files import read_safetensors_header
 from mrl.model.registry import known_hf_config, load_model_spec
 from mrl.plan.run_plan import load_plan, plan_hash
 from mrl.record.attempts import read_attempts
+from mrl.record.goodput import AGAIN, RESTARTING, STARTING, goodput_of
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sample_files import read_samples, readable
 from mrl.tools.import_verl.translate import import_script
@@ -226,8 +227,15 @@ def test_metrics(rows, text, folder):
         survives(lambda: curves_of(read_metrics(file)))
 
 
-BEGAN = {"event": "began", "time": "t", "command": ["mrl"], "versions": {"mrl": "1"}, "host": "h", "pid": 1, "step": 0}
-ENDED = {"event": "ended", "time": "t", "exit_code": 5, "message": "lost"}
+BEGAN = {"event": "began", "command": ["mrl"], "versions": {"mrl": "1"}, "host": "h", "pid": 1, "step": 0}
+ENDED = {"event": "ended", "exit_code": 5, "message": "lost"}
+READY = {"event": "ready"}
+RESTARTED = {"event": "restarted", "step": 2, "why": "rank 1 died"}
+REWOUND = {"event": "rewound", "step": 1, "seconds": 3.0}
+EVENTS = [
+    {"time": f"2026-01-01T00:00:{10 + second}+00:00"} | event
+    for second, event in enumerate((BEGAN, READY, RESTARTED, REWOUND, READY, ENDED))
+]
 LOSS = {"step": 1, "engines": ["engine 0"], "why": "died", "groups": [{"number": 1, "prompt_id": 4, "tokens": 3}]}
 ORIGIN = UNKNOWN.by(6, "9f")
 KEPT = [asdict(ORIGIN), {"file": "group-3.0.npz", "bytes": 9, "sha256": "ab"}]
@@ -235,19 +243,30 @@ HELD_OUT = {"data_source": "a", "prompt_id": 1, "sample_id": 1, "input": "a", "o
     "reason": "ok"}  # fmt: skip
 
 
+def write_lines(file: Path, rows: Any) -> None:
+    """Writes a line a row, or one line where something else stands for all of them."""
+    lines = rows if isinstance(rows, list) else [rows]
+    file.write_text("".join(f"{dumped(row)}\n" for row in lines))
+
+
+def test_the_lines_that_are_altered_are_all_of_use(run):
+    write_lines(run.path / "attempts.jsonl", EVENTS)
+    assert set(goodput_of(run.path).lost) == {STARTING, RESTARTING, AGAIN}
+
+
 @fuzzed
-@given(began=altered(BEGAN), ended=altered(ENDED), loss=altered(LOSS), held_out=altered(HELD_OUT), kept=altered(KEPT))
-def test_lines_beside_the_metrics(began, ended, loss, held_out, kept, run):
+@given(events=altered(EVENTS), loss=altered(LOSS), held_out=altered(HELD_OUT), kept=altered(KEPT))
+def test_lines_beside_the_metrics(events, loss, held_out, kept, run):
     run.validation.mkdir(exist_ok=True)
-    (run.path / "attempts.jsonl").write_text(f"{dumped(began)}\n{dumped(ended)}\n")
+    write_lines(run.path / "attempts.jsonl", events)
     run.lost_engines.write_text(f"{dumped(loss)}\n" * 2)
     (run.spool / "x").mkdir(parents=True, exist_ok=True)
     (run.spool / "x" / "group-3.0.npz").touch()
-    lines = kept if isinstance(kept, list) else [kept]
-    (run.spool / "x" / "by-6.jsonl").write_text("".join(f"{dumped(row)}\n" for row in lines))
+    write_lines(run.spool / "x" / "by-6.jsonl", kept)
     (run.validation / "step-6.jsonl").write_text(f"{dumped(held_out)}\n")
     run.plan.unlink(missing_ok=True)
     survives(lambda: read_attempts(run.path))
+    survives(lambda: goodput_of(run.path))
     survives(lambda: whole_losses(run.lost_engines))
     survives(lambda: LostEngines(run.lost_engines).suspects())
     survives(lambda: left_files(run.spool, ORIGIN))
@@ -256,10 +275,10 @@ def test_lines_beside_the_metrics(began, ended, loss, held_out, kept, run):
 
 
 @settings(fuzzed, max_examples=max(1, CASES // 6))
-@given(began=altered(BEGAN), ended=altered(ENDED), held_out=altered(HELD_OUT))
-def test_pages(began, ended, held_out, run):
+@given(events=altered(EVENTS), held_out=altered(HELD_OUT))
+def test_pages(events, held_out, run):
     run.validation.mkdir(exist_ok=True)
-    (run.path / "attempts.jsonl").write_text(f"{dumped(began)}\n{dumped(ended)}\n")
+    write_lines(run.path / "attempts.jsonl", events)
     (run.validation / "step-6.jsonl").write_text(f"{dumped(held_out)}\n")
     run.plan.unlink(missing_ok=True)
     survives(lambda: run_page(read_run(run.path)))

@@ -4,6 +4,7 @@ the same rollouts whatever the order in which answers come.
 
 import json
 import random
+import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -130,6 +131,9 @@ class Rewards:
 
     def for_another(self):
         return self
+
+    def withdraw_all(self):
+        self._waiting = deque()
 
     def withdraw(self, sample_ids):
         self._waiting = deque(result for result in self._waiting if result.sample_id not in sample_ids)
@@ -283,6 +287,63 @@ def test_a_synchronous_run_goes_on_from_a_checkpoint_of_its_place_in_the_data_al
     new = TrainState(2, first.state.cursor, read_kept(tmp_path, said, Spool(tmp_path / "spool", Files())))
     for state in (old, new):
         assert_same([*begun, *World(2, filtering, state).steps(4)], whole)
+
+
+class HeldInSend(Engines):
+    """One request each. What is sent once the step's batch is complete is held on its way until `go`."""
+
+    max_requests = 1
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.buffer = None
+        self.knows_buffer, self.holds, self.go = threading.Event(), threading.Event(), threading.Event()
+        self.said = []
+
+    def send(self, engine, requests, sampling, kept=()):
+        self.knows_buffer.wait(60.0)
+        if self.buffer._batch():
+            self.holds.set()
+            self.go.wait(60.0)
+            self.said.append("sent")
+        super().send(engine, requests, sampling, kept)
+
+    def end_requests(self, handles):
+        self.said.append("ended")
+
+
+def test_the_end_of_a_request_does_not_overtake_it(monkeypatch):
+    """Of six groups the first is filtered. When the next three are there, requests of the last two are on their way."""
+
+    def score(item):
+        return float(item.sample_id % N) if item.sample_id >= N else 0.0
+
+    def collect(rewards, at_once):
+        return [rewards._waiting.popleft() for _ in list(rewards._waiting)]
+
+    monkeypatch.setattr(Rewards, "collect", collect)
+    world = World(0, FILTERING, score=score, engines=HeldInSend)
+    buffer = world.engines.buffer = world.generation._buffer
+    world.engines.knows_buffer.set()
+    assert world.engines.holds.wait(60.0)
+    batch = threading.Thread(target=world.generation.next_batch, args=(PhaseTimer(),), daemon=True)
+    batch.start()
+    while not buffer.is_training:
+        time.sleep(0.001)
+    time.sleep(0.05)  # in which it would be ended
+    world.engines.go.set()
+    batch.join(60.0)
+    world.generation.close()
+    assert world.engines.said == ["sent", "ended"]
+
+
+def test_what_is_closed_asks_for_no_reward_any_more():
+    world = World(0, AHEAD["one step off"])
+    world.rewards.collect = lambda at_once: []
+    while not world.rewards._waiting:
+        time.sleep(0.001)
+    world.generation.close()
+    assert not world.rewards._waiting
 
 
 @pytest.mark.parametrize("name", AHEAD)

@@ -107,6 +107,28 @@ def test_a_start_that_is_killed_before_its_loop_and_one_that_goes_on():
     assert run.found(run.now + 4.0).lost[BESIDE] == pytest.approx(4.0)
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "rewound", "time": "2026-01-01", "seconds": 1.0},
+        {"event": "rewound", "time": "2026-01-01", "seconds": "nan", "step": 1},
+        {"event": "began", "time": "2026-01-01", "step": "x"},
+        {"event": "ended", "time": "0001-01-01"},
+    ],
+)
+def test_an_event_or_a_row_that_says_nothing_of_use_is_passed_over(event):
+    run = Told()
+    run.start(20.0)
+    run.steps(3.0, 4.0)
+    run.end()
+    expected = run.found()
+    run.events.insert(2, event)
+    assert run.found() == expected
+    for took in ("x", None, "inf"):
+        run.rows[3] = took
+        assert run.found() == expected
+
+
 def test_nothing_is_said_of_a_run_that_older_versions_wrote_or_that_never_began():
     run = Told()
     assert run.found() is None

@@ -9,12 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from replicas import scorers
+from test_scoring import CHARS, questions, samples
 
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.config.load import load_config
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights, NumericAbort
 from mrl.record.attempts import attempt, read_attempts
 from mrl.remote.process_logs import concerning
+from mrl.reward.items import RewardSpec
+from mrl.reward.pool import RewardPool
 from mrl.schedule.fleet import RETIRED, Fleet
 from mrl.train import assemble, assemble_processes, rank_restarts
 from mrl.train.placement import Separate
@@ -226,6 +230,21 @@ def test_failures_of_the_disk_are_counted_on_over_a_restart(monkeypatch, tmp_pat
     assert (again.saver.failed_saves, again.sample_writer.failed) == (1, 3)
     with pytest.raises(EnvironmentFault, match="2 saves in a row failed"):
         again.saver._count_failure(4, "no room")
+
+
+def test_what_a_lost_validation_asked_is_not_answered_to_the_next_one():
+    """Scorers stay, and held-out prompts have the same ids in every validation."""
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        processes = SimpleNamespace(
+            engines=None, scorers=scorers(pool, CHARS), placement=SimpleNamespace(mend=lambda: None)
+        )
+        given = SimpleNamespace(reward=None), SimpleNamespace(poll=lambda: None), processes, None
+        with ExitStack() as lost_run:
+            before = assemble._responder(lost_run, *given).rewards
+            before.submit(samples(["a"], 5), questions(["a"], 5), "engine 0")
+        after = assemble._responder(ExitStack(), *given).rewards
+        after.submit(samples(["b"], 5), questions(["a"], 5), "engine 0")
+        assert [(each.sample_id, each.score) for each in after.drain()] == [(5, 0.0)]
 
 
 def test_restarts_of_ranks_that_an_earlier_start_of_the_run_wrote_down_are_spent(monkeypatch, tmp_path):

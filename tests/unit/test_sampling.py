@@ -87,6 +87,9 @@ class World(AnsweringEngines):
     def for_another(self):
         return self
 
+    def withdraw_all(self):
+        self.scored = []
+
     def withdraw(self, sample_ids):
         self.scored = [result for result in self.scored if result.sample_id not in sample_ids]
 

@@ -298,6 +298,17 @@ def test_the_last_step_unsaved_ends_the_run_with_an_error_that_says_what_is_left
     assert stored(run.folder / "step-2") == 2.0
 
 
+def test_a_saver_that_counts_on_knows_how_long_a_save_takes(run, model, tmp_path):
+    """So that a signal begins none that does not fit its grace, also before the first save of restarted ranks."""
+    trained(run)
+    run.saver.save(run.state)
+    run.saver.finished(wait=True)
+    other = made_run(model, tmp_path / "other").saver
+    assert other.last_s == 0.0 < run.saver.last_s
+    other.count_on(run.saver)
+    assert other.last_s == run.saver.last_s
+
+
 def test_what_is_no_fault_of_the_disk_is_raised_when_it_is_heard_of(run):
     run.actor.num_updates = [1, 2]
     trained(run)

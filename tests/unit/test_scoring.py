@@ -306,6 +306,21 @@ def test_a_question_that_is_withdrawn_has_no_result_wherever_it_is():
         assert [each.score for each in other.drain()] == [1.0]
 
 
+def test_who_leaves_has_no_question_open_and_another_may_ask_under_the_same_ids():
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        group = scorers(pool, CHARS)
+        before = group.for_another()
+        before.submit(samples(["a"], 4), questions(["a"], 4), "engine 0")
+        while not before._results:
+            before.forward(at_once=True)
+        before.submit(samples(["a"], 5), questions(["a"], 5), "engine 0")
+        before.withdraw_all()
+        after = group.for_another()
+        after.submit(samples(["b"], 5), questions(["a"], 5), "engine 0")
+        assert [(each.sample_id, each.score) for each in after.drain()] == [(5, 0.0)]
+        assert before.drain() == [] and not group._exchange.askers
+
+
 class Table(dict):
     """That nobody goes through."""
 
