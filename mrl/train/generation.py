@@ -37,13 +37,7 @@ from mrl.train.kept_groups import Filtered, KeptGroups
 from mrl.train.numbered_prompts import NumberedPrompts, PromptCursor
 from mrl.train.replays import Replays
 from mrl.train.resume import TrainState
-from mrl.train.rollouts import (
-    TRAIN_RESPONSES,
-    Responder,
-    Rollouts,
-    by_engine,
-    prompt_seed,
-)
+from mrl.train.rollouts import TRAIN_RESPONSES, Responder, Rollouts, by_engine, prompt_seed
 from mrl.vllm.requests import Request
 
 WAIT_S = 0.1  # wait for a response, before rewards are checked again
@@ -269,8 +263,7 @@ class Generation:
         self._wait_sent()
 
     def _wait_sent(self) -> None:
-        """Waits until all requests that are on their way to engines have been sent."""
-        with self._sending:
+        with self._sending:  # so that everything on its way to engines arrives
             pass
 
     def resume(self, state: TrainState) -> TrainState:
