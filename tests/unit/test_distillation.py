@@ -442,6 +442,8 @@ CASES = [
     (["algorithm.use_kl_in_reward=true", f"{LOSS}task_rewards_coef=0"], "use_kl_in_reward: must be false where"),
     ([f"{TEACHER}layout={{world_size: 4, tensor_model_parallel_size: 4}}", "actor.layout.world_size=4",
         "cluster.versions.megatron-core=0.15.0"], "tensor_model_parallel_size: must divide num_key_value_heads = 2"),
+    (["cluster.device=npu", f"{TEACHER}layout={{world_size: 2, pipeline_model_parallel_size: 2, "
+        "virtual_pipeline_model_parallel_size: 2}"], "virtual_pipeline_model_parallel_size: must be left out on npu"),
     ([f"{LOSS}loss_mode=forward_kl_topk"], "loss_mode: unknown name"),
     ([f"{LOSS}loss_mode=reverse_kl_topk"], "use_policy_gradient: must be false with loss_mode reverse_kl_topk"),
     ([f"{LOSS}loss_mode=reverse_kl_topk", f"{LOSS}use_policy_gradient=false", f"{LOSS}topk=129"],
