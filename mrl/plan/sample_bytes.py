@@ -205,8 +205,8 @@ def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
 def _fetched_rows(inputs: PlanInputs, ranks: Sequence[int]) -> float:
     """Returns the share of a step's rows whose tokens the ranks of one node fetch, for any of their models.
 
-    A critic or teacher of as many replicas as the actor has the actor's rows, a critic only where its mini-batches
-    allow it. Otherwise its rows count as others.
+    A critic or teacher of as many replicas as the actor has the actor's rows. Otherwise its rows count as others. So do
+    those of a critic whose mini-batches are no whole ones of the actor.
     """
     own = _replicas_of(inputs.train, ranks)
     further = 0.0

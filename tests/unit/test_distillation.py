@@ -680,7 +680,7 @@ KLS = [
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_verl_drops_with_the_policy_loss_is_not_imported(alone, kl):
-    """As distillation_ppo_loss of verl 0.8 does: without task rewards the policy loss is 0, KL and entropy included."""
+    """As its distillation_ppo_loss does: without task rewards the policy loss is 0, KL and entropy included."""
     out = imported(
         *("distillation.enabled=True", "+distillation.teacher_model.model_path=Qwen/Qwen3-32B", *kl),
         *("actor_rollout_ref.actor.entropy_coeff=0.02", "actor_rollout_ref.ref.megatron.param_offload=True"),
