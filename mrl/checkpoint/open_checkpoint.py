@@ -219,8 +219,8 @@ def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
     path = base or Path(recorded["path"])
     if not path.is_dir():
         raise ConfigError(
-            f"{folder}: adapters on the model in {path}, which does not exist; name its folder with --base, or "
-            "restore it"
+            f"{folder}: adapters on the model in {path}, which does not exist; name its folder (mrl convert "
+            "--base, model.path of mrl eval), or restore it"
         )
     if base_digest(path) != recorded["digest"]:
         raise ConfigError(

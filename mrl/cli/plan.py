@@ -212,8 +212,9 @@ def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
         f"actor: {actor['world_size']} ranks ({_degrees(actor)}); stages of "
         f"{', '.join(map(str, _stage_sizes(layout)))} layers"
     )
-    if "critic" in layout:
-        yield f"  its critic on these ranks: {_degrees(layout['critic'])}"
+    for name in ("critic", "teacher"):
+        if name in layout:
+            yield f"  its {name} on these ranks: {_degrees(layout[name])}"
     yield f"  {_places(layout['ranks'])}"
     sizes = (
         ", ".join(f"{name} {engines[name]}" for name in ("tensor", "data", "expert") if engines[name] > 1)

@@ -195,13 +195,12 @@ def adapted_once(field: str, is_there: Callable[[RunConfig], bool]) -> Rule:
         own = leaf(config, field)
         if own is None or not is_there(config) or not _on_npu(config):
             return False
-        is_cut = own.context_parallel_size != config.actor.layout.context_parallel_size
-        return is_cut or own.virtual_pipeline > 1
+        return own.context_parallel_size != config.actor.layout.context_parallel_size
 
     return RuleRow(
         field,
         is_adapted_otherwise,
-        "must have the actor's context_parallel_size and no virtual stages on npu",
+        "must have the actor's context_parallel_size on npu",
         "MindSpeed adapts a process once, by what the actor has",
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mrl.algo.spec import KL_TYPES, OVER_WORDS
 from mrl.config.actor_rules import ACTOR_RULES, padding_of_branches
-from mrl.config.device_rules import adapted_once
+from mrl.config.device_rules import DEVICE_RULES, adapted_once
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.latent_rules import LATENT_RULES
 from mrl.config.override_rules import override_faults
@@ -170,16 +170,18 @@ def _as_the_actor(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if teacher is None:
         return
     given = config.distillation.teacher_model.override_transformer_config
-    actor = config.actor.model_copy(update={"layout": teacher_layout(config, teacher), "lora": LoraConfig()})
+    others = {"lora": LoraConfig(), "router_replay": "disabled", "freeze_router": False}  # they are the student's
+    actor = config.actor.model_copy(update={"layout": teacher_layout(config, teacher), **others})
     fields = config.model.model_copy(update={"override_transformer_config": given})
     own = config.model_copy(update={"actor": actor, "model": fields})
-    rules = (*ACTOR_RULES, *EFFICIENCY_RULES, *LATENT_RULES)
+    of_layout = (*LATENT_RULES, *DEVICE_RULES)
+    rules = (*ACTOR_RULES, *EFFICIENCY_RULES, *of_layout)
     of_actor = {str(violation) for rule in rules for violation in rule(config, model)}
     said = {violation.field for violation in _overrides(config, model)}
     for rule in rules:
         for violation in rule(own, teacher):
             name = violation.field
-            is_read = name.startswith(_OF_ACTOR) or (rule in LATENT_RULES and name.startswith("actor.layout."))
+            is_read = name.startswith(_OF_ACTOR) or (rule in of_layout and name.startswith("actor.layout."))
             if is_read and str(violation) not in of_actor:
                 renamed = name.replace(_OF_ACTOR, _FIELDS, 1).replace("actor.layout.", f"{_TEACHER}.layout.", 1)
                 if renamed not in said:
@@ -270,9 +272,15 @@ DISTILLATION_RULES = (
     ),
     on_only_where(
         "algorithm.filter_groups.enable",
-        lambda c, m: not c.distillation.enabled or c.distillation.distillation_loss.reward_weight > 0,
+        lambda c, m: not c.distillation.alone,
         "must be false where rewards do not count (distillation.distillation_loss)",
         "groups of equal rewards teach as much as others there",
+    ),
+    on_only_where(
+        "algorithm.use_kl_in_reward",
+        lambda c, m: not c.distillation.alone,
+        "must be false where rewards do not count (distillation.distillation_loss)",
+        "its penalty is part of the rewards; algorithm.use_kl_loss counts there",
     ),
 )
 DISTILLATION_PATH_RULES = (_tokenizer,)

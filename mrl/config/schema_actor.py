@@ -405,6 +405,13 @@ class CriticConfig(Section):
         "Keeps the critic's float32 weights and moments on the host, except in its updates and in saves.",
     )
 
+    def keeps_rows_of(self, actor: ActorConfig) -> bool:
+        """Whether as many replicas of the critic train on the rows that the actor's replicas have.
+
+        Rows are dealt evenly inside each mini-batch of the actor, so the critic's have to consist of whole ones.
+        """
+        return (self.ppo_mini_batch_size or actor.ppo_mini_batch_size) % actor.ppo_mini_batch_size == 0
+
     def as_actor(self, actor: ActorConfig) -> ActorConfig:
         """Returns the critic's settings in the form of an actor's section.
 

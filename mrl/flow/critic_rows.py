@@ -9,8 +9,9 @@
     is trained on                           <-- returns
     the same references                     --> update_critic: each replica of the critic picks its rows' returns
 
-Where critic and actor have the same layout, their replicas have the same rows. The driver never holds a value or a
-return. It passes on references (handed_rows.py).
+Where critic and actor have as many replicas, these have the same rows. Only where the critic's mini-batches would then
+be uneven they have not (`CriticConfig.keeps_rows_of`). The driver never holds a value or a return. It passes on
+references (handed_rows.py).
 """
 
 from collections.abc import Sequence

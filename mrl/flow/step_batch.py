@@ -88,12 +88,18 @@ class StepBatch:
         )
 
     def _cut_for_critic(self, lengths: RowLengths) -> StepCut | None:
-        """The critic's cut, whose replicas have the actor's rows where there are as many; None without a critic."""
-        config = self._actor.config.of_critic
+        """The critic's cut, or None without a critic.
+
+        As many replicas as the actor has keep its rows where all then train equally many of each mini-batch.
+        """
+        given = self._actor.config
+        config = given.of_critic
         if config is None:
             return None
         layout = self._actor.critic_layout
-        own = self._own if layout.data == self._actor.layout.data else None
+        own = None
+        if layout.data == self._actor.layout.data and given.critic.keeps_rows_of(given.actor):
+            own = self._own
         return step_cut(config, layout, self._actor.model, lengths, own)
 
     def log_probs(self) -> Mismatch:

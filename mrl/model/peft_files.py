@@ -22,7 +22,8 @@ PREFIX = "base_model.model."
 BASE_DIGEST = "mrl_base_digest"  # a key in the metadata of the weights' file
 _READ_OF_EACH = 4096  # bytes of each tensor that go into the model's digest
 _SHOWN = 3
-# of adapter_config.json: what changes the weights in a way that is not computed here, and its harmless values
+# of adapter_config.json: what changes the weights in a way that is not computed here, and its harmless values. Other
+# starts than these (pissa, olora, corda, loftq, lora_ga) also change the base, which is not in the adapter's folder.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
@@ -35,6 +36,10 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "lora_bias": (None, False),
     "trainable_token_indices": (None,),
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
+    "use_qalora": (None, False),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
 }
 
 

@@ -29,6 +29,7 @@ from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, device_for, 
 from mrl.plan.step_work import mean_lengths
 from mrl.plan.suggest_fixes import fitting_changes
 from mrl.plan.sync_times import Link, reshard_summary
+from mrl.plan.teacher_costs import teacher_inputs
 from mrl.plan.times import actor_seconds, phase_seconds, step_flops
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.plan import ReshardPlan, Topology, plan_reshard
@@ -98,15 +99,18 @@ def _device(inputs: PlanInputs) -> dict[str, Any]:
 def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> dict[str, Any]:
     train = inputs.train
     rollout = inputs.rollout
-    critic = {}
-    if inputs.critic is not None and inputs.critic.train != train:
-        critic = {"critic": _degrees(inputs.critic.train)}
+    beside = {"critic": inputs.critic, "teacher": teacher_inputs(inputs)}
+    others = {
+        name: _degrees(other.train)
+        for name, other in beside.items()
+        if other is not None and _degrees(other.train) != _degrees(train)
+    }
     return {
         "placement": inputs.config.cluster.placement,
         "nodes": inputs.config.cluster.nnodes,
         "devices_per_node": inputs.config.cluster.n_gpus_per_node,
         "actor": _degrees(train),
-        **critic,
+        **others,
         "stages": [_stage(train, pipeline_rank) for pipeline_rank in range(train.pipeline)],
         "engines": {
             "number": rollout.num_engines,

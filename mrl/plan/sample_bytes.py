@@ -205,15 +205,18 @@ def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
 def _fetched_rows(inputs: PlanInputs, ranks: Sequence[int]) -> float:
     """Returns the share of a step's rows whose tokens the ranks of one node fetch, for any of their models.
 
-    A critic or teacher of as many replicas as the actor has the actor's rows. Otherwise its rows count as others.
+    A critic or teacher of as many replicas as the actor has the actor's rows. Otherwise its rows count as others. So do
+    those of a critic whose mini-batches are no whole ones of the actor.
     """
     own = _replicas_of(inputs.train, ranks)
     further = 0.0
-    for other in (inputs.critic, teacher_inputs(inputs)):
+    config = inputs.config
+    others = ((inputs.critic, config.critic.keeps_rows_of(config.actor)), (teacher_inputs(inputs), True))
+    for other, keeps_rows in others:
         if other is None:
             continue
         replicas = _replicas_of(other.train, ranks)
-        if other.train.data == inputs.train.data:
+        if keeps_rows and other.train.data == inputs.train.data:
             own |= replicas
         else:
             further += len(replicas) / other.train.data

@@ -17,10 +17,12 @@ A backward pass moves twice as much as the forward pass, in the same places.
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mrl.config.schema import RunConfig
+from mrl.config.lora_rules import reference_is_the_base
+from mrl.config.schema import LoraConfig, RunConfig
 from mrl.model import ModelSpec, forward_flops_per_token, module_flops_per_token
 from mrl.model.adapters import Lora
 from mrl.model.layout import TrainLayout
+from mrl.model.precision import Precision
 from mrl.plan.activations import MicroBatchShape, Recompute, delta_float32
 from mrl.plan.devices import Assumptions, Device
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
@@ -116,13 +118,15 @@ def pipeline_slots(layout: TrainLayout, micro_batches: int) -> tuple[int, int]:
 def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
     """Returns the floating-point operations of each phase of one step, over all devices.
 
-    Log-probs are there where a pass is made for old ones.
+    Log-probs are there where a pass is made for old ones, and those of a reference where there is one.
     """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     forward = batch.samples * lengths.total * mean_flops_per_token(inputs.model, lengths)
     scored = {}
     if not inputs.config.algorithm.on_policy:
         scored = {"log_prob": forward}
+    if inputs.config.algorithm.needs_reference:
+        scored["ref"] = forward
     recompute = recompute_of(inputs.config)
     again = share_again(recompute, inputs.model, mean_flops_per_token(inputs.model, lengths))
     update = forward * update_passes(recompute, again).compute
@@ -137,18 +141,52 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
     """Predicts the seconds of each phase of a step.
 
-    Log-probs, the teacher and the critic are there where a run has such passes. The rest is what the host does, and
-    moving the actor to the host and back.
+    Log-probs, the reference, the teacher and the critic are there where a run has such passes. The rest is what the
+    host does, and moving the actor to the host and back.
     """
     log_probs, update = actor_seconds(inputs, batch)
     return {
         "generation": generation_seconds(inputs, batch, engine),
         **({} if inputs.config.algorithm.on_policy else {"log_prob": log_probs.total}),
+        **reference_seconds(inputs),
         **teacher_seconds(inputs),
         **critic_seconds(inputs),
         "update": update.total * batch.mini_batches,
         "rest": inputs.assumptions.rest + hand_over_seconds(inputs) * inputs.colocated,
     }
+
+
+def reference_seconds(inputs: PlanInputs) -> dict[str, float]:
+    """Predicts the pass of a KL term's reference model over a step; empty without one.
+
+    A reference on the host changes places with the actor's weights before the pass and after it.
+    """
+    if not inputs.config.algorithm.needs_reference:
+        return {}
+    config = _of_reference(inputs.config)
+    batch = batch_plan(config, inputs.train)
+    work = sample_work(config, inputs.model, batch.log_prob_micro, batch.samples, inputs.assumptions)
+    per_node = config.cluster.n_gpus_per_node
+    seconds = pass_seconds(work, inputs.train, inputs.device, per_node, Passes(), inputs.assumptions).total
+    if config.ref.param_offload and not reference_is_the_base(inputs.config):
+        stages = range(inputs.train.pipeline)
+        precision = Precision(inputs.element_bytes)
+        moved = max(stage_state(inputs.model, inputs.train, pp, precision).parameters for pp in stages)
+        seconds += 2 * 2 * moved / inputs.device.host_path_rate  # both models, there and back
+    return {"ref": seconds}
+
+
+def _of_reference(config: RunConfig) -> RunConfig:
+    """Returns the configuration with the reference's micro-batch limits in the actor's place, and no adapters."""
+    ref = config.ref
+    limits = {
+        "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
+        "log_prob_micro_batch_size_per_gpu": ref.log_prob_micro_batch_size_per_gpu,
+        "log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu,
+    }
+    given = {name: value for name, value in limits.items() if value is not None}
+    actor = config.actor.model_copy(update=given | {"lora": LoraConfig()})
+    return config.model_copy(update={"actor": actor})
 
 
 def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:

@@ -241,6 +241,7 @@ OTHERS = [
     (4, of_critic(4, tp=2)),
     (4, of_critic(4, tp=2, pp=2)),
     (4, of_critic(4, cp=2)),
+    (2, "critic.ppo_mini_batch_size=1"),
 ]  # fmt: skip
 
 
@@ -329,21 +330,37 @@ def test_a_step_that_trains_the_critic_alone_lets_the_rows_go():
 
 
 @pytest.mark.parametrize("mini", [1, 2, 3, 6])
-def test_every_row_is_in_each_pass_of_a_critic_once_where_the_actor_has_it(mini):
+def test_every_row_is_in_each_pass_of_a_critic_once_and_where_the_actor_has_it_if_mini_batches_are_whole(mini):
     step = StepBatch(Replicas(config_of(f"critic.ppo_mini_batch_size={mini}"), 3), stored(samples()))
     critic = step.critic_cut
     assert len(critic.mini_batches) == 6 // mini
+    seen = []
     for replica in range(3):
-        own = set(step.cut.own_rows(replica).tolist())
         of_updates = [micro.rows for part in critic.mini_batches for micro in part[replica] if not micro.is_filler]
         of_values = [micro.rows for micro in critic.log_probs[replica] if not micro.is_filler]
-        for rows in (of_updates, of_values):
-            joined = np.concatenate(rows).tolist()
-            assert len(joined) == len(set(joined)) and set(joined) == own
+        joined = [sorted(np.concatenate(rows).tolist()) for rows in (of_updates, of_values)]
+        assert joined[0] == joined[1]
+        if mini % 2 == 0:
+            assert joined[0] == step.cut.own_rows(replica).tolist()
+        seen += joined[0]
         for part, rows in zip(critic.mini_batches, critic.slices, strict=True):
             inside = np.concatenate([micro.rows for micro in part[replica]])
             assert ((inside >= rows.start) & (inside < rows.stop)).all()
+    assert sorted(seen) == list(range(24))
     assert all(len({len(share) for share in part}) == 1 for part in critic.mini_batches)
+
+
+@pytest.mark.parametrize("mini", [1, 2, 3, 6])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_train_a_critic_on_equally_many_rows_as_planned(replicas, mini):
+    """Also where the actor's rows lie unevenly in mini-batches that are smaller, or cut across the actor's."""
+    config = config_of(f"critic.ppo_mini_batch_size={mini}")
+    actor = Replicas(config, replicas)
+    planned_rows = batch_plan(config.of_critic, actor.critic_layout).samples_per_rank
+    for part in StepBatch(actor, stored(samples())).critic_cut.mini_batches:
+        assert [sum(len(micro.rows) for micro in share if not micro.is_filler) for share in part] == [
+            planned_rows
+        ] * replicas
 
 
 def test_a_replica_without_a_critic_is_cut_as_before():

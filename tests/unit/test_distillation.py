@@ -25,6 +25,7 @@ from test_step_batch import rollouts_of, samples
 from mrl.algo.aggregate import count, to_floats
 from mrl.algo.losses import distilled, kl_over_words, kl_to_teacher, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
+from mrl.cli.plan import plan_lines
 from mrl.config.describe import describe_loss
 from mrl.config.load import load_config
 from mrl.config.model_folders import folders_of_weights
@@ -43,11 +44,13 @@ from mrl.model.layout import TrainLayout
 from mrl.plan.devices import default_device
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
+from mrl.plan.run_plan import make_plan
 from mrl.plan.times import phase_seconds, step_flops
 from mrl.platforms.versions import MEGATRON
 from mrl.record.metrics import reduce_parts
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.tools import run_search
+from mrl.tools.import_verl.report import KINDS
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
 from mrl.tools.search import search
@@ -435,6 +438,12 @@ CASES = [
     ([f"{TEACHER}override_transformer_config={{recompute_granularity: full, recompute_num_layers: 1}}"],
         "teacher_model.override_transformer_config.recompute_method: must say how"),
     (["algorithm.adv_estimator=gae", f"{LOSS}use_task_rewards=false"], "a critic would be trained"),
+    (["algorithm.use_kl_in_reward=true", f"{LOSS}use_task_rewards=false"], "use_kl_in_reward: must be false where"),
+    (["algorithm.use_kl_in_reward=true", f"{LOSS}task_rewards_coef=0"], "use_kl_in_reward: must be false where"),
+    ([f"{TEACHER}layout={{world_size: 4, tensor_model_parallel_size: 4}}", "actor.layout.world_size=4",
+        "cluster.versions.megatron-core=0.15.0"], "tensor_model_parallel_size: must divide num_key_value_heads = 2"),
+    (["cluster.device=npu", f"{TEACHER}layout={{world_size: 2, pipeline_model_parallel_size: 2, "
+        "virtual_pipeline_model_parallel_size: 2}"], "virtual_pipeline_model_parallel_size: must be left out on npu"),
     ([f"{LOSS}loss_mode=forward_kl_topk"], "loss_mode: unknown name"),
     ([f"{LOSS}loss_mode=reverse_kl_topk"], "use_policy_gradient: must be false with loss_mode reverse_kl_topk"),
     ([f"{LOSS}loss_mode=reverse_kl_topk", f"{LOSS}use_policy_gradient=false", f"{LOSS}topk=129"],
@@ -447,6 +456,20 @@ def test_what_makes_no_sense_is_said_in_one_message(folders, overrides, said):
     if "expert_model" in overrides[0]:
         put_sizes(folders[1], DENSE)
     assert said in only_on_teacher(folders, *overrides)
+
+
+def test_what_an_actor_does_with_its_routers_says_nothing_of_a_teachers(folders):
+    """A teacher of the student's own model, whose routers may be fused while the student's replay."""
+    student = (folders[0], folders[0])
+    fused = f"{TEACHER}override_transformer_config={{moe_router_fusion: true}}"
+    given = ["cluster.device=cuda", "model.allow_torch_layers=false", fused]
+    for replay in ("disabled", "R2", "R3"):
+        found = judged(student, *given, f"actor.router_replay={replay}")
+        assert not [v for v in found if v.field.startswith("distillation")], found
+    found = judged(
+        student, *given, "actor.router_replay=R2", "model.override_transformer_config.moe_router_fusion=true"
+    )
+    assert [v.field for v in found if "fusion" in v.field] == ["model.override_transformer_config.moe_router_fusion"]
 
 
 def test_one_response_a_prompt_is_enough_where_the_teacher_alone_counts(folders):
@@ -569,6 +592,14 @@ def test_a_plan_counts_the_teachers_pass(folders):
     assert step_flops(inputs, batch)["teacher"] > 0
 
 
+@pytest.mark.parametrize(("layout", "told"), [("", None), (", pipeline_model_parallel_size: 2", "pipeline 2")])
+def test_a_plan_shows_the_teachers_layout_where_it_is_another(folders, layout, told):
+    own = f"{TEACHER}layout={{world_size: 2, tensor_model_parallel_size: {1 if layout else 2}{layout}}}"
+    plan = make_plan(planned(folders, own, "actor.layout.expert_model_parallel_size=1"))
+    lines = [line.strip() for line in plan_lines(plan) if "its teacher" in line]
+    assert lines == ([f"its teacher on these ranks: {told}"] if told else [])
+
+
 def test_a_search_sorts_actors_by_all_that_a_step_does_beside_generation():
     preset = "parallel_configs/qwen3-8b/h100-1x8.yaml"
     given = ["distillation.enabled=true", f"{TEACHER}model_path=Qwen/Qwen3-30B-A3B"]
@@ -638,3 +669,29 @@ def test_verls_defaults_of_a_distillation_are_written_and_what_is_not_here_is_sa
     assert "score the sampled token" in lost["distillation.distillation_loss.loss_mode"]
     off = imported("distillation.enabled=False", "distillation.distillation_loss.loss_mode=k1")
     assert not [key for key in off.values if key.startswith("distillation")]
+
+
+KLS = [
+    ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.01"],
+    ["algorithm.use_kl_in_reward=True"],
+]
+
+
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_verl_drops_with_the_policy_loss_is_not_imported(alone, kl):
+    """As its distillation_ppo_loss does: without task rewards the policy loss is 0, KL and entropy included."""
+    out = imported(
+        *("distillation.enabled=True", "+distillation.teacher_model.model_path=Qwen/Qwen3-32B", *kl),
+        *("actor_rollout_ref.actor.entropy_coeff=0.02", "actor_rollout_ref.ref.megatron.param_offload=True"),
+        f"distillation.distillation_loss.use_task_rewards={not alone}",
+    )
+    given = {name: out.values.get(f"algorithm.{name}", False) for name in ("use_kl_loss", "use_kl_in_reward")}
+    assert (any(given.values()), out.values["algorithm.entropy_coeff"]) == ((False, 0.0) if alone else (True, 0.02))
+    assert ("ref.param_offload" in out.values) is not alone
+    dropped = [entry for entry in out.of("implied") if "drops the policy loss" in entry.why]
+    assert bool(dropped) is alone
+    if alone:
+        entries = [entry for kind in KINDS for entry in out.of(kind) if entry.key == kl[0].partition("=")[0]]
+        assert entries and all("drops the policy loss" in entry.why for entry in entries)
+        assert "algorithm.kl_loss_coef" not in out.values

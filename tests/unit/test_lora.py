@@ -318,7 +318,7 @@ def test_a_checkpoint_of_adapters_on_another_model_is_refused_by_digest_and_the_
     folder = step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA))
     write_peft(folder, tmp_path / "peft")
     moved = base.rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match="which does not exist; name its folder with --base"):
+    with pytest.raises(ConfigError, match=r"which does not exist; .* \(mrl convert --base, model.path of mrl eval\)"):
         open_saved(folder)
     assert open_merged(folder, moved).adapters is not None
     changed(moved)
@@ -343,6 +343,13 @@ def test_what_is_said_of_adapters_must_fit_their_tensors(base, tmp_path):
         ({"peft_type": "IA3"}, "peft_type IA3 is not computed"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa is not computed here"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights olora"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights corda"),
+        ({"use_qalora": True}, "use_qalora True"),
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens \[5, 6\]"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(base, tmp_path, change, said):
@@ -351,6 +358,14 @@ def test_an_adapter_of_another_kind_is_refused(base, tmp_path, change, said):
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ConfigError, match=said):
         read_peft(tmp_path / "peft", SMALL, LORA)
+
+
+@pytest.mark.parametrize("start", [None, True, False, "gaussian", "eva", "orthogonal"])
+def test_a_start_that_leaves_the_base_as_it_was_makes_a_plain_adapter(base, tmp_path, start):
+    write_peft(step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA)), tmp_path / "peft")
+    file = tmp_path / "peft" / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": start}))
+    assert read_peft(tmp_path / "peft", SMALL, LORA).keys() == adapter_shapes(SMALL, LORA).keys()
 
 
 def test_an_adapter_on_other_modules_is_refused(base, tmp_path):

@@ -133,6 +133,7 @@ BESIDE = [  # each node's replicas of the other model that are not rows of the a
     ("critic.layout={world_size: 32, expert_model_parallel_size: 4}", 0, 1),  # the actor's rows on the same ranks
     ("critic.layout={world_size: 32, tensor_model_parallel_size: 2, expert_model_parallel_size: 8}", 4, 16),
     ("critic.layout={world_size: 32, tensor_model_parallel_size: 8, pipeline_model_parallel_size: 4}", 1, 1),
+    ("critic.ppo_mini_batch_size=32", 8, 32),  # dealt anew: smaller mini-batches than the actor's
     (TEACHER % "", 0, 1),
     (TEACHER % ", tensor_model_parallel_size: 4, expert_model_parallel_size: 8", 2, 8),
 ]  # fmt: skip

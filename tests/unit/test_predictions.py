@@ -10,9 +10,10 @@ from test_memory_host import inputs_of
 
 from mrl.plan.devices import USUAL, Assumptions, faster, find_device, slower
 from mrl.plan.generation_times import decode_step, generation_seconds, sequences_together
+from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.run_plan import make_plan, slow_generation, step_seconds
-from mrl.plan.times import PassWork, phase_seconds
+from mrl.plan.times import PassWork, phase_seconds, step_flops
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -166,6 +167,52 @@ def test_what_an_actor_brings_to_the_host_and_back_takes_time():
     inputs = inputs_of(MIXTURE)
     kept = inputs_of(MIXTURE, "actor.optimizer_offload=false")
     assert seconds_of(inputs)["rest"] > seconds_of(kept)["rest"] > USUAL.rest
+
+
+# ---------------------------------------------------------------- a reference
+
+KL = ("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.01")
+
+
+@pytest.mark.parametrize("more", [(), ("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=512"), ("critic",)])
+def test_a_kl_term_costs_a_forward_pass_more(more):
+    """As long as a pass for old log-probs of the same micro-batches; nothing else of the step changes."""
+    more = ("algorithm.adv_estimator=gae",) if more == ("critic",) else more
+    old = seconds_of(inputs_of(MIXTURE))["log_prob"]
+    plain, beside = (inputs_of(MIXTURE, *more, *kl) for kl in ((), KL))
+    assert seconds_of(beside) == seconds_of(plain) | {"ref": pytest.approx(old)}
+    flops, with_reference = (step_flops(each, batch_plan(each.config, each.train)) for each in (plain, beside))
+    assert with_reference == flops | {"ref": flops["generation"]}
+
+
+def test_a_reference_under_adapters_is_a_pass_without_them_and_moves_nothing():
+    adapters = ("actor.lora.rank=32", "actor.layout.expert_model_parallel_size=1")
+    found = seconds_of(inputs_of(MIXTURE, *KL, *adapters, "ref.param_offload=true"))
+    assert found["ref"] == pytest.approx(seconds_of(inputs_of(MIXTURE, adapters[1]))["log_prob"])
+    assert found["ref"] < found["log_prob"]
+
+
+def test_a_reference_on_the_host_changes_places_with_the_actor_twice():
+    inputs = inputs_of(MIXTURE, *KL)
+    weights = memory_section(inputs)["phases"]["train"]["terms"]["reference"]
+    moved = seconds_of(inputs_of(MIXTURE, *KL, "ref.param_offload=true"))["ref"] - seconds_of(inputs)["ref"]
+    assert moved == pytest.approx(4 * weights / inputs.device.host_path_rate)
+
+
+LIMITS = [
+    (("ref.log_prob_max_token_len_per_gpu=30000",), ("actor.log_prob_max_token_len_per_gpu=30000",)),
+    (
+        ("ref.log_prob_use_dynamic_bsz=false", "ref.log_prob_micro_batch_size_per_gpu=3"),
+        ("actor.use_dynamic_bsz=false", "actor.log_prob_micro_batch_size_per_gpu=3"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("own", "of_actor"), LIMITS)
+def test_a_reference_has_micro_batches_of_its_own(own, of_actor):
+    found = seconds_of(inputs_of(MIXTURE, *KL, *own))
+    assert found["ref"] == pytest.approx(seconds_of(inputs_of(MIXTURE, *of_actor))["log_prob"])
+    assert found["ref"] != pytest.approx(found["log_prob"])
 
 
 # ---------------------------------------------------------------- the whole

@@ -456,6 +456,27 @@ def test_a_run_that_ended_early_says_why_and_how_to_go_on(tmp_path, error, words
     assert words in said.headline and next_step in said.next_steps[0] and said.tone in ("bad", "warn")
 
 
+TAUGHT = ("distillation.enabled=true", "distillation.teacher_model.model_path=/a/teacher")
+ALONE = (*TAUGHT, "distillation.distillation_loss.use_task_rewards=false")
+
+
+@pytest.mark.parametrize(
+    ("settings", "teach_nothing"),
+    [
+        ((), True),
+        (TAUGHT, True),
+        (ALONE, False),
+        ((*ALONE, "rollout.n=1"), False),
+        (("algorithm.adv_estimator=gae",), False),
+        (("algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1"), False),
+    ],
+)
+def test_groups_of_one_score_are_told_where_responses_are_compared(tmp_path, settings, teach_nothing):
+    world = World(settings=settings, metrics={"train/uniform_group_share": [1.0] * 6})
+    steps = verdict(read_run(write_run(tmp_path / "run", world).path)).next_steps
+    assert any("rollout.n" in step for step in steps) == teach_nothing
+
+
 def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
     run = write_run(tmp_path / "run", World(steps=0))
     ended_by(run.path, RuntimeError("no engine"))

@@ -11,6 +11,7 @@ _TEACHER = "distillation.teacher_model.model_path"
 _OFF = "there is no teacher"
 # verl's defaults
 _DEFAULTS = {"loss_mode": "k3", "use_policy_gradient": False}
+_ALONE = "verl drops the policy loss where use_task_rewards is false, its KL and entropy with it"
 
 
 def _is_on(settings: VerlSettings) -> bool:
@@ -55,12 +56,20 @@ def _teacher(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def complete_distillation(out: Import) -> None:
-    """Writes verl's defaults where mrl's differ."""
+    """Writes verl's defaults where mrl's differ, and turns off what verl does not compute beside a teacher alone."""
     if not out.values.get("distillation.enabled"):
         return
     for name, value in _DEFAULTS.items():
         if f"{_OURS}{name}" not in out.values:
             out.put("implied", "", f"{_OURS}{name}", value, "verl's default")
+    if out.values.get(f"{_OURS}use_task_rewards") is not False:
+        return
+    # verl/trainer/distillation/losses.py, distillation_ppo_loss
+    for name, value in {"use_kl_loss": False, "use_kl_in_reward": False, "entropy_coeff": 0.0}.items():
+        if out.values.get(f"algorithm.{name}"):
+            out.put("implied", "", f"algorithm.{name}", value, _ALONE)
+    for name in ("kl_loss_coef", "kl_loss_type", "kl_ctrl.kl_coef", "kl_penalty"):
+        out.drop(f"algorithm.{name}", _ALONE)
 
 
 DISTILLATION_HANDLERS: dict[str, Handler] = {

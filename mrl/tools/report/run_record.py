@@ -74,6 +74,11 @@ class RunRecord:
         return max(self.by_step, default=0)
 
     @property
+    def compares_responses(self) -> bool:
+        """Tells whether the run learns from how responses to one prompt compare; true if that is unknown."""
+        return self.config is None or self.config.compares_responses
+
+    @property
     def total_steps(self) -> int | None:
         """Planned steps of the run, if its configuration tells."""
         return self.settings.number("trainer.total_training_steps") and int(

@@ -89,9 +89,9 @@ CHARTS = (
     ),
     ChartSpec(
         "groups",
-        "Groups that teach nothing",
+        "Groups of one score",
         (r"train/uniform_group_share",),
-        note="All responses of the prompt have one score.",
+        note="All responses of the prompt have it. Where advantages compare responses, such a group teaches nothing.",
     ),
     ChartSpec("router", "Router", (r"router/drift", r"router/rollout_drift", r"router/missing_routes")),
     ChartSpec("experts", "Load of experts over the mean", (r"router/load/(max|min)",)),

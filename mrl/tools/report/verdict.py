@@ -207,7 +207,7 @@ def _cures(run: RunRecord) -> Iterator[str]:
             "find out why responses do not end."
         )
     uniform = _recent(run, "train/uniform_group_share")
-    if uniform is not None and uniform > UNIFORM:
+    if uniform is not None and uniform > UNIFORM and run.compares_responses:
         yield (
             f"{uniform:.0%} of the groups have one score for all responses and teach nothing: take other prompts or "
             "a larger rollout.n."
