@@ -216,6 +216,15 @@ def refuse_unlike_megatron(config: HfConfig) -> None:
     refuse_unless("attention_bias", bool(config.get("attention_bias", False)), False)
 
 
+def refuse_quantised(config: HfConfig) -> None:
+    """Raises ConfigError for weights in a format that the family is not read in."""
+    if quantization := config.get(QUANTIZATION):
+        raise ConfigError(
+            f"config.json: quantization_config of quant_method {shown(quantization.get('quant_method'))} is not "
+            "supported for this family; give the checkpoint that was not quantised"
+        )
+
+
 # Largest allowed values of whole-number fields, far above those of any model.
 _MOST = {
     "num_hidden_layers": 2000, "hidden_size": 2**18, "num_attention_heads": 2**13, "num_key_value_heads": 2**13,
@@ -223,12 +232,16 @@ _MOST = {
     "num_experts": 2**13, "num_local_experts": 2**13, "n_routed_experts": 2**13, "num_experts_per_tok": 2**13,
     "moe_intermediate_size": 2**20, "decoder_sparse_step": 2000, "full_attention_interval": 2000,
     "linear_num_key_heads": 2**13, "linear_num_value_heads": 2**13, "linear_key_head_dim": 2**13,
-    "linear_value_head_dim": 2**13, "linear_conv_kernel_dim": 2**10,
+    "linear_value_head_dim": 2**13, "linear_conv_kernel_dim": 2**10, "kv_lora_rank": 2**18, "qk_rope_head_dim": 2**13,
+    "qk_nope_head_dim": 2**13, "v_head_dim": 2**13,
 }  # fmt: skip
 _MOST_OR_NONE = {
     "shared_expert_intermediate_size": 2**20,
     "n_shared_experts": 2**10,
     "first_k_dense_replace": 2000,
+    "q_lora_rank": 2**18,
+    "n_group": 2**13,
+    "topk_group": 2**13,
     **dict.fromkeys(MTP_KEYS, 100),
 }
 _NUMBERS = ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "routed_scaling_factor")
@@ -241,6 +254,8 @@ _KINDS: dict[str, type] = {
     "text_config": dict,
     "mlp_only_layers": list,
     "layer_types": list,
+    "mlp_layer_types": list,
+    QUANTIZATION: dict,
     "architectures": list,
 }
 
@@ -270,6 +285,7 @@ def refuse_impossible(config: HfConfig) -> None:
 
 def common(config: HfConfig) -> dict[str, Any]:
     """Returns the fields of ModelSpec that all families read alike."""
+    refuse_quantised(config)
     refuse_unlike_megatron(config)
     heads = required(config, "num_attention_heads")
     return {
