@@ -91,6 +91,7 @@ def test_layers_are_listed_or_all_but_every_fourth_are_linear():
         ({"layer_types": ["linear_attention", "full_attention"]}, "for each of 4 layers"),
         ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types must name"),
         ({"layer_types": [["linear_attention"]] * 4}, "layer_types"),
+        ({"partial_rotary_factor": None}, "has no partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config of quant_method fp8"),
     ],
 )
