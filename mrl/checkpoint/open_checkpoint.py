@@ -390,7 +390,7 @@ def _refuse_rounded_constant(checkpoint: Checkpoint, entry: StoredTensor, locati
     if checkpoint.manifest is None and entry.role == CONSTANT and location is not None and location.dtype != "F32":
         raise EnvironmentFault(
             f"{checkpoint.folder / entry.file}: {entry.key} is {location.dtype}, and the constants of routers are read "
-            "bit by bit in F32; save it so, as published checkpoints have it"
+            "bit by bit in F32; save them in it"
         )
 
 

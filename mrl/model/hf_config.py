@@ -235,14 +235,13 @@ _MOST = {
     "linear_num_key_heads": 2**13, "linear_num_value_heads": 2**13, "linear_key_head_dim": 2**13,
     "linear_value_head_dim": 2**13, "linear_conv_kernel_dim": 2**10, "kv_lora_rank": 2**18, "qk_rope_head_dim": 2**13,
     "qk_nope_head_dim": 2**13, "v_head_dim": 2**13, "original_max_position_embeddings": 2**30,
+    "n_group": 2**13, "topk_group": 2**13,
 }  # fmt: skip
 _MOST_OR_NONE = {
     "shared_expert_intermediate_size": 2**20,
     "n_shared_experts": 2**10,
     "first_k_dense_replace": 2000,
     "q_lora_rank": 2**18,
-    "n_group": 2**13,
-    "topk_group": 2**13,
     **dict.fromkeys(MTP_KEYS, 100),
 }
 _NUMBERS = (

@@ -144,6 +144,8 @@ def test_old_and_new_places_of_yarn_mean_the_same():
         ({"rope_scaling": YARN | {"factor": "40"}}, "factor = '40'"),
         ({"rope_scaling": YARN | {"mscale": [1]}}, r"mscale = \[1\]"),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": "4096"}}, "embeddings = '4096'"),
+        ({"n_group": 0}, "n_group = 0"),
+        ({"topk_group": 0}, "topk_group = 0"),
         ({"topk_group": [2]}, r"topk_group = \[2\]"),
         ({"mlp_layer_types": 3}, "mlp_layer_types = 3"),
         ({"quantization_config": "fp8"}, "quantization_config = fp8"),
