@@ -375,12 +375,22 @@ def _check_locations(checkpoint: Checkpoint) -> None:
             size,
         ):
             continue
+        _refuse_rounded_constant(checkpoint, entry, location)
         in_file = "nothing"
         if location is not None:
             in_file = f"{location.dtype} {list(location.shape)}, {location.stop - location.start} bytes"
         raise EnvironmentFault(
             f"{checkpoint.folder / entry.file}: {entry.key} is described as {code} of {size} bytes and the file has "
             f"{in_file}; manifest and file do not belong together, choose another checkpoint"
+        )
+
+
+def _refuse_rounded_constant(checkpoint: Checkpoint, entry: StoredTensor, location: TensorBytes | None) -> None:
+    """Raises EnvironmentFault for a constant of a router in another dtype, in a checkpoint that mrl did not write."""
+    if checkpoint.manifest is None and entry.role == CONSTANT and location is not None and location.dtype != "F32":
+        raise EnvironmentFault(
+            f"{checkpoint.folder / entry.file}: {entry.key} is {location.dtype}, and the constants of routers are read "
+            "bit by bit in F32; save them in it"
         )
 
 

@@ -26,8 +26,8 @@ _VLLM = "rollout.engine_kwargs.vllm"
 _IGNORED = "it would be ignored"
 _UNROUTED = ActorConfig.model_fields["max_unrouted_share"].default
 
-# Modules that Megatron-core 0.16.1 accepts for selective recompute (TransformerConfig.__post_init__), without those of
-# attention that mrl does not build.
+# Modules that Megatron-core 0.16.1 accepts for selective recompute (TransformerConfig.__post_init__), without
+# mla_up_proj, which no plan knows.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 # Megatron refuses allgather where sequences differ in length (TransformerConfig.__post_init__), as they always do here.
 _DISPATCHERS = ("alltoall", "flex")
@@ -153,6 +153,11 @@ def _dispatcher(config: RunConfig) -> Any:
     return _transformer(config).get("moe_token_dispatcher_type", "alltoall")
 
 
+def _overlaps_shared(config: RunConfig, model: ModelSpec) -> bool:
+    is_recomputed = "shared_experts" in (_transformer(config).get("recompute_modules") or ())
+    return _dispatcher(config) == "alltoall" and model.shared_expert_intermediate_size > 0 and not is_recomputed
+
+
 def _actor_is_dynamic(config: RunConfig) -> bool:
     return config.actor.use_dynamic_bsz
 
@@ -261,6 +266,9 @@ def _recomputed_modules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         if name not in RECOMPUTE_MODULES:
             rule = f"{name} is no module that can be recomputed"
             why = "selective recompute goes by Megatron's own names"
+            if name == "mla_up_proj":
+                rule = f"{name} must be left out"
+                why = "how much memory it spares was never measured, so no plan could count it"
             yield Violation(f"{_TRANSFORMER}.recompute_modules", rule, why, RECOMPUTE_MODULES)
 
 
@@ -440,9 +448,9 @@ ACTOR_RULES = (
     ),
     on_only_where(
         f"{_TRANSFORMER}.moe_shared_expert_overlap",
-        lambda c, m: not m.is_moe or (_dispatcher(c) == "alltoall" and m.shared_expert_intermediate_size),
-        "needs a shared expert and moe_token_dispatcher_type: alltoall",
-        "there is nothing to overlap otherwise",
+        lambda c, m: not m.is_moe or _overlaps_shared(c, m),
+        "needs a shared expert that is not recomputed and moe_token_dispatcher_type: alltoall",
+        "there is nothing to overlap otherwise, or Megatron refuses it",
     ),
     _balancing,
     RuleRow(

@@ -36,6 +36,7 @@ from mrl.platforms.layers import layers
 from mrl.platforms.versions import OWN_BRIDGES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_REPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 _FORMATS = {**DTYPES, "fp32": torch.float32}  # number formats as they are passed to fields of Megatron's classes
 
 
@@ -91,7 +92,7 @@ class MBridge:
         if layers() == "transformer_engine":
             overrides = for_megatron(overrides)
         ours = _transformer_config(self.model, self.layout) | {"deterministic_mode": self.deterministic}
-        self._bridge.set_extra_args(**ours | overrides)
+        self._bridge.set_extra_args(**ours | _without_overlap(overrides) | overrides)
         if layers() == "torch":
             self._use_torch_layers(overrides)
 
@@ -109,7 +110,7 @@ class MBridge:
         ddp |= checked_overrides(
             "actor.override_ddp_config", self.actor_config.override_ddp_config, DistributedDataParallelConfig
         )
-        callbacks = [_make_constants_parameters, _mark_expert_parameters]
+        callbacks = [_make_constants_parameters, _mark_expert_parameters, _mark_replicated_parameters]
         lora = self.actor_config.lora.adapters
         if lora and is_trained:
             callbacks.insert(0, partial(self._attach_adapters, lora, count()))
@@ -254,6 +255,28 @@ def _mark_expert_parameters(chunk: torch.nn.Module, **_: Any) -> None:
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+
+
+def _mark_replicated_parameters(chunk: torch.nn.Module, **_: Any) -> None:
+    """Unmarks down projections of latent attention, which every tensor rank has whole.
+
+    Transformer Engine marks all weights of its linear layers as cut over tensor ranks. With the mark, each rank's copy
+    counts in the gradient norm, and an export joins the copies.
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(_REPLICATED):
+            parameter.tensor_model_parallel = False
+
+
+def _without_overlap(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Returns what keeps shared experts from overlapping the exchange of tokens, where Megatron refuses it.
+
+    Bridges switch it on.
+    """
+    has_other_exchange = overrides.get("moe_token_dispatcher_type", "alltoall") != "alltoall"
+    if has_other_exchange or "shared_experts" in (overrides.get("recompute_modules") or ()):
+        return {"moe_shared_expert_overlap": False}
+    return {}
 
 
 def checked_overrides(key: str, overrides: dict[str, Any], config_class: type) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def gated_delta(
     query, key, value32, decay, rate = (
         _chunked(x.float(), chunks) for x in (query, key, value, decay[..., None], rate[..., None])
     )
-    decay = decay.cumsum(dim=2)  # from the chunk's beginning
+    decay = _running_sums(decay)
     later = torch.ones(DELTA_CHUNK, DELTA_CHUNK, dtype=torch.bool, device=query.device).triu(1)
     between = (decay - decay.transpose(2, 3)).masked_fill(later, float("-inf")).exp()  # [.., to, from]
     system = (key * rate) @ key.transpose(2, 3) * between
@@ -214,6 +214,22 @@ def _stepwise(
         state = state * decay[here] + key[here].transpose(2, 3) @ value
         first += count
     return torch.cat(outs)
+
+
+def _running_sums(decay: Tensor) -> Tensor:
+    """Sums `decay` [chunks, heads, DELTA_CHUNK, 1] from each chunk's beginning to each of its tokens.
+
+    torch's own sums are used on the host alone. With deterministic algorithms it refuses them on other devices.
+    """
+    if decay.device.type == "cpu":
+        return decay.cumsum(dim=2)
+    return _summed_by_rows(decay)
+
+
+def _summed_by_rows(decay: Tensor) -> Tensor:
+    """Returns the same sums, each of a masked row. A matrix product might be computed with fewer bits."""
+    upto = torch.ones(DELTA_CHUNK, DELTA_CHUNK, device=decay.device).tril()
+    return (decay.transpose(2, 3) * upto).sum(dim=3, keepdim=True)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ Moonlight: its config.json says 1e-5.
 
 from typing import Any
 
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, shown
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.glm4_moe import is_left_out, with_shared_experts
 from mrl.model.hf_config import (
@@ -42,7 +42,7 @@ def read(config: HfConfig) -> ModelSpec:
     size = required(config, "moe_intermediate_size")
     rotated = required(config, "qk_rope_head_dim")
     plain_rope = {"rope_type": "default", "rope_theta": rope_fields(config).get("rope_theta")}
-    read_alike = common({**config, "rope_scaling": None, "rope_parameters": plain_rope})
+    read_alike = common({**config, "rope_scaling": None, "rope_parameters": plain_rope, QUANTIZATION: None})
     block = _fp8_block(config)
     return ModelSpec(
         **read_alike
@@ -61,7 +61,7 @@ def read(config: HfConfig) -> ModelSpec:
         shared_expert_intermediate_size=size * (config.get("n_shared_experts") or 0),
         norm_topk_prob=True,
         router_score="sigmoid",
-        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        routed_scaling_factor=float(required(config, "routed_scaling_factor")),
         left_out_layers=next((config[key] for key in MTP_KEYS if key in config), None) or 0,
         kv_lora_rank=required(config, "kv_lora_rank"),
         q_lora_rank=config.get("q_lora_rank") or 0,
@@ -85,10 +85,10 @@ def _routing(config: HfConfig) -> tuple[int, int, int]:
         refuse_unless("num_experts_per_tok", 1, "2 or more")
     if not config.get("n_shared_experts"):
         refuse_unless("n_shared_experts", config.get("n_shared_experts"), "1 or more")
-    groups = config.get("n_group") or 1
-    chosen = config.get("topk_group") or 1
+    groups = required(config, "n_group")
     if groups == 1:
         return experts, 1, 1
+    chosen = required(config, "topk_group")
     if experts // chosen != _GROUP_BEST:  # Megatron judges a group by this number of its experts
         refuse_unless("topk_group", chosen, f"half of num_experts_per_tok = {experts}")
     return experts, groups, chosen
@@ -118,8 +118,10 @@ def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
         return None
     refuse_unless("quantization_config's quant_method", quantization.get("quant_method"), "fp8")
     refuse_unless("quantization_config's fmt", quantization.get("fmt", "e4m3"), "e4m3")
-    rows, columns = required(quantization, "weight_block_size")
-    return rows, columns
+    block = required(quantization, "weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise ConfigError(f"config.json: weight_block_size = {shown(block)}: must be two whole numbers above 0")
+    return block[0], block[1]
 
 
 def engine_keys(m: ModelSpec) -> dict[str, Any]:

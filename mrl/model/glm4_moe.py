@@ -47,7 +47,7 @@ def read(config: HfConfig) -> ModelSpec:
         shared_expert_intermediate_size=size * required(config, "n_shared_experts"),
         norm_topk_prob=True,
         router_score="sigmoid",
-        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        routed_scaling_factor=float(required({"routed_scaling_factor": 1.0, **config}, "routed_scaling_factor")),
         partial_rotary_factor=partial_rotary_factor(config, 0.5),
         left_out_layers=next((config[key] for key in MTP_KEYS if key in config), None) or 0,
     )

@@ -172,7 +172,8 @@ def rope_theta(config: HfConfig) -> float:
 
 def partial_rotary_factor(config: HfConfig, default: float) -> float:
     """Returns a key of its own, or one inside `rope_parameters`, as `rope_theta`."""
-    return float({**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor", default))
+    key = "partial_rotary_factor"
+    return float(required({key: default, **config, **(config.get("rope_parameters") or {})}, key))
 
 
 def rope_fields(config: HfConfig) -> dict[str, Any]:
@@ -216,6 +217,15 @@ def refuse_unlike_megatron(config: HfConfig) -> None:
     refuse_unless("attention_bias", bool(config.get("attention_bias", False)), False)
 
 
+def refuse_quantised(config: HfConfig) -> None:
+    """Raises ConfigError for weights in a format that the family is not read in."""
+    if quantization := config.get(QUANTIZATION):
+        raise ConfigError(
+            f"config.json: quantization_config of quant_method {shown(quantization.get('quant_method'))} is not "
+            "supported for this family; give the checkpoint that was not quantised"
+        )
+
+
 # Largest allowed values of whole-number fields, far above those of any model.
 _MOST = {
     "num_hidden_layers": 2000, "hidden_size": 2**18, "num_attention_heads": 2**13, "num_key_value_heads": 2**13,
@@ -223,15 +233,27 @@ _MOST = {
     "num_experts": 2**13, "num_local_experts": 2**13, "n_routed_experts": 2**13, "num_experts_per_tok": 2**13,
     "moe_intermediate_size": 2**20, "decoder_sparse_step": 2000, "full_attention_interval": 2000,
     "linear_num_key_heads": 2**13, "linear_num_value_heads": 2**13, "linear_key_head_dim": 2**13,
-    "linear_value_head_dim": 2**13, "linear_conv_kernel_dim": 2**10,
+    "linear_value_head_dim": 2**13, "linear_conv_kernel_dim": 2**10, "kv_lora_rank": 2**18, "qk_rope_head_dim": 2**13,
+    "qk_nope_head_dim": 2**13, "v_head_dim": 2**13, "original_max_position_embeddings": 2**30,
+    "n_group": 2**13, "topk_group": 2**13,
 }  # fmt: skip
 _MOST_OR_NONE = {
     "shared_expert_intermediate_size": 2**20,
     "n_shared_experts": 2**10,
     "first_k_dense_replace": 2000,
+    "q_lora_rank": 2**18,
     **dict.fromkeys(MTP_KEYS, 100),
 }
-_NUMBERS = ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "routed_scaling_factor")
+_NUMBERS = (
+    "rope_theta",
+    "rms_norm_eps",
+    "partial_rotary_factor",
+    "routed_scaling_factor",
+    "factor",
+    "beta_fast",
+    "beta_slow",
+)
+_NUMBERS_OR_ZERO = ("mscale", "mscale_all_dim")
 _KINDS: dict[str, type] = {
     "model_type": str,
     "dtype": str,
@@ -241,6 +263,8 @@ _KINDS: dict[str, type] = {
     "text_config": dict,
     "mlp_only_layers": list,
     "layer_types": list,
+    "mlp_layer_types": list,
+    QUANTIZATION: dict,
     "architectures": list,
 }
 
@@ -256,20 +280,27 @@ def refuse_impossible(config: HfConfig) -> None:
             continue
         if most is not None and not (type(value) is int and least <= value <= most):
             raise ConfigError(f"config.json: {key} = {shown(value)}: must be a whole number from {least} to {most}")
-        if key in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+        if key in _NUMBERS and not (_is_number(value) and value > 0):
             raise ConfigError(f"config.json: {key} = {shown(value)}: must be a number above 0")
+        if key in _NUMBERS_OR_ZERO and not (_is_number(value) and value >= 0):
+            raise ConfigError(f"config.json: {key} = {shown(value)}: must be a number from 0")
         if key in _KINDS and not isinstance(value, _KINDS[key]):
             raise ConfigError(f"config.json: {key} = {shown(value)}: must be a {_KINDS[key].__name__} of JSON")
     lists = [item for key in ("mlp_only_layers", "architectures", "layer_types") for item in config.get(key) or ()]
     if not all(isinstance(item, int | str) for item in lists):
         raise ConfigError("config.json: mlp_only_layers, architectures or layer_types hold more than numbers and names")
-    for inner in ("rope_parameters", "text_config"):
+    for inner in ("rope_parameters", "rope_scaling", "text_config"):
         if isinstance(config.get(inner), dict):
             refuse_impossible(config[inner])
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def common(config: HfConfig) -> dict[str, Any]:
     """Returns the fields of ModelSpec that all families read alike."""
+    refuse_quantised(config)
     refuse_unlike_megatron(config)
     heads = required(config, "num_attention_heads")
     return {

@@ -47,7 +47,7 @@ _SAME = {"swish": "silu"}  # two names of one function
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
         **hybrid(config),
-        **experts(config),
+        **experts({"norm_topk_prob": True, **config}),
         shared_expert_intermediate_size=required(config, "shared_expert_intermediate_size"),
     )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mrl.model.hf_config import HfConfig, refuse_unless, required
+from mrl.model.hf_config import HfConfig, refuse_quantised, refuse_unless, required
 
 VISION_TOWER = "model.visual."  # prefix of its tensors' names
 _INSIDE = "model.language_model."
@@ -46,8 +46,9 @@ class Inner:
 def text_config(config: HfConfig, architecture: str) -> dict[str, Any]:
     """Returns the text model's own config.json, from that of the whole. `architecture`: of the text model.
 
-    Raises ConfigError if the two disagree.
+    Raises ConfigError if the two disagree, or weights are quantised.
     """
+    refuse_quantised(config)
     inner = required(config, _TEXT)
     tied = "tie_word_embeddings"
     # transformers reads the outer one, vLLM the inner one

@@ -146,10 +146,16 @@ def _largest_module(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, 
     """Returns the bytes of the largest unit of vLLM's layerwise reload: parameters whose names differ only in the last
     part.
     """
-    modules: Counter[str] = Counter()
-    for weight, _ in weight_map(model).counted:
-        modules[weight.vllm.rpartition(".")[0]] += _bytes(model, rollout, weight, dtype_bytes, fp8_block)
-    return max(modules.values())
+    weights = weight_map(model)
+    # layers of different kinds have modules of equal names
+    layers = [kind.hf for kind, _ in weights.layers]
+    sizes = []
+    for together in (*layers, (weights.embedding, *weights.ends)):
+        modules: Counter[str] = Counter()
+        for weight in together:
+            modules[weight.vllm.rpartition(".")[0]] += _bytes(model, rollout, weight, dtype_bytes, fp8_block)
+        sizes += modules.values()
+    return max(sizes)
 
 
 def _working_set(m: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, batched_tokens: int, max_num_seqs: int) -> int:

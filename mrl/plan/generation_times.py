@@ -85,8 +85,11 @@ def generation_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemor
 
 
 def _prefill(inputs: PlanInputs, batch: BatchPlan, prompt: float) -> float:
-    """Predicts the seconds for prompts. Each is computed once: other responses find it in the prefix cache."""
-    flops = batch.prompts * prompt * mean_flops_per_token(inputs.model, mean_lengths(inputs.config, inputs.assumptions))
+    """Predicts the seconds for prompts. With a prefix cache each is computed once, and else for each response."""
+    computed = batch.samples
+    if inputs.config.rollout.enable_prefix_caching:
+        computed = batch.prompts
+    flops = computed * prompt * mean_flops_per_token(inputs.model, mean_lengths(inputs.config, inputs.assumptions))
     return flops / (inputs.rollout.world_size * inputs.device.flops * inputs.assumptions.prefill_mfu)
 
 

@@ -239,6 +239,8 @@ def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict
         "trainer.experiment_name": f"first-{path.rstrip('/').rpartition('/')[2].lower()}",
         "trainer.save_freq": 20,
     }
+    if model.is_hybrid or (model.is_latent and on_cpu):
+        values["rollout.enable_prefix_caching"] = False  # engines have none for them
     if on_cpu:
         return values | _on_cpu(count)
     return values | dict.fromkeys(_OFFLOADED, True)

@@ -42,7 +42,7 @@ LATENT = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 40, "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 8, "v_head_dim": 4, "norm_topk_prob": True, "q_lora_rank": None, "num_nextn_predict_layers": 0,
-    "topk_method": "noaux_tc",
+    "topk_method": "noaux_tc", "routed_scaling_factor": 1.0,
 }  # fmt: skip
 KINDS = {
     "head_dim": 32,

@@ -28,7 +28,8 @@ CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64, "intermediate_size": 96,
     "moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 4,
-    "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
+    "topk_group": 2, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "q_lora_rank": 24,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64, "v_head_dim": 16, "max_position_embeddings": 65536, "rope_theta": 1e4,
     "rms_norm_eps": 1e-6, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
 }  # fmt: skip
@@ -94,6 +95,11 @@ def test_a_family_is_a_file_of_at_most_150_lines():
         assert len(inspect.getsource(module).splitlines()) <= 150, module.__name__
 
 
+def test_a_choice_from_one_group_needs_no_number_of_groups():
+    alone = {key: value for key, value in CONFIG.items() if key != "topk_group"} | {"n_group": 1}
+    assert model_spec(alone).chosen_expert_groups == 1
+
+
 def test_old_and_new_places_of_yarn_mean_the_same():
     old = model_spec(CONFIG | {"rope_scaling": YARN})
     in_new = {key: value for key, value in YARN.items() if key != "type"} | {"rope_type": "yarn", "rope_theta": 1e4}
@@ -125,6 +131,26 @@ def test_old_and_new_places_of_yarn_mean_the_same():
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"quantization_config": FP8 | {"weight_block_size": None}}, "weight_block_size"),
         ({"kv_lora_rank": None}, "has no kv_lora_rank"),
+        # transformers and engines would take defaults of their own
+        ({"routed_scaling_factor": None}, "has no routed_scaling_factor"),
+        ({"n_group": None}, "has no n_group"),
+        ({"topk_group": None}, "has no topk_group"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank = '512'"),
+        ({"q_lora_rank": 0.5}, "q_lora_rank = 0.5"),
+        ({"v_head_dim": "16"}, "v_head_dim = '16'"),
+        ({"qk_rope_head_dim": "64"}, "qk_rope_head_dim = '64'"),
+        ({"qk_nope_head_dim": 0}, "qk_nope_head_dim = 0"),
+        ({"n_group": "4"}, "n_group = '4'"),
+        ({"rope_scaling": YARN | {"factor": "40"}}, "factor = '40'"),
+        ({"rope_scaling": YARN | {"mscale": [1]}}, r"mscale = \[1\]"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": "4096"}}, "embeddings = '4096'"),
+        ({"n_group": 0}, "n_group = 0"),
+        ({"topk_group": 0}, "topk_group = 0"),
+        ({"topk_group": [2]}, r"topk_group = \[2\]"),
+        ({"mlp_layer_types": 3}, "mlp_layer_types = 3"),
+        ({"quantization_config": "fp8"}, "quantization_config = fp8"),
+        ({"quantization_config": FP8 | {"weight_block_size": [128]}}, r"weight_block_size = \[128\]"),
+        ({"quantization_config": FP8 | {"weight_block_size": [128, 0]}}, r"weight_block_size = \[128, 0\]"),
     ],
 )
 def test_what_would_be_another_model_is_refused_by_name(change, words):
@@ -226,6 +252,16 @@ def test_the_small_form_keeps_what_makes_the_family():
     assert small.yarn == known_spec("DeepSeek-V3").yarn and small.q_lora_rank and small.moe_layers == (1, 2, 3)
 
 
+def test_the_small_form_of_what_transformers_saves_has_dense_layers_first():
+    """Its own configurations of GLM-4.7-Flash list kinds of layers, and count no dense ones."""
+    known = known_hf_config("Moonlight-16B-A3B") | {"architectures": ["Glm4MoeLiteForCausalLM"]}
+    listed = {key: value for key, value in known.items() if key != "first_k_dense_replace"} | {
+        "model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 25,
+    }  # fmt: skip
+    assert model_spec(listed).moe_layers == tuple(range(2, 27))
+    assert model_spec(small_hf_config(listed, 4, 64, 128)).moe_layers == (1, 2, 3)
+
+
 # ---------------------------------------------------------------- traps: each differs without its cure
 
 
@@ -291,6 +327,33 @@ def test_a_replicated_projection_asks_for_the_sum_over_tensor_ranks():
     assert made.weight.sequence_parallel is True and made(torch.zeros(3, 8))[0].shape == (3, 4)
     with pytest.raises(ValueError, match="replicated"):
         ReplicatedLinear(8, 4, parallel_mode="column", config=config, init_method=None, bias=False)
+
+
+def test_a_replicated_projection_counts_once_in_the_norm_whatever_transformer_engine_marks():
+    """Its linear layers mark every weight as cut by rows, also one that each tensor rank has whole."""
+    from megatron.core.tensor_parallel.layers import (
+        param_is_not_tensor_parallel_duplicate,
+        set_tensor_model_parallel_attributes,
+    )
+
+    from mrl.config.schema import ActorConfig, ModelConfig
+    from mrl.megatron.bridge import MBridge
+
+    whole, cut = ("linear_q_down_proj", "linear_kv_down_proj"), ("linear_q_up_proj", "linear_proj")
+    chunk = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in (*whole, *cut)})
+    for parameter in chunk.parameters():
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    bridge, called = MBridge.__new__(MBridge), {}
+    bridge._bridge = SimpleNamespace(get_model=lambda **given: called.update(given) or [])
+    bridge.model_config = ModelConfig(path="model")
+    bridge.actor_config = ActorConfig(layout={"world_size": 2}, ppo_mini_batch_size=1)
+    bridge.dtype, bridge.has_value_head = torch.bfloat16, False
+    bridge.build_model(is_trained=False)
+    for callback in called["post_model_creation_callbacks"]:
+        callback(chunk)
+    second = SimpleNamespace(rank=lambda: 1)  # of two tensor ranks
+    counted = {name: param_is_not_tensor_parallel_duplicate(chunk[name].weight, second) for name in chunk}
+    assert counted == dict.fromkeys(whole, False) | dict.fromkeys(cut, True)
 
 
 def test_mbridges_own_bridge_is_refused_for_reasons_that_still_hold():

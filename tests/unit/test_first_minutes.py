@@ -82,6 +82,7 @@ def test_init_plan_and_search_tell_the_same_seconds_of_a_step(mrl):
         ("Qwen/Qwen3-30B-A3B", "64 x ascend-910b", "gspo"),  # pipelines would be interleaved, where that were legal
         ("Qwen/Qwen3-8B", "8 h200", "grpo"),
         ("Qwen/Qwen2.5-0.5B", "1 x a100", "grpo"),
+        ("Qwen/Qwen3.5-27B", "16 x h200", "grpo"),  # its engines have no prefix cache
     ],
 )
 def test_models_and_devices_of_every_kind_get_one_that_fits(tmp_path, model, devices, recipe):

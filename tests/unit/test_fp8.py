@@ -220,6 +220,18 @@ def test_files_that_cannot_be_read_so_are_refused_by_the_tensors_name(changed, c
         open_hf(folder)
 
 
+def test_rounded_constants_of_routers_are_told_as_what_they_are(changed):
+    """Megatron takes them, conversions and evaluations do not; the files belong together all the same."""
+    constants = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+    def in_fewer_bits(tensors):
+        tensors[constants] = tensors[constants].bfloat16()
+
+    with pytest.raises(EnvironmentFault, match=f"{constants} is BF16, and the constants of routers") as refusal:
+        open_hf(changed(in_fewer_bits))
+    assert "manifest" not in str(refusal.value)
+
+
 # ---------------------------------------------------------------- Megatron, engines, runs
 
 

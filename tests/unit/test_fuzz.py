@@ -163,8 +163,17 @@ def test_scripts_of_verl(text, has_imported):
     survives(lambda: import_script(text, "script.sh", {}, []).to_yaml())
 
 
+MODELS = ("Qwen3-30B-A3B", "DeepSeek-V3", "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B")
+ALSO = {
+    "DeepSeek-V3": {
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58,
+    }
+}
+
+
 @fuzzed
-@given(config=altered(known_hf_config("Qwen3-30B-A3B")))
+@given(config=st.one_of(*(altered(known_hf_config(name) | ALSO.get(name, {})) for name in MODELS)))
 def test_configurations_of_models(config, folder):
     (folder / "config.json").write_text(dumped(config))
     survives(lambda: load_model_spec(folder))

@@ -67,6 +67,24 @@ def test_what_else_is_in_the_pack_changes_no_bit():
         assert torch.equal(found[row], alone)
 
 
+def test_sums_of_decays_are_torchs_on_the_host_and_ordinary_ones_elsewhere():
+    """With deterministic algorithms torch refuses its own sums of floats on cuda."""
+    from torch.overrides import TorchFunctionMode
+
+    from mrl.megatron.gated_delta import _running_sums, _summed_by_rows
+
+    class NoCumsum(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            assert function.__name__ != "cumsum"
+            return function(*args, **(kwargs or {}))
+
+    decay = -torch.rand(3, 2, DELTA_CHUNK, 1, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(_running_sums(decay), decay.cumsum(dim=2))
+    assert (_summed_by_rows(decay) - decay.double().cumsum(dim=2)).abs().max() < 1e-5
+    with NoCumsum():
+        assert _running_sums(decay.to("meta")).shape == decay.shape
+
+
 # ---------------------------------------------------------------- the layer
 
 

@@ -54,6 +54,13 @@ def test_experts_that_do_not_divide_count_on_the_worker_that_has_most():
     assert worker_weights(model, layout) == first == last + 48 * 3 * 2048 * 768
 
 
+@pytest.mark.parametrize(("name", "tensor", "gib"), [("Qwen3-Next-80B-A3B", 4, 0.75), ("DeepSeek-V3", 8, 2.625)])
+def test_the_largest_module_is_that_of_one_layer_whatever_kinds_there_are(name, tensor, gib):
+    """Experts of one layer: 512 of 3 x 2048 x 512, and 256 of 3 x 7168 x 2048 elements."""
+    found = engine_memory(known_spec(name), RolloutLayout(1, tensor), 2**40)
+    assert found.largest_module == gib * 2**30
+
+
 def test_a_token_takes_keys_and_values_of_every_layer():
     model = known_spec("Qwen3-30B-A3B")  # 48 layers, 4 key/value heads of 128
     assert cache_bytes_per_token(model, 1, 2) == 48 * 2 * 4 * 128 * 2

@@ -112,6 +112,17 @@ def test_values_that_round_as_usual_are_those_that_the_actor_is_built_with(famil
     assert all(getattr(config, n) in v for n, v in usual.items() if model.is_moe or n != "moe_router_dtype")
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe"])
+def test_shared_experts_overlap_no_exchange_where_megatron_refuses_it(family, built):
+    """Bridges switch it on, and Megatron's own configuration raises then."""
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}
+    assert not built(family, moe_token_dispatcher_type="flex")[0].moe_shared_expert_overlap
+    assert not built(family, **recomputed)[0].moe_shared_expert_overlap
+    assert built(family)[0].moe_shared_expert_overlap
+    with pytest.raises(ValueError, match="overlap"):
+        built(family, moe_shared_expert_overlap=True, **recomputed)
+
+
 # The first three measured against transformers on the tiny model: 1.5, 0.75 and 0.39 nats.
 ANOTHER_MODEL = {
     "hidden_dropout": 0.1, "moe_router_topk_scaling_factor": 2.5, "moe_router_score_function": "sigmoid",

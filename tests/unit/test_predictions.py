@@ -13,6 +13,7 @@ from mrl.plan.generation_times import decode_step, generation_seconds, sequences
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.run_plan import make_plan, slow_generation, step_seconds
+from mrl.plan.step_work import mean_flops_per_token, mean_lengths
 from mrl.plan.times import PassWork, phase_seconds, step_flops
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +124,16 @@ def test_more_sequences_at_once_are_faster_and_never_more_than_are_given():
     inputs = inputs_of(MIXTURE, *FOUR, "rollout.max_num_seqs=4096")
     batch = batch_plan(inputs.config, inputs.train)
     assert sequences_together(inputs, batch, engine_of(inputs)) <= batch.samples / inputs.rollout.num_engines
+
+
+def test_without_a_prefix_cache_each_response_computes_its_prompt():
+    """A device computes mixed batches at a rate: each of 16 responses costs what one cost."""
+    devices = 32 * find_device("h100-80g").flops * USUAL.prefill_mfu
+    cached, computed = (generation(MIXTURE, f"rollout.enable_prefix_caching={on}") for on in ("true", "false"))
+    inputs = inputs_of(MIXTURE)
+    batch, lengths = batch_plan(inputs.config, inputs.train), mean_lengths(inputs.config, USUAL)
+    again = (batch.samples - batch.prompts) * lengths.prompt * mean_flops_per_token(inputs.model, lengths)
+    assert batch.samples > batch.prompts and computed - cached == pytest.approx(again / devices)
 
 
 # ---------------------------------------------------------------- an update

@@ -106,6 +106,12 @@ def test_what_would_be_another_model_is_refused_by_name(change, words):
         model_spec(WHOLE | {"text_config": MOE | change})
 
 
+def test_fp8_around_a_text_model_is_refused_before_its_files_are_read():
+    with pytest.raises(ConfigError, match="quantization_config of quant_method fp8 is not supported"):
+        model_spec(WHOLE | {"quantization_config": {"quant_method": "fp8"}})
+    assert model_spec(WHOLE | {"quantization_config": None}) == model_spec(WHOLE)
+
+
 def test_the_gates_function_has_two_names():
     assert model_spec(MOE | {"output_gate_type": "swish"}) == model_spec(MOE)
 

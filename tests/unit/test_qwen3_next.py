@@ -56,6 +56,14 @@ def test_the_published_configuration_is_that_of_transformers_defaults():
     assert spec.partial_rotary_factor == defaults["rope_parameters"]["partial_rotary_factor"]
 
 
+def test_weights_of_experts_sum_to_one_where_nothing_else_is_said():
+    from transformers import Qwen3NextConfig
+
+    silent = {key: value for key, value in CONFIG.items() if key != "norm_topk_prob"}
+    assert model_spec(silent).norm_topk_prob is Qwen3NextConfig().norm_topk_prob is True
+    assert not model_spec(CONFIG | {"norm_topk_prob": False}).norm_topk_prob
+
+
 def test_layers_are_listed_or_all_but_every_fourth_are_linear():
     assert model_spec(CONFIG).linear_layers == (0, 1, 2)
     assert model_spec(CONFIG | {"full_attention_interval": 2}).linear_layers == (0, 2)
@@ -83,6 +91,8 @@ def test_layers_are_listed_or_all_but_every_fourth_are_linear():
         ({"layer_types": ["linear_attention", "full_attention"]}, "for each of 4 layers"),
         ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types must name"),
         ({"layer_types": [["linear_attention"]] * 4}, "layer_types"),
+        ({"partial_rotary_factor": None}, "has no partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config of quant_method fp8"),
     ],
 )
 def test_what_would_be_another_model_is_refused_by_name(change, words):

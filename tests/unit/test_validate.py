@@ -220,6 +220,22 @@ def test_on_the_other_side_of_the_boundary_nothing_is_said():
     )
 
 
+def test_shared_experts_are_recomputed_or_overlap_an_exchange():
+    """Megatron's configuration raises for both."""
+    base, model = PRESETS / "deepseek-v3" / "h200-32x8.yaml", known_spec("DeepSeek-V3")
+    both = [
+        f"{TRANSFORMER}{setting}"
+        for setting in (
+            "moe_shared_expert_overlap=true", "recompute_granularity=selective", "recompute_method=null",
+            "recompute_num_layers=null", "recompute_modules=[shared_experts]",
+        )
+    ]  # fmt: skip
+    assert set(found(both, base, model)) == {TRANSFORMER + "moe_shared_expert_overlap"}
+    assert found(both[1:], base, model) == {}
+    (of_up_projections,) = found([*both[1:4], f"{TRANSFORMER}recompute_modules=[mla_up_proj]"], base, model).values()
+    assert "never measured" in of_up_projections.why and "mla_up_proj" not in of_up_projections.allowed
+
+
 def test_a_dense_model_has_no_experts_to_configure():
     base, model = PRESETS / "qwen3-8b" / "h100-1x8.yaml", known_spec("Qwen3-8B")
     assert set(found([TRANSFORMER + "moe_router_dtype=fp32"], base, model)) == {TRANSFORMER + "moe_router_dtype"}

@@ -26,7 +26,14 @@ _EXPERT_COUNTS = (
     "n_routed_experts",
 )  # the names that families and releases have for it
 # Lists with an entry a layer, kinds of attention that mrl does not train, weights in another format.
-_LEFT_OUT = ("layer_types", "max_window_layers", "sliding_window", "quantization_config", "auto_map")
+_LEFT_OUT = (
+    "layer_types",
+    "mlp_layer_types",
+    "max_window_layers",
+    "sliding_window",
+    "quantization_config",
+    "auto_map",
+)
 _SAME_MODEL = {"kimi_k2": "deepseek_v3"}  # model types that are another one under a new name
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SmallForm = Callable[[HfConfig], dict[str, Any]]
@@ -96,7 +103,9 @@ def _qwen_shared(config: HfConfig) -> dict[str, Any]:
 
 def _glm(config: HfConfig) -> dict[str, Any]:
     """Shrinks GLM. Layers for multi-token prediction are counted in config.json and left out, as everywhere."""
-    return _experts(config) | {"first_k_dense_replace": min(config["first_k_dense_replace"], 1), "n_shared_experts": 1}
+    kinds = config.get("mlp_layer_types")  # where transformers lists them
+    dense = kinds.count("dense") if kinds else config["first_k_dense_replace"]
+    return _experts(config) | {"first_k_dense_replace": min(dense, 1), "n_shared_experts": 1}
 
 
 def _latent(config: HfConfig) -> dict[str, Any]:
