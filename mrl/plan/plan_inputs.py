@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from mrl.config.places import rollout_layout
-from mrl.config.schema import RunConfig
+from mrl.config.schema import LoraConfig, RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.adapters import Lora
@@ -246,3 +246,16 @@ def engine_of(inputs: PlanInputs) -> EngineMemory:
         )
     share = round(inputs.device.memory * rollout.gpu_memory_utilization)
     return engine_memory(inputs.model, inputs.rollout, share, dtype_bytes=inputs.engine_element_bytes, **passes)
+
+
+def of_reference(config: RunConfig) -> RunConfig:
+    """Returns the configuration with the reference's micro-batch limits in the actor's place, and no adapters."""
+    ref = config.ref
+    limits = {
+        "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
+        "log_prob_micro_batch_size_per_gpu": ref.log_prob_micro_batch_size_per_gpu,
+        "log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu,
+    }
+    given = {name: value for name, value in limits.items() if value is not None}
+    actor = config.actor.model_copy(update=given | {"lora": LoraConfig()})
+    return config.model_copy(update={"actor": actor})

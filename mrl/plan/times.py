@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mrl.config.lora_rules import reference_is_the_base
-from mrl.config.schema import LoraConfig, RunConfig
+from mrl.config.schema import RunConfig
 from mrl.model import ModelSpec, forward_flops_per_token, module_flops_per_token
 from mrl.model.adapters import Lora
 from mrl.model.layout import TrainLayout
@@ -28,7 +28,7 @@ from mrl.plan.devices import Assumptions, Device
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
 from mrl.plan.generation_times import generation_seconds
 from mrl.plan.model_state import StateBytes, stage_state
-from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, precision_of, recompute_of
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, of_reference, precision_of, recompute_of
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
 from mrl.plan.teacher_costs import teacher_inputs, teacher_parameters
 from mrl.units import round_up
@@ -163,7 +163,7 @@ def reference_seconds(inputs: PlanInputs) -> dict[str, float]:
     """
     if not inputs.config.algorithm.needs_reference:
         return {}
-    config = _of_reference(inputs.config)
+    config = of_reference(inputs.config)
     batch = batch_plan(config, inputs.train)
     work = sample_work(config, inputs.model, batch.log_prob_micro, batch.samples, inputs.assumptions)
     per_node = config.cluster.n_gpus_per_node
@@ -174,19 +174,6 @@ def reference_seconds(inputs: PlanInputs) -> dict[str, float]:
         moved = max(stage_state(inputs.model, inputs.train, pp, precision).parameters for pp in stages)
         seconds += 2 * 2 * moved / inputs.device.host_path_rate  # both models, there and back
     return {"ref": seconds}
-
-
-def _of_reference(config: RunConfig) -> RunConfig:
-    """Returns the configuration with the reference's micro-batch limits in the actor's place, and no adapters."""
-    ref = config.ref
-    limits = {
-        "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
-        "log_prob_micro_batch_size_per_gpu": ref.log_prob_micro_batch_size_per_gpu,
-        "log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu,
-    }
-    given = {name: value for name, value in limits.items() if value is not None}
-    actor = config.actor.model_copy(update=given | {"lora": LoraConfig()})
-    return config.model_copy(update={"actor": actor})
 
 
 def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:
