@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ray.exceptions import RayTaskError
+
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.late_ranks import with_cause
 from mrl.cluster.rollout_group import RolloutGroup, in_words
@@ -22,7 +24,7 @@ from mrl.config.places import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess
 from mrl.model import read_hf_config
-from mrl.remote.calls import Late, gather, settle
+from mrl.remote.calls import Late, LostPeer, answered, gather, in_short, settle
 from mrl.remote.deadlines import LEAST_S, Deadlines
 from mrl.remote.process_logs import concerning, processes_of
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, describe_routes, p2p_members
@@ -320,16 +322,47 @@ class WeightSync:
         meeting = {"kind": self._reshard.transport, "name": uuid.uuid4().hex[:12], "workers": self._workers(engines)}
         address = self.actor.meeting_point(_hosting_rank(replace(self.setup, transport=meeting)))
         self.setup = replace(self.setup, transport=meeting | {"address": address})
+        # between hosts nobody is told that a peer has left
+        self.engines.peers_wait_s = self._reshard.timeout_s if p2p_members(self.setup) else 0.0
         data = self.setup.to_json()
         # before any peer waits for it, because an engine may read back all of its weights for this
         refs = self.engines.refs("agree_on_sync", data, plan_hash, engines=engines)
         answers = gather(refs | self.actor.refs("agree_on_sync", data, plan_hash), limit, "agreeing on the weight sync")
         self._count_weights(answers)
-        refs = self.engines.refs("connect_sync", engines=engines) | self.actor.refs("connect_sync")
-        gather(refs, limit, "connecting the weight sync")
+        self._connect(engines, limit)
         self.engines.call("release_arenas", engines=engines)
         self._met = met
         print(f"weight sync: {describe_routes(self.setup)}")
+
+    def _connect(self, engines: set[int], limit_s: float) -> None:
+        """Opens the transports, for which ranks and engines wait for each other.
+
+        Where that fails, nobody waits on. Raises Late that names engines, or else ranks, that do not run.
+        """
+        ranks = self.actor.refs("connect_sync")
+        try:
+            gather(self.engines.refs("connect_sync", engines=engines) | ranks, limit_s, "connecting the weight sync")
+        except Exception as error:
+            answered(self.actor.refs("give_up_connecting", self.setup.transport["name"]))
+            if isinstance(error, Late):
+                raise self._with_cause(error, ranks) from error
+            if isinstance(error, EnvironmentFault | LostPeer | RayTaskError):
+                self._check_running(error, engines)
+            raise
+
+    def _check_running(self, error: Exception, engines: set[int]) -> None:
+        """Raises Late instead of `error` if some of these engines, or else some ranks, do not run.
+
+        Their peers have waited in vain, and can tell only that.
+        """
+        silent = self.engines.not_running(self.engines.names_of(engines))
+        if not silent:
+            asked = self.actor.refs("write_stacks")
+            running = answered(asked)
+            silent = {name: "it did not even write its stacks" for name in asked if name not in running}
+        if silent:
+            text = f"connecting the weight sync: {in_short(error)}{in_words(silent)}"
+            raise concerning(Late(text), *silent) from error
 
     def _count_weights(self, answers: Mapping[str, Any]) -> None:
         """Counts the bytes of each engine's weights. `answers` also has those of ranks, which are ignored."""
