@@ -13,7 +13,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from ray.exceptions import RayTaskError
 
@@ -22,7 +22,7 @@ from mrl.cluster.late_ranks import with_cause
 from mrl.cluster.rollout_group import RolloutGroup, in_words
 from mrl.config.places import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig
-from mrl.errors import EnvironmentFault, Interrupted, LostProcess
+from mrl.errors import EnvironmentFault, Interrupted, LostProcess, MrlError
 from mrl.model import read_hf_config
 from mrl.remote.calls import Late, LostPeer, answered, gather, in_short, settle
 from mrl.remote.deadlines import LEAST_S, Deadlines
@@ -33,6 +33,7 @@ from mrl.units import GIB, MIB
 from mrl.vllm.requests import rank_name
 
 PHASE = "weight sync"
+CONNECTING = "connecting the weight sync"
 _ATTEMPTS = 2
 _KERNELS = {"attention": "attention", "moe": "MoE kernels"}  # part of an engine's report -> its printed name
 
@@ -204,10 +205,7 @@ class WeightSync:
         try:
             answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
         except Late as error:
-            told = self._with_cause(error, sending.keys())
-            if told is error:
-                raise
-            raise told from error
+            self._raise_with_cause(error, sending)
         if not any(isinstance(answer, Exception) for answer in answers.values()):
             self._deadlines.ended(PHASE, time.perf_counter() - began)
         received = {}
@@ -215,6 +213,12 @@ class WeightSync:
             of_ranks = [answers[rank_name(engine, rank, ranks)] for rank in range(ranks)]
             received[engine] = _of_engine(of_ranks)
         return AttemptAnswers([answers[name] for name in sending], received)
+
+    def _raise_with_cause(self, error: Late, ranks: Collection[str]) -> NoReturn:
+        told = self._with_cause(error, ranks)
+        if told is error:
+            raise error
+        raise told from error
 
     def _with_cause(self, error: Late, ranks: Collection[str]) -> Late:
         """Adds the cause to an error: an engine that does not run, for which `ranks` wait too, or one of these."""
@@ -341,11 +345,11 @@ class WeightSync:
         """
         ranks = self.actor.refs("connect_sync")
         try:
-            gather(self.engines.refs("connect_sync", engines=engines) | ranks, limit_s, "connecting the weight sync")
+            gather(self.engines.refs("connect_sync", engines=engines) | ranks, limit_s, CONNECTING)
         except Exception as error:
             answered(self.actor.refs("give_up_connecting", self.setup.transport["name"]))
             if isinstance(error, Late):
-                raise self._with_cause(error, ranks) from error
+                self._raise_with_cause(error, ranks)
             if isinstance(error, EnvironmentFault | LostPeer | RayTaskError):
                 self._check_running(error, engines)
             raise
@@ -361,8 +365,10 @@ class WeightSync:
             running = answered(asked)
             silent = {name: "it did not even write its stacks" for name in asked if name not in running}
         if silent:
-            text = f"connecting the weight sync: {in_short(error)}{in_words(silent)}"
-            raise concerning(Late(text), *silent) from error
+            text = f"{CONNECTING}: {in_short(error)}"
+            if isinstance(error, MrlError):
+                text = str(error)
+            raise concerning(Late(f"{text}{in_words(silent)}"), *silent) from error
 
     def _count_weights(self, answers: Mapping[str, Any]) -> None:
         """Counts the bytes of each engine's weights. `answers` also has those of ranks, which are ignored."""
