@@ -72,7 +72,7 @@ class Hosts:
     def memory_used(self) -> int:
         """Returns the bytes of host memory in use on the fullest host.
 
-        A host that has only engines is left out while none of them serves, or if it does not answer within SETTLE_S.
+        A host that has only engines is left out while none of them serves, or without an answer within SETTLE_S.
         """
         used = self._actor.answers("host_bytes_used", "measuring memory", self._first_ranks)
         bytes_used = [host_bytes_used(), *used.values()]

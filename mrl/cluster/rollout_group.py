@@ -242,9 +242,8 @@ class RolloutGroup:
     ) -> dict[str, Any]:
         """Gathers answers, without engines that are lost meanwhile if the run can go on without them.
 
-        `asked` are the fleet's epochs from before the calls. Later ones could be of an engine that another thread has
-        started again, which would fall for what the one before it did not answer. If several ranks are late, the error
-        says whose processes do not run.
+        `asked` are the fleet's epochs from before the calls. Later ones could be of an engine that another thread
+        started again, and that was not asked. If several ranks are late, the error says whose processes do not run.
         """
         while True:
             try:
