@@ -1,7 +1,7 @@
 """All ranks of the trained model, called together."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +113,17 @@ class ActorGroup:
         poll = self.poll if interruptible else lambda: None
         return list(self._answers(refs, timeout_s, method, poll).values())
 
-    def refs(self, method: str, *arguments: Any) -> dict[str, ray.ObjectRef]:
-        """Calls all ranks without waiting. Returns references to the answers, by name.
+    def answers(self, method: str, phase: str, ranks: Collection[int] | None = None) -> dict[str, Any]:
+        """Calls all ranks, or some, and returns their answers by name. `phase` is the name of the call in errors."""
+        return self._answers(self.refs(method, ranks=ranks), None, phase, lambda: None)
+
+    def refs(self, method: str, *arguments: Any, ranks: Collection[int] | None = None) -> dict[str, ray.ObjectRef]:
+        """Calls all ranks, or some, without waiting. Returns references to the answers, by name.
 
         `method` is one of MODEL_VERBS, or a method of ActorWorker.
         """
-        return {f"rank {i}": ask(worker, MODEL_VERBS, method, *arguments) for i, worker in enumerate(self.workers)}
+        asked = range(len(self.workers)) if ranks is None else ranks
+        return {f"rank {i}": ask(self.workers[i], MODEL_VERBS, method, *arguments) for i in asked}
 
     def each(
         self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False

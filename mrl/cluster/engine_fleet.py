@@ -53,7 +53,10 @@ class EngineProcesses(Protocol):
         """Makes new processes. Returns references, by name, to answers that come once they serve."""
 
     def note_place(self, engine: int) -> None:
-        """Records an engine's node and devices, because new processes may be elsewhere."""
+        """Records an engine's node and devices, because new processes may be elsewhere.
+
+        Raises EnvironmentFault if that node has other software.
+        """
 
 
 class EngineFleet:

@@ -15,7 +15,6 @@ from mrl.cluster.rollout_group import RolloutGroup
 from mrl.errors import Interrupted
 from mrl.plan.memory_phases import ACTOR, ENGINE, phase_bytes
 from mrl.platforms.process_memory import ProcessMemory
-from mrl.remote.calls import gather
 from mrl.units import GIB
 
 
@@ -80,11 +79,10 @@ def _largest_first(holders: Sequence[MemoryHolder]) -> list[MemoryHolder]:
 class MemoryGate:
     """Asks all processes about their memory, and lets a phase begin only if it has room."""
 
-    def __init__(self, plan: dict[str, Any], actor: ActorGroup, engines: RolloutGroup, timeout_s: float) -> None:
+    def __init__(self, plan: dict[str, Any], actor: ActorGroup, engines: RolloutGroup) -> None:
         self._plan = plan
         self._actor = actor
         self._engines = engines
-        self._timeout_s = timeout_s
         self._rank_places: dict[str, list] | None = None  # (node, device) of each rank, by name
 
     def __call__(self, phase: str) -> None:
@@ -101,7 +99,7 @@ class MemoryGate:
     def _holders(self, phase: str) -> dict[tuple[str, int], list[MemoryHolder]]:
         """Returns the processes and their memory for every device that ranks and engines share."""
         if self._rank_places is None:
-            self._rank_places = gather(self._actor.refs("places"), self._timeout_s, "placing the processes")
+            self._rank_places = self._actor.answers("places", "placing the processes")
         at = self._rank_places | self._engines.device_places
         devices: dict[tuple[str, int], list[MemoryHolder]] = defaultdict(list)
         for name, memory in self._memory(f"measuring memory before {phase}").items():
@@ -113,5 +111,4 @@ class MemoryGate:
 
     def _memory(self, phase: str) -> dict[str, Any]:
         """Returns the memory of ranks and of live engines, by name."""
-        of_ranks = gather(self._actor.refs("memory"), self._timeout_s, phase)
-        return of_ranks | self._engines.answers("memory", phase)
+        return self._actor.answers("memory", phase) | self._engines.answers("memory", phase)

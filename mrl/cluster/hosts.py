@@ -4,9 +4,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import ray
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.rollout_group import RolloutGroup
@@ -59,13 +56,10 @@ class Hosts:
 
         Nothing else should compute there meanwhile.
         """
-        everybody = (
-            self._actor.workers
-            if self._deployment.cluster.device != "cpu"
-            else [self._actor.workers[i] for i in self._first_ranks]
-        )
-        asked = {f"rank {number}": worker.speed.remote() for number, worker in enumerate(everybody)}
-        return [Speed(*found) for found in self._gathered(asked, "measuring devices").values()]
+        ranks = None
+        if self._deployment.cluster.device == "cpu":
+            ranks = self._first_ranks
+        return [Speed(*found) for found in self._actor.answers("speed", "measuring devices", ranks).values()]
 
     def peak(self) -> Peak:
         """Returns the peak and prints its parts. Warns about different devices under one actor, because the slowest
@@ -78,22 +72,15 @@ class Hosts:
     def memory_used(self) -> int:
         """Returns the bytes of host memory in use on the fullest host.
 
-        A host that has only engines, and does not answer within SETTLE_S, is left out.
+        A host that has only engines is left out while none of them serves, or without an answer within SETTLE_S.
         """
-        used = self._gathered(
-            {f"rank {i}": self._actor.workers[i].host_bytes_used.remote() for i in self._first_ranks},
-            "measuring memory",
-        )
+        used = self._actor.answers("host_bytes_used", "measuring memory", self._first_ranks)
         bytes_used = [host_bytes_used(), *used.values()]
         with suppress(Interrupted):  # other calls report a lost engine
-            asked = {
-                f"engine process {i}": self._engines.workers[i].host_bytes_used.remote() for i in self._first_engines
-            }
+            serving = self._engines.fleet.serving()
+            asked = {name: serving[name].worker.host_bytes_used.remote() for name in self._first_of(list(serving))}
             bytes_used += gather(asked, SETTLE_S, "measuring memory").values()
         return max(bytes_used)
-
-    def _gathered(self, refs: dict[str, ray.ObjectRef], what: str) -> dict[str, Any]:
-        return gather(refs, self._deployment.cluster.step_timeout_s, what)
 
     @cached_property
     def _rank_nodes(self) -> list[str]:
@@ -104,11 +91,10 @@ class Hosts:
         """The first rank of every node that has ranks."""
         return first_of_each(self._rank_nodes)
 
-    @cached_property
-    def _first_engines(self) -> list[int]:
-        """The first engine process of every node that has engines but no ranks."""
-        nodes = list(self._engines.nodes.values())
-        return [number for number in first_of_each(nodes) if nodes[number] not in self._rank_nodes]
+    def _first_of(self, engines: list[str]) -> list[str]:
+        """Returns the first of these engine processes on every node that has no ranks."""
+        nodes = [self._engines.nodes[name] for name in engines]
+        return [engines[number] for number in first_of_each(nodes) if nodes[number] not in self._rank_nodes]
 
 
 def first_of_each(values: Iterable[str]) -> list[int]:

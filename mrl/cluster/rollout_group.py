@@ -34,7 +34,7 @@ from mrl.vllm.engine_state import ASLEEP, CONTROL_VERBS, WEIGHTS_AWAKE
 from mrl.vllm.process_watch import end_processes
 from mrl.vllm.requests import EngineSettings, VersionServed
 
-GIVE_UP_S = 30.0  # seconds for an engine to abandon its work, after its ranks are gone
+GIVE_UP_S = 30.0  # seconds for an engine to abandon its work, once it knows that its ranks are gone
 CONVERSATIONS = 4  # times the requests that an engine computes: if tools take three quarters of the time, it stays busy
 PREPARE_S = 60.0  # seconds for a live rank to answer; another may be in the middle of a long step
 
@@ -68,6 +68,7 @@ class RolloutGroup:
         self.seats = seats or engine_seats(deployment)
         self._settings = list(settings)
         self._logs = logs
+        self.peers_wait_s = 0.0  # that an engine in a weight sync waits for ranks that are gone; WeightSync sets it
         self._below: dict[int, list[tuple[int, float]]] = {}  # processes of each rank, and their start times
         self.workers: list[ray.actor.ActorHandle] = [] if before is None else list(before.workers)
         self.fleet = EngineFleet(self, self.rollout.start_timeout_s)
@@ -151,8 +152,12 @@ class RolloutGroup:
             gather({name: ended}, PREPARE_S, "ending what is left of an engine")
 
     def note_place(self, engine: int) -> None:
-        """Asks a started engine where it is, and for its processes."""
+        """Asks a started engine for its software, which must be the driver's, where it is, and for its processes.
+
+        Raises EnvironmentFault for other software.
+        """
         limit_s = self.cluster.start_timeout_s
+        check_same(gather(self.refs("software", engines=[engine]), limit_s, "asking for the software of an engine"))
         self.device_places |= gather(self.refs("places", engines=[engine]), limit_s, "asking where an engine is")
         self.nodes |= {name: places[0][0] for name, places in self.device_places.items()}
         self._note_processes(engine)
@@ -193,12 +198,14 @@ class RolloutGroup:
         Raises Interrupted that names the lost or late ones, if the run cannot go on without them.
         """
         self.prepare(method, engines)
+        asked = self.fleet.epochs()
         refs = self.refs(method, *arguments, engines=self._still(engines))
-        return list(self._in_time(refs, method).values())
+        return list(self._in_time(refs, asked, method).values())
 
     def answers(self, method: str, phase: str) -> dict[str, Any]:
         """Calls all engines and returns their answers by name. `phase` is the name of the call in errors."""
-        return self._in_time(self.refs(method), phase)
+        asked = self.fleet.epochs()
+        return self._in_time(self.refs(method), asked, phase)
 
     def _still(self, engines: Collection[int] | None) -> Collection[int] | None:
         if engines is None:
@@ -219,22 +226,25 @@ class RolloutGroup:
         Raises Late that names those that do not answer, Interrupted for those that died.
         """
         limit_s = min(PREPARE_S, self._deadlines.of("check_there"))
-        self._answers(self.refs("check_there", engines=engines), limit_s, f"{what}, asking who is there")
+        asked = self.fleet.epochs()
+        self._answers(self.refs("check_there", engines=engines), asked, limit_s, f"{what}, asking who is there")
 
-    def _in_time(self, refs: dict[str, ray.ObjectRef], phase: str) -> dict[str, Any]:
-        """Waits for answers as long as calls of this phase may take."""
+    def _in_time(self, refs: dict[str, ray.ObjectRef], asked: Mapping[str, int], phase: str) -> dict[str, Any]:
+        """Waits for answers as long as calls of this phase may take. `asked` as in `_answers`."""
         began = time.monotonic()
-        answers = self._answers(refs, self._deadlines.of(phase), phase)
+        answers = self._answers(refs, asked, self._deadlines.of(phase), phase)
         if refs and len(answers) == len(refs):  # otherwise the time includes the wait for a lost engine
             self._deadlines.ended(phase, time.monotonic() - began)
         return answers
 
-    def _answers(self, refs: dict[str, ray.ObjectRef], timeout_s: float, what: str) -> dict:
+    def _answers(
+        self, refs: dict[str, ray.ObjectRef], asked: Mapping[str, int], timeout_s: float, what: str
+    ) -> dict[str, Any]:
         """Gathers answers, without engines that are lost meanwhile if the run can go on without them.
 
-        If several ranks are late, the error says whose processes do not run.
+        `asked` are the fleet's epochs from before the calls. Later ones could be of an engine that another thread
+        started again, and that was not asked. If several ranks are late, the error says whose processes do not run.
         """
-        asked = self.fleet.epochs()
         while True:
             try:
                 return gather(refs, timeout_s, what)
@@ -261,7 +271,8 @@ class RolloutGroup:
 
         Retired engines keep their former entries.
         """
-        found = self._answers(self._placed, self.cluster.start_timeout_s, "asking where engines are")
+        asked = self.fleet.epochs()  # none is started again before all have said where they are
+        found = self._answers(self._placed, asked, self.cluster.start_timeout_s, "asking where engines are")
         known = self._places_before | found
         return {name: known[name] for name in self.names if name in known}
 
@@ -306,9 +317,12 @@ class RolloutGroup:
     def give_up(self, version: int, sleeps: bool) -> None:
         """Ends all requests of every engine, which serves nothing until it is synced to `version`.
 
-        With `sleeps` it is also put to sleep. Raises Interrupted if one does not answer within GIVE_UP_S.
+        With `sleeps` it is also put to sleep. Raises Interrupted if one does not answer within GIVE_UP_S, after
+        `peers_wait_s`.
         """
-        states = set(self._answers(self.refs("give_up"), GIVE_UP_S, "giving up requests").values())
+        asked = self.fleet.epochs()
+        limit_s = GIVE_UP_S + self.peers_wait_s
+        states = set(self._answers(self.refs("give_up"), asked, limit_s, "giving up requests").values())
         self.fleet.rewind(version)
         if not sleeps or states == {ASLEEP}:
             return
@@ -318,10 +332,11 @@ class RolloutGroup:
 
     def end_requests(self, handles: Mapping[str, list[int]]) -> None:
         """Ends requests that are no longer needed, by the name of the engine that has them."""
+        asked = self.fleet.epochs()
         serving = self.fleet.serving()
         here = {name: numbers for name, numbers in handles.items() if name in serving}
         refs = {name: serving[name].worker.do.remote("end_requests", numbers) for name, numbers in here.items()}
-        self._in_time(refs, "ending requests")
+        self._in_time(refs, asked, "ending requests")
 
     def fingerprints(self) -> list[dict[str, str]]:
         """Returns one set of fingerprints for each engine, over all its ranks, with the names of

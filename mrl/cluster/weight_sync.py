@@ -13,16 +13,18 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
+
+from ray.exceptions import RayTaskError
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.late_ranks import with_cause
 from mrl.cluster.rollout_group import RolloutGroup, in_words
 from mrl.config.places import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig
-from mrl.errors import EnvironmentFault, Interrupted, LostProcess
+from mrl.errors import EnvironmentFault, Interrupted, LostProcess, MrlError
 from mrl.model import read_hf_config
-from mrl.remote.calls import Late, gather, settle
+from mrl.remote.calls import Late, LostPeer, answered, gather, in_short, settle
 from mrl.remote.deadlines import LEAST_S, Deadlines
 from mrl.remote.process_logs import concerning, processes_of
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, describe_routes, p2p_members
@@ -31,6 +33,7 @@ from mrl.units import GIB, MIB
 from mrl.vllm.requests import rank_name
 
 PHASE = "weight sync"
+CONNECTING = "connecting the weight sync"
 _ATTEMPTS = 2
 _KERNELS = {"attention": "attention", "moe": "MoE kernels"}  # part of an engine's report -> its printed name
 
@@ -202,10 +205,7 @@ class WeightSync:
         try:
             answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
         except Late as error:
-            told = self._with_cause(error, sending.keys())
-            if told is error:
-                raise
-            raise told from error
+            self._raise_with_cause(error, sending)
         if not any(isinstance(answer, Exception) for answer in answers.values()):
             self._deadlines.ended(PHASE, time.perf_counter() - began)
         received = {}
@@ -213,6 +213,12 @@ class WeightSync:
             of_ranks = [answers[rank_name(engine, rank, ranks)] for rank in range(ranks)]
             received[engine] = _of_engine(of_ranks)
         return AttemptAnswers([answers[name] for name in sending], received)
+
+    def _raise_with_cause(self, error: Late, ranks: Collection[str]) -> NoReturn:
+        told = self._with_cause(error, ranks)
+        if told is error:
+            raise error
+        raise told from error
 
     def _with_cause(self, error: Late, ranks: Collection[str]) -> Late:
         """Adds the cause to an error: an engine that does not run, for which `ranks` wait too, or one of these."""
@@ -320,16 +326,49 @@ class WeightSync:
         meeting = {"kind": self._reshard.transport, "name": uuid.uuid4().hex[:12], "workers": self._workers(engines)}
         address = self.actor.meeting_point(_hosting_rank(replace(self.setup, transport=meeting)))
         self.setup = replace(self.setup, transport=meeting | {"address": address})
+        # between hosts nobody is told that a peer has left
+        self.engines.peers_wait_s = self._reshard.timeout_s if p2p_members(self.setup) else 0.0
         data = self.setup.to_json()
         # before any peer waits for it, because an engine may read back all of its weights for this
         refs = self.engines.refs("agree_on_sync", data, plan_hash, engines=engines)
         answers = gather(refs | self.actor.refs("agree_on_sync", data, plan_hash), limit, "agreeing on the weight sync")
         self._count_weights(answers)
-        refs = self.engines.refs("connect_sync", engines=engines) | self.actor.refs("connect_sync")
-        gather(refs, limit, "connecting the weight sync")
+        self._connect(engines, limit)
         self.engines.call("release_arenas", engines=engines)
         self._met = met
         print(f"weight sync: {describe_routes(self.setup)}")
+
+    def _connect(self, engines: set[int], limit_s: float) -> None:
+        """Opens the transports, for which ranks and engines wait for each other.
+
+        Where that fails, nobody waits on. Raises Late that names engines, or else ranks, that do not run.
+        """
+        ranks = self.actor.refs("connect_sync")
+        try:
+            gather(self.engines.refs("connect_sync", engines=engines) | ranks, limit_s, CONNECTING)
+        except Exception as error:
+            answered(self.actor.refs("give_up_connecting", self.setup.transport["name"]))
+            if isinstance(error, Late):
+                self._raise_with_cause(error, ranks)
+            if isinstance(error, EnvironmentFault | LostPeer | RayTaskError):
+                self._check_running(error, engines)
+            raise
+
+    def _check_running(self, error: Exception, engines: set[int]) -> None:
+        """Raises Late instead of `error` if some of these engines, or else some ranks, do not run.
+
+        Their peers have waited in vain, and can tell only that.
+        """
+        silent = self.engines.not_running(self.engines.names_of(engines))
+        if not silent:
+            asked = self.actor.refs("write_stacks")
+            running = answered(asked)
+            silent = {name: "it did not even write its stacks" for name in asked if name not in running}
+        if silent:
+            text = f"{CONNECTING}: {in_short(error)}"
+            if isinstance(error, MrlError):
+                text = str(error)
+            raise concerning(Late(f"{text}{in_words(silent)}"), *silent) from error
 
     def _count_weights(self, answers: Mapping[str, Any]) -> None:
         """Counts the bytes of each engine's weights. `answers` also has those of ranks, which are ignored."""

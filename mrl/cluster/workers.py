@@ -84,6 +84,7 @@ class ActorWorker:
         self.computed = None  # by the teacher or the critic, until it is handed out
         self.sync_setup = None  # of weight syncs, after agreement
         self.sender = None  # of weight syncs, after connecting
+        self.given_up = ""  # name of the connection of weight syncs that the driver gave up last
         self.host_copy = None  # of a checkpoint, after the first save
         self.critic_copy = None  # the same for a critic
 
@@ -270,6 +271,11 @@ class ActorWorker:
         LocalParameters(self.actor.chunks).check(local_shapes(held))
         self.sync_setup = agreed
 
+    @ray.method(concurrency_group=LOOKING)
+    def give_up_connecting(self, name: str) -> None:
+        """Ends a `connect_sync` that waits for an engine that will not come. `name`: of its connection."""
+        self.given_up = name
+
     def connect_sync(self) -> None:
         """Connects to the engines, which connect at the same time. Raises TransferError."""
         from mrl.config.schema_actor import PARAMETERS
@@ -278,7 +284,14 @@ class ActorWorker:
 
         with self.actor.residence.using(PARAMETERS):
             shards = LocalParameters(self.actor.chunks)
-            self.sender = connect_sender(self.sync_setup, self.rank, shards, self.actor.adapters)
+            adapters = self.actor.adapters
+            self.sender = connect_sender(self.sync_setup, self.rank, shards, adapters, self._check_connecting)
+
+    def _check_connecting(self) -> None:
+        from mrl.reshard.transport import TransferError
+
+        if self.given_up == self.sync_setup.transport["name"]:
+            raise TransferError(f"rank {self.rank} connects no more: the driver gave this connection up")
 
     def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:
         """Sends this rank's part of the weights to `workers`. Returns the fields of a SendReport."""

@@ -77,7 +77,7 @@ def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict
         try:
             answers[name] = unwrap(refs[name], name, phase)
         except (LostPeer, ray.exceptions.RayTaskError) as error:
-            answers[name] = RuntimeError(f"{name}: {_in_short(_root(error))} (logs/{log_file(name)})")
+            answers[name] = RuntimeError(f"{name}: {in_short(error)} (logs/{log_file(name)})")
     return {name: answers[name] for name in refs}
 
 
@@ -183,6 +183,11 @@ def late(phase: str, names: Sequence[str], timeout_s: float) -> Late:
 def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
     if isinstance(cause, MrlError):
         return cause
+    if isinstance(cause, ray.exceptions.ObjectLostError):  # what it was to read was lost elsewhere: it lives
+        return Interrupted(
+            f"{phase}: {name} cannot read what it was given, which is lost with the node that held it "
+            f"({_last_line(cause)}); resume: the step is generated again"
+        )
     if isinstance(cause, _GONE):
         return _died(cause, name, phase)
     if isinstance(cause, _STORE_FULL):
@@ -193,11 +198,11 @@ def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
     text = str(cause)
     if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL.search(text):
         return EnvironmentFault(
-            f"{phase}: {name} found no space left to write to ({_in_short(cause)}); make room and resume"
+            f"{phase}: {name} found no space left to write to ({in_short(cause)}); make room and resume"
         )
     if isinstance(cause, RuntimeError | ConnectionError) and _LOST.search(text):
         return LostPeer(
-            f"{phase}: the ranks lost each other, as {name} saw ({_in_short(cause)}); their logs are in logs/"
+            f"{phase}: the ranks lost each other, as {name} saw ({in_short(cause)}); their logs are in logs/"
         )
     return None
 
@@ -220,8 +225,9 @@ def _last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     """Returns the cause in one line, from its beginning: after a traceback's frames, or before those of a C++ error."""
+    error = _root(error)
     lines = str(error).split("\nException raised from")[0].strip().splitlines()
     if isinstance(error, ray.exceptions.RayTaskError):
         frames = [number for number, line in enumerate(lines) if line.startswith((" ", "Traceback"))]

@@ -1,6 +1,6 @@
 """Opens both sides of a sync: a `Sender` and a `Receiver`, each over the transports that reach its peers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,16 +21,23 @@ _SENDERS = {"shm": SharedMemorySender, "ipc": DeviceSender, "p2p": PointToPointS
 _RECEIVERS = {"shm": SharedMemoryReceiver, "ipc": DeviceReceiver, "p2p": PointToPointReceiver}
 
 
-def connect_sender(setup: SyncSetup, rank: int, shards: Shards, merge: Merge | None = None) -> Sender:
+def connect_sender(
+    setup: SyncSetup,
+    rank: int,
+    shards: Shards,
+    merge: Merge | None = None,
+    check_wanted: Callable[[], None] = lambda: None,
+) -> Sender:
     """Opens the rank's end and connects to its workers, which open theirs now. Raises TransferError.
 
-    `merge` merges the rank's adapters, where it has any.
+    `merge` merges the rank's adapters, where it has any. `check_wanted` is called while it waits, and raises once
+    nobody wants this connection any more.
     """
     place = setup.places.ranks[rank]
     workers = setup.places.workers
     local = [worker for worker, other in enumerate(workers) if other == place]
     free_bytes = get_transfer(setup.dialect).free_bytes
-    end = _open_sender(setup, rank)
+    end = _open_sender(setup, rank, check_wanted)
     return Sender(setup.plan(), rank, shards, end, getattr(torch, setup.dtype), local, free_bytes, merge)
 
 
@@ -46,12 +53,12 @@ def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
     )
 
 
-def _open_sender(setup: SyncSetup, rank: int) -> SendingEnd:
+def _open_sender(setup: SyncSetup, rank: int, check_wanted: Callable[[], None]) -> SendingEnd:
     transfer = get_transfer(setup.dialect)
     reach = get_hosting(setup.dialect).memory_reach
     routes = {w: route(setup, rank, w, reach) for w in setup.workers}
     ends = {
-        kind: _SENDERS[kind](setup, rank, _peers(routes, kind), transfer)
+        kind: _SENDERS[kind](setup, rank, _peers(routes, kind), transfer, check_wanted)
         for kind in _SENDERS
         if kind in routes.values()
     }

@@ -5,7 +5,7 @@ A header of four words precedes each message, and the receiver checks it. Sender
 round each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -70,7 +70,15 @@ def _tag(update: int, message: Message) -> int:
 class PointToPointSender:
     """A SendingEnd with two buffers of the rank's largest round."""
 
-    def __init__(self, setup: SyncSetup, rank: int, workers: Sequence[int], transfer: Transfer):
+    def __init__(
+        self,
+        setup: SyncSetup,
+        rank: int,
+        workers: Sequence[int],
+        transfer: Transfer,
+        check_wanted: Callable[[], None] = lambda: None,
+    ):
+        check_wanted()  # once: from here on it waits for its peers inside torch
         plan = setup.plan()
         self._rank = rank
         self._plan_word = plan_word(plan)

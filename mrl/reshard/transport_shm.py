@@ -262,7 +262,14 @@ class SharedMemorySender:
     kind = "shm"
     staging_bytes = 0  # the arenas are the workers'
 
-    def __init__(self, setup: SyncSetup, rank: int, workers: Sequence[int], transfer: Transfer):
+    def __init__(
+        self,
+        setup: SyncSetup,
+        rank: int,
+        workers: Sequence[int],
+        transfer: Transfer,
+        check_wanted: Callable[[], None] = lambda: None,
+    ):
         self._rank = rank
         self._transfer = transfer
         self._timeout = setup.timeout_s
@@ -273,14 +280,14 @@ class SharedMemorySender:
         self._index: dict[int, int] = {}
         self._staged: dict[int, Tensor] = {}
         for worker in workers:
-            self._open(setup, worker)
+            self._open(setup, worker, check_wanted)
 
-    def _open(self, setup: SyncSetup, worker: int) -> None:
+    def _open(self, setup: SyncSetup, worker: int, check_wanted: Callable[[], None]) -> None:
         world = range(setup.train_layout.world_size)
         ranks = [r for r in world if route(setup, r, worker, get_hosting(setup.dialect).memory_reach) == self.kind]
         half = largest_round(received_rounds(setup.plan(), worker, ranks))
         path = self._path(setup, worker)
-        wait_until(path.exists, self._timeout, f"worker {worker} did not make its arena {path.name}")
+        wait_until(path.exists, self._timeout, f"worker {worker} did not make its arena {path.name}", check_wanted)
         self._index[worker] = ranks.index(self._rank)
         self._arenas[worker], self._data[worker] = self._find(path, len(ranks), half, 1 + self._index[worker])
         self._arenas[worker].pin(self._transfer)

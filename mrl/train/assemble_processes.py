@@ -181,6 +181,6 @@ def _placement(
     if config.cluster.placement == "separate":
         loaded = engines.have_loaded and config.actor.lora.path is None
         return Separate(actor, sync, are_fresh and loaded)
-    gate = MemoryGate(plan, actor, engines, config.cluster.step_timeout_s)
+    gate = MemoryGate(plan, actor, engines)
     beside_log_probs = plan["memory"]["phases"].get("rollout_to_log_prob", {}).get("terms", ())
     return Colocated(actor, engines, sync, gate, prefetched=[OPTIMIZER] if OPTIMIZER in beside_log_probs else [])

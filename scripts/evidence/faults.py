@@ -126,6 +126,8 @@ ROWS = (
     Row("rank 1 collective:400", "rank"),  # in the second step, which has some 300
     Row("rank 1 collective:400", "rank", "SIGSTOP"),
     Row("rank 1 collective:400", "rank", "skip"),
+    Row("engine 0 connect_sync:1", "vllm"),  # the first sync, before the first step
+    Row("engine 0 connect_sync:1", "vllm", "SIGSTOP"),
     *(Supervised(victim=victim) for victim in VICTIMS),
 )
 NOTICED = re.compile(r"engine \d+ is lost: |the ranks are started again")
@@ -316,6 +318,8 @@ def settings(row: Row, world: Path, run_dir: Path) -> list[str]:
         given += ["trainer.max_staleness=2", "trainer.partial_rollouts=true", "trainer.segment_tokens=1"]
     if row.shares:
         given += [f"actor.{kind}_offload=true" for kind in ("param", "grad", "optimizer")]
+    if "connect_sync" in row.point:
+        given.append(f"reshard.timeout_s={RANKS_DEADLINE_S}")  # that ranks wait for an engine there
     if row.engines == 2:
         given += ["rollout.num_engines=2", "cluster.n_gpus_per_node=4", "cluster.cpus_per_engine=0.5"]
     return given

@@ -12,7 +12,7 @@ from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.seats import Seat, Seats
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
-from mrl.errors import LostProcess
+from mrl.errors import EnvironmentFault, LostProcess
 from mrl.record.attempts import attempt, read_attempts
 from mrl.remote.process_logs import concerning
 from mrl.schedule.fleet import DEAD, READY, RETIRED, STALE, STARTING
@@ -186,6 +186,26 @@ def test_an_engine_that_was_given_up_is_not_started_with_everything_else(groups)
     assert again.fleet.states.those(RETIRED) == [A] and again.names_of(again.fleet.reached()) == [B]
     assert again.nodes == before.nodes, "plans of syncs know all seats"
     assert again.call("sleep") == [None]
+
+
+def test_an_engine_that_came_back_on_a_node_with_other_software_is_lost_again_for_that(groups, monkeypatch):
+    group = groups()
+    monkeypatch.setattr(rollout_group.ray, "kill", lambda worker: None)
+    monkeypatch.setattr(group, "_end_below", lambda name, processes: None)
+    monkeypatch.setattr(engine_fleet.ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(engine_fleet, "unwrap", lambda ref, name, phase: ref)
+    checked = []
+
+    def other_software(answers):
+        checked.append(list(answers))
+        raise EnvironmentFault("the nodes do not run the same software: mrl's sources is 1 on b and 2 here")
+
+    monkeypatch.setattr(rollout_group, "check_same", other_software)
+    group.fleet.restart(1, 1)
+    group.fleet.loses(concerning(LostProcess("engine 0 died"), A), group.fleet.epochs())
+    group.fleet.collect()
+    assert checked == [[A]] and group.fleet.states.those(RETIRED) == [A]
+    assert "mrl's sources is 1 on b" in group.fleet.states.why(A)
 
 
 def test_restarts_of_engines_count_on_where_all_are_started_anew(groups):

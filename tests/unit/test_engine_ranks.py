@@ -282,6 +282,7 @@ def group(monkeypatch):
         made = RolloutGroup.__new__(RolloutGroup)
         made.cluster, made.engine_ranks = SimpleNamespace(step_timeout_s=1.0), ranks
         made._deadlines = Deadlines(3600.0, is_set=False)
+        made.peers_wait_s = 0.0
         made.names = [rank_name(*divmod(number, ranks), ranks) for number in range(2 * ranks)]
         made._placed = {name: f"where {name} is" for name in made.names}
         made.workers = [Actor(number) for number in range(2 * ranks)]
@@ -387,6 +388,58 @@ def test_a_loss_that_is_told_after_the_engine_was_started_again_hurts_nobody(gro
     died = concerning(LostProcess("engine 1 died"), "engine 1")
     assert made.fleet.loses(died, asked) and made.fleet.loses(died, asked) and ended == [1]
     assert made.fleet.epochs() == {"engine 0": 0, "engine 1": 1}
+
+
+@pytest.mark.parametrize(
+    "asking",
+    [
+        lambda made: made.call("resume"),
+        lambda made: made.answers("memory", "measuring"),
+        lambda made: made.check_there("sleep"),
+        lambda made: made.give_up(3, sleeps=False),
+        lambda made: made.end_requests({"engine 0": [1], "engine 1": [2]}),
+    ],
+    ids=["call", "answers", "check_there", "give_up", "end_requests"],
+)
+def test_an_engine_that_another_thread_starts_again_under_a_call_does_not_fall_for_the_one_that_was_asked(
+    group, monkeypatch, asking
+):
+    """The loss comes between the calls and the wait for them: what the engine before did not answer is its own."""
+    made, _ = group(1)
+    ended = []
+    made.end, made.start_again = ended.append, (lambda engine: {})
+    made.fleet.restart(3, 1)
+    died = concerning(LostProcess("engine 1 died"), "engine 1")
+    old = made.workers[1]
+
+    class Dying:
+        def __getattr__(self, method):
+            def remote(*arguments):
+                made.fleet.loses(died, {"engine 1": 0})  # as generation's thread does
+                return getattr(old, method).remote(*arguments)
+
+            return SimpleNamespace(remote=remote)
+
+    made.workers[1] = Dying()
+
+    def without_engine_1(refs, *_):
+        if "engine 1" in refs:
+            raise died
+        return refs
+
+    monkeypatch.setattr(rollout_group, "gather", without_engine_1)
+    asking(made)
+    assert ended == [1] and made.fleet.epochs() == {"engine 0": 0, "engine 1": 1}
+
+
+@pytest.mark.parametrize("peers_wait_s", [0.0, 300.0])
+def test_an_engine_may_finish_its_wait_for_ranks_that_are_gone_before_it_gives_up(group, monkeypatch, peers_wait_s):
+    made, _ = group(1)
+    given = []
+    monkeypatch.setattr(rollout_group, "gather", lambda refs, timeout_s, what: given.append(timeout_s) or refs)
+    made.peers_wait_s = peers_wait_s
+    made.give_up(3, sleeps=False)
+    assert given == [rollout_group.GIVE_UP_S + peers_wait_s]
 
 
 def test_an_engine_is_asked_through_all_of_its_ranks(group):

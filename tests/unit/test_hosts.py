@@ -1,6 +1,7 @@
 """What the hosts of a run can compute and hold: peaks, the share of them that a step reached, the fullest host."""
 
 import mmap
+from collections.abc import Collection
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from small_model import SIZES
 
 from mrl.cluster import hosts as module
+from mrl.cluster.engine_fleet import ServingProcess
 from mrl.cluster.hosts import Hosts, Peak, Speed, first_of_each
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
@@ -111,7 +113,7 @@ class Process:
         self.host_bytes_used = SimpleNamespace(remote=lambda: None if used is None else used * GIB)
 
 
-def hosts_of(monkeypatch, ranks: list[Process], engines: list[Process]) -> Hosts:
+def hosts_of(monkeypatch, ranks: list[Process], engines: list[Process], starting: Collection[int] = ()) -> Hosts:
     def answered(refs, timeout_s, what):
         if None in refs.values():
             raise Interrupted(f"{what}: somebody died")
@@ -119,9 +121,14 @@ def hosts_of(monkeypatch, ranks: list[Process], engines: list[Process]) -> Hosts
 
     monkeypatch.setattr(module, "gather", answered)
     monkeypatch.setattr(module, "host_bytes_used", lambda: 2 * GIB)  # of the driver's host
-    actor = SimpleNamespace(workers=ranks, call=lambda method: [rank.places() for rank in ranks])
+    actor = SimpleNamespace(
+        call=lambda method: [rank.places() for rank in ranks],
+        answers=lambda method, phase, asked: answered({i: getattr(ranks[i], method).remote() for i in asked}, 1, phase),
+    )
+    serving = {f"engine {i}": ServingProcess(0, engine) for i, engine in enumerate(engines) if i not in starting}
     group = SimpleNamespace(
-        workers=engines, nodes={f"engine {i}": engine.places()[0][0] for i, engine in enumerate(engines)}
+        fleet=SimpleNamespace(serving=lambda: serving),
+        nodes={f"engine {i}": engine.places()[0][0] for i, engine in enumerate(engines)},
     )
     return Hosts(Deployment.of(load_config(TINY).config), actor, group)
 
@@ -138,6 +145,15 @@ def test_a_lost_engine_does_not_end_a_run_for_a_metric_and_a_lost_rank_does(monk
     assert hosts_of(monkeypatch, [Process("a", 3)], [Process("c", None)]).memory_used() == 3 * GIB
     with pytest.raises(Interrupted):
         hosts_of(monkeypatch, [Process("a", None)], []).memory_used()
+
+
+def test_an_engine_that_starts_is_not_waited_for_and_another_of_its_node_is_asked_for_it(monkeypatch):
+    """It answers nothing before it has started."""
+    ranks, unheard = [Process("a", 3)], Process("c", None)
+    assert hosts_of(monkeypatch, ranks, [unheard, Process("c", 9)], starting=[0]).memory_used() == 9 * GIB
+    hosts = hosts_of(monkeypatch, ranks, [unheard], starting=[0])
+    monkeypatch.setattr(module, "gather", lambda refs, *_: pytest.fail("it is waited for") if refs else {})
+    assert hosts.memory_used() == 3 * GIB
 
 
 def test_the_first_of_each():

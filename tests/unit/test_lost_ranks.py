@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from mrl.cluster import late_ranks
+from mrl.cluster import actor_group, late_ranks
 from mrl.cluster.actor_group import ActorGroup
 from mrl.config.load import load_config
-from mrl.errors import DataError, EnvironmentFault, Interrupted
+from mrl.errors import DataError, EnvironmentFault, Interrupted, LostProcess
 from mrl.platforms.collective_trail import Entry, RankGroup, Trail
 from mrl.remote import calls
 from mrl.remote.deadlines import Deadlines
+from mrl.remote.process_logs import concerning
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 DEAD = ray.exceptions.ActorDiedError()
@@ -112,6 +113,17 @@ def test_a_full_store_on_a_full_disk_is_a_stop_that_can_be_resumed(gather, kind)
 def test_a_task_whose_argument_was_lost_with_its_maker_is_a_lost_worker(gather):
     with pytest.raises(Interrupted, match="died"):
         gather((1, raised(raised(DEAD))))
+
+
+@pytest.mark.parametrize("kind", [ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError])
+def test_who_cannot_read_what_was_lost_with_another_node_has_not_died(gather, kind):
+    """Else a healthy engine falls for the kept tokens of one that was lost with its node, and falls again."""
+    lost = kind("ab" * 14, None, "")
+    with pytest.raises(Interrupted, match=r"update: rank 0 cannot read what it was given.* lost with the node") as told:
+        gather((1, raised(lost)))
+    assert not isinstance(told.value, LostProcess)
+    with pytest.raises(LostProcess, match="rank 0 died"):
+        gather((1, lost))  # its own answer is lost with its node
 
 
 def test_a_missed_deadline_names_who_is_late(gather):
@@ -234,6 +246,38 @@ def late(monkeypatch):
         return raised_late.value
 
     return run
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """A group of three ranks of which the second is stopped, after each has answered once within two seconds."""
+    asked = []
+
+    def played(refs, timeout_s, phase, poll):
+        asked.append((phase, timeout_s, list(refs)))
+        if len(asked) == 1:
+            return dict.fromkeys(refs, 7)
+        raise concerning(calls.Late(f"{phase}: no answer"), *refs)
+
+    group = object.__new__(ActorGroup)
+    group._deadlines = Deadlines(3600.0, is_set=False)
+    method = SimpleNamespace(remote=lambda *arguments: None)
+    group.workers = [SimpleNamespace(memory=method, write_stacks=method)] * 3
+    monkeypatch.setattr(actor_group, "gather", played)
+    monkeypatch.setattr(late_ranks, "answered", lambda refs: {name: come_to(1) for name in refs if name != "rank 1"})
+    return group, asked
+
+
+def test_a_rank_that_stops_between_steps_is_noticed_by_a_call_that_is_usually_quick_and_it_alone_is_named(stopped):
+    group, asked = stopped
+    assert group.answers("memory", "measuring") == {"rank 0": 7, "rank 1": 7, "rank 2": 7}
+    with pytest.raises(calls.Late, match="rank 1 did not even write its stacks") as told:
+        group.answers("memory", "measuring", ranks=[0, 1])
+    assert told.value.processes == ("rank 1",)
+    assert asked == [
+        ("measuring", 3600.0, ["rank 0", "rank 1", "rank 2"]),
+        ("measuring", 60.0, ["rank 0", "rank 1"]),
+    ]
 
 
 def test_of_ranks_that_are_late_together_the_one_that_does_not_run_is_the_culprit(late):

@@ -8,7 +8,7 @@ import pytest
 
 from mrl.cluster import engine_fleet
 from mrl.cluster.engine_fleet import EngineFleet
-from mrl.cluster.gates import MemoryHolder, PhaseMemory, shortage
+from mrl.cluster.gates import MemoryGate, MemoryHolder, PhaseMemory, shortage
 from mrl.errors import Interrupted, LostProcess
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.record.spec import metric_spec
@@ -303,6 +303,26 @@ def test_a_run_that_goes_on_brings_its_weights_to_engines_that_have_loaded_those
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_and_engines_are_asked_by_their_groups_which_know_how_long_and_who_is_the_cause():
+    asked = []
+
+    def group(name: str, of: dict) -> SimpleNamespace:
+        def answers(method, phase):
+            asked.append((name, method, phase))
+            return of[method]
+
+        return SimpleNamespace(answers=answers, device_places={"engine 0": [("node", 0)]})
+
+    here = [("node", 0)]
+    actor = group("ranks", {"places": {"rank 0": here}, "memory": {"rank 0": holder("rank 0", 10, free=12).memory}})
+    engines = group("engines", {"memory": {"engine 0": [holder("engine 0", 0, free=12).memory]}})
+    gate = MemoryGate(plan_with(12, 12, 2, 78), actor, engines)
+    gate("train_to_sync")
+    gate("train_to_sync")
+    measures = [(name, "memory", "measuring memory before train_to_sync") for name in ("ranks", "engines")]
+    assert asked == [("ranks", "places", "placing the processes"), *measures, *measures]
 
 
 def holder(name: str, live: float, free: float | None = None) -> MemoryHolder:

@@ -1,14 +1,19 @@
-"""Who waits in shared memory for a process that has ended is told so at once, not at its deadline."""
+"""Who waits in shared memory for a process that has ended, or for a connection that nobody wants any more, is told so
+at once, not at its deadline.
+"""
 
 import os
 import signal
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from reshard_world import setup_for
 
+from mrl.cluster.workers import ActorWorker
 from mrl.platforms.transfer import CpuTransfer
+from mrl.reshard.connect import connect_sender
 from mrl.reshard.transport import TransferError, received_rounds
 from mrl.reshard.transport_shm import SharedMemoryReceiver, SharedMemorySender, arena_path
 
@@ -68,3 +73,26 @@ def test_a_worker_is_told_that_its_rank_has_ended(setup, tmp_path):
     end(child)
     raised_within(2.0, lambda: receiver.take(rounds[0]))
     receiver.close()
+
+
+def test_a_rank_whose_engine_never_comes_is_let_go_by_the_driver(setup):
+    worker = ActorWorker.__new__(ActorWorker)
+    worker.rank, worker.sync_setup = 0, setup
+    worker.given_up = "the connection before"
+    lets_go = Timer(0.1, lambda: worker.give_up_connecting(setup.transport["name"]))
+    lets_go.start()
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="rank 0 connects no more: the driver gave this connection up"):
+        connect_sender(setup, 0, lambda name, chunk: None, check_wanted=worker._check_connecting)
+    assert 0.1 <= time.monotonic() - began < 5.0
+    lets_go.join()
+
+
+def test_a_rank_does_not_begin_to_meet_others_between_hosts_for_a_connection_that_was_given_up():
+    setup = setup_for({"world_size": 1}, {}, "p2p")
+    worker = ActorWorker.__new__(ActorWorker)
+    worker.rank, worker.sync_setup, worker.given_up = 0, setup, setup.transport["name"]
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="connects no more"):
+        connect_sender(setup, 0, lambda name, chunk: None, check_wanted=worker._check_connecting)
+    assert time.monotonic() - began < 5.0

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 from reshard_world import DictWriter, World, expected, hf_weights, setup_for, shards_of
 
 from mrl.cluster import engine_fleet, weight_sync
@@ -21,10 +22,10 @@ from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.prerequisites import free_port
 from mrl.cluster.weight_sync import WeightSync
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess
-from mrl.remote.calls import Late
+from mrl.remote.calls import Late, LostPeer
 from mrl.remote.process_logs import concerning, processes_of
 from mrl.reshard.setup import SyncSetup
-from mrl.reshard.transport import sequence_number
+from mrl.reshard.transport import TransferError, sequence_number
 from mrl.vllm.requests import VersionServed, rank_name
 
 TRAIN = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
@@ -57,6 +58,8 @@ class FakeCluster:
         names = [rank_name(*divmod(i, self.ranks), self.ranks) for i in range(len(self.engines))]
         self.ended: list[int] = []
         self.stopped: dict[str, str] = {}
+        self.silent: set[str] = set()  # ranks that answer nothing
+        self.given_up: list[str] = []  # by which rank, once for each connection
         processes = SimpleNamespace(
             names=names, workers=[None] * len(names), engine_ranks=self.ranks, end=self.ended.append,
             start_again=lambda engine: {"a start": "to come"}, note_place=lambda engine: None,
@@ -106,6 +109,16 @@ class FakeCluster:
     def connect_sync(self) -> None:
         self.world = World(self.agreed, self.weights)
         self.world.held = self.held
+
+    def give_up_connecting(self, rank, name) -> None:
+        assert name == self.agreed.transport["name"]
+        self.given_up.append(f"rank {rank}")
+
+    def write_stacks(self, rank) -> None:
+        """Answers, as a rank that runs."""
+
+    def answered(self, calls: dict) -> dict:
+        return {name: call() for name, call in calls.items() if name not in self.silent}
 
     def send_weights(self, rank, update, workers, check_replicas) -> dict:
         return vars(self.world.senders[rank].send(update, workers, check_replicas))
@@ -168,6 +181,7 @@ def cluster(monkeypatch):
         )
         sync = WeightSync(None, deployment, reshard, found.actor(), found.group())
         sync._setup = lambda topology: replace(setup, topology=topology)
+        monkeypatch.setattr(weight_sync, "answered", found.answered)
         made.append(found)
         return found, sync
 
@@ -234,6 +248,83 @@ def test_where_all_wait_for_an_engine_that_is_stopped_it_alone_is_lost_and_the_o
         "; engine 1: VLLM::EngineCore (process 7) is stopped"
     )
     assert world.fleet.serving().keys() == {"engine 0"} and holds(world, 0)
+
+
+@pytest.fixture
+def connecting(cluster, monkeypatch):
+    """A maker of (cluster, sync) whose next connection is given up, with the error."""
+
+    def make(error: Exception, **sizes) -> tuple[FakeCluster, WeightSync]:
+        world, sync = cluster(**sizes)
+        world.fleet.restart(3, 1)
+
+        def fails_once(calls, timeout_s, phase):
+            if phase != "connecting the weight sync":
+                return run_all(calls)
+            monkeypatch.setattr(weight_sync, "gather", run_all)
+            raise error
+
+        monkeypatch.setattr(weight_sync, "gather", fails_once)
+        return world, sync
+
+    return make
+
+
+NO_ARENA = RayTaskError("connect_sync", "Traceback ...", TransferError("worker 1 did not make its arena within 300 s"))
+BY_P2P = EnvironmentFault("engine 0 cannot take weights by the plan: it did not connect; reshard.path: slow goes")
+NOT_MET = LostPeer("connecting the weight sync: the ranks lost each other, as rank 0 saw (connection refused)")
+EVERYBODY = concerning(Late("connecting the weight sync: no answer"), *(f"rank {i}" for i in range(4)), "engine 1")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (NO_ARENA, "connecting the weight sync: worker 1 did not make its arena within 300 s"),
+        *((error, str(error)) for error in (BY_P2P, NOT_MET, EVERYBODY)),
+    ],
+    ids=["shm", "p2p", "gloo", "all are late"],
+)
+def test_an_engine_that_stops_as_it_connects_is_lost_whatever_its_peers_say_of_it(connecting, monkeypatch, error, said):
+    monkeypatch.setattr(weight_sync, "with_cause", lambda *_: pytest.fail("no rank is the cause"))
+    world, sync = connecting(error)
+    world.stopped = {"engine 1": "it does not answer"}
+    assert sync.bring_to(2)["reshard/engines"] == 1
+    assert world.ended == [1] and holds(world, 0) and world.versions() == [2, 0]
+    assert world.fleet.states.why("engine 1") == f"{said}; engine 1: it does not answer"
+    assert world.given_up == [f"rank {rank}" for rank in range(4)], "no rank waits on"
+
+
+def test_no_rank_waits_for_an_engine_that_is_killed_as_it_connects(connecting):
+    world, sync = connecting(concerning(LostProcess("connecting the weight sync: engine 1 died"), "engine 1"))
+    assert sync.bring_to(2)["reshard/engines"] == 1
+    assert world.given_up == [f"rank {rank}" for rank in range(4)]
+    assert world.ended == [1] and holds(world, 0)
+
+
+@pytest.mark.parametrize("error", [NO_ARENA, BY_P2P])
+def test_a_rank_that_stops_as_it_connects_is_named_and_no_engine_falls_for_it(connecting, error):
+    world, sync = connecting(error)
+    world.silent = {"rank 2"}
+    with pytest.raises(Late, match=r"did not .*; rank 2: it did not even write its stacks$") as raised:
+        sync.bring_to(2)
+    assert raised.value.processes == ("rank 2",) and world.ended == []
+
+
+@pytest.mark.parametrize("error", [NO_ARENA, BY_P2P])
+def test_where_all_run_that_cannot_connect_the_error_is_what_it_was(connecting, error):
+    world, sync = connecting(error)
+    with pytest.raises(type(error)) as raised:
+        sync.bring_to(2)
+    assert raised.value is error and world.ended == []
+
+
+@pytest.mark.parametrize(("transport", "wait_s"), [("shm", 0.0), ("p2p", 30.0)])
+def test_engines_are_known_to_wait_for_ranks_that_are_gone_where_no_shared_memory_tells_them(
+    cluster, transport, wait_s
+):
+    _, sync = cluster(engines=1, transport=transport, timeout_s=30.0)
+    sync.bring_to(1)
+    assert sync.engines.peers_wait_s == wait_s
 
 
 def holds(cluster: FakeCluster, engine: int) -> bool:
