@@ -169,9 +169,8 @@ def reference_seconds(inputs: PlanInputs) -> dict[str, float]:
     per_node = config.cluster.n_gpus_per_node
     seconds = pass_seconds(work, inputs.train, inputs.device, per_node, Passes(), inputs.assumptions).total
     if config.ref.param_offload and not reference_is_the_base(inputs.config):
-        stages = range(inputs.train.pipeline)
-        precision = Precision(inputs.element_bytes)
-        moved = max(stage_state(inputs.model, inputs.train, pp, precision).parameters for pp in stages)
+        like = Precision(inputs.element_bytes)
+        moved = max(stage_state(inputs.model, inputs.train, pp, like).parameters for pp in range(inputs.train.pipeline))
         seconds += 2 * 2 * moved / inputs.device.host_path_rate  # both models, there and back
     return {"ref": seconds}
 
