@@ -45,7 +45,13 @@ SOURCE = ROOT / "docs" / "source"
 VERL_SCRIPTS = ROOT / "docs" / "results" / "verl_scripts.json"  # scripts/evidence/verl_scripts.py
 _COLUMNS = ("key", "may be", "default", "meaning", "advice")
 # written by hand, but for the figures between marks
-FILLED = ("README.md", "docs/adding_a_family.md", "docs/algorithms.md", "docs/asynchronous.md", "docs/tutorial/first_hour.md")
+FILLED = (
+    "README.md",
+    "docs/adding_a_family.md",
+    "docs/algorithms.md",
+    "docs/asynchronous.md",
+    "docs/tutorial/first_hour.md",
+)
 _MADE = (
     "<!-- made by scripts/generate_docs.py; edit mrl/config/schema_*.py, mrl/record/metrics.yaml, the spec tables or "
     "docs/source instead -->\n"
