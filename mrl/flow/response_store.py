@@ -119,15 +119,20 @@ class ResponseStore:
 
     @classmethod
     def joined(cls, parts: Sequence["ResponseStore"]) -> "ResponseStore":
-        """Joins the rows of all parts in their order. Raises ValueError where there is no part."""
+        """Joins the rows of all parts in their order. A block that several parts share is there once.
+
+        Raises ValueError where there is no part.
+        """
         if not parts:
             raise ValueError("no parts to join")
-        before = np.cumsum([0, *(len(part.blocks) for part in parts)])
+        blocks = {id(block): block for part in parts for block in part.blocks}
+        number = {identity: number for number, identity in enumerate(blocks)}
+        numbers = [np.array([number[id(block)] for block in part.blocks]) for part in parts]
         return type(parts[0])(
             _joined_rows(parts),
-            np.concatenate([part.block + first for part, first in zip(parts, before, strict=False)]),
+            np.concatenate([own[part.block] for part, own in zip(parts, numbers, strict=True)]),
             np.concatenate([part.place for part in parts]),
-            tuple(block for part in parts for block in part.blocks),
+            tuple(blocks.values()),
         )
 
     def take(self, index: np.ndarray) -> "ResponseStore":

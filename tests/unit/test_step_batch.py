@@ -369,6 +369,20 @@ def test_any_rows_are_read_in_their_order_and_unused_blocks_are_given_up():
             np.testing.assert_array_equal(column, taken.rows.arrays[name], err_msg=name)
 
 
+def test_rows_that_are_kept_alone_share_their_block_again_when_they_are_joined():
+    """A rank fetches each block once, not once for each response in it."""
+    many = samples()
+    told = [stored(many[:10]), stored(many[10:])]
+    order = np.random.default_rng(0).permutation(len(many))
+    kept = [told[0].row(i) if i < 10 else told[1].row(i - 10) for i in order]
+    joined = InMemory.joined(kept)
+    assert {id(block) for block in joined.blocks} == {id(told[0].blocks[0]), id(told[1].blocks[0])}
+    assert len(joined.blocks) == 2
+    found, expected = joined.read(), packed([many[i] for i in order])
+    for name, column in expected.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], column, err_msg=name)
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_log_probs_of_rows_are_those_that_their_replica_computed(replicas, tmp_path):
     """Wherever rows lie; those with the largest mean difference among them."""
