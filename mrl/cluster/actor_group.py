@@ -22,7 +22,7 @@ from mrl.model.layout import TrainLayout
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.process_tree import end_below
 from mrl.remote.calls import Late, LostPeer, ask, blame, gather, gather_all, unwrap
-from mrl.remote.deadlines import Deadlines
+from mrl.remote.deadlines import LEAST_S, Deadlines
 from mrl.remote.process_logs import concerning, log_file
 
 _EXPORT = "weight export"
@@ -58,7 +58,10 @@ class ActorGroup:
         """
         self.config = config
         self.poll = poll
-        self._deadlines = Deadlines.of_steps(config.cluster)
+        least_s = LEAST_S
+        if config.cluster.nnodes > 1:  # so long a rank may wait in a sync for an engine that was lost there
+            least_s += config.reshard.timeout_s
+        self._deadlines = Deadlines.of_steps(config.cluster, least_s)
         self.pids: list[int] = []  # of ranks that have started
         self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node, see mrl/flow/routes.py
         self.model = load_model_spec(config.model.path)

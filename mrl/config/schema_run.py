@@ -236,7 +236,8 @@ class ClusterConfig(Section):
     step_timeout_s: float = key(
         3600.0,
         "Longest wait for one call to ranks or engines. Left out: 3600 s until a call of that kind has "
-        "finished once. After that ten times the longest so far, at least 60 s.",
+        "finished once. After that ten times the longest so far, at least 60 s. With several nodes ranks get "
+        "reshard.timeout_s more than that.",
         gt=0,
         unit="s",
     )

@@ -39,6 +39,7 @@ class EngineProgress:
         self._observed_at = clock()
         self._preemptions: dict[str, int] = {}  # by engine, as far as `observed` has reported them
         self._is_paused = False
+        self._resumed_at: float | None = None  # after the last `check`
 
     def begin(self, engine: str) -> None:
         """Starts the time of an engine that gets its first requests."""
@@ -53,6 +54,9 @@ class EngineProgress:
         if self._is_paused:
             return
         now = self._clock()
+        if self._resumed_at is not None:
+            self._watch.excuse(self._resumed_at)
+            self._resumed_at = None
         holding = set(holding)
         for engine in self._asked.keys() - holding:
             self._forget(engine)
@@ -92,7 +96,7 @@ class EngineProgress:
 
     def resume(self) -> None:
         """Restarts the engines' time."""
-        self._watch.excuse(self._clock())  # first: the thread that checks may find an engine late from here on
+        self._resumed_at = self._clock()  # the thread that checks excuses them, since it uses the watch
         self._is_paused = False
 
     def _forget(self, engine: str) -> None:

@@ -86,9 +86,9 @@ def _routing(config: HfConfig) -> tuple[int, int, int]:
     if not config.get("n_shared_experts"):
         refuse_unless("n_shared_experts", config.get("n_shared_experts"), "1 or more")
     groups = required(config, "n_group")
+    chosen = required(config, "topk_group")  # engines take another number than 1 where there is none
     if groups == 1:
         return experts, 1, 1
-    chosen = required(config, "topk_group")
     if experts // chosen != _GROUP_BEST:  # Megatron judges a group by this number of its experts
         refuse_unless("topk_group", chosen, f"half of num_experts_per_tok = {experts}")
     return experts, groups, chosen

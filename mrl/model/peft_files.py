@@ -40,6 +40,10 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (None, False),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+    "use_bdlora": (None, False),
 }
 
 

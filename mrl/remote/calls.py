@@ -186,7 +186,7 @@ def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
     if isinstance(cause, ray.exceptions.ObjectLostError):  # what it was to read was lost elsewhere: it lives
         return Interrupted(
             f"{phase}: {name} cannot read what it was given, which is lost with the node that held it "
-            f"({_last_line(cause)}); resume: the step is generated again"
+            f"({_last_line(cause)})"
         )
     if isinstance(cause, _GONE):
         return _died(cause, name, phase)

@@ -279,8 +279,12 @@ class SharedMemorySender:
         self._data: dict[int, Tensor] = {}
         self._index: dict[int, int] = {}
         self._staged: dict[int, Tensor] = {}
-        for worker in workers:
-            self._open(setup, worker, check_wanted)
+        try:
+            for worker in workers:
+                self._open(setup, worker, check_wanted)
+        except BaseException:  # nobody has this end, so nobody else unpins what is open already
+            self.close()
+            raise
 
     def _open(self, setup: SyncSetup, worker: int, check_wanted: Callable[[], None]) -> None:
         world = range(setup.train_layout.world_size)

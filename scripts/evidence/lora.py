@@ -69,14 +69,19 @@ def stored_bytes(step: Path) -> int:
     return sum(place.stop - place.start for place in found)
 
 
-def engines_off(runs: list[Path]) -> dict[str, float]:
+def engines_off(runs: list[Path]) -> dict[str, float | None]:
     """The most by which an engine's log-prob of a token differed from the ranks', over all steps of the runs; how many
     steps are beyond the bound, as where two experts of a token tie to float32's last digits; the most in the others.
     """
     rows = [row for run in runs for row in read_metrics(RunDir(run).metrics)]
     off = sorted(row[LOG_PROBS] for row in rows if LOG_PROBS in row)
     others = [value for value in off if value <= LOG_PROB_BOUND]
-    return {"most": off[-1], "steps": len(off), "beyond": len(off) - len(others), "most_of_others": others[-1]}
+    return {
+        "most": off[-1],
+        "steps": len(off),
+        "beyond": len(off) - len(others),
+        "most_of_others": max(others, default=None),
+    }
 
 
 def syncs(repeat: int) -> dict[str, list[float]]:

@@ -192,7 +192,9 @@ def _rehearsals(clones: dict[str, Path], path: str, given: list[str], work: Path
                 outcome |= _rehearsed(folder)
                 yield outcome["ok"]
             print(f"{script}: {outcome['words']}", flush=True)
-            if not changes():
+            if changed := changes():
+                print(f"not stored, results name a commit:\n{changed}", file=sys.stderr)
+            else:
                 of_clone = {"repository": name, "script": script, "given": given, "clone": _commit(clone)}
                 _store(f"{name}/{script}", facts(command) | of_clone | outcome)
 

@@ -173,17 +173,16 @@ def test_one_of_two_engines_is_killed(world, undisturbed, tmp_path, kind):
 @pytest.mark.long
 @pytest.mark.parametrize("engines", [1, 2])
 def test_ready_first_every_group_is_trained_on_once_dropped_or_on_its_way(world, tmp_path, engines):
-    """With responses that engines hold over updates of the weights, so that one is lost with tokens of several.
-    Transformers says of each token what the engine said, by the weights that its row names.
+    """With responses that go on by newer weights, so that an engine is lost with tokens of several. Transformers says
+    of each token what the engine said, by the weights that its row names.
     """
     settings = READY_FIRST | (TWO if engines == 2 else {})
     settings |= {"trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": STEPS}
     found = disturbed(world, tmp_path / "killed", signal.SIGKILL, **settings)
     assert_nothing_lost_or_twice(found, STEPS)
     models = models_of(found, world / "model", range(STEPS), tmp_path)
-    for step in range(1, STEPS + 1):
-        for row in rows_of(found, step):
-            check_row(row, models)
+    rows = [row for step in range(1, STEPS + 1) for row in rows_of(found, step)]
+    assert max(check_row(row, models) for row in rows) > 1, "none went on by newer weights"
     assert sum(row["fleet/lost"] for row in metrics(found)) == 1
 
 

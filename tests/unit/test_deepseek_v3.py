@@ -95,9 +95,11 @@ def test_a_family_is_a_file_of_at_most_150_lines():
         assert len(inspect.getsource(module).splitlines()) <= 150, module.__name__
 
 
-def test_a_choice_from_one_group_needs_no_number_of_groups():
+def test_a_choice_from_one_group_must_say_so_since_engines_take_four():
     alone = {key: value for key, value in CONFIG.items() if key != "topk_group"} | {"n_group": 1}
-    assert model_spec(alone).chosen_expert_groups == 1
+    assert model_spec(alone | {"topk_group": 1}).chosen_expert_groups == 1
+    with pytest.raises(ConfigError, match="topk_group"):
+        model_spec(alone)
 
 
 def test_old_and_new_places_of_yarn_mean_the_same():

@@ -30,7 +30,7 @@ from mrl.model.hf_files import read_safetensors_header
 from mrl.model.registry import known_hf_config, load_model_spec
 from mrl.plan.run_plan import load_plan, plan_hash
 from mrl.record.attempts import read_attempts
-from mrl.record.goodput import AGAIN, RESTARTING, STARTING, goodput_of
+from mrl.record.goodput import AGAIN, RESTARTING, STARTING, goodput, goodput_of
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sample_files import read_samples, readable
 from mrl.tools.import_verl.translate import import_script
@@ -234,6 +234,7 @@ def test_metrics(rows, text, folder):
     for content in ("".join(f"{dumped(row)}\n" for row in rows), text):
         file.write_text(content, encoding="utf-8", errors="replace")
         survives(lambda: curves_of(read_metrics(file)))
+        survives(lambda: goodput(EVENTS, read_metrics(file), 0.0))
 
 
 BEGAN = {"event": "began", "command": ["mrl"], "versions": {"mrl": "1"}, "host": "h", "pid": 1, "step": 0}

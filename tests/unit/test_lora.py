@@ -350,6 +350,7 @@ def test_what_is_said_of_adapters_must_fit_their_tensors(base, tmp_path):
         ({"use_qalora": True}, "use_qalora True"),
         ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens \[5, 6\]"),
         ({"arrow_config": {"top_k": 3}}, "arrow_config"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(base, tmp_path, change, said):
