@@ -80,9 +80,19 @@ def partial_digests(
 
     Quicker than single calls.
     """
+    return _read(_on_device(blocks, hf_names, origin, dtype))
+
+
+def _on_device(
+    blocks: Sequence[torch.Tensor], hf_names: Sequence[str], origin: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     turned = [_as_matrix(block, origin) for block in blocks]
     sums = lane_sums_of_each([block for block, _ in turned], turned[0][1], dtype)
-    return [digest % MODULUS for digest in _named(sums, tuple(hf_names)).tolist()]
+    return _named(sums, tuple(hf_names))
+
+
+def _read(digests: torch.Tensor) -> list[int]:
+    return [digest % MODULUS for digest in digests.tolist()]
 
 
 def lane_sums(block: torch.Tensor, origin: tuple[int, ...]) -> torch.Tensor:
@@ -328,14 +338,39 @@ class ShardDigests:
         self._shards = shards
         self._dtype = dtype
         self._boxes: dict[Copy, Box] = {}
+        self._packed: dict[tuple[str, Box], torch.Tensor] = {}  # (name, box) -> digest, of what was merged in this sync
+
+    def begin(self) -> None:
+        """Begins a sync: forgets what was packed in the one before."""
+        self._packed.clear()
+
+    def packed(self, message: Message, blocks: Sequence[torch.Tensor]) -> None:
+        """Digests merged blocks where they lie packed, so that `sent` need not merge them again.
+
+        A block that the plan takes from elsewhere than the description says is left to `sent`.
+        """
+        if self._merge is None:
+            return
+        groups: dict[tuple[Box, torch.dtype], dict[str, torch.Tensor]] = {}
+        for copy, block in zip(message.copies, blocks, strict=True):
+            is_known = (copy.hf_name, copy.hf_box) in self._packed
+            if self._merge.adapts(copy.hf_name) and not is_known and self._place(copy) == copy.source_box:
+                groups.setdefault((copy.hf_box, block.dtype), {})[copy.hf_name] = block
+        for (box, dtype), of_box in groups.items():
+            digests = _on_device(list(of_box.values()), list(of_box), box.origin, dtype)
+            self._packed |= {(name, box): digest for name, digest in zip(of_box, digests, strict=True)}
 
     def sent(self, messages: Iterable[Message]) -> dict[int, dict[str, int]]:
         """Returns worker -> parameter -> digest of what this rank sends of it.
 
-        A box that goes to several workers is read once.
+        A box that goes to several workers is read once, or not at all if it was `packed`.
         """
         messages = list(messages)
-        known = self._digests(copy for message in messages for copy in message.copies)
+        known = self._digests(
+            copy for message in messages for copy in message.copies if (copy.hf_name, copy.hf_box) not in self._packed
+        )
+        if self._packed:
+            known |= zip(self._packed, _read(torch.stack(list(self._packed.values()))), strict=True)
         sums: dict[int, dict[str, int]] = {}
         for message in messages:
             of_worker = sums.setdefault(message.worker, {})
@@ -386,10 +421,14 @@ class ShardDigests:
             yield names[start : start + step]
 
     def _block(self, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
+        block = self._shards(copy.source_name, copy.vp_chunk).detach()[self._place(copy).slices]
+        return self._sent(copy.hf_name, copy.hf_box, block, dtype)
+
+    def _place(self, copy: Copy) -> Box:
+        """Returns where a copy's box lies in its parameter, by the parameter's description."""
         if copy not in self._boxes:
             self._boxes[copy] = _local_box(self._described[copy.source_name, copy.vp_chunk].pieces, copy)
-        block = self._shards(copy.source_name, copy.vp_chunk).detach()[self._boxes[copy].slices]
-        return self._sent(copy.hf_name, copy.hf_box, block, dtype)
+        return self._boxes[copy]
 
     def _sent(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns what engines get for a block."""

@@ -79,7 +79,7 @@ class Sender:
 
         Raises TransferError, after telling the peers that the rest will not come.
         """
-        messages, timer = self.transfer(update, workers)
+        messages, timer = self.transfer(update, workers, self._digests)
         with timer("digest"), torch.no_grad():
             digests = self._digests.sent(messages)
             shared = {}
@@ -101,21 +101,30 @@ class Sender:
         self._sources.clear()
         self.end.close()
 
-    def transfer(self, update: int, workers: Collection[int]) -> tuple[list[Message], PhaseTimer]:
-        """Sends without digests. Returns the messages and the time taken. Raises what `send` raises."""
+    def transfer(
+        self, update: int, workers: Collection[int], digests: ShardDigests | None = None
+    ) -> tuple[list[Message], PhaseTimer]:
+        """Sends. Returns the messages and the time taken. Raises what `send` raises.
+
+        `digests` are shown what is packed.
+        """
         timer = PhaseTimer()
         messages = [message for message in self._messages if message.worker in workers]
         if self._sources.refresh():
             self._packings.clear()  # they would keep memory alive that the parameters no longer use
         try:
             with torch.no_grad():
-                self._transfer(update, messages, timer)
+                self._transfer(update, messages, timer, digests)
         except BaseException:
             self.end.abandon()
             raise
         return messages, timer
 
-    def _transfer(self, update: int, messages: list[Message], timer: PhaseTimer) -> None:
+    def _transfer(
+        self, update: int, messages: list[Message], timer: PhaseTimer, digests: ShardDigests | None
+    ) -> None:
+        if digests is not None:
+            digests.begin()
         if self._quantiser is not None:
             with timer("pack"):
                 self._quantiser.begin()
@@ -124,7 +133,12 @@ class Sender:
             with timer("wait"):
                 slot = self.end.slot(message)
             with timer("pack"):
-                self._packing(message, slot).run()
+                packing = self._packing(message, slot)
+                packing.run()
+            if digests is not None:
+                with timer("digest"):
+                    digests.packed(message, packing.targets)
+            with timer("pack"):
                 self.end.post(message)
         with timer("wait"):
             self.end.finish()

@@ -215,6 +215,41 @@ def test_engines_get_merged_words_of_any_pair_of_layouts_and_both_sides_have_the
     assert all(torch.equal(world.held[0][key], tensor) for key, tensor in shards_of(setup, 0, weights).items())
 
 
+def test_a_block_is_merged_once_a_sync_and_its_digest_is_that_of_the_sync(monkeypatch):
+    setup = setup_for({"world_size": 1}, {})
+    merge = WholeFactors(factors_of(setup.model, LORA), LORA)
+    merged, makes = [], merge.merged
+    monkeypatch.setattr(merge, "merged", lambda name, *rest: merged.append(name) or makes(name, *rest))
+    with World(setup, hf_weights(setup), merge=merge) as world:
+        packed = [copy.hf_name for message in world.senders[0]._messages for copy in message.copies]
+        for update in (1, 2):
+            outcome = world.sync(update)
+            assert outcome.errors() == []
+            assert sums_of(outcome.sends.values(), 0) == outcome.writers[0].digests
+            assert sorted(merged) == sorted(filter(merge.adapts, packed))
+            merged.clear()
+            for factor in merge.factors.values():
+                factor *= 2
+
+
+def test_a_merged_block_from_a_wrong_place_has_another_digest_than_its_engine():
+    setup = setup_for({"world_size": 1}, {})
+    merge = WholeFactors(factors_of(setup.model, LORA), LORA)
+    with World(setup, hf_weights(setup), merge=merge) as world:
+        copies = [copy for message in world.senders[0]._messages for copy in message.copies]
+        gate = next(copy for copy in copies if copy.hf_name.endswith("gate_proj.weight"))
+        up = next(c for c in copies if c.hf_name == gate.hf_name.replace("gate", "up") and c.hf_box == gate.hf_box)
+        moved = {gate: replace(gate, source_box=up.source_box)}
+        world.senders[0]._messages = [
+            replace(message, copies=tuple(moved.get(copy, copy) for copy in message.copies))
+            for message in world.senders[0]._messages
+        ]
+        outcome = world.sync(1)
+    held = outcome.writers[0].digests
+    sent = sums_of(outcome.sends.values(), 0) if not outcome.errors() else {}
+    assert {name for name in held if sent.get(name) != held[name]} == {gate.parameter}
+
+
 # --- checkpoints and PEFT's form --------------------------------------------------------------------------------------
 
 
