@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The claim "a trained teacher teaches faster than rewards": GSPO from the tiny world's start, then its last checkpoint distilled into that
-# same start, for each seed. Writes docs/results/distillation.json and .png.   scripts/evidence/distillation.sh [run directory]
+# same start by each loss, with the same learning rate, for each seed.
+# Writes docs/results/distillation.json and .png.   scripts/evidence/distillation.sh [run directory]
 # SEEDS, STEPS, FREQ and OUT make it shorter and write elsewhere: SEEDS=0 STEPS=5 FREQ=5 OUT=/tmp/out scripts/evidence/distillation.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -21,7 +22,10 @@ for seed in $seeds; do
     train gspo "$seed"
     mrl convert megatron-to-hf "$runs/gspo-$seed" -o "$runs/teacher/$seed"
     # the teacher lies otherwise than the student: two stages where that has two tensor ranks
-    train distillation "$seed" --recipe distillation --set distillation.teacher_model.model_path="$runs/teacher/$seed" \
-        --set 'distillation.teacher_model.layout={world_size: 2, pipeline_model_parallel_size: 2}'
+    taught=(--recipe distillation --set distillation.teacher_model.model_path="$runs/teacher/$seed"
+        --set 'distillation.teacher_model.layout={world_size: 2, pipeline_model_parallel_size: 2}')
+    loss=distillation.distillation_loss
+    train k1 "$seed" "${taught[@]}"
+    train reverse_kl_topk "$seed" "${taught[@]}" --set "$loss.loss_mode=reverse_kl_topk" --set "$loss.use_policy_gradient=false"
 done
 python scripts/evidence/distillation.py "$runs" --out "${OUT:-docs/results}"
