@@ -120,9 +120,7 @@ class Sender:
             raise
         return messages, timer
 
-    def _transfer(
-        self, update: int, messages: list[Message], timer: PhaseTimer, digests: ShardDigests | None
-    ) -> None:
+    def _transfer(self, update: int, messages: list[Message], timer: PhaseTimer, digests: ShardDigests | None) -> None:
         if digests is not None:
             digests.begin()
         if self._quantiser is not None:
