@@ -12,7 +12,7 @@ from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.stored_boxes import BoxReader, StoredBox, TensorFiles
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec
-from mrl.model.adapters import FIRST, SECOND, Lora, adapter_shapes, added, factor_name, target_of, tiles
+from mrl.model.adapters import FIRST, SECOND, Lora, adapter_shapes, add_factors, factor_name, target_of, tiles
 from mrl.model.boxes import Box
 from mrl.model.fp8 import nearest_bfloat16
 
@@ -100,9 +100,13 @@ class MergedReader(BoxReader):
         first, second = self._of(name)
         first = first[:, column:last_column]
         second = second[row:last_row]
-        for start, stop in tiles(*out.shape, _TILE):
-            made = added(as_float32(out[start:stop]), first, second[start:stop], self._adapters.lora.scale)
-            out[start:stop] = _as_words(made, out.itemsize)
+        spans = list(tiles(*out.shape, _TILE))
+        totals, products = np.empty((2, spans[0][1], out.shape[1]), np.float32)
+        for start, stop in spans:
+            total, product = totals[: stop - start], products[: stop - start]
+            factors = first, second[start:stop], self._adapters.lora.scale
+            add_factors(as_float32(out[start:stop]), *factors, np.multiply, total, product)
+            out[start:stop] = _as_words(total, out.itemsize)
 
     def _read_cast(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
         """Writes words of the adapters' dtype, whichever of both the model is stored in."""

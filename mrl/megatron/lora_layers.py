@@ -45,12 +45,12 @@ from torch.nn import Module, Parameter
 from mrl.exercised import exercised
 from mrl.megatron.local_parameters import LocalParameters
 from mrl.megatron.torch_spec import normed
-from mrl.model.adapters import ADAPTER, FACTORS, FIRST, SECOND, Adapted, AdaptedLayer, Lora, added, tiles
+from mrl.model.adapters import ADAPTER, FACTORS, FIRST, SECOND, Adapted, AdaptedLayer, Lora, add_factors, tiles
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Shard
 from mrl.model.peft_files import PREFIX, WEIGHTS
 
-_TILE = {"cpu": 1 << 16}  # elements that are merged at once, by kind of device: as many as fit a cache
+_TILE = {"cpu": 1 << 17}  # elements that are merged at once, by kind of device: as many as fit a cache
 _LARGE_TILE = 1 << 22
 
 
@@ -360,8 +360,8 @@ class Adapters:
                 return parameter
             whole = parameter.detach().clone()
             for piece in pieces:
-                block = whole[piece.local_box.slices]
-                block.copy_(self.merged(piece.hf_name, piece.hf_box, block, block.dtype))
+                place = piece.local_box.slices
+                self.merge(piece.hf_name, piece.hf_box, parameter.detach()[place], whole[place])
             copy_tensor_model_parallel_attributes(whole, parameter)
             return whole
 
@@ -387,15 +387,20 @@ class Adapters:
         return hf_name in self._factors
 
     @torch.no_grad()
-    def merged(self, hf_name: str, box: Box, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns `block`, a box of a weight, merged with its adapters.
+    def merge(self, hf_name: str, box: Box, block: Tensor, out: Tensor) -> None:
+        """Writes `block`, a box of a weight, into `out`, merged with its adapters.
 
-        The sum is computed in float32 and rounded once to the block's dtype. `dtype` is the result's. If it is wider,
-        it holds the same numbers, as exports do.
+        The sum is computed in float32 and rounded once to the block's dtype. If `out` has a wider one, it holds the
+        same numbers, as exports do.
         """
         first, second = self._factors[hf_name].of_block(self._shards, box)
-        out = torch.empty(block.shape, dtype=dtype, device=block.device)
-        for start, stop in tiles(*block.shape, _TILE.get(block.device.type, _LARGE_TILE)):
-            made = added(block[start:stop].float(), first, second[start:stop], self.lora.scale)
-            out[start:stop] = made.to(block.dtype)
-        return out
+        is_plain = block.dtype is out.dtype is torch.float32  # then sums need no memory of their own
+        spans = list(tiles(*block.shape, _TILE.get(block.device.type, _LARGE_TILE)))
+        highest, width = spans[0][1], block.shape[1]
+        product, *own = first.new_empty((1 if is_plain else 2, highest, width))
+        for start, stop in spans:
+            total = own[0][: stop - start] if own else out[start:stop]
+            factors = first, second[start:stop], self.lora.scale
+            add_factors(block[start:stop], *factors, torch.mul, total, product[: stop - start])
+            if own:
+                out[start:stop] = total.to(block.dtype)

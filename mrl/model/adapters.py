@@ -15,7 +15,7 @@ model.layers.0.self_attn.q_proj.lora_A.weight.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -233,20 +233,20 @@ def _whole_on(layout: TrainLayout, rank: int, is_expert: bool) -> tuple[int, ...
 # ---------------------------------------------------------------- the weights that they make
 
 
-def added(weight: Any, first: Any, second: Any, scale: float) -> Any:
-    """Returns a block [rows, columns] of W + scale * B A. Takes float32 arrays of numpy or torch and does not change
-    them.
+def add_factors(
+    weight: Any, first: Any, second: Any, scale: float, multiply: Callable[..., Any], total: Any, product: Any
+) -> None:
+    """Writes a block [rows, columns] of W + scale * B A into `total`. Takes arrays of numpy or torch.
 
-    `first` [rank, columns] and `second` [rows, rank] are the parts of A and B that the block needs. Every operation is
-    elementwise and rounded separately. So the bits do not depend on how weights are cut. They are equal on every
-    device, in numpy and in torch.
+    `first` [rank, columns] and `second` [rows, rank] are the parts of A and B that the block needs, in float32 like
+    `total`. `product` is memory of its size, `multiply` numpy's or torch's. Every operation is elementwise and rounded
+    separately. So the bits do not depend on how weights are cut. They are equal on every device, in numpy and in torch.
     """
-    total = second[:, 0, None] * first[0]
+    multiply(second[:, 0, None], first[0], out=total)
     for number in range(1, len(first)):
-        total += second[:, number, None] * first[number]
+        total += multiply(second[:, number, None], first[number], out=product)
     total *= scale
     total += weight
-    return total
 
 
 def tiles(rows: int, columns: int, elements: int) -> Iterator[tuple[int, int]]:

@@ -164,7 +164,7 @@ def _form(tensor: Tensor) -> tuple:
 
 
 class MergedCopies:
-    """Copies blocks and merges adapters into those that have them. Needs extra memory for one block."""
+    """Copies blocks and merges adapters into those that have them."""
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], copies: Sequence[Copy], merge: Merge):
         self.targets = targets
@@ -179,7 +179,7 @@ class MergedCopies:
         """Copies. May be repeated, as BlockCopies.run."""
         self._plain.run()
         for copy, target, source in self._merged:
-            target.copy_(self._merge.merged(copy.hf_name, copy.hf_box, source, target.dtype))
+            self._merge.merge(copy.hf_name, copy.hf_box, source, target)
 
 
 def _alike(target: Tensor, source: Tensor) -> bool:

@@ -38,8 +38,17 @@ class Merge(Protocol):
     def adapts(self, hf_name: str) -> bool:
         """Tells whether this tensor is changed."""
 
-    def merged(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns what engines of `dtype` get for `block`, which is `box` of the tensor. Same bits at every call."""
+    def merge(self, hf_name: str, box: Box, block: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes into `out` what engines of its dtype get for `block`, which is `box` of the tensor. Same bits at every
+        call.
+        """
+
+
+def merged(merge: Merge, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns what `merge` writes."""
+    out = torch.empty(block.shape, dtype=dtype, device=block.device)
+    merge.merge(hf_name, box, block, out)
+    return out
 
 
 LANES = 8
@@ -433,7 +442,7 @@ class ShardDigests:
     def _sent(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns what engines get for a block."""
         if self._merge is not None and self._merge.adapts(hf_name):
-            return self._merge.merged(hf_name, box, block, dtype)
+            return merged(self._merge, hf_name, box, block, dtype)
         return block
 
 

@@ -17,7 +17,7 @@ from mrl.exercised import exercised
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Shard
 from mrl.model.quantised import SCALE, SCALES, WORD, blocks, in_blocks
-from mrl.reshard.digest import Merge, Shards
+from mrl.reshard.digest import Merge, Shards, merged
 from mrl.units import MIB
 
 _LARGEST = 448.0  # word
@@ -106,7 +106,7 @@ class Quantiser:
         for start in range(0, height, step):
             stop = min(start + step, height)
             rows = Box(((first_row + start, first_row + stop), columns))
-            yield start, self._merge.merged(hf_name, rows, block[start:stop], block.dtype)
+            yield start, merged(self._merge, hf_name, rows, block[start:stop], block.dtype)
 
     def shard(self, name: str, chunk: int) -> Tensor:
         """This rank's parameter of a name, or scales of one. Raises what looking a parameter up does."""
@@ -127,15 +127,18 @@ class Quantiser:
         return self._merge is not None and self._merge.adapts(hf_name)
 
     @torch.no_grad()
-    def merged(self, hf_name: str, box: Box, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """What engines get for `block`, which is `box` of the tensor: words where `dtype` is theirs, else as it is
-        trained, with adapters.
+    def merge(self, hf_name: str, box: Box, block: Tensor, out: Tensor) -> None:
+        """Writes what engines get for `block`, which is `box` of the tensor: words where `out` has their dtype, else as
+        it is trained, with adapters.
         """
+        if self._is_merged(hf_name) and out.dtype is not WORDS:
+            self._merge.merge(hf_name, box, block, out)
+            return
         if self._is_merged(hf_name):
-            block = self._merge.merged(hf_name, box, block, block.dtype if dtype is WORDS else dtype)
-        if dtype is not WORDS:
-            return block
-        return words_of(block, *self._scales_of(hf_name, box))
+            block = merged(self._merge, hf_name, box, block, block.dtype)
+        if out.dtype is WORDS:
+            block = words_of(block, *self._scales_of(hf_name, box))
+        out.copy_(block)
 
     def _scales_of(self, hf_name: str, box: Box) -> tuple[Tensor, int, tuple[int, int]]:
         """The scales of a piece that has `box`, the size of a block, and where in the piece it begins."""

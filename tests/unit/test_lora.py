@@ -44,7 +44,7 @@ from mrl.model.adapters import (
     adapter_count,
     adapter_shapes,
     adapter_shards,
-    added,
+    add_factors,
     all_shards,
     factor_name,
     smallest_side,
@@ -59,6 +59,7 @@ from mrl.plan.memory import memory_section
 from mrl.plan.model_state import adapter_numel, stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan
 from mrl.plan.times import PassWork, actor_seconds, adapter_launches
+from mrl.reshard.digest import merged
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.train.resume import RunIdentity, _check_same_adapters
 from mrl.units import round_up
@@ -141,17 +142,27 @@ def test_experts_of_a_rank_have_one_parameter_and_each_its_own_pair():
 # --- the weights that they make ---------------------------------------------------------------------------------------
 
 
+def added(weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale * B A in float32, a product after the other."""
+    total = second[:, :1] * first[:1]
+    for number in range(1, len(first)):
+        total = total + second[:, number : number + 1] * first[number : number + 1]
+    return total * scale + weight
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_merged_block_has_the_same_bits_however_it_is_cut_in_numpy_and_in_torch(dtype):
     noise = torch.Generator().manual_seed(1)
     weight, first, second = (torch.randn(shape, generator=noise) for shape in ((37, 53), (5, 53), (37, 5)))
     weight, first, second = (t.to(dtype).float() for t in (weight, first, second))
     whole = added(weight, first, second, 0.3)
-    of_numpy = added(weight.numpy(), first.numpy(), second.numpy(), 0.3)
-    assert of_numpy.dtype == np.float32 and np.array_equal(of_numpy.view(np.uint32), whole.numpy().view(np.uint32))
+    of_numpy, product = np.empty((2, *weight.shape), np.float32)
+    add_factors(weight.numpy(), first.numpy(), second.numpy(), 0.3, np.multiply, of_numpy, product)
+    assert np.array_equal(of_numpy.view(np.uint32), whole.numpy().view(np.uint32))
     for rows, columns in (((0, 1), (0, 53)), ((3, 36), (11, 12)), ((7, 20), (1, 50))):
         part = (slice(*rows), slice(*columns))
-        block = added(weight[part], first[:, part[1]], second[part[0]], 0.3)
+        block, product = torch.empty((2, *weight[part].shape))
+        add_factors(weight[part], first[:, part[1]], second[part[0]], 0.3, torch.mul, block, product)
         assert torch.equal(block, whole[part])
 
 
@@ -159,11 +170,11 @@ def test_a_merged_weight_is_base_and_product_in_float64_rounded_once_but_where_f
     noise = torch.Generator().manual_seed(2)
     weight, first, second = (torch.randn(shape, generator=noise) for shape in ((256, 192), (16, 192), (256, 16)))
     exact = weight.double() + 0.25 * second.double() @ first.double()
-    merged = added(weight, first, second, 0.25)
-    assert ((merged - exact).abs() <= 8 * 2**-24 * (weight.abs() + 0.25 * second.abs() @ first.abs())).all()
-    odd = merged.bfloat16() != exact.bfloat16()
+    made = added(weight, first, second, 0.25)
+    assert ((made - exact).abs() <= 8 * 2**-24 * (weight.abs() + 0.25 * second.abs() @ first.abs())).all()
+    odd = made.bfloat16() != exact.bfloat16()
     assert odd.float().mean() < 1e-3
-    steps = (merged.bfloat16().view(torch.int16) - exact.bfloat16().view(torch.int16)).abs()
+    steps = (made.bfloat16().view(torch.int16) - exact.bfloat16().view(torch.int16)).abs()
     assert steps.max() <= 1
 
 
@@ -178,11 +189,11 @@ class WholeFactors:
     def adapts(self, hf_name: str) -> bool:
         return factor_name(hf_name, FIRST) in self.factors
 
-    def merged(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def merge(self, hf_name: str, box: Box, block: torch.Tensor, out: torch.Tensor) -> None:
         rows, columns = box.slices
         first = self.factors[factor_name(hf_name, FIRST)][:, columns].float()
         second = self.factors[factor_name(hf_name, SECOND)][rows].float()
-        return added(block.float(), first, second, self.lora.scale).to(dtype)
+        out.copy_(added(block.float(), first, second, self.lora.scale).to(block.dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -200,7 +211,7 @@ def test_engines_get_merged_words_of_any_pair_of_layouts_and_both_sides_have_the
     weights = hf_weights(setup)
     merge = WholeFactors(factors_of(setup.model, LORA), LORA)
     whole = {
-        name: merge.merged(name, Box.whole(tensor.shape), tensor, getattr(torch, dtype))
+        name: merged(merge, name, Box.whole(tensor.shape), tensor, getattr(torch, dtype))
         if merge.adapts(name)
         else tensor
         for name, tensor in weights.items()
@@ -218,16 +229,16 @@ def test_engines_get_merged_words_of_any_pair_of_layouts_and_both_sides_have_the
 def test_a_block_is_merged_once_a_sync_and_its_digest_is_that_of_the_sync(monkeypatch):
     setup = setup_for({"world_size": 1}, {})
     merge = WholeFactors(factors_of(setup.model, LORA), LORA)
-    merged, makes = [], merge.merged
-    monkeypatch.setattr(merge, "merged", lambda name, *rest: merged.append(name) or makes(name, *rest))
+    made, makes = [], merge.merge
+    monkeypatch.setattr(merge, "merge", lambda name, *rest: made.append(name) or makes(name, *rest))
     with World(setup, hf_weights(setup), merge=merge) as world:
         packed = [copy.hf_name for message in world.senders[0]._messages for copy in message.copies]
         for update in (1, 2):
             outcome = world.sync(update)
             assert outcome.errors() == []
             assert sums_of(outcome.sends.values(), 0) == outcome.writers[0].digests
-            assert sorted(merged) == sorted(filter(merge.adapts, packed))
-            merged.clear()
+            assert sorted(made) == sorted(filter(merge.adapts, packed))
+            made.clear()
             for factor in merge.factors.values():
                 factor *= 2
 
@@ -302,7 +313,7 @@ def test_a_checkpoint_of_adapters_is_opened_as_the_full_model_and_written_so(bas
     for name, tensor in load_file(base / "model.safetensors").items():
         wanted = torch.from_numpy(tensor)
         if merge.adapts(name):
-            wanted = merge.merged(name, Box.whole(tensor.shape), wanted, torch.float32)
+            wanted = merged(merge, name, Box.whole(tensor.shape), wanted, torch.float32)
         assert np.array_equal(found[name].view(np.uint32), wanted.numpy().view(np.uint32)), name
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_model import SIZES, write_model
 from test_glm4_moe import CONFIG as GLM
 from test_glm4_moe import CONSTANTS
-from test_lora import EP, LORA, TP, factors_of, step_of
+from test_lora import EP, LORA, TP, added, factors_of, step_of
 
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.convert_job import Options
@@ -26,7 +26,7 @@ from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.errors import ConfigError
 from mrl.model import model_spec, tensor_specs
-from mrl.model.adapters import FIRST, SECOND, added, factor_name
+from mrl.model.adapters import FIRST, SECOND, factor_name
 from mrl.model.peft_files import CONFIG, WEIGHTS, adapter_digest
 from mrl.train.resume import RunIdentity, _check_same_adapters, without_first_adapter
 

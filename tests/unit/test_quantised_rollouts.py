@@ -32,6 +32,7 @@ from mrl.plan.plan_inputs import device_for
 from mrl.plan.run_plan import reshard_plan_of
 from mrl.plan.sync_times import reshard_summary
 from mrl.platforms.versions import MEGATRON
+from mrl.reshard.digest import merged
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.proof import verify
 from mrl.reshard.quantise import block_scales, quantised, words_of
@@ -178,7 +179,7 @@ def test_adapters_are_merged_and_rounded_before_words_are_made():
     weights = hf_weights(setup, dtype=torch.bfloat16)
     merge = WholeFactors(factors_of(setup.model, LORA), LORA)
     exported = {
-        name: merge.merged(name, Box.whole(t.shape), t, torch.bfloat16) if merge.adapts(name) else t
+        name: merged(merge, name, Box.whole(t.shape), t, torch.bfloat16) if merge.adapts(name) else t
         for name, t in weights.items()
     }
     with World(setup, weights, merge=merge) as world:
