@@ -18,13 +18,23 @@ from mrl.plan.memory_phases import (
     EngineBytes,
     Offload,
     Phase,
+    ScoringBytes,
     actor_phases,
     colocated_phases,
     engine_phases,
     with_optimizer_early,
 )
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
-from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
+from mrl.plan.plan_inputs import (
+    BatchPlan,
+    PlanInputs,
+    batch_plan,
+    engine_of,
+    of_reference,
+    precision_of,
+    recompute_of,
+    sync_budget,
+)
 from mrl.plan.sample_bytes import sample_bytes, teacher_word_bytes
 from mrl.plan.teacher_costs import TeacherBytes, teacher_inputs, teacher_parameters
 from mrl.reshard.setup import BUCKET_BYTES
@@ -93,6 +103,7 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
         **_model_bytes(inputs, batch, pp),
         sync_staging=_actor_staging(inputs, pp),
         reference=_reference_bytes(inputs, pp),
+        reference_pass=_reference_pass(inputs, pp),
         samples=sample_bytes(inputs, batch, pp),
         teacher=_teacher_bytes(inputs),
         scores_old=not inputs.config.algorithm.on_policy,
@@ -120,6 +131,18 @@ def _model_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int, is_critic: bool 
         "log_prob": replace(activations, micro=batch.log_prob_micro).forward_only(pp),
         "offload": offload_of(inputs.config),
     }
+
+
+def _reference_pass(inputs: PlanInputs, pp: int) -> ScoringBytes | None:
+    """Returns what a reference's pass takes by its own limits; None where no pass is made."""
+    if not inputs.config.algorithm.needs_reference:
+        return None
+    own = replace(inputs, config=of_reference(inputs.config))
+    batch = batch_plan(own.config, own.train)
+    samples = sample_bytes(own, batch, pp)
+    return ScoringBytes(
+        activations_of(own, batch.log_prob_micro).forward_only(pp), samples.log_prob, samples.log_prob_routes
+    )
 
 
 def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:

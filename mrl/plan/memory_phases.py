@@ -219,6 +219,15 @@ class CriticBytes:
 
 
 @dataclass(frozen=True)
+class ScoringBytes:
+    """Terms of a pass for log-probs. `batch`: inputs of a micro-batch, and outputs of the pass."""
+
+    log_prob: int
+    batch: int = 0
+    routes: int = 0
+
+
+@dataclass(frozen=True)
 class ActorBytes:
     """Terms of the fullest pipeline stage of the actor, on one rank."""
 
@@ -231,6 +240,7 @@ class ActorBytes:
     sync_staging: int
     offload: Offload = field(default_factory=Offload)
     reference: int = 0  # parameters of a reference model; 0: there is none
+    reference_pass: ScoringBytes | None = None  # where its micro-batches are not the actor's
     teacher: TeacherBytes = field(default_factory=TeacherBytes)
     optimizer_host: int = 0  # state of an Adam on the host, where it stays
     scores_old: bool = True  # a pass is made for old log-probs
@@ -366,7 +376,8 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
         Phase("rollout", rest | _awake(engine) | context, device.usable),
     ]
     if actor.scores_old or actor.has_reference or actor.teacher.parameters or actor.critic:
-        phases.append(Phase("rollout_to_log_prob", _scoring(actor) | asleep, device.usable))
+        first = _scoring_reference if actor.has_reference and not actor.scores_old else _scoring
+        phases.append(Phase("rollout_to_log_prob", first(actor) | asleep, device.usable))
     return phases
 
 
@@ -402,7 +413,7 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
         "sync": without | {"sync_staging": actor.sync_staging},
     }
     if actor.has_reference:
-        phases["ref"] = _scoring(actor)  # the reference's weights replace the actor's for it
+        phases["ref"] = _scoring_reference(actor)
     if actor.teacher.parameters:
         phases["teacher"] = _asking_teacher(actor)
     if actor.critic is not None:
@@ -431,10 +442,18 @@ def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str,
 
 
 def _scoring(actor: ActorBytes) -> dict[str, int]:
-    """Returns the terms of a pass for log-probs, and of the hand-over before the first one."""
-    samples = actor.samples
-    batch = _samples(samples.log_prob, samples.log_prob_routes + samples.recorded_routes)
-    return _at_rest(actor, parameters=True) | {"log_prob": actor.log_prob} | batch
+    """Returns the terms of a pass for old log-probs, and of the hand-over before it."""
+    return _pass_of(actor, ScoringBytes(actor.log_prob, actor.samples.log_prob, actor.samples.log_prob_routes))
+
+
+def _scoring_reference(actor: ActorBytes) -> dict[str, int]:
+    """Returns the terms of the reference's pass. Its weights replace the actor's meanwhile."""
+    return _scoring(actor) if actor.reference_pass is None else _pass_of(actor, actor.reference_pass)
+
+
+def _pass_of(actor: ActorBytes, scoring: ScoringBytes) -> dict[str, int]:
+    batch = _samples(scoring.batch, scoring.routes + actor.samples.recorded_routes)
+    return _at_rest(actor, parameters=True) | {"log_prob": scoring.log_prob} | batch
 
 
 def _samples(batch: int, routes: int) -> dict[str, int]:

@@ -31,7 +31,14 @@ from mrl.megatron.routing import Routing
 from mrl.model import model_spec, planning_model_spec
 from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
-from mrl.plan.memory_phases import ActorBytes, EngineBytes, actor_phases, colocated_phases, with_optimizer_early
+from mrl.plan.memory_phases import (
+    ActorBytes,
+    EngineBytes,
+    ScoringBytes,
+    actor_phases,
+    colocated_phases,
+    with_optimizer_early,
+)
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.times import phase_seconds, step_flops
 from mrl.record.metrics import reduce_parts
@@ -195,6 +202,8 @@ def test_a_device_has_no_phase_of_log_probs_but_the_reference_models():
     assert totals(shared) == {"train": 107, "train_to_sync": 169, "sync_to_rollout": 371, "rollout": 371}
     assert with_optimizer_early([shared], [ACTOR]) == [shared]
     assert totals(colocated_phases(with_reference, ENGINE, DEVICE))["rollout_to_log_prob"] == 70 + 2 + 7
+    of_its_own = replace(with_reference, reference_pass=ScoringBytes(log_prob=50, batch=1))
+    assert totals(colocated_phases(of_its_own, ENGINE, DEVICE))["rollout_to_log_prob"] == 70 + 2 + 50 + 1
 
 
 def planned(anchor: str) -> PlanInputs:

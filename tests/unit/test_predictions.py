@@ -226,6 +226,14 @@ def test_a_reference_has_micro_batches_of_its_own(own, of_actor):
     assert found["ref"] != pytest.approx(found["log_prob"])
 
 
+@pytest.mark.parametrize(("own", "of_actor"), LIMITS)
+def test_a_references_micro_batches_take_their_own_memory(own, of_actor):
+    phases = memory_section(inputs_of(MIXTURE, *KL, *own))["phases"]
+    passes = memory_section(inputs_of(MIXTURE, *KL, *of_actor))["phases"]["log_prob"]
+    assert phases["ref"]["terms"] == passes["terms"]
+    assert phases["ref"]["terms"]["log_prob"] != phases["log_prob"]["terms"]["log_prob"]
+
+
 # ---------------------------------------------------------------- the whole
 
 
