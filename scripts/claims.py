@@ -24,6 +24,8 @@ MOST_WORDS = 40  # of a cell
 CALLS = {"abs": abs, "all": all, "any": any, "len": len, "max": max, "min": min, "round": round, "sorted": sorted}
 CALLS |= {"sum": sum, "set": set, "zip": zip, "enumerate": enumerate, "str": str}
 NAMED = re.compile(r"(?:tests|scripts)/[\w/.-]+\.(?:py|sh)")
+# where a clone lay; the homes of made-up users in the words of others' scripts are none
+PLACE = re.compile(r"(?<![\w.])/(?!home/user/)[\w./-]+/(?:parallel_configs|mrl|scripts|docs|tests)/")
 AGE = re.compile(r"(`[0-9a-f]{7}`(?: and \d+ more)?): (?:[\d,]+ lines? since, \*\*stale\*\*|fresh|age unknown)")
 AS_OF = re.compile(r"as of commit `(\w+)`")
 FIGURE = re.compile(r"(<!-- figure (\w+): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -224,6 +226,8 @@ def _result_faults(result: Result) -> Iterator[str]:
     for commit in sorted({stamp["commit"] for stamp in stamps}):
         if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
             yield f"{where}: made from a tree that no commit names: {commit}"
+    if machine := PLACE.search((RESULTS / result.file).read_text()):
+        yield f"{where}: names where the repository lay: {machine[0]}"
     for path in result.sources:
         if not (ROOT / path).exists():
             yield f"{where}: depends on {path}, which is not there"

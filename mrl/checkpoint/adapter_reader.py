@@ -99,13 +99,12 @@ class MergedReader(BoxReader):
         (row, last_row), (column, last_column) = box.ranges
         first, second = self._of(name)
         first = first[:, column:last_column]
-        second = second[row:last_row]
+        second = second[row:last_row] * np.float32(self._adapters.lora.scale)
         spans = list(tiles(*out.shape, _TILE))
         totals, products = np.empty((2, spans[0][1], out.shape[1]), np.float32)
         for start, stop in spans:
             total, product = totals[: stop - start], products[: stop - start]
-            factors = first, second[start:stop], self._adapters.lora.scale
-            add_factors(as_float32(out[start:stop]), *factors, np.multiply, total, product)
+            add_factors(as_float32(out[start:stop]), first, second[start:stop], np.multiply, total, product)
             out[start:stop] = _as_words(total, out.itemsize)
 
     def _read_cast(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:

@@ -386,7 +386,6 @@ class Adapters:
         """Tells whether a checkpoint weight has adapters on this rank."""
         return hf_name in self._factors
 
-    @torch.no_grad()
     def merge(self, hf_name: str, box: Box, block: Tensor, out: Tensor) -> None:
         """Writes `block`, a box of a weight, into `out`, merged with its adapters.
 
@@ -394,13 +393,13 @@ class Adapters:
         same numbers, as exports do.
         """
         first, second = self._factors[hf_name].of_block(self._shards, box)
+        second = second * self.lora.scale
         is_plain = block.dtype is out.dtype is torch.float32  # then sums need no memory of their own
         spans = list(tiles(*block.shape, _TILE.get(block.device.type, _LARGE_TILE)))
         highest, width = spans[0][1], block.shape[1]
         product, *own = first.new_empty((1 if is_plain else 2, highest, width))
         for start, stop in spans:
             total = own[0][: stop - start] if own else out[start:stop]
-            factors = first, second[start:stop], self.lora.scale
-            add_factors(block[start:stop], *factors, torch.mul, total, product[: stop - start])
+            add_factors(block[start:stop], first, second[start:stop], torch.mul, total, product[: stop - start])
             if own:
                 out[start:stop] = total.to(block.dtype)

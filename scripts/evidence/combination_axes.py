@@ -184,7 +184,11 @@ def refusal(row: Row, world: Path) -> str | None:
             resolved = load_config(PRESETS[one["placement"]], overrides=as_overrides(settings(one, world)))
             broken, _ = check_config(resolved)
         except MrlError as error:
-            return str(error)
+            return _without_root(error)
         if broken:
-            return str(broken[0])
+            return _without_root(broken[0])
     return None
+
+
+def _without_root(said: object) -> str:
+    return str(said).replace(f"{ROOT}/", "")

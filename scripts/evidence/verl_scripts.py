@@ -123,7 +123,8 @@ def _of_clone(name: str, clone: Path) -> Iterator[dict[str, Any]]:
             row["words"] = [word.replace(str(clone), HOME) for word in passed]
             row["options"] = [w.replace(str(clone), HOME) for w in command[at + 1 :] if not PAIR.fullmatch(w)]
             judged = _compared(file, passed, clone)
-            yield row | judged | {"why": judged["why"].replace(str(clone), HOME)}
+            why = judged["why"].replace(str(clone), HOME).replace(str(Path.cwd()), HOME)
+            yield row | judged | {"why": why}
 
 
 def _commit(repository: Path) -> str:

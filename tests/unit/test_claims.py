@@ -103,6 +103,13 @@ def test_a_source_that_is_gone_is_found(tmp_path, monkeypatch):
     assert claims.faults(found) == ["docs/results/one.json: depends on mrl/no_such_file.py, which is not there"]
 
 
+def test_a_result_that_names_a_folder_of_its_machine_is_found(tmp_path, monkeypatch):
+    found = table(tmp_path, monkeypatch, STORED | {"why": "in /srv/own/clone/parallel_configs/tiny-moe/cpu.yaml:25"})
+    fault = "docs/results/one.json: names where the repository lay: /srv/own/clone/parallel_configs/"
+    assert claims.faults(found) == [fault]
+    assert claims.faults(table(tmp_path, monkeypatch, STORED | {"why": "in parallel_configs/tiny-moe/cpu.yaml"})) == []
+
+
 def test_keys_that_are_methods_of_a_dictionary_are_keys(tmp_path, monkeypatch):
     found = table(
         tmp_path, monkeypatch, STORED, figure="{sum(update.values)} of {top}", let={"top": "max(update.values)"}

@@ -143,11 +143,12 @@ def test_experts_of_a_rank_have_one_parameter_and_each_its_own_pair():
 
 
 def added(weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + scale * B A in float32, a product after the other."""
+    """W + (scale * B) A in float32, a product after the other."""
+    second = second * scale
     total = second[:, :1] * first[:1]
     for number in range(1, len(first)):
         total = total + second[:, number : number + 1] * first[number : number + 1]
-    return total * scale + weight
+    return total + weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -157,12 +158,12 @@ def test_a_merged_block_has_the_same_bits_however_it_is_cut_in_numpy_and_in_torc
     weight, first, second = (t.to(dtype).float() for t in (weight, first, second))
     whole = added(weight, first, second, 0.3)
     of_numpy, product = np.empty((2, *weight.shape), np.float32)
-    add_factors(weight.numpy(), first.numpy(), second.numpy(), 0.3, np.multiply, of_numpy, product)
+    add_factors(weight.numpy(), first.numpy(), second.numpy() * np.float32(0.3), np.multiply, of_numpy, product)
     assert np.array_equal(of_numpy.view(np.uint32), whole.numpy().view(np.uint32))
     for rows, columns in (((0, 1), (0, 53)), ((3, 36), (11, 12)), ((7, 20), (1, 50))):
         part = (slice(*rows), slice(*columns))
         block, product = torch.empty((2, *weight[part].shape))
-        add_factors(weight[part], first[:, part[1]], second[part[0]], 0.3, torch.mul, block, product)
+        add_factors(weight[part], first[:, part[1]], second[part[0]] * 0.3, torch.mul, block, product)
         assert torch.equal(block, whole[part])
 
 
