@@ -117,8 +117,10 @@ class WeightSync:
         Raises Interrupted when an engine could not be synced, EnvironmentFault when ranks and engines cannot connect.
         """
         began = time.perf_counter()
-        # a restarted engine began with random weights
-        read_back = self._syncs % self._reshard.verify_every == 0 or bool(self.engines.fleet.stale())
+        # the version says when, so that a run that goes back verifies the same steps; a restarted engine began with
+        # random weights
+        is_due = self._syncs == 0 or version % self._reshard.verify_every == 0
+        read_back = is_due or bool(self.engines.fleet.stale())
         metrics = self._transfer_to(version, self.engines.fleet.reached(), read_back)
         return metrics | {"reshard/seconds": time.perf_counter() - began, "reshard/weight_version": float(version)}
 

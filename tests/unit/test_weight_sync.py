@@ -523,8 +523,14 @@ def test_storage_is_read_back_every_so_many_syncs(cluster):
     world.receive_weights = (
         lambda plain: lambda engine, update, read: seen.append(read) or plain(engine, update, read)
     )(world.receive_weights)
-    assert [sync.bring_to(version)["reshard/verified"] for version in (1, 2, 3)] == [1, 0, 1]
-    assert seen == [True, True, False, False, True, True]
+    assert [sync.bring_to(version)["reshard/verified"] for version in range(4)] == [1, 0, 1, 0]
+    assert seen == [True, True, False, False] * 2
+
+
+def test_a_start_that_goes_back_reads_back_at_the_steps_of_the_undisturbed_run(cluster):
+    """And at once, because nothing says what the engines hold."""
+    _, sync = cluster(verify_every=2)
+    assert [sync.bring_to(version)["reshard/verified"] for version in (3, 4, 5, 6)] == [1, 1, 0, 1]
 
 
 def test_an_engine_that_has_started_again_is_read_back_out_of_turn(cluster, monkeypatch):
