@@ -1,14 +1,16 @@
 """Holds the working tree against an earlier commit: the same tiny run, the same tensors, the same plans, and how long a
 step takes.
 
-python scripts/compare_commits.py 91eebfc [--steps 6] [--rounds 1] [--tolerance 0] [--json FILE]
+python scripts/compare_commits.py 91eebfc [--steps 6] [--rounds 1] [--tolerance 0] [--json FILE [--as NAME]]
+    [--preset PRESET] [--set NAME=VALUE ...] [--no-plans]
 python scripts/compare_commits.py 91eebfc --speed [--steps 14] [--rounds 2] [--json FILE]
 
 The commit is checked out into a temporary folder and both sides run with the packages of this environment. Needs
 tiny-world/ (scripts/make_tiny_world.py). Exits with 1 where anything differs that may not: every metric that both sides
 write, clocks aside, to `--tolerance` relative (0: the same bits); every tensor of the last checkpoint; the end of a run
-that the commit saved and the working tree resumed; `mrl plan --json` of every preset. With --speed nothing is held
-against anything but seconds, of steps that neither validate nor save.
+that the commit saved and the working tree resumed; `mrl plan --json` of every preset, unless --no-plans. With --speed
+nothing is held against anything but seconds, of steps that neither validate nor save. --as keeps a comparison in FILE
+under a name, beside others.
 """
 
 import argparse
@@ -44,6 +46,8 @@ class Tree:
 
     code: Path
     out: Path
+    preset: str = PRESET
+    settings: tuple[str, ...] = ()  # of both sides
 
     def mrl(self, *arguments: str) -> str:
         """Standard output of an `mrl` command of this checkout. Raises CalledProcessError."""
@@ -59,15 +63,16 @@ class Tree:
         ).stdout
 
     def train(self, name: str, steps: int, *more: str) -> Path:
-        """A run of the tiny preset with a checkpoint in the middle; its run directory."""
-        settings = {
+        """A run of the preset with a checkpoint in the middle; its run directory."""
+        trainer = {
             "total_training_steps": steps,
             "save_freq": steps // 2,
             "test_freq": steps // 2,
             "max_actor_ckpt_to_keep": 2,
         }
-        overrides = [text for key, value in settings.items() for text in ("--set", f"trainer.{key}={value}")]
-        self.mrl("train", PRESET, "--run-dir", str(self.out / name), *overrides, *more)
+        settings = [f"trainer.{key}={value}" for key, value in trainer.items()]
+        overrides = [text for setting in (*settings, *self.settings) for text in ("--set", setting)]
+        self.mrl("train", self.preset, "--run-dir", str(self.out / name), *overrides, *more)
         return self.out / name
 
     def prepare(self) -> None:
@@ -171,7 +176,7 @@ def step_seconds(rows: list[dict]) -> list[float]:
     ]
 
 
-def compare(before: Tree, after: Tree, steps: int, rounds: int, tolerance: float) -> dict:
+def compare(before: Tree, after: Tree, steps: int, rounds: int, tolerance: float, plans: bool = True) -> dict:
     """Differences as sentences, and median seconds of a step on both sides."""
     seconds: dict[str, list[float]] = {"before": [], "after": []}
     for number in range(rounds):  # by turns, so that both meet the same machine
@@ -181,7 +186,8 @@ def compare(before: Tree, after: Tree, steps: int, rounds: int, tolerance: float
     differences = [*metric_differences(metrics(runs["before"]), metrics(runs["after"]), tolerance)]
     differences += tensor_differences(runs["before"], runs["after"], tolerance)
     differences += [f"resumed: {text}" for text in _resumed(before, after, runs["before"], steps, tolerance)]
-    differences += plan_differences(before, after)
+    if plans:
+        differences += plan_differences(before, after)
     medians = {side: median(values) for side, values in seconds.items()}
     return {
         "steps": steps,
@@ -240,6 +246,14 @@ def commit_of(revision: str) -> str:
     ).stdout.strip()
 
 
+def _store(result: dict, file: Path, name: str | None) -> None:
+    """Writes a comparison into the file, or beside the others of the file under a name."""
+    if name:
+        others = json.loads(file.read_text()) if file.exists() else {}
+        result = others | {name: result}
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Prints the comparison; exits with 1 where it found a difference."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -249,6 +263,10 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.0)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--as", dest="name", help="of the comparison in FILE, which holds several")
+    parser.add_argument("--preset", default=PRESET)
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="NAME=VALUE")
+    parser.add_argument("--no-plans", action="store_true")
     args = parser.parse_args()
     if not (ROOT / "tiny-world").is_dir():
         parser.error("tiny-world/ is not there: make it with scripts/make_tiny_world.py --out tiny-world --seed 0")
@@ -258,22 +276,27 @@ def main() -> None:
             ["git", "worktree", "add", "--detach", str(code), args.commit], cwd=ROOT, check=True, capture_output=True
         )
         try:
-            before, after = Tree(code, work / "before"), Tree(ROOT, work / "after")
+            of_both = args.preset, tuple(args.settings)
+            before, after = Tree(code, work / "before", *of_both), Tree(ROOT, work / "after", *of_both)
             before.prepare()
             after.prepare()
             if args.speed:
                 result = compare_speed(before, after, args.steps, args.rounds)
             else:
-                result = compare(before, after, args.steps, args.rounds, args.tolerance)
+                result = compare(before, after, args.steps, args.rounds, args.tolerance, not args.no_plans)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(code)], cwd=ROOT, check=True)
     kind = "--speed" if args.speed else f"--tolerance {args.tolerance:g}"
-    command = f"python scripts/compare_commits.py {args.commit} --steps {args.steps} --rounds {args.rounds} {kind}"
-    result = facts(command) | {"before": commit_of(args.commit)} | result
-    text = json.dumps(result, indent=2)
-    print(text)
+    settings = "".join(f" --set {setting}" for setting in args.settings)
+    of_run = f"--steps {args.steps} --rounds {args.rounds} --preset {args.preset}{settings}"
+    result = (
+        facts(f"python scripts/compare_commits.py {args.commit} {of_run} {kind}")
+        | {"before": commit_of(args.commit)}
+        | result
+    )
+    print(json.dumps(result, indent=2))
     if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
+        _store(result, args.json, args.name)
     raise SystemExit(1 if result.get("differences") else 0)
 
 

@@ -116,13 +116,13 @@ def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
 def word_seconds(plan: ReshardPlan, memory_rate: float) -> float:
     """Returns the seconds in which the busiest rank makes its scales and words (mrl/reshard/quantise.py).
 
-    It makes scales of all that it holds. It makes words of what it sends twice, for the message and for its digest.
-    Nobody has measured it: passes over memory are counted, and all that is sent as words.
+    It makes scales of all that it holds, and words of what it sends. Nobody has measured it: passes over memory are
+    counted, and all that is sent as words.
     """
     size = plan.train.world_size // plan.train.pipeline
     held = max(word_count(plan.model, plan.train, stage * size) for stage in range(plan.train.pipeline))
     sent = int(plan.loads.sent.sum(axis=(0, 1)).max())
-    return (_SCALE_TRAFFIC * held + 2 * _WORD_TRAFFIC * sent) / memory_rate
+    return (_SCALE_TRAFFIC * held + _WORD_TRAFFIC * sent) / memory_rate
 
 
 def launch_seconds(plan: ReshardPlan, starts: Starts) -> float:
