@@ -4,6 +4,17 @@ Each rule is a row or a function (rule_row.py) in one of the files `*_rules.py`.
 key. Rules are judged one by one. Where the schema refuses a part of a configuration (mrl/config/schema_errors.py),
 rules that do not read that part are still judged. A function ends where it reads a refused key. So a function holds one
 rule, or rules that read the same keys.
+
+Layouts are judged in this order, and a start refuses nothing that no rule has named before:
+
+    actor's degrees      mrl/model/layout_rules.py, for critic and teacher too (critic_rules.py, distillation_rules.py)
+    batches on them      actor_rules.py
+    engines' degrees     rollout_rules.py, mrl/model/vllm_parameters.py
+    by family            latent_rules.py, hybrid_rules.py
+    by feature           lora_rules.py, quantisation_rules.py, efficiency_rules.py
+    by device, version   device_rules.py
+    places of processes  mrl/model/device_grid.py
+    memory               mrl/plan/plan_rules.py
 """
 
 from collections.abc import Iterator

@@ -236,10 +236,9 @@ def _whole_on(layout: TrainLayout, rank: int, is_expert: bool) -> tuple[int, ...
 def add_factors(weight: Any, first: Any, second: Any, multiply: Callable[..., Any], total: Any, product: Any) -> None:
     """Writes a block [rows, columns] of W + scale * B A into `total`. Takes arrays of numpy or torch.
 
-    `first` [rank, columns] and `second` [rows, rank] are the parts of A and of scale * B that the block needs, in
-    float32 like `total`. `product` is memory of its size, `multiply` numpy's or torch's. Every operation is elementwise
-    and rounded separately. So the bits do not depend on how weights are cut. They are equal on every device, in numpy
-    and in torch.
+    `first` [rank, columns] is the block's part of A, `second` [rows, rank] that of scale * B. Both are in float32 like
+    `total`. `product` is memory of its size, `multiply` numpy's or torch's. Every operation is elementwise and rounded
+    separately. So the bits do not depend on how weights are cut. They are equal on every device, in numpy and in torch.
     """
     multiply(second[:, 0, None], first[0], out=total)
     for number in range(1, len(first)):

@@ -78,7 +78,8 @@ def _fullest(inputs: PlanInputs, per_stage: list[list[Phase]], number: int) -> d
     stage = max(range(len(per_stage)), key=lambda pp: per_stage[pp][number].total)
     phase = per_stage[stage][number]
     change = phase.cure
-    if change and inputs.config.actor.use_dynamic_bsz:
+    config = of_reference(inputs.config) if phase.name == "ref" else inputs.config
+    if change and config.actor.use_dynamic_bsz:
         change = TERMS[phase.largest].packed_cure or change
     return {"stage": stage, **phase.to_json(), "change": change}
 
@@ -239,14 +240,14 @@ def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
 def _actor_staging(inputs: PlanInputs, pp: int) -> int:
     """Returns the bytes that a rank stages for a sync.
 
-    Fast path: one round being packed and one on the wire; with adapters or FP8 words also a merged part for its digest.
-    Slow path: a bucket, and the largest tensor gathered and merged; with adapters also their product for a rank's part.
+    Fast path: one round being packed and one on the wire; with adapters or FP8 words also what merging a block takes.
+    Slow path: a bucket, and the largest tensor gathered; with adapters also a copy of a rank's part to merge into.
     """
     if inputs.config.reshard.path == "fast":
         merged = MERGED_BYTES if inputs.lora or inputs.config.rollout.fp8_block else 0
         return 2 * sync_budget(inputs.config) + merged
     largest = largest_parameter(inputs.model, inputs.train, pp) * inputs.element_bytes
-    adapted = 2 * largest if inputs.lora else 0
+    adapted = largest if inputs.lora else 0
     return BUCKET_BYTES + 2 * largest * inputs.train.tensor + adapted
 
 

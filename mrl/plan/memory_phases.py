@@ -240,7 +240,7 @@ class ActorBytes:
     sync_staging: int
     offload: Offload = field(default_factory=Offload)
     reference: int = 0  # parameters of a reference model; 0: there is none
-    reference_pass: ScoringBytes | None = None  # where its micro-batches are not the actor's
+    reference_pass: ScoringBytes | None = None  # by the reference's own limits; None: it is as the actor's
     teacher: TeacherBytes = field(default_factory=TeacherBytes)
     optimizer_host: int = 0  # state of an Adam on the host, where it stays
     scores_old: bool = True  # a pass is made for old log-probs

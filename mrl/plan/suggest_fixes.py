@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from mrl.config.load import ResolvedConfig
+from mrl.config.lora_rules import reference_is_the_base
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, with_values
 from mrl.config.schema_actor import SWITCHES
@@ -31,6 +32,8 @@ _DOUBLED = (
     "context_parallel_size",
     "pipeline_model_parallel_size",
 )
+_TEACHER = "distillation.teacher_model"
+_PASS_LIMITS = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
 _SHOWN = 5
 
 
@@ -50,14 +53,20 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
     actor = config.actor
     rollout = config.rollout
     if actor.ppo_micro_batch_size_per_gpu > 1 and not actor.use_dynamic_bsz:
-        yield {"actor.ppo_micro_batch_size_per_gpu": 1, "actor.log_prob_micro_batch_size_per_gpu": 1}
+        least = {"actor.ppo_micro_batch_size_per_gpu": 1, "actor.log_prob_micro_batch_size_per_gpu": 1}
+        yield least | _limits_left_out(config)
     yield _least_tokens(config)
+    yield _limits_left_out(config)
     for name in (
         ("param_offload", "grad_offload", "optimizer_offload") if config.cluster.placement == "colocated" else ()
     ):
         yield {} if getattr(actor, name) else {f"actor.{name}": True}
     for name in SWITCHES.values() if config.algorithm.needs_critic else ():
         yield {} if getattr(config.critic, name) else {f"critic.{name}": True}
+    if config.algorithm.needs_reference and not reference_is_the_base(config):
+        yield {} if config.ref.param_offload else {"ref.param_offload": True}
+    if config.distillation.enabled:
+        yield {} if config.distillation.teacher_model.param_offload else {f"{_TEACHER}.param_offload": True}
     if config.model.override_transformer_config.get("recompute_granularity") != "full":
         has_modules = bool(config.model.override_transformer_config.get("recompute_modules"))
         fields = _RECOMPUTE | ({"recompute_modules": None} if has_modules else {})
@@ -85,7 +94,21 @@ def _least_tokens(config: RunConfig) -> _Change:
         or max(actor.ppo_max_token_len_per_gpu or 0, actor.log_prob_max_token_len_per_gpu or 0) <= least
     ):
         return {}
-    return {"actor.ppo_max_token_len_per_gpu": least, "actor.log_prob_max_token_len_per_gpu": least}
+    smallest = {"actor.ppo_max_token_len_per_gpu": least, "actor.log_prob_max_token_len_per_gpu": least}
+    return smallest | _limits_left_out(config)
+
+
+def _limits_left_out(config: RunConfig) -> _Change:
+    """Leaves out the limits of micro-batches that reference and teacher have of their own: the actor's then hold."""
+    own = {"ref": config.ref} if config.algorithm.needs_reference else {}
+    if config.distillation.enabled:
+        own[_TEACHER] = config.distillation.teacher_model
+    return {
+        f"{section}.{name}": None
+        for section, keys in own.items()
+        for name in _PASS_LIMITS
+        if getattr(keys, name, None) is not None
+    }
 
 
 def _fits(inputs: PlanInputs, change: _Change) -> bool:

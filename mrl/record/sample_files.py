@@ -33,7 +33,7 @@ from mrl.whole_file import appears_whole
 # what reading a damaged file raises
 DAMAGED = (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 RewardParts = Mapping[str, Any]  # `score`, `reason` and anything else that the reward function returned
-OWN_COLUMNS = ("score", "reason")  # parts of rewards in columns of their own; their types are the last of _KINDS
+OWN_COLUMNS = {"score": pa.float64(), "reason": pa.string()}  # parts of rewards in columns of their own
 DIFFERENCES = ".log_probs.parquet"
 ROWS_AT_ONCE = 64  # of a row group, which a reader decompresses for one response
 
@@ -235,7 +235,7 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
         np.tile([True, False], len(samples)), _alternating(samples.prompt_lengths, samples.response_lengths)
     )
     own_columns = {}
-    for name, kind in zip(OWN_COLUMNS, _KINDS, strict=True):
+    for name, kind in OWN_COLUMNS.items():
         own_columns[name] = pa.array([parts.get(name) for parts in rewards], kind)
     others = [_without_own_columns(parts) for parts in rewards]
     spans = pa.StructArray.from_arrays([samples.span_starts, samples.span_versions], ["first_token", "version"])
@@ -260,9 +260,6 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
 def _without_own_columns(parts: RewardParts) -> str:
     """Returns the parts of a reward without a column of their own, as a line of JSON."""
     return json_line({name: part for name, part in parts.items() if name not in OWN_COLUMNS}).rstrip()
-
-
-_KINDS = (pa.float64(), pa.string())
 
 
 def _table_of_turns(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:

@@ -50,7 +50,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         raise ConfigError(f"--output: {output} holds results already; give another folder")
     began = time.monotonic()
     with _folder(output), ExitStack() as stack:
-        config = _unquantised(resolved.config)
+        config = _as_stored(resolved.config, checkpoint)
         source = config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER)
         tokenizer = prompt_tokenizer(source, config.data)
         rollout = config.rollout
@@ -86,8 +86,10 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
     return results
 
 
-def _unquantised(config: RunConfig) -> RunConfig:
-    """Returns the configuration with engines that read the stored weights, and says so: no sync brings FP8 words."""
+def _as_stored(config: RunConfig, checkpoint: Path | None) -> RunConfig:
+    """Returns the configuration with engines that read the stored weights, and says what is left aside for it."""
+    if checkpoint is None and config.actor.lora.path is not None:
+        print("note: actor.lora.path is left aside: without --checkpoint an evaluation answers from model.path alone")
     if config.rollout.quantization is None:
         return config
     print("note: rollout.quantization is left aside: an evaluation answers from the weights as they are stored")

@@ -33,7 +33,7 @@ from mrl.config.places import Deployment
 from mrl.config.rules import check, notes
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of
-from mrl.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from mrl.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig, with_values
 from mrl.environments.verl_tool_config import CONFIG_KEY, files_of
 from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec, known_name, load_model_spec, model_spec, planning_model_spec
@@ -119,9 +119,17 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Pa
     else:
         folder = step_folder(Path(checkpoint))
         model = _model_of(folder, config.model, config.rollout)
-    check(resolved, model)
+    check(_without_teacher(resolved), model)
     _check_cluster(Deployment.of(config), actor=False)
     return folder
+
+
+def _without_teacher(resolved: ResolvedConfig) -> ResolvedConfig:
+    """Returns the configuration with the model as its teacher: an evaluation loads none, whose folder may be gone."""
+    if not resolved.config.distillation.enabled:
+        return resolved
+    model_alone = {"distillation.teacher_model": {"model_path": resolved.config.model.path}}
+    return replace(resolved, config=with_values(resolved.config, model_alone))
 
 
 def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> ModelSpec:

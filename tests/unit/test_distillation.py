@@ -55,6 +55,7 @@ from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
 from mrl.tools.search import search
 from mrl.tools.search_report import search_problem
+from mrl.train.preflight import _without_teacher
 from mrl.train.rollouts import compared
 from mrl.train.update import advantages, corrections, old_log_probs
 
@@ -411,6 +412,13 @@ def only_on_teacher(folders, *overrides, check_paths=False) -> str:
     found = [v for v in judged(folders, *overrides, check_paths=check_paths) if v.field.startswith(("dist", "algo"))]
     assert len(found) == 1, found
     return f"{found[0].field}: {found[0].rule} {found[0].why}"
+
+
+def test_an_evaluation_asks_for_no_teacher(folders):
+    given = ["distillation.enabled=true", f"{TEACHER}model_path=/nowhere/teacher", f"model.path={folders[0]}"]
+    resolved = load_config(TINY, None, [*given, f"{TEACHER}layout={{world_size: 1}}"])
+    assert [v.field for v in violations(resolved, TINY_MODEL)] == ["distillation.teacher_model.model_path"]
+    assert violations(_without_teacher(resolved), TINY_MODEL) == []
 
 
 def test_a_teacher_of_another_family_and_layout_is_legal(folders):

@@ -201,7 +201,11 @@ def test_a_run_stands_for_its_newest_step(world, tmp_path, monkeypatch, capsys):
 def test_quantised_rollouts_are_left_aside_and_it_is_said(capsys):
     words = ["model.dtype=bfloat16", "rollout.quantization=fp8", "rollout.quantization_block=32"]
     config = load_config(TINY, overrides=words).config
-    assert evaluation._unquantised(config).rollout.fp8_block == 0
+    assert evaluation._as_stored(config, None).rollout.fp8_block == 0
     assert "rollout.quantization is left aside" in capsys.readouterr().out
+    adapted = load_config(TINY, overrides=["actor.lora.rank=8", "actor.lora.path=adapter"]).config
+    assert evaluation._as_stored(adapted, None) is adapted
+    assert "actor.lora.path is left aside" in capsys.readouterr().out
+    assert evaluation._as_stored(adapted, Path("step-1")) is adapted and capsys.readouterr().out == ""
     plain = load_config(TINY).config
-    assert evaluation._unquantised(plain) is plain and capsys.readouterr().out == ""
+    assert evaluation._as_stored(plain, None) is plain and capsys.readouterr().out == ""

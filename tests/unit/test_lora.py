@@ -227,13 +227,15 @@ def test_engines_get_merged_words_of_any_pair_of_layouts_and_both_sides_have_the
     assert all(torch.equal(world.held[0][key], tensor) for key, tensor in shards_of(setup, 0, weights).items())
 
 
-def test_a_block_is_merged_once_a_sync_and_its_digest_is_that_of_the_sync(monkeypatch):
-    setup = setup_for({"world_size": 1}, {})
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_block_is_merged_once_a_sync_and_its_digest_is_that_of_the_sync(ranks, monkeypatch):
+    setup = setup_for({"world_size": ranks}, {})
     merge = WholeFactors(factors_of(setup.model, LORA), LORA)
     made, makes = [], merge.merge
     monkeypatch.setattr(merge, "merge", lambda name, *rest: made.append(name) or makes(name, *rest))
     with World(setup, hf_weights(setup), merge=merge) as world:
-        packed = [copy.hf_name for message in world.senders[0]._messages for copy in message.copies]
+        messages = [message for sender in world.senders.values() for message in sender._messages]
+        packed = [copy.hf_name for message in messages for copy in message.copies]
         for update in (1, 2):
             outcome = world.sync(update)
             assert outcome.errors() == []

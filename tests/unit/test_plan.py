@@ -242,6 +242,13 @@ def test_under_a_token_budget_the_cures_are_budgets_and_the_tried_one_is_the_lon
     ]
 
 
+def test_a_references_own_limit_that_does_not_fit_is_left_out():
+    given = ["algorithm.use_kl_loss=true", "ref.log_prob_max_token_len_per_gpu=100000000"]
+    run = load_config("parallel_configs/qwen3-30b-a3b/h100-4x8.yaml", overrides=given).config
+    found = make_plan(PlanInputs.of(run, known_spec("Qwen3-30B-A3B"), find_device("h100-80g")))["memory"]
+    assert "ref.log_prob_max_token_len_per_gpu=null" in found["would_fit_with"][0]
+
+
 def test_a_plan_is_the_same_every_time_and_another_for_another_layout():
     first, second = (tiny_plan(**{TP: 2, EP: 4}) for _ in range(2))
     assert differences(first, second) == [] and first.keys() == second.keys()

@@ -122,7 +122,7 @@ def test_files_keep_token_ids_log_probs_version_and_reward_parts(tmp_path):
 
 def test_a_file_without_a_column_that_came_later_has_its_part_where_it_was(tmp_path, monkeypatch):
     write_samples(tmp_path, 1, [packed(MANY[:1])], [{"score": 1.0, "reason": "ok", "format": 0.5}])
-    monkeypatch.setattr(sample_files, "OWN_COLUMNS", (*sample_files.OWN_COLUMNS, "format"))
+    monkeypatch.setattr(sample_files, "OWN_COLUMNS", sample_files.OWN_COLUMNS | {"format": None})
     assert read_samples(tmp_path, 1)[0]["reward"] == {"score": 1.0, "reason": "ok", "format": 0.5}
 
 
