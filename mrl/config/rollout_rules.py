@@ -35,6 +35,11 @@ _FIXED_EXPERTS = {"enable_eplb": False, "enable_elastic_ep": False, "expert_plac
 
 def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
     """Yields notes on number formats that differ between generation and training, and on idle devices."""
+    if config.trainer.deterministic and config.rollout.turns is not None and not _on_cpu(config):
+        yield (
+            "trainer.deterministic: with rollout.turns the time of tools decides which responses an engine computes "
+            "together, which outside cpu may change bits"
+        )
     dtype = config.rollout_dtype
     trained = config.model.dtype
     if dtype != trained:

@@ -230,6 +230,14 @@ def _drawn(sizes: Sequence[int], count: int, seed: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
+def _control_tokens(tokenizer: ChatTokenizer) -> list[str]:
+    """Returns the texts that a fast tokenizer reads as tokens of the model's own."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None:
+        return []
+    return [token.content for token in core.get_added_tokens_decoder().values() if token.special]
+
+
 class _Loader:
     """Takes rows one by one and keeps the usable ones."""
 
@@ -246,6 +254,7 @@ class _Loader:
         self.data_sources: set[str] = set()
         self.seen = SeenPrompts()
         self.store = PromptStore()
+        self.forging = _control_tokens(tokenizer) if parameters.tools is not None else []
         self.hash = hashlib.sha256()
         self.rows_hash = hashlib.sha256()
 
@@ -311,6 +320,9 @@ class _Loader:
         )
 
     def _tokenise(self, messages: list[dict[str, str]], extra_info: Mapping[str, Any]) -> list[int]:
+        texts = [message["content"] for message in messages]
+        if forged := next((token for token in self.forging if any(token in text for text in texts)), None):
+            raise BadRow(f"a message holds {forged}, a token of the model's own, which would forge a turn", forged)
         arguments = self.parameters.template_arguments(extra_info)
         try:
             out = self.tokenizer.apply_chat_template(

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mrl.environments.tool import LONGEST_NAME, Tool
+from mrl.environments.tool import LONGEST_NAME, TYPES, Tool
 from mrl.errors import ConfigError
 
 # characters of an answer, which JSON may extend to twelve bytes each; the conversation's budget is lower
@@ -95,13 +95,34 @@ def actions_of(kind: type[Environment], name: str) -> dict[str, Tool]:
     """Returns an environment's actions as tools. Raises ConfigError for an incomplete declaration."""
     if not kind.actions and not kind.schemas:
         raise ConfigError(f"environment {name!r} has no actions: name in `actions` the methods that the model may call")
-    found = {action: Tool(kind.step, schema) for action, schema in kind.schemas.items()}
+    found = {action: Tool(kind.step, _checked(name, action, schema)) for action, schema in kind.schemas.items()}
     for action in kind.actions:
         method = getattr(kind, action, None)
         if not callable(method):
             raise ConfigError(f"environment {name!r} has no method {action!r}, which its `actions` name")
         found[action] = Tool.of(method.__get__(object()), action)  # bound, so that `self` is no parameter
     return found
+
+
+def _checked(name: str, action: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns an action's schema. Raises ConfigError where calls of it could not be read."""
+    own = schema.get("function", {})
+    given = own.get("parameters", {})
+    properties = given.get("properties", {})
+    if own.get("name") != action or len(action.encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"environment {name!r}: the schema of {action!r} is named {own.get('name')!r}; both need one name of at "
+            f"most {LONGEST_NAME} bytes"
+        )
+    if "properties" not in given or "required" not in given:
+        raise ConfigError(f"environment {name!r}: the schema of {action!r} needs `properties` and `required`")
+    for parameter, described in properties.items():
+        kind = described.get("type")
+        if not isinstance(kind, str) or kind not in TYPES:
+            raise ConfigError(
+                f"environment {name!r}: parameter {parameter!r} of {action!r} needs a type: {', '.join(TYPES)}"
+            )
+    return schema
 
 
 def parts_of(kind: type[Environment], name: str) -> dict[str, float]:

@@ -190,6 +190,7 @@ class Session:
         return CallAnswer(OK, "")
 
 
+_LOGGED = 2000  # characters of one line of the log, of which one failure must not take all the space
 _ANSWERED = ("raised", "out_of_memory", "wrong_type", "not_a_number", DIFFERS)  # reported by a process that continues
 
 
@@ -312,38 +313,41 @@ class EnvironmentPool:
         while (taken := self._next(slot)) is not None:
             job, future = taken
             if not future.set_running_or_notify_cancel():
+                self._leave(slot)
                 continue
             try:
-                future.set_result(self._done(slot, job, future))
+                future.set_result(self._done(slot, job))
             except BaseException as error:  # raised to whoever waits for it
                 future.set_exception(error)
         self.end_process(slot)
 
-    def _done(self, slot: _Slot, job: Callable[[_Slot], Any], future: Future) -> Any:
+    def _done(self, slot: _Slot, job: Callable[[_Slot], Any]) -> Any:
         """Runs a job. If its process was killed meanwhile, ends it before the next job."""
-        with self._changed:
-            slot.at = future
         try:
             return job(slot)
         finally:
-            with self._changed:
-                is_abandoned = slot.is_abandoned
-                slot.at = None
-                slot.is_abandoned = False
-            if is_abandoned:
+            if self._leave(slot):
                 self.end_process(slot)
 
+    def _leave(self, slot: _Slot) -> bool:
+        """Frees a slot of its job. Returns whether the job was abandoned."""
+        with self._changed:
+            is_abandoned = slot.is_abandoned
+            slot.at = None
+            slot.is_abandoned = False
+        return is_abandoned
+
     def _next(self, slot: _Slot) -> tuple[Callable, Future] | None:
-        """Waits for the next job; None once the pool is closed."""
+        """Waits for the next job, and puts it into the slot; None once the pool is closed."""
         with self._changed:
             shared = deque() if slot.of_sessions else self._shared
             while not (self._closed or slot.queue or shared):
                 self._changed.wait()
             if self._closed:
                 return None
-            if slot.queue:
-                return slot.queue.popleft()
-            return shared.popleft()
+            taken = (slot.queue or shared).popleft()
+            slot.at = taken[1]
+            return taken
 
     def _call(self, slot: _Slot, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
         began = time.monotonic()
@@ -420,7 +424,7 @@ class EnvironmentPool:
         """Writes a line into the log of the tools."""
         with self._changed:
             if self._log is not None:
-                self._log.write(f"{line}\n".encode("utf-8", "replace"))
+                self._log.write(f"{line[:_LOGGED]}\n".encode("utf-8", "replace"))
                 self._log.flush()
 
     def close(self) -> None:

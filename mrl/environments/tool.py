@@ -25,7 +25,7 @@ from mrl.errors import ConfigError
 LONGEST_AGENT_S = 1e6  # longer than any conversation
 LONGEST_NAME = 64  # bytes of the name of a tool or a part, which become columns
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
+TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if value is None:
         return bool(schema.get("nullable"))
     kind = schema["type"]
-    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
+    if not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
         return False
     if kind == "array" and "items" in schema:
         return all(_fits(each, schema["items"]) for each in value)

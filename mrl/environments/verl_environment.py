@@ -213,9 +213,8 @@ def gsm8k_class() -> type:
             return instance_id, ToolResponse()
 
         async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any):
-            answer = str(parameters.get("answer", ""))
-            if not answer.startswith("#### "):
-                answer = f"#### {answer}"
+            given = str(parameters.get("answer", ""))
+            answer = given if given.startswith("#### ") else f"#### {given}"
             right, before = self._at[instance_id]
             numbers = [each for each in re.findall(r"-?[0-9.,]+", answer[-300:]) if each != "."]
             reward = float(bool(numbers) and numbers[-1] == right)
@@ -223,7 +222,7 @@ def gsm8k_class() -> type:
             penalty = 0.0
             if reward <= before:
                 penalty = -0.05
-            return ToolResponse(text=f"Current parsed {answer=} {reward=}"), penalty, {}
+            return ToolResponse(text=f"Current parsed answer={given!r} {reward=}"), penalty, {}
 
         async def calc_reward(self, instance_id: str, **_: Any) -> float:
             return self._at[instance_id][1]

@@ -179,7 +179,7 @@ class AgentPartner:
                 continue
             try:
                 self._place = self._spoken.place(self._asked.chat)
-                self._ids = self._tokens()
+                self._ids = await asyncio.to_thread(self._tokens)  # megabytes of messages take seconds
                 return True
             except (ValueError, TypeError, RecursionError) as error:  # a client's data must not end the run
                 self._asked.refuse(str(error))

@@ -222,8 +222,12 @@ class ToolPartner:
                 done, _ = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 for each in done:
                     number = waiting.pop(each)
-                    answers[number] = each.result()
-                    talk = talk.answered(talk.turn, number, answers[number].text, self._clock())
+                    answer = each.result()
+                    talk = talk.answered(talk.turn, number, answer.text, self._clock())
+                    if talk.stop is Stop.SECONDS:
+                        waiting[each] = number  # it came too late
+                    else:
+                        answers[number] = answer
                 talk = talk.passed(self._clock())
         finally:
             for each in waiting:

@@ -33,6 +33,7 @@ from mrl.remote.calls import gather, late, unwrap
 from mrl.remote.helper_actors import on_node
 from mrl.remote.process_logs import log_file
 from mrl.reward.items import (
+    FELL,
     LEFT_OUT,
     NOT_FINITE,
     OK,
@@ -186,7 +187,7 @@ def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
     wrong = [f"{name}: {reason}" for name, reason in made if reason not in _NO_FAILURES]
     detail = "it did not begin"
     if wrong:
-        detail = wrong[-1]
+        detail = next((each for each in wrong if each.endswith(f": {FELL}")), wrong[-1])
     return RewardResult(question.sample_id, 0.0, {}, LEFT_OUT, detail, question.data_source)
 
 

@@ -185,6 +185,8 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
         "rollout.agent.path": config.rollout.agent,
     }
     files = [(key, Path(each.path)) for key, each in named.items() if each is not None and each.path is not None]
+    if config.rollout.agent is not None:
+        files += [("rollout.agent.command", file) for file in map(Path, config.rollout.agent.command) if _is_text(file)]
     turns = config.rollout.turns
     if turns is not None and turns.tool_config_path is not None:
         files += [(CONFIG_KEY, file) for file in files_of(Path(turns.tool_config_path))]
@@ -197,6 +199,11 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
             raise ConfigError(f"{key}: {path} cannot be read: {reason(error)}") from None
         found.append({"key": key, "path": str(path), "sha256": digest})
     return found
+
+
+def _is_text(file: Path) -> bool:
+    """Tells whether a word of a command names a file that may be a user's program."""
+    return file.is_file() and file.stat().st_size <= TEXT_BYTES
 
 
 def _bytes_of_a_checkpoint(config: RunConfig, model: ModelSpec) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 from mrl.config.override_fields import VLLM_SPEED
 from mrl.config.schema import RunConfig
+from mrl.config.schema_rollout import TurnsConfig
 from mrl.schedule.ledger import Fingerprint
 from mrl.vllm.requests import training_sampling, turns_spec
 
@@ -76,6 +77,7 @@ def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequen
         "seed": config.trainer.seed,
         "words": [rollout.dtype, rollout.quantization, rollout.quantization_block, arguments],
         "turns": turns and [asdict(turns), rows],  # tools and environments see the rows
+        "index": _of_index(rollout.turns),
         "endpoint": rollout.endpoint,
         "files": _digests(files, ROLLOUT_FILE),
     }
@@ -97,11 +99,19 @@ def _digests(files: Sequence[Mapping[str, str]], keys: str) -> list[str]:
 
 def _weight_files(folder: str | Path) -> list[list[Any]]:
     """Returns path, size and time of each weight file. Reading a large model completely would take minutes."""
-    found = []
-    for file in sorted(Path(folder).resolve().glob("*.safetensors")):
-        known = file.stat()
-        found.append([str(file), known.st_size, known.st_mtime_ns])
-    return found
+    return [_file_facts(file) for file in sorted(Path(folder).resolve().glob("*.safetensors"))]
+
+
+def _of_index(turns: TurnsConfig | None) -> list[Any] | None:
+    """Returns path, size and time of the index that the tool search reads; None without one."""
+    if turns is None or turns.index is None or not Path(turns.index).is_file():
+        return None
+    return _file_facts(Path(turns.index))
+
+
+def _file_facts(file: Path) -> list[Any]:
+    known = file.stat()
+    return [str(file), known.st_size, known.st_mtime_ns]
 
 
 def _digest(what: Any) -> str:

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from mrl.environments.environment import Environment, Reply
 
@@ -192,3 +193,27 @@ class Unreadable(Stairs):
     """Raises what nobody expects when it is looked at."""
 
     parts = Angry(left=1)
+
+
+def _schema(name: str, parameters: dict) -> dict:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+
+
+class Misnamed(Environment):
+    """Offers an action under a name that nobody can call."""
+
+    schemas: ClassVar = {"act": _schema("do", {"type": "object", "properties": {}, "required": []})}
+
+
+class Unsaid(Environment):
+    """Says nothing of its parameters."""
+
+    schemas: ClassVar = {"act": _schema("act", {"type": "object"})}
+
+
+class Typeless(Environment):
+    """Takes what may be anything."""
+
+    schemas: ClassVar = {
+        "act": _schema("act", {"type": "object", "properties": {"what": {"type": ["string"]}}, "required": []})
+    }

@@ -409,6 +409,15 @@ def test_one_that_hangs_until_all_time_is_up_has_failed_and_is_no_reward_of_noth
     assert last_calls(made)[0] == ("act", "unanswered")
 
 
+def test_a_reply_after_all_time_is_up_is_none(games, monkeypatch):
+    """Its reward and its end do not count: the clock stands behind the deadline when it comes."""
+    clock = iter([0.0, 0.0])
+    monkeypatch.setattr(games, "_clock", lambda: next(clock, 1e6))
+    made = whole(games, Engine(called("climb", steps=3), "never"), row=row(environment="Stairs", height=3))
+    assert STOP_REASONS[made.stop_reason[0]] == Stop.ENVIRONMENT
+    assert last_calls(made) == [("climb", "unanswered")] and made.turn_rewards.tolist() == [0.0]
+
+
 def test_one_that_does_not_begin_has_failed_whatever_the_model_says(games):
     for said in (["It is 408."], [called("count"), "Done."]):
         made = whole(games, Engine(*said), row=row(environment="Trouble", begins=False))

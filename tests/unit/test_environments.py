@@ -253,6 +253,9 @@ def test_closing_ends_sessions_that_hang():
         (ToolsSpec((), FILE, environments=("Unreadable",)), "RuntimeError: not now .at .*environment_classes.py"),
         (ToolsSpec((), FILE, environments=("Vague",)), "'where' has no type"),
         (ToolsSpec((), FILE, environments=("Missing",)), "environment 'Missing' has no method 'fly'"),
+        (ToolsSpec((), FILE, environments=("Misnamed",)), "schema of 'act' is named 'do'"),
+        (ToolsSpec((), FILE, environments=("Unsaid",)), "schema of 'act' needs `properties` and `required`"),
+        (ToolsSpec((), FILE, environments=("Typeless",)), "parameter 'what' of 'act' needs a type"),
     ],
 )
 def test_environments_that_cannot_be_loaded_are_refused_by_key(spec, why):

@@ -394,7 +394,24 @@ def test_classes_of_verls_beside_functions_are_a_loss_each():
     words = (f"function_tool_path={FUNCTIONS}", "tool_config_path=tools.yaml", "max_user_turns=3")
     out = from_overrides(f"{MULTI_TURN}enable=True", *(f"{MULTI_TURN}{word}" for word in words))
     lost = [each.key.removeprefix(MULTI_TURN) for each in out.of("unsupported") if "turn" in each.key]
-    assert lost == ["tool_config_path", "max_user_turns"]
+    assert lost == ["tool_config_path"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns"),
+    [
+        (["max_user_turns=3"], 4),  # verl leaves its loop after the fourth answer of the model
+        (["max_user_turns=8", "max_assistant_turns=8"], 8),
+        (["max_user_turns=1", "max_assistant_turns=8"], 2),
+        (["max_assistant_turns=0"], 1000),  # no limit
+        (["max_user_turns=null"], 1000),
+    ],
+)
+def test_turns_of_the_model_are_the_lower_of_verls_two_limits(limits, turns):
+    words = (f"function_tool_path={FUNCTIONS}", *limits)
+    out = from_overrides(f"{MULTI_TURN}enable=True", *(f"{MULTI_TURN}{word}" for word in words))
+    assert out.values["rollout.turns.max_turns"] == turns
+    assert not [each.key for each in out.of("unsupported") if "turn" in each.key]
 
 
 def test_a_discount_is_missed_where_verl_would_apply_it():

@@ -742,6 +742,14 @@ def test_what_changes_responses_is_another_sampling(sources, setting):
     assert replace(changed, sampling="") == replace(sources(), sampling="")
 
 
+def test_another_search_index_is_another_sampling(sources, tmp_path):
+    index = tmp_path / "index.db"
+    index.write_text("one")
+    before = sources(f"rollout.turns={{tools: [search], index: {index}}}")
+    index.write_text("another")
+    assert sources(f"rollout.turns={{tools: [search], index: {index}}}").sampling != before.sampling
+
+
 @pytest.mark.parametrize("setting", [
     "rollout.num_engines=2", "rollout.max_num_seqs=3", "trainer.save_freq=7", "cluster.placement=colocated",
     "actor.optim.lr=1.0", "rollout.restart_limit=9", "reward.num_workers=7", "reward.timeout_s=99.0",

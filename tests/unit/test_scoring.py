@@ -114,6 +114,8 @@ def test_nobody_judges_a_response_with_log_probs_that_are_no_numbers():
         ((("guess", "raised"), ("", "unread")), "it did not begin"),  # a turn before the last
         ((("guess", "ok"), ("guess", "not_called")), "it did not begin"),
         ((("guess", "ok"), ("guess", "fell"), ("", "unread"), ("guess", "not_called")), "guess: fell"),
+        ((("", "unread"), ("guess", "fell"), ("lookup", "raised")), "guess: fell"),  # and not the tool's failure
+        ((("", "unread"), ("lookup", "raised"), ("guess", "died")), "guess: died"),
     ],
 )
 def test_the_cause_of_a_failed_environment_is_no_call_that_was_not_made(calls, detail):

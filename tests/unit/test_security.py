@@ -209,6 +209,9 @@ def test_plug_ins_are_named_with_their_digest_before_they_run(tmp_path, tiny_wor
         pass
     assert json.loads((tmp_path / ATTEMPTS).read_text().splitlines()[0])["plug_ins"] == [found]
     assert plug_in_lines([found]) == [f"plug-in: reward.custom_reward_function.path {reward}, SHA-256 {digest}"]
+    started = {"command": ["python", str(reward), "--fast"]}
+    agents = load_config(PRESET, overrides=["rollout.endpoint=true", f"rollout.agent={started}"])
+    assert plug_ins(agents.config) == [{"key": "rollout.agent.command", "path": str(reward), "sha256": digest}]
     reward.unlink()
     with pytest.raises(ConfigError, match=r"mine\.py cannot be read"):
         plug_ins(resolved.config)

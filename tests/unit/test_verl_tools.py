@@ -115,8 +115,8 @@ def test_verls_judge_of_gsm8k_has_a_stand_in(tmp_path):
             session.step("calc_gsm8k_reward", {"answer": each}).result(60) for each in ("7", "72", "#### 72", "")
         ]
     assert [(each.text, each.reward) for each in replies] == [
-        ("Current parsed answer='#### 7' reward=0.0", -0.05), ("Current parsed answer='#### 72' reward=1.0", 0.0),
-        ("Current parsed answer='#### 72' reward=1.0", -0.05), ("Current parsed answer='#### ' reward=0.0", -0.05),
+        ("Current parsed answer='7' reward=0.0", -0.05), ("Current parsed answer='72' reward=1.0", 0.0),
+        ("Current parsed answer='#### 72' reward=1.0", -0.05), ("Current parsed answer='' reward=0.0", -0.05),
     ]  # fmt: skip
     assert [each.parts["calc_gsm8k_reward"] for each in replies] == [0.0, 1.0, 1.0, 0.0]
 

@@ -21,6 +21,7 @@ ENABLE = MULTI + "enable"
 FUNCTIONS = (MULTI + "function_tool_path", "data.function_tool_path")
 CLASSES = (MULTI + "tool_config_path", "data.tool_config_path")
 DECORATOR = "function_tool"
+MAX_ANSWERS = "max_user_turns"
 UNLIMITED = 1000  # turns in place of verl's None; the length of the response is the limit
 # verl's keys, ours, and verl's default
 _LIMITS = {
@@ -55,7 +56,14 @@ def _enable(o: Override, out: Import, settings: VerlSettings) -> None:
     for name, (ours, default) in _LIMITS.items():
         if settings.given(MULTI + name) is None:
             why = f"verl's {name} is {default} where nothing is said"
-            out.put("implied", "", f"rollout.turns.{ours}", default or UNLIMITED, why)
+            out.put("implied", "", f"rollout.turns.{ours}", default or _most_turns(settings), why)
+
+
+def _most_turns(settings: VerlSettings) -> int:
+    """Returns the turns of the model that both limits leave: it speaks once more than it is answered."""
+    own = settings.given(MULTI + "max_assistant_turns") or UNLIMITED
+    answers = settings.given(MULTI + MAX_ANSWERS)
+    return own if answers is None else min(own, answers + 1)
 
 
 def _functions(settings: VerlSettings) -> tuple[str, list[str]]:
@@ -121,13 +129,17 @@ def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix(MULTI)
     if not _is_carried(settings):
         out.leave("not_applicable", o.key, o.value, "goes with multi_turn.enable", o.line)
+    elif name == "max_assistant_turns" and o.value is not None:
+        out.put("renamed", o.key, "rollout.turns.max_turns", _most_turns(settings), line=o.line)
+    elif name == MAX_ANSWERS:
+        out.leave("implied", o.key, o.value, "rollout.turns.max_turns is at most one more", o.line)
     elif name in _LIMITS and o.value is not None:
         out.put("renamed", o.key, f"rollout.turns.{_LIMITS[name][0]}", o.value, line=o.line)
     elif name in _LIMITS or o.key in FUNCTIONS or (o.key in CLASSES and _classes(settings)[0]):
         out.leave("implied", o.key, o.value, "goes with multi_turn.enable", o.line)
     elif name == "format":
         out.leave("implied", o.key, o.value, "the form of calls is that of the model's chat template", o.line)
-    elif (name, o.value) in (("tool_response_truncate_side", "middle"), ("max_user_turns", None)):
+    elif (name, o.value) == ("tool_response_truncate_side", "middle"):
         out.leave("implied", o.key, o.value, "so it is here", o.line)
     elif o.key in CLASSES:
         out.leave("unsupported", o.key, o.value, _NOT_HERE, o.line)
@@ -140,7 +152,6 @@ def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
 _NOT_HERE = "tools of verl's classes, in a file that is not at hand: set rollout.turns.tool_config_path"
 _UNSUPPORTED = {
     "tool_response_truncate_side": "a long answer is cut in the middle",
-    "max_user_turns": "turns are counted by what the model says (rollout.turns.max_turns)",
     "interaction_config_path": "interactions of verl's classes: write each as an environment (docs/tools.md)",
 }
 
