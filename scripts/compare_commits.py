@@ -34,7 +34,7 @@ from stamp import facts  # noqa: E402
 
 PRESET = "parallel_configs/tiny-moe/cpu.yaml"
 # what a clock or the machine's state decides
-CLOCKS = ("timing_", "perf/", "reshard/seconds", "reshard/peak_staging_bytes")
+CLOCKS = ("timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_staging_bytes")
 NOT_PLANNED = ("seconds", "plan_seconds")  # measured, in a plan
 PHASES = tuple(f"timing_s/{name}" for name in ("step", "gen", "old_log_prob", "update_actor", "reshard", "outside"))
 MAIN = "try:\n    from mrl.cli.main import main\nexcept ImportError:\n    from mrl.cli import main\nmain()"
