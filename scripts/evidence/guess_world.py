@@ -19,7 +19,7 @@ from make_tool_world import Calling, Row, fit, make_tokenizer, write_model
 HIGH = 15
 GUESSES = 4
 POSITIONS = 192
-PLAN = Calling(steps=250, batch=32, share=0.25)
+PLAN = Calling(steps=800, batch=32, share=0.35)
 ROWS = {"train": 2048, "val": 128}
 WORDS = (
     "system", "user", "assistant", "guess", '{"name": "', '", "arguments": {"number": ', "}}", "The hidden number is ",
