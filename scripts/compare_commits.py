@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -254,8 +255,19 @@ def _store(result: dict, file: Path, name: str | None) -> None:
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """Prints the comparison; exits with 1 where it found a difference."""
+@contextmanager
+def checked_out(revision: str, code: Path) -> Iterator[Path]:
+    """A checkout of the commit at `code`, as long as it is looked at."""
+    git = ["git", "worktree"]
+    subprocess.run([*git, "add", "--detach", str(code), revision], cwd=ROOT, check=True, capture_output=True)
+    try:
+        yield code
+    finally:
+        subprocess.run([*git, "remove", "--force", str(code)], cwd=ROOT, check=True)
+
+
+def options() -> argparse.Namespace:
+    """Arguments of the command. Refuses to go on without a tiny world."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit")
     parser.add_argument("--steps", type=int, default=6)
@@ -270,30 +282,32 @@ def main() -> None:
     args = parser.parse_args()
     if not (ROOT / "tiny-world").is_dir():
         parser.error("tiny-world/ is not there: make it with scripts/make_tiny_world.py --out tiny-world --seed 0")
-    with tempfile.TemporaryDirectory() as folder:
-        code, work = Path(folder, "code"), Path(folder, "out")
-        subprocess.run(
-            ["git", "worktree", "add", "--detach", str(code), args.commit], cwd=ROOT, check=True, capture_output=True
-        )
-        try:
-            of_both = args.preset, tuple(args.settings)
-            before, after = Tree(code, work / "before", *of_both), Tree(ROOT, work / "after", *of_both)
-            before.prepare()
-            after.prepare()
-            if args.speed:
-                result = compare_speed(before, after, args.steps, args.rounds)
-            else:
-                result = compare(before, after, args.steps, args.rounds, args.tolerance, not args.no_plans)
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(code)], cwd=ROOT, check=True)
+    return args
+
+
+def compared(args: argparse.Namespace) -> dict:
+    """What was found, by the options of the command, without where and when."""
+    with tempfile.TemporaryDirectory() as folder, checked_out(args.commit, Path(folder, "code")) as code:
+        work = Path(folder, "out")
+        of_both = args.preset, tuple(args.settings)
+        before = Tree(code, work / "before", *of_both)
+        after = Tree(ROOT, work / "after", *of_both)
+        before.prepare()
+        after.prepare()
+        if args.speed:
+            return compare_speed(before, after, args.steps, args.rounds)
+        return compare(before, after, args.steps, args.rounds, args.tolerance, not args.no_plans)
+
+
+def main() -> None:
+    """Prints the comparison; exits with 1 where it found a difference."""
+    args = options()
+    found = compared(args)
     kind = "--speed" if args.speed else f"--tolerance {args.tolerance:g}"
     settings = "".join(f" --set {setting}" for setting in args.settings)
     of_run = f"--steps {args.steps} --rounds {args.rounds} --preset {args.preset}{settings}"
-    result = (
-        facts(f"python scripts/compare_commits.py {args.commit} {of_run} {kind}")
-        | {"before": commit_of(args.commit)}
-        | result
-    )
+    command = f"python scripts/compare_commits.py {args.commit} {of_run} {kind}"
+    result = facts(command) | {"before": commit_of(args.commit)} | found
     print(json.dumps(result, indent=2))
     if args.json:
         _store(result, args.json, args.name)

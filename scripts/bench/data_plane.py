@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,8 @@ RATE = FULL / 200  # responses a second, all engines together
 LINK = "4gbit"
 CONTEXT = 20  # tokens that a turn's call brings
 SIGMA = 0.62  # of the logarithm: 3.9 % beyond LONGEST, with that mean
+GAP = np.float32(1e-4)  # of ranks' log-probs, over generation's
+UPDATE_METRICS = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}  # of a mini-batch
 
 
 def lengths_of(responses: int) -> np.ndarray:
@@ -159,6 +162,48 @@ def measuring_timer(phases: dict[str, dict[str, float]]) -> type:
     return MeasuringTimer
 
 
+# ---------------------------------------------------------------- both sides
+
+
+def drawn(number: int, tokens: int, routes: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Ids and log-probs [tokens] of a response, and where they come routes [PROMPT + tokens, LAYERS, TOPK]; of a number
+    always the same.
+    """
+    rng = np.random.default_rng(number)
+    ids = rng.integers(1, 1000, tokens)
+    known = None
+    if routes:
+        known = rng.integers(0, 127, (PROMPT + tokens, LAYERS, TOPK)).astype(np.int8)
+    return ids, -rng.random(tokens).astype(np.float32), known
+
+
+class FakeEngine:
+    """Synthesises responses of the lengths, each when it is due. `made` makes of one what engines of its tree yield,
+    `first` is the number of the first request.
+    """
+
+    def __init__(self, lengths: np.ndarray, first: int, routes: bool, made: Callable):
+        self.lengths, self.first, self.routes, self.made = lengths, first, routes, made
+        self.pace = Pace()
+
+    async def generate(self, requests, sampling):
+        for request in requests:
+            await self.pace.turn()
+            number = request.sample_id - self.first
+            yield self.made(request, *drawn(number, int(self.lengths[number]), self.routes))
+
+
+def prompts_of(responses: int) -> list:
+    from mrl.data.batch import Prompt
+
+    return [Prompt(i, (7,) * PROMPT, "test", "x") for i in range(responses // N)]
+
+
+def warm(ray, *groups) -> None:
+    """Processes are up, and what a first call imports is imported."""
+    ray.get([actor.__ray_ready__.remote() for group in groups for actor in group])
+
+
 # ---------------------------------------------------------------- this tree
 
 
@@ -166,173 +211,22 @@ def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     """One step of the loop. What stands in is made of nothing: model, saver, weight sync."""
     import ray
 
-    from mrl.cluster.actor_group import put_once
-    from mrl.cluster.engine_fleet import EngineFleet
-    from mrl.cluster.rollout_group import RolloutGroup, request_limit
-    from mrl.cluster.workers import EngineWorker
     from mrl.config.load import load_config
-    from mrl.config.places import Deployment
-    from mrl.config.schedule_rules import schedule_of
-    from mrl.data.samples import Sample, packed
-    from mrl.flow.group_writer import GroupWriter
-    from mrl.flow.outbox import Outboxes
-    from mrl.flow.response_store import SMALL_OBJECTS
-    from mrl.flow.routes import start_readers
-    from mrl.flow.sample_writer import SampleWriter
-    from mrl.flow.scoring import Channel, PoolSettings, Scorer, ScorerGroup
-    from mrl.megatron.batching import RowLengths, RowResult, UpdateResult
-    from mrl.model import planning_model_spec
-    from mrl.model.layout import TrainLayout
-    from mrl.record.attempts import UnderWay
     from mrl.record.metrics import StepLine
     from mrl.record.run_dir import RunDir, read_metrics
-    from mrl.record.sinks import make_sinks
-    from mrl.remote.helper_actors import on_node
-    from mrl.reward.items import RewardSpec
-    from mrl.schedule.ledger import Fingerprint
     from mrl.train import loop
-    from mrl.train.assemble import Run
-    from mrl.train.generation import Generation
-    from mrl.train.generation_rules import GenerationRules
-    from mrl.train.lost_engines import LostEngines
-    from mrl.train.reporting import AdvisedRecord
-    from mrl.train.resume import TrainState
-    from mrl.train.rollouts import Judge, Responder
-    from mrl.train.spool import Spool
-    from mrl.train.stop_signals import StopFlag
-    from mrl.vllm.requests import Sampling
 
-    config, every = load_config(PRESET, "gspo", settings(responses, routes)).config, lengths_of(responses)
-    here = ray.get_runtime_context().get_node_id()
-    far = next((node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here), here)
-
-    class FakeEngine:
-        def __init__(self):
-            self.pace = Pace()
-
-        async def generate(self, requests, sampling):
-            for request in requests:
-                await self.pace.turn()
-                number = request.sample_id - 1  # requests are numbered from 1
-                rng, tokens = np.random.default_rng(number), int(every[number])
-                ids, known = rng.integers(1, 1000, tokens).astype(np.int32), None
-                if routes:
-                    known = rng.integers(0, 127, (PROMPT + tokens, LAYERS, TOPK)).astype(np.int8)
-                log_probs = -rng.random(tokens).astype(np.float32)
-                yield packed([
-                    Sample(request.prompt_id, request.group_id, request.sample_id, 0, request.prompt_ids, ids,
-                        log_probs, "stop", 0, known, **talked(tokens, turns))
-                ])  # fmt: skip
-
-    class Engine(EngineWorker):
-        def __init__(self):
-            self.engine, self.outboxes = FakeEngine(), Outboxes()
-
-    class Rank:
-        """A replica without a model: its log-probs are near generation's."""
-
-        def __init__(self, stage, context, degree, replica):
-            self.config = config
-            self.counts_updates = replica == 0  # as real ranks do, those of one replica alone
-            self.stage, self.context = stage, context
-            self.degree = degree  # number of stages, and of context-parallel ranks
-            self.on_last_stage = stage == degree - 1
-            self.holds_result = self.on_last_stage and context == 0
-
-        def begin_step(self, stored, own, cut, readers):
-            from mrl.flow.rank_batch import RankBatch
-            from mrl.flow.routes import read_routes
-            from mrl.megatron.packing import Shape
-
-            blocks, found = stored.fetched([block.samples for block in stored.blocks]), None
-            samples = stored.assembled(blocks)
-            self.needed = samples.rows(np.flatnonzero(own)).nbytes
-            self.received = sum(block.nbytes for block in blocks)
-            if readers:
-                layers = np.array_split(np.arange(LAYERS), self.degree)[self.stage]
-                computed = cut.computed(RowLengths.of(samples), Shape(True, self.degree), self.context, 0)
-                found = read_routes(stored, blocks, computed, layers, readers)
-                self.received += found.values.nbytes
-                trained = np.repeat(own, samples.lengths) & computed
-                self.needed += int(trained.sum()) * len(layers) * TOPK
-            self.batch = RankBatch(self, samples, own, cut, found)
-
-        def do(self, verb, *arguments):
-            return self.batch.do(verb, *arguments)
-
-        def policy_log_probs(self, batch, micros):
-            if self.on_last_stage:
-                gap, every = np.float32(1e-4), np.arange(len(batch))
-                return RowResult(every, batch.rollout_log_probs[batch.is_sampled] + gap, (0.0, 1.0))
-
-        def update_replica(self, batch, mini_batches, counts):
-            told = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}
-            parts = [told for _ in counts if self.holds_result and self.counts_updates]
-            return UpdateResult(parts, [], spent={"perf/update_s": (1.0, 1.0)})
-
-        def fetched(self):
-            return self.received, self.needed
-
-    class Ranks:
-        def __init__(self):
-            self.config, (self.model, _) = config, planning_model_spec(config.model.path)
-            self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
-            kind, layout = ray.remote(Rank).options(**on_node(here)), self.layout
-            at = [layout.dense_coords(rank) for rank in range(layout.world_size)]
-            self.ranks = [kind.remote(each.pp, each.cp, layout.pipeline, each.dp) for each in at]
-            self.teacher = None
-            self.route_readers = start_readers([far]) if routes else {}
-
-        def each(self, method, arguments, phase, interruptible=False):
-            return ray.get(
-                [getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, put_once(arguments), strict=True)]
-            )
-
-    engines = RolloutGroup.__new__(RolloutGroup)
-    engines.cluster, engines.rollout, engines.poll = config.cluster, config.rollout, lambda: None
-    engines.max_requests = request_limit(Deployment.of(config), config.trainer.deterministic)
-    environment = {"env_vars": SMALL_OBJECTS}
-    kind = ray.remote(Engine).options(**on_node(far), runtime_env=environment)
-    engines.workers = [kind.remote() for _ in range(ENGINES)]
-    engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
-    engines.nodes = dict.fromkeys(engines.names, far)
-    engines.fleet = EngineFleet(engines, 60.0)
+    config = load_config(PRESET, "gspo", settings(responses, routes)).config
+    lengths = lengths_of(responses)
+    here, far = nodes_of_run()
+    engines = engine_group(config, far, FakeEngine(lengths, 1, routes, samples_of(turns)))
     run_dir = RunDir.open(folder / "run", "")
-    actor, writer = Ranks(), SampleWriter(run_dir.samples, 600.0, config.record)
-    record = AdvisedRecord(make_sinks([], run_dir, 2), [], UnderWay(run_dir.path, 0))
-    scorer = (
-        ray.remote(Scorer)
-        .options(**on_node(far), runtime_env=environment)
-        .remote(lambda: SimpleNamespace(decode=lambda ids, **_: "text" * len(ids)))
-    )
-    pool = PoolSettings(RewardSpec("exact_match"), 1, 60.0, 0.0, folder / "reward.log", dict(os.environ), str(folder))
-    ray.get(scorer.start.remote(pool))
-    scorers = ScorerGroup([Channel("scorer 0", scorer)], dict.fromkeys(engines.names, 0))
-    responder = Responder(engines, scorers, config.reward, record, lambda: None)
-    prompts, phases = prompts_of(responses), {}
+    actor = Ranks(config, here, far, routes)
+    scorers = scorer_group(far, engines, folder)
+    run = assembled(config, run_dir, actor, engines, scorers, prompts_of(responses), routes)
+    phases = {}
     timer = measuring_timer(phases)
     loop.StepLine = lambda: StepLine(timer())
-    stream = SimpleNamespace(
-        next_batch=lambda cursor: (prompts, cursor), batch_number=lambda cursor: 0, batch_size=len(prompts)
-    )
-    lost = LostEngines(run_dir.lost_engines)
-    spool = Spool(run_dir.spool, GroupWriter(600.0, 0))
-    rules = GenerationRules(
-        replace(schedule_of(config), total_steps=1),
-        Judge(config.algorithm, config.reward, config.data.max_response_length),
-        Sampling(1.0, LONGEST, (), routes=routes),
-        0, Fingerprint("", ""), spool, lost, lost.suspects(),
-    )  # fmt: skip
-    placement = SimpleNamespace(
-        to_generation=lambda: None, to_log_probs=lambda: None, to_update=lambda: None, to_engines=lambda step: {},
-        seconds=dict,
-    )  # fmt: skip
-    run = Run(
-        config=config, run_dir=run_dir, val_prompts=None, total_steps=2, stop=StopFlag(), record=record,
-        responder=responder, actor=actor, placement=placement, saver=SimpleNamespace(finished=dict, failed_saves=0),
-        sample_writer=writer, generation=Generation(rules, responder, stream, TrainState()), spool=spool,
-        hosts=SimpleNamespace(memory_used=lambda: 0), peak=SimpleNamespace(actor=1.0, run=1.0), state=TrainState(),
-    )  # fmt: skip
     warm(ray, actor.ranks, engines.workers)
 
     measured = Measured()
@@ -340,19 +234,230 @@ def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     loop.train_step(run)
     run.generation.close()
     said = read_metrics(run_dir.metrics)[0]
-    found = measured.of(responses * PROMPT + int(every.sum()), phases=phases)
+    found = measured.of(responses * PROMPT + int(lengths.sum()), phases=phases)
     found["outside_over_step"] = said["timing_s/outside"] / said["timing_s/step"]
-    writer.close()
-    received = ray.get([rank.fetched.remote() for rank in actor.ranks])
+    run.sample_writer.close()
+    fetched = ray.get([rank.fetched.remote() for rank in actor.ranks])
     size = (run_dir.samples / "step-1.parquet").stat().st_size
-    record.close()
+    run.record.close()
     run_dir.close()
-    needed = sum(n for _, n in received)
-    if far != here:
-        found |= {"came_bytes": came() - measured.came, "needed_bytes": needed}
-        found["came_over_needed"] = found["came_bytes"] / needed
-    ratio = sum(r for r, _ in received) / needed
-    return found | {"received_over_needed": ratio, "samples_bytes_per_token": size / found["tokens"]}
+    found |= over_needed(fetched, came() - measured.came if far != here else None)
+    return found | {"samples_bytes_per_token": size / found["tokens"]}
+
+
+def nodes_of_run() -> tuple[str, str]:
+    """This node's id, and that of the engines and the scorer: another one's where there is one."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return here, next((node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here), here)
+
+
+def over_needed(fetched: list[tuple[int, int]], came_bytes: int | None) -> dict[str, float]:
+    """What ranks received over what they need, of (received, needed) of each, bytes; between nodes what came, too."""
+    received, needed = (sum(numbers) for numbers in zip(*fetched, strict=True))
+    found = {"received_over_needed": received / needed}
+    if came_bytes is None:
+        return found
+    return {"came_bytes": came_bytes, "needed_bytes": needed, "came_over_needed": came_bytes / needed} | found
+
+
+def samples_of(turns: int) -> Callable:
+    """What makes a response of so many turns the samples that an engine yields."""
+    from mrl.data.samples import Sample, packed
+
+    def made(request, ids, log_probs, routes):
+        return packed([
+            Sample(request.prompt_id, request.group_id, request.sample_id, 0, request.prompt_ids, ids.astype(np.int32),
+                log_probs, "stop", 0, routes, **talked(len(ids), turns))
+        ])  # fmt: skip
+
+    return made
+
+
+def placed(kind: type, node: str):
+    """The kind as an actor of Ray on the node, which stores what it returns as engines and scorers do."""
+    import ray
+
+    from mrl.flow.response_store import SMALL_OBJECTS
+    from mrl.remote.helper_actors import on_node
+
+    return ray.remote(kind).options(**on_node(node), runtime_env={"env_vars": SMALL_OBJECTS})
+
+
+def engine_group(config, node: str, engine: FakeEngine):
+    """The product's engines on the node, each with a copy of `engine` for vLLM."""
+    from mrl.cluster.engine_fleet import EngineFleet
+    from mrl.cluster.rollout_group import RolloutGroup, request_limit
+    from mrl.cluster.workers import EngineWorker
+    from mrl.config.places import Deployment
+    from mrl.flow.outbox import Outboxes
+
+    class Engine(EngineWorker):
+        def __init__(self, engine):
+            self.engine, self.outboxes = engine, Outboxes()
+
+    engines = RolloutGroup.__new__(RolloutGroup)
+    engines.cluster, engines.rollout, engines.poll = config.cluster, config.rollout, lambda: None
+    engines.max_requests = request_limit(Deployment.of(config), config.trainer.deterministic)
+    kind = placed(Engine, node)
+    engines.workers = [kind.remote(engine) for _ in range(ENGINES)]
+    engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
+    engines.nodes = dict.fromkeys(engines.names, node)
+    engines.fleet = EngineFleet(engines, 60.0)
+    return engines
+
+
+def scorer_group(node: str, engines, folder: Path):
+    """The product's scorer on the node, with a tokenizer of one word."""
+    import ray
+
+    from mrl.flow.scoring import Channel, PoolSettings, Scorer, ScorerGroup
+    from mrl.reward.items import RewardSpec
+
+    scorer = placed(Scorer, node).remote(lambda: SimpleNamespace(decode=lambda ids, **_: "text" * len(ids)))
+    pool = PoolSettings(RewardSpec("exact_match"), 1, 60.0, 0.0, folder / "reward.log", dict(os.environ), str(folder))
+    ray.get(scorer.start.remote(pool))
+    return ScorerGroup([Channel("scorer 0", scorer)], dict.fromkeys(engines.names, 0))
+
+
+class Rank:
+    """A replica without a model: its log-probs are near generation's."""
+
+    def __init__(self, config, stage, context, degree, replica):
+        self.config = config
+        self.counts_updates = replica == 0  # as real ranks do, those of one replica alone
+        self.stage, self.context = stage, context
+        self.degree = degree  # number of stages, and of context-parallel ranks
+        self.on_last_stage = stage == degree - 1
+        self.holds_result = self.on_last_stage and context == 0
+
+    def begin_step(self, stored, own, cut, readers):
+        from mrl.flow.rank_batch import RankBatch
+
+        blocks = stored.fetched([block.samples for block in stored.blocks])
+        samples = stored.assembled(blocks)
+        self.needed = samples.rows(np.flatnonzero(own)).nbytes
+        self.received = sum(block.nbytes for block in blocks)
+        found = None
+        if readers:
+            found = self.read_routes(stored, blocks, samples, own, cut, readers)
+        self.batch = RankBatch(self, samples, own, cut, found)
+
+    def read_routes(self, stored, blocks, samples, own, cut, readers):
+        """Routes of what this rank computes; counts their bytes."""
+        from mrl.flow.routes import read_routes
+        from mrl.megatron.batching import RowLengths
+        from mrl.megatron.packing import Shape
+
+        layers = np.array_split(np.arange(LAYERS), self.degree)[self.stage]
+        computed = cut.computed(RowLengths.of(samples), Shape(True, self.degree), self.context, 0)
+        found = read_routes(stored, blocks, computed, layers, readers)
+        self.received += found.values.nbytes
+        trained = np.repeat(own, samples.lengths) & computed
+        self.needed += int(trained.sum()) * len(layers) * TOPK
+        return found
+
+    def do(self, verb, *arguments):
+        return self.batch.do(verb, *arguments)
+
+    def policy_log_probs(self, batch, micros):
+        from mrl.megatron.batching import RowResult
+
+        if self.on_last_stage:
+            every = np.arange(len(batch))
+            return RowResult(every, batch.rollout_log_probs[batch.is_sampled] + GAP, (0.0, 1.0))
+
+    def update_replica(self, batch, mini_batches, counts):
+        from mrl.megatron.batching import UpdateResult
+
+        parts = [UPDATE_METRICS for _ in counts if self.holds_result and self.counts_updates]
+        return UpdateResult(parts, [], spent={"perf/update_s": (1.0, 1.0)})
+
+    def fetched(self):
+        return self.received, self.needed
+
+
+class Ranks:
+    """As ActorGroup: ranks on this node, of the configuration's layout; readers of routes on the other."""
+
+    def __init__(self, config, here: str, far: str, routes: bool):
+        import ray
+
+        from mrl.flow.routes import start_readers
+        from mrl.model import planning_model_spec
+        from mrl.model.layout import TrainLayout
+        from mrl.remote.helper_actors import on_node
+
+        self.config, (self.model, _) = config, planning_model_spec(config.model.path)
+        self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
+        kind, layout = ray.remote(Rank).options(**on_node(here)), self.layout
+        at = [layout.dense_coords(rank) for rank in range(layout.world_size)]
+        self.ranks = [kind.remote(config, each.pp, each.cp, layout.pipeline, each.dp) for each in at]
+        self.teacher = None
+        self.route_readers = start_readers([far]) if routes else {}
+
+    def each(self, method, arguments, phase, interruptible=False):
+        import ray
+
+        from mrl.cluster.actor_group import put_once
+
+        return ray.get(
+            [getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, put_once(arguments), strict=True)]
+        )
+
+
+def assembled(config, run_dir, actor: Ranks, engines, scorers, prompts: list, routes: bool):
+    """A run of one step of the prompts, as the product's assembly makes it."""
+    from mrl.flow.group_writer import GroupWriter
+    from mrl.flow.sample_writer import SampleWriter
+    from mrl.record.attempts import UnderWay
+    from mrl.record.sinks import make_sinks
+    from mrl.train.assemble import Run
+    from mrl.train.reporting import AdvisedRecord
+    from mrl.train.resume import TrainState
+    from mrl.train.rollouts import Responder
+    from mrl.train.spool import Spool
+    from mrl.train.stop_signals import StopFlag
+
+    record = AdvisedRecord(make_sinks([], run_dir, 2), [], UnderWay(run_dir.path, 0))
+    responder = Responder(engines, scorers, config.reward, record, lambda: None)
+    spool = Spool(run_dir.spool, GroupWriter(600.0, 0))
+    placement = SimpleNamespace(
+        to_generation=lambda: None, to_log_probs=lambda: None, to_update=lambda: None, to_engines=lambda step: {},
+        seconds=dict,
+    )  # fmt: skip
+    return Run(
+        config=config, run_dir=run_dir, val_prompts=None, total_steps=2, stop=StopFlag(), record=record,
+        responder=responder, actor=actor, placement=placement, saver=SimpleNamespace(finished=dict, failed_saves=0),
+        sample_writer=SampleWriter(run_dir.samples, 600.0, config.record),
+        generation=generation_of(config, run_dir, responder, spool, prompts, routes), spool=spool,
+        hosts=SimpleNamespace(memory_used=lambda: 0), peak=SimpleNamespace(actor=1.0, run=1.0), state=TrainState(),
+    )  # fmt: skip
+
+
+def generation_of(config, run_dir, responder, spool, prompts: list, routes: bool):
+    """Generation of one step, which is all the prompts."""
+    from mrl.config.schedule_rules import schedule_of
+    from mrl.schedule.ledger import Fingerprint
+    from mrl.train.generation import Generation
+    from mrl.train.generation_rules import GenerationRules
+    from mrl.train.lost_engines import LostEngines
+    from mrl.train.resume import TrainState
+    from mrl.train.rollouts import Judge
+    from mrl.vllm.requests import Sampling
+
+    stream = SimpleNamespace(
+        next_batch=lambda cursor: (prompts, cursor), batch_number=lambda cursor: 0, batch_size=len(prompts)
+    )
+    lost = LostEngines(run_dir.lost_engines)
+    rules = GenerationRules(
+        replace(schedule_of(config), total_steps=1),
+        Judge(config.algorithm, config.reward, config.data.max_response_length),
+        Sampling(1.0, LONGEST, (), routes=routes),
+        0, Fingerprint("", ""), spool, lost, lost.suspects(),
+    )  # fmt: skip
+    return Generation(rules, responder, stream, TrainState())
 
 
 # ---------------------------------------------------------------- a tree whose driver held everything
@@ -362,69 +467,17 @@ def run_before(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     """The same phases by the code of commits up to 3a7ad58."""
     import ray
 
-    from mrl.cluster.rollout_group import RolloutGroup
     from mrl.config.load import load_config
     from mrl.data.order import DataCursor
-    from mrl.megatron.batching import MiniBatchLoad, UpdateResult
-    from mrl.reward.items import RewardResult
     from mrl.train.reporting import write_rollouts
-    from mrl.train.rollouts import Responder, Rollouts, rewards_after_penalties
+    from mrl.train.rollouts import Rollouts, rewards_after_penalties
     from mrl.train.update import update, with_advantages, with_corrections, with_old_log_probs
-    from mrl.vllm.requests import Completion, Sampling
+    from mrl.vllm.requests import Sampling
 
-    config, every = load_config(PRESET, "gspo", settings(responses)).config, lengths_of(responses)
-
-    class Engine:
-        def __init__(self):
-            self.pace = Pace()
-
-        async def generate(self, requests, sampling):
-            for request in requests:
-                await self.pace.turn()
-                rng, tokens = np.random.default_rng(request.sample_id), int(every[request.sample_id])
-                ids, known = tuple(rng.integers(1, 1000, tokens).tolist()), None
-                if routes:
-                    known = rng.integers(0, 127, (PROMPT + tokens, LAYERS, TOPK)).astype(np.int8)
-                yield [
-                    Completion(
-                        request.sample_id,
-                        ids,
-                        tuple((-rng.random(tokens).astype(np.float32)).tolist()),
-                        "stop",
-                        0,
-                        known,
-                    )
-                ]
-
-    class Rank:
-        def log_probs(self, batch):
-            return batch.rollout_log_probs[0, 0]
-
-        def update(self, batch):
-            return None
-
-    class Ranks:
-        def __init__(self):
-            self.ranks = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(REPLICAS)]
-
-        def log_probs(self, batch):
-            """As ActorGroup put it: the batch behind one reference, an array from every replica."""
-            ref = ray.put(batch)
-            ray.get([rank.log_probs.remote(ref) for rank in self.ranks])
-            return batch.rollout_log_probs + np.where(batch.response_mask, np.float32(1e-4), np.float32(0)), 0.0
-
-        def update(self, batch):
-            ref = ray.put(batch)
-            ray.get([rank.update.remote(ref) for rank in self.ranks])
-            part = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}
-            return UpdateResult([part], [MiniBatchLoad(0.0, 0.0, (1, 1))])
-
-    engines = RolloutGroup.__new__(RolloutGroup)
-    engines.config, engines.poll = config, lambda: None
-    engines.engines = [ray.remote(Engine).options(num_cpus=0).remote() for _ in range(ENGINES)]
-    actor, tokenizer = Ranks(), SimpleNamespace(decode=lambda ids, skip_special_tokens: "text" * len(ids))
-    display = SimpleNamespace(progress=lambda *_: None)
-    responder = Responder(tokenizer, engines, Rewards(RewardResult), config.reward, display, lambda: None)
+    config = load_config(PRESET, "gspo", settings(responses)).config
+    engines = engine_group_before(config, lengths_of(responses), routes)
+    actor = RanksBefore()
+    responder = responder_before(config, engines)
     prompts = prompts_of(responses)
     warm(ray, actor.ranks, engines.engines)
 
@@ -441,15 +494,76 @@ def run_before(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     return measured.of(tokens, samples_bytes_per_token=(folder / "step-1.jsonl").stat().st_size / tokens)
 
 
-def prompts_of(responses: int) -> list:
-    from mrl.data.batch import Prompt
+def completions_of() -> Callable:
+    """What makes a response the list of one completion that an engine yielded."""
+    from mrl.vllm.requests import Completion
 
-    return [Prompt(i, (7,) * PROMPT, "test", "x") for i in range(responses // N)]
+    def made(request, ids, log_probs, routes):
+        return [Completion(request.sample_id, tuple(ids.tolist()), tuple(log_probs.tolist()), "stop", 0, routes)]
+
+    return made
 
 
-def warm(ray, *groups) -> None:
-    """Processes are up, and what a first call imports is imported."""
-    ray.get([actor.__ray_ready__.remote() for group in groups for actor in group])
+def engine_group_before(config, lengths: np.ndarray, routes: bool):
+    """The product's group, with engines for its own that synthesise."""
+    import ray
+
+    from mrl.cluster.rollout_group import RolloutGroup
+
+    engines = RolloutGroup.__new__(RolloutGroup)
+    engines.config, engines.poll = config, lambda: None
+    kind = ray.remote(FakeEngine).options(num_cpus=0)
+    engines.engines = [kind.remote(lengths, 0, routes, completions_of()) for _ in range(ENGINES)]
+    return engines
+
+
+def responder_before(config, engines):
+    """The driver's tokenizer, with one word, and its scorer."""
+    from mrl.reward.items import RewardResult
+    from mrl.train.rollouts import Responder
+
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text" * len(ids))
+    display = SimpleNamespace(progress=lambda *_: None)
+    return Responder(tokenizer, engines, Rewards(RewardResult), config.reward, display, lambda: None)
+
+
+class RankBefore:
+    """A replica without a model."""
+
+    def log_probs(self, batch):
+        return batch.rollout_log_probs[0, 0]
+
+    def update(self, batch):
+        return None
+
+
+class RanksBefore:
+    """As ActorGroup was: log-probs near generation's."""
+
+    def __init__(self):
+        import ray
+
+        self.ranks = [ray.remote(RankBefore).options(num_cpus=0).remote() for _ in range(REPLICAS)]
+
+    def log_probs(self, batch):
+        """As ActorGroup put it: the batch behind one reference, an array from every replica."""
+        import ray
+
+        ref = ray.put(batch)
+        ray.get([rank.log_probs.remote(ref) for rank in self.ranks])
+        return batch.rollout_log_probs + np.where(batch.response_mask, GAP, np.float32(0)), 0.0
+
+    def update(self, batch):
+        import ray
+
+        from mrl.megatron.batching import MiniBatchLoad, UpdateResult
+
+        ref = ray.put(batch)
+        ray.get([rank.update.remote(ref) for rank in self.ranks])
+        return UpdateResult([UPDATE_METRICS], [MiniBatchLoad(0.0, 0.0, (1, 1))])
+
+
+# ---------------------------------------------------------------- runs
 
 
 def child(side: str, responses: int, routes: bool, turns: int) -> None:
@@ -525,47 +639,32 @@ def extrapolated(rows: list[dict], key: str) -> dict:
     return {"value": slope * full + start, "per_token": slope, "error": float(np.abs(line / values - 1).max())}
 
 
-def main() -> None:
-    """Prints a table, or with --json one object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--responses", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--before", metavar="COMMIT")
-    parser.add_argument("--routes", action="store_true")
-    parser.add_argument("--turns", type=int, nargs="+", default=[1])
-    parser.add_argument("--nodes", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=("now", "before"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        return child(args.child, args.responses[0], args.routes, args.turns[0])
-    if args.turns != [1] and (args.before or args.nodes):
-        parser.error("--turns goes with neither --before nor --nodes")
-    trees = {"now": ROOT}
-    with tempfile.TemporaryDirectory() as folder:
-        if args.before:
-            trees = {"before": Path(folder, "code"), **trees}
-            subprocess.run(
-                ["git", "worktree", "add", "--detach", str(trees["before"]), args.before],
-                cwd=ROOT,
-                check=True,
-                capture_output=True,
-            )
-        try:
-            kinds = list(itertools.product(args.responses, trees.items(), args.turns))
-            rows = [run_side(*tree, size, args.routes, turns) for size, tree, turns in kinds]
-            rows += [run_nodes(size, args.routes) for size in args.responses if args.nodes]
-        finally:
-            if args.before:
-                subprocess.run(["git", "worktree", "remove", "--force", str(trees["before"])], cwd=ROOT, check=True)
-    full = {
+@contextmanager
+def trees(before: str | None) -> Iterator[dict[str, Path]]:
+    """This tree as `now`, and a checkout of the commit as `before`, where one is given."""
+    if before is None:
+        yield {"now": ROOT}
+        return
+    sys.path.append(str(ROOT / "scripts"))
+    from compare_commits import checked_out
+
+    with tempfile.TemporaryDirectory() as folder, checked_out(before, Path(folder, "code")) as code:
+        yield {"before": code, "now": ROOT}
+
+
+def extrapolations(rows: list[dict]) -> dict[str, dict]:
+    """Each side's peak and processor seconds at FULL responses; between nodes there is none."""
+    return {
         side: {
             key: extrapolated([row for row in rows if row["side"] == side], key)
             for key in ("driver_peak_bytes", "driver_busy_s")
         }
         for side in dict.fromkeys(row["side"] for row in rows if row["side"] != "nodes")
     }
-    if args.json:
-        return print(json.dumps({"rows": rows, "extrapolated": full}))
+
+
+def show(rows: list[dict], full: dict[str, dict]) -> None:
+    """Prints a line a run, and one a side at FULL responses."""
     for row in rows:
         print(
             f"{row['side']:7} {row['responses']:6} responses {row['tokens']:10,} tokens  peak "
@@ -575,6 +674,37 @@ def main() -> None:
         )
     for side, values in full.items():
         print(f"{side:7} at {FULL} responses: " + json.dumps(values))
+
+
+def options() -> argparse.Namespace:
+    """Arguments of the command; those that do not go together are refused."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--responses", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--before", metavar="COMMIT")
+    parser.add_argument("--routes", action="store_true")
+    parser.add_argument("--turns", type=int, nargs="+", default=[1])
+    parser.add_argument("--nodes", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", choices=("now", "before"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.turns != [1] and (args.before or args.nodes):
+        parser.error("--turns goes with neither --before nor --nodes")
+    return args
+
+
+def main() -> None:
+    """Prints a table, or with --json one object."""
+    args = options()
+    if args.child:
+        return child(args.child, args.responses[0], args.routes, args.turns[0])
+    with trees(args.before) as sides:
+        kinds = list(itertools.product(args.responses, sides.items(), args.turns))
+        rows = [run_side(*tree, size, args.routes, turns) for size, tree, turns in kinds]
+        rows += [run_nodes(size, args.routes) for size in args.responses if args.nodes]
+    full = extrapolations(rows)
+    if args.json:
+        return print(json.dumps({"rows": rows, "extrapolated": full}))
+    show(rows, full)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
 
+SIDES = ("plain", "lean")
 GOALS = {"time": 1.35, "memory": 12.0}  # lean's seconds over plain's, plain's bytes over lean's
 _ERROR_SIZE = (256, 512, 32768)  # tokens, hidden, vocabulary
 
@@ -26,12 +28,19 @@ def main() -> None:
     for name, default in (("tokens", 4096), ("hidden", 1024), ("vocab", 151936), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    size = (options.tokens, options.hidden, options.vocab)
-    runs = {side: [] for side in ("plain", "lean")}
-    for _ in range(options.rounds):
+    report = _report(options.tokens, options.hidden, options.vocab, options.rounds)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        _show(report)
+
+
+def _report(tokens: int, hidden: int, vocab: int, rounds: int) -> dict:
+    """Medians of both sides over the rounds, their ratios, errors and goals. Raises SystemExit where they disagree."""
+    runs = {side: [] for side in SIDES}
+    for _ in range(rounds):
         for side, found in runs.items():
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                found.append(pool.apply(_measure, (side, *size)))
+            found.append(_alone(_measure, side, tokens, hidden, vocab))
     check = [found[0]["log_prob"] for found in runs.values()]
     if abs(check[0] - check[1]) > 1e-4:
         raise SystemExit(f"the two sides disagree: {check}")
@@ -40,23 +49,29 @@ def main() -> None:
         for side, found in runs.items()
         for key in ("s", "peak_bytes")
     }
-    report |= {"tokens": options.tokens, "hidden": options.hidden, "vocab": options.vocab, "dtype": "float32"}
+    report |= {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "float32"}
     report |= {
         "memory_ratio": report["plain_peak_bytes"] / report["lean_peak_bytes"],
         "time_ratio": report["lean_s"] / report["plain_s"],
     }
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        report["errors"] = pool.apply(_errors)
+    report["errors"] = _alone(_errors)
     report["goals"] = {
         f"lean <= {GOALS['time']} x plain's seconds": report["time_ratio"] <= GOALS["time"],
         f"lean <= plain's memory / {GOALS['memory']:.0f}": report["memory_ratio"] >= GOALS["memory"],
         "bfloat16 no further from float64 than plain": all(e["lean"] <= e["plain"] for e in report["errors"].values()),
     }
-    if options.json:
-        print(json.dumps(report))
-        return
+    return report
+
+
+def _alone(function: Callable, *arguments):
+    """What the function returns in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def _show(report: dict) -> None:
     print(f"{'':8}{'seconds':>10}{'peak extra MB':>16}")
-    for side in runs:
+    for side in SIDES:
         print(f"{side:8}{report[f'{side}_s']:>10.2f}{report[f'{side}_peak_bytes'] / 1e6:>16.0f}")
     print(f"lean / plain: time {report['time_ratio']:.2f}, memory 1 / {report['memory_ratio']:.1f}")
     for what, error in report["errors"].items():

@@ -192,6 +192,45 @@ def draw(rows: list[Row], log_ratio: np.ndarray, lengths: np.ndarray, chosen: Ro
     plt.close(figure)
 
 
+def sweep(world: Path, batch: TrainBatch, lrs: list[float], updates: int) -> tuple[list[Row], Row, np.ndarray]:
+    """Rows of all learning rates, printed as they come; of the first one whose last update is inside BAND that row and
+    the log-ratios [response tokens]. Raises SystemExit where none is.
+    """
+    print(f"{'lr':>8} {'update':>6} {'GRPO':>10} {'GSPO':>10} {'times':>8} {'std token':>10} {'std seq':>10}")
+    rows, best = [], None
+    for lr in lrs:
+        found, log_ratio = updates_at(world, batch, lr, updates)
+        for r in found:
+            print(
+                f"{r.lr:8g} {r.update:6d} {r.grpo:10.5f} {r.gspo:10.5f} {r.times:8.1f} "
+                f"{r.token_std:10.5f} {r.sequence_std:10.6f}",
+                flush=True,
+            )
+        rows += found
+        if best is None and BAND[0] <= found[-1].grpo <= BAND[1]:
+            best = (found[-1], log_ratio)
+    if best is None:
+        raise SystemExit(
+            f"no learning rate of {lrs} brings GRPO's clipped fraction to {BAND[0]:.1%} - {BAND[1]:.0%}; try others"
+        )
+    return rows, *best
+
+
+def result(rows: list[Row], lengths: np.ndarray) -> dict:
+    """What is stored; `lengths` of the responses, in tokens."""
+    inside = [r for r in rows if BAND[0] <= r.grpo <= BAND[1]]
+    return facts("scripts/evidence/clipping.sh") | {
+        "responses": len(lengths),
+        "shortest": int(lengths.min()),
+        "mean_length": round(float(lengths.mean()), 1),
+        "grpo_band": [0.2, 0.27],
+        "gspo_band": [3e-4, 4e-4],
+        "rows": [vars(r) | {"times": None if not r.grpo else round(r.times, 1)} for r in rows],
+        "least_times_within_goal": round(min(r.times for r in inside), 1),
+        "goal": f"GSPO's clipped fraction >= {GOAL:g} x GRPO's wherever GRPO's is {BAND[0]:.1%} to {BAND[1]:.0%}",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=Path, default=Path("long-world"))
@@ -204,38 +243,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     batch = rollouts(args.world, args.prompts, args.n, seed=0)
-    print(
-        f"{len(batch)} responses of {int(batch.response_lengths.min())} to {int(batch.response_lengths.max())} tokens"
-    )
-    print(f"{'lr':>8} {'update':>6} {'GRPO':>10} {'GSPO':>10} {'times':>8} {'std token':>10} {'std seq':>10}")
-    rows, best = [], None
-    for lr in args.lrs:
-        found, log_ratio = updates_at(args.world, batch, lr, args.updates)
-        for r in found:
-            print(
-                f"{r.lr:8g} {r.update:6d} {r.grpo:10.5f} {r.gspo:10.5f} {r.times:8.1f} "
-                f"{r.token_std:10.5f} {r.sequence_std:10.6f}",
-                flush=True,
-            )
-        rows += found
-        if best is None and BAND[0] <= found[-1].grpo <= BAND[1]:
-            best = (found[-1], log_ratio)
-    inside = [r for r in rows if BAND[0] <= r.grpo <= BAND[1]]
-    if best is None:
-        raise SystemExit(
-            f"no learning rate of {args.lrs} brings GRPO's clipped fraction to {BAND[0]:.1%} - "
-            f"{BAND[1]:.0%}; try others"
-        )
-    draw(rows, best[1], batch.response_lengths, best[0], args.plot)
-    made = facts("scripts/evidence/clipping.sh") | {
-        "responses": len(batch),
-        "shortest": int(batch.response_lengths.min()),
-        "mean_length": round(float(batch.response_lengths.mean()), 1), "grpo_band": [0.2, 0.27],
-        "gspo_band": [3e-4, 4e-4],
-        "rows": [vars(r) | {"times": None if not r.grpo else round(r.times, 1)} for r in rows],
-        "least_times_within_goal": round(min(r.times for r in inside), 1),
-        "goal": f"GSPO's clipped fraction >= {GOAL:g} x GRPO's wherever GRPO's is {BAND[0]:.1%} to {BAND[1]:.0%}",
-    }  # fmt: skip
+    lengths = batch.response_lengths
+    print(f"{len(batch)} responses of {int(lengths.min())} to {int(lengths.max())} tokens")
+    rows, chosen, log_ratio = sweep(args.world, batch, args.lrs, args.updates)
+    draw(rows, log_ratio, lengths, chosen, args.plot)
+    made = result(rows, lengths)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(made, indent=2) + "\n")
     print(json.dumps({k: v for k, v in made.items() if k != "rows"}))

@@ -87,20 +87,18 @@ def draw(curves: dict[str, list[Curve]], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--name", default="algorithms")
-    parser.add_argument("--command", help="what made the runs; default: the script of that name")
-    parser.add_argument("--title", default="Tiny Qwen3-MoE from the same start")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    args = parser.parse_args()
+def read_all(runs: Path) -> dict[str, list[Curve]]:
+    """Curves of each recipe, of the folders RECIPE-SEED. Raises SystemExit where there is none."""
     curves: dict[str, list[Curve]] = defaultdict(list)
-    for folder in sorted(path for path in args.runs.iterdir() if (path / METRICS).is_file()):
+    for folder in sorted(path for path in runs.iterdir() if (path / METRICS).is_file()):
         curves[folder.name.rpartition("-")[0]].append(read(folder))
     if not curves:
-        raise SystemExit(f"{args.runs} holds no runs named RECIPE-SEED")
-    draw(curves, args.title, args.out / f"{args.name}.png")
+        raise SystemExit(f"{runs} holds no runs named RECIPE-SEED")
+    return curves
+
+
+def result(curves: dict[str, list[Curve]], command: str) -> dict:
+    """What is stored, with the command that made the runs."""
     table = {
         name: {
             "seeds": [run.seed for run in runs],
@@ -113,7 +111,7 @@ def main() -> None:
         }
         for name, runs in curves.items()
     }
-    made = facts(args.command or f"scripts/evidence/{args.name}.sh") | {
+    return facts(command) | {
         "steps": max(step for runs in curves.values() for run in runs for step, _ in run.points),
         "algorithms": table,
         "goals": {
@@ -121,8 +119,10 @@ def main() -> None:
             "others": "every seed gains more than the control's",
         },
     }
-    (args.out / f"{args.name}.json").write_text(json.dumps(made, indent=2) + "\n")
-    print(json.dumps(made))
+
+
+def check(curves: dict[str, list[Curve]]) -> None:
+    """Raises SystemExit where a goal was missed."""
     controls = {name for name in curves if name.startswith(CONTROL)}
     moved = max((abs(run.gain) for name in controls for run in curves[name]), default=0.0)
     stuck = [name for name, runs in curves.items() if name not in controls and min(run.gain for run in runs) <= moved]
@@ -131,6 +131,22 @@ def main() -> None:
             f"a goal was missed: the control moved by {moved:.1f} points; no more than that gained: "
             f"{', '.join(stuck) or 'none'}"
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--name", default="algorithms")
+    parser.add_argument("--command", help="what made the runs; default: the script of that name")
+    parser.add_argument("--title", default="Tiny Qwen3-MoE from the same start")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    args = parser.parse_args()
+    curves = read_all(args.runs)
+    draw(curves, args.title, args.out / f"{args.name}.png")
+    made = result(curves, args.command or f"scripts/evidence/{args.name}.sh")
+    (args.out / f"{args.name}.json").write_text(json.dumps(made, indent=2) + "\n")
+    print(json.dumps(made))
+    check(curves)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +13,38 @@ from ranks import agree_on_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
+from mrl.megatron.batching import RowResult, UpdateResult
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the first actor in float32 had and computed."""
+
+    start: dict[str, torch.Tensor]  # weights
+    log_probs: RowResult | None  # None where this rank does not hold the result
+    updates: list[UpdateResult]
+    end: dict[str, torch.Tensor]  # weights after the updates
+    num_updates: int
 
 
 def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
     batch = read_batch(plan["batch"])
-    report: dict = {}
 
     def actor(name: str, number: int) -> MegatronActor:
         config = RunConfig.model_validate(plan["configs"][name])
         return MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
 
-    first = actor("float32", 0)
-    report["kernels"] = first.kernels()
+    report, seen = of_the_first(actor("float32", 0), batch)
+    report |= of_the_second(actor("float32", 1), batch, seen)
+    more, loaded = in_bfloat16(actor("bfloat16", 2), batch, seen)
+    report |= more
+    report |= with_16_bit_gradients(actor("16-bit gradients", 3), batch, loaded)
+    (out / f"report-{rank}.json").write_text(json.dumps(report))
+
+
+def of_the_first(first: MegatronActor, batch: TrainBatch) -> tuple[dict, Seen]:
+    """An update that is skipped, log-probs, and two updates."""
+    report: dict = {"kernels": first.kernels()}
     modes: list[bool] = []
     first.chunks[0].register_forward_pre_hook(lambda chunk, _: modes.append(chunk.training))
     before, state = _weights(first), _optimizer_state(first)
@@ -39,37 +59,50 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
     modes.clear()
     updates = [first.update(batch), first.update(batch)]
     report["trains_while_updating"] = sorted(set(modes))
-    after, steps = _weights(first), first.num_updates
+    seen = Seen(before, log_probs, updates, _weights(first), first.num_updates)
     first.close()
+    return report, seen
 
-    second = actor("float32", 1)
+
+def of_the_second(second: MegatronActor, batch: TrainBatch, seen: Seen) -> dict:
+    """The same again, without what was skipped: whether all of it has the same bits."""
+    report = {}
+    log_probs = seen.log_probs
     again = second.log_probs(batch)
     report["log_probs_repeat"] = (log_probs is None) == (again is None) and (
         again is None or np.array_equal(log_probs.log_probs, again.log_probs)
     )
-    report["updates_repeat"] = [second.update(batch), second.update(batch)] == updates
+    report["updates_repeat"] = [second.update(batch), second.update(batch)] == seen.updates
     report["weights_repeat"] = (
-        _same(after, _weights(second)) and not _same(before, after) and second.num_updates == steps
+        _same(seen.end, _weights(second)) and not _same(seen.start, seen.end) and second.num_updates == seen.num_updates
     )
     second.close()
+    return report
 
-    half = actor("bfloat16", 2)
+
+def in_bfloat16(half: MegatronActor, batch: TrainBatch, seen: Seen) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Its weights at the start too."""
+    report = {}
     loaded = _weights(half)
     report["bfloat16_dtypes"] = sorted({str(t.dtype) for t in loaded.values()})
-    report["bfloat16_loads_rounded_weights"] = _same(loaded, {n: t.bfloat16() for n, t in before.items()})
+    report["bfloat16_loads_rounded_weights"] = _same(loaded, {n: t.bfloat16() for n, t in seen.start.items()})
     if (result := half.log_probs(batch)) is not None:
-        exact, rounded = (in_rows(batch, r.rows, r.log_probs)[np.argsort(r.rows)] for r in (log_probs, result))
+        exact, rounded = (in_rows(batch, r.rows, r.log_probs)[np.argsort(r.rows)] for r in (seen.log_probs, result))
         report["bfloat16_log_prob_error"] = float(np.abs(rounded - exact).mean())
     report["bfloat16_update"] = half.update(batch).parts
     report["bfloat16_moved"] = not _same(loaded, _weights(half))
     half.close()
+    return report, loaded
 
-    coarse = actor("16-bit gradients", 3)
+
+def with_16_bit_gradients(coarse: MegatronActor, batch: TrainBatch, loaded: dict[str, torch.Tensor]) -> dict:
+    """`loaded`: the weights that it starts from."""
+    report = {}
     report["coarse_buffers"] = sorted({str(b.grad_data.dtype) for c in coarse.chunks for b in c.buffers})
     report["coarse_update"] = coarse.update(batch).parts
     report["coarse_moved"] = not _same(loaded, _weights(coarse))
     coarse.close()
-    (out / f"report-{rank}.json").write_text(json.dumps(report))
+    return report
 
 
 def _infinite_in_row_1(batch: TrainBatch) -> np.ndarray:

@@ -174,30 +174,41 @@ async def refused(call) -> str:
 
 async def walk(engine: SleepingEngine, job: dict) -> dict:
     """Everything that the test asks about, in one start."""
-    model, other, setup = job["model"], job["other"], job["setup"]
     found: dict = {"answers": [await engine.answers()], "prints": [await engine.fingerprints()]}
     found["awake"] = [vars(one) for one in await engine.memory()]
     found["counted"] = await engine.workers("counted")
+    await walk_syncs(engine, job, found)
+    await walk_forgotten_sync(engine, job, found)
+    await walk_flight(engine, job, found)
+    return found
 
-    async def note() -> None:
-        found["answers"].append(await engine.answers())
-        found["prints"].append(await engine.fingerprints())
 
+async def note(engine: SleepingEngine, found: dict) -> None:
+    """Adds what the engine says and holds now."""
+    found["answers"].append(await engine.answers())
+    found["prints"].append(await engine.fingerprints())
+
+
+async def walk_syncs(engine: SleepingEngine, job: dict, found: dict) -> None:
+    """Both paths, there and back."""
+    model, other, setup = job["model"], job["other"], job["setup"]
     await engine.lay_wire(setup)
     found["memory"] = []
     for version, (folder, path) in enumerate([(other, "fast"), (model, "fast"), (other, "slow"), (model, "slow")], 1):
         if path == "fast" and version > 2:
             await engine.lay_wire(setup)
         found["memory"].append(await engine.sleep_and_sync(folder, version, path))
-        await note()
+        await note(engine, found)
 
-    # a sync that is forgotten
+
+async def walk_forgotten_sync(engine: SleepingEngine, job: dict, found: dict) -> None:
+    """The engine sleeps and wakes without new weights; then it gets them after all."""
     await engine.sleep()
     found["asleep_refuses"] = [await refused(engine.receive_weights(9, True)), await refused(engine.fingerprints())]
     found["worker_refuses"] = await refused(engine.workers("start_weight_update"))
     await engine.wake_weights()
     found["nan"] = await engine.workers("holds_nan")
-    found["connected_asleep"] = await refused(engine.lay_wire(setup))
+    found["connected_asleep"] = await refused(engine.lay_wire(job["setup"]))
     await engine.wake_cache()
     found["cache_is_zero"] = await engine.workers("cache_is_zero")
     found["forgotten"] = [await refused(engine.answers()), await refused(engine.commit(9))]
@@ -205,17 +216,19 @@ async def walk(engine: SleepingEngine, job: dict) -> dict:
     await engine.commit(9)
     forced = await engine.answers()
     found["forced"] = [[t, ["nan" if math.isnan(p) else p for p in probs]] for t, probs in forced]
-    await engine.sleep_and_sync(model, 10)
-    await note()
+    await engine.sleep_and_sync(job["model"], 10)
+    await note(engine, found)
 
-    # requests in flight, and requests that arrive while it is paused
+
+async def walk_flight(engine: SleepingEngine, job: dict, found: dict) -> None:
+    """Requests in flight, and requests that arrive while it is paused."""
     asked = asyncio.create_task(engine.answers())
     await until(lambda: len(engine._door.inside) == len(REQUESTS))
     report = await engine.sleep()
     found["aborted"] = report.aborted
     found["told"] = await refused(asked)
     await engine.wake_weights()
-    await engine.bring(model, "fast")
+    await engine.bring(job["model"], "fast")
     await engine.wake_cache()
     await engine.commit(11)
     before = asyncio.create_task(engine.answers())
@@ -226,7 +239,6 @@ async def walk(engine: SleepingEngine, job: dict) -> dict:
     found["done_in_pause"] = [before.done(), during.done()]
     await engine.resume()
     found["answers"] += [await before, await during]
-    return found
 
 
 async def cycles(engine: SleepingEngine, job: dict) -> dict:

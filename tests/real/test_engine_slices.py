@@ -154,13 +154,10 @@ def test_written_by_boxes_an_engine_equals_a_fresh_one(tmp_path, case):
         assert next(found) == [size]
 
 
-@pytest.mark.real
-@pytest.mark.long
-def test_faults_are_found_and_named(tmp_path):
-    start, other = checkpoints(tmp_path, tiny_moe(), torch.float32)
-    right = setup_of(start, "float32", ONE_RANK, 1, 1)
+def wrong_setups(right: dict) -> dict[str, dict]:
+    """What an engine is not, by what is wrong of it."""
     config = right["hf_config"]
-    wrong = {
+    return {
         "dtype": right | {"dtype": "bfloat16"},
         "layout": right
         | {
@@ -171,15 +168,10 @@ def test_faults_are_found_and_named(tmp_path):
         "layers": right | {"hf_config": config | {"num_hidden_layers": 5}},
         "fewer layers": right | {"hf_config": config | {"num_hidden_layers": 3}},
     }
-    steps = [
-        *(["refusal", setup] for setup in wrong.values()), ["refusal", right, "0" * 64], ["weight_fingerprints"],
-        ["answers"],
-        ["use_files", right], ["loader_refusals"], ["weight_fingerprints"], ["answers"],
-        ["write", str(other)], ["flip", EXPERTS], ["flip", QKV], ["weight_digests"],
-        ["write", str(start), EXPERTS], ["write", str(start)], ["weight_fingerprints"], ["answers"],
-    ]  # fmt: skip
-    found = iter(run(tmp_path, start, "float32", steps))
-    told = {name: next(found)[0] for name in [*wrong, "hash"]}
+
+
+def check_refusals(told: dict[str, str]) -> None:
+    """Of the handshake, by what is wrong."""
     assert "engine 0 worker 0: dtype is float32 in vLLM, bfloat16 in the plan" in told["dtype"]
     assert "tensor_parallel_size is 1 in vLLM, 2 in the plan" in told["layout"]
     assert (
@@ -192,6 +184,23 @@ def test_faults_are_found_and_named(tmp_path):
         in told["fewer layers"]
     )
     assert "engine 0 worker 0 plans" in told["hash"] and "the driver as 000000000000" in told["hash"]
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_faults_are_found_and_named(tmp_path):
+    start, other = checkpoints(tmp_path, tiny_moe(), torch.float32)
+    right = setup_of(start, "float32", ONE_RANK, 1, 1)
+    wrong = wrong_setups(right)
+    steps = [
+        *(["refusal", setup] for setup in wrong.values()), ["refusal", right, "0" * 64], ["weight_fingerprints"],
+        ["answers"],
+        ["use_files", right], ["loader_refusals"], ["weight_fingerprints"], ["answers"],
+        ["write", str(other)], ["flip", EXPERTS], ["flip", QKV], ["weight_digests"],
+        ["write", str(start), EXPERTS], ["write", str(start)], ["weight_fingerprints"], ["answers"],
+    ]  # fmt: skip
+    found = iter(run(tmp_path, start, "float32", steps))
+    check_refusals({name: next(found)[0] for name in [*wrong, "hash"]})
 
     fresh, said, _, refusals, untouched, said_after = (next(found) for _ in range(6))
     assert untouched == fresh and said_after == said, "the handshake leaves the engine as it was"

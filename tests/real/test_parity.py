@@ -285,18 +285,7 @@ def _reference(model, path: Path) -> Reference:
         loss_weights=np.where(mask, WEIGHTS[:, None], 1).astype(np.float32),
     )  # fmt: skip
     np.savez(path / "batch.npz", **batch.arrays)
-    gradients, norms, losses = {}, [], []
-    optimizer = _adamw(model)
-    for update in range(2):
-        model.zero_grad()
-        loss = _sequence_gspo(model, batch)
-        loss.backward()
-        losses.append(loss.item())
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item())
-        for group in optimizer.param_groups:
-            group["lr"] = LR * (update + 1) / 2
-        optimizer.step()
+    gradients, norms, losses = _train(model, batch)
     updated = {name: p.detach().clone() for name, p in model.named_parameters()}
     gradients, updated = (_checkpoint_names(model, tensors, path) for tensors in (gradients, updated))
     mean_entropy = float(entropy[torch.from_numpy(mask)].mean())
@@ -312,6 +301,23 @@ def _reference(model, path: Path) -> Reference:
         start,
         updated,
     )
+
+
+def _train(model, batch: PaddedBatch) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Two updates; gradients of the first, gradient norms and losses of both."""
+    gradients, norms, losses = {}, [], []
+    optimizer = _adamw(model)
+    for update in range(2):
+        model.zero_grad()
+        loss = _sequence_gspo(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item())
+        for group in optimizer.param_groups:
+            group["lr"] = LR * (update + 1) / 2
+        optimizer.step()
+    return gradients, norms, losses
 
 
 def _samples(vocab_size: int) -> PaddedBatch:

@@ -128,6 +128,20 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
     check_what_is_listened_on(started)
     process.kill()
     process.wait()
+    check_that_no_worker_outlives(started)
+
+    with ray_head(tmp_path / "ray") as environment:
+        arguments = ["--run-dir", str(broken), *overrides(world, **settings)]
+        check_that_a_job_resumes_and_a_wrong_one_fails(arguments, environment)
+
+    assert without_times(metrics(broken)) == without_times(metrics(whole))
+    first, second = exported(whole, tmp_path / "hf-whole"), exported(broken, tmp_path / "hf-broken")
+    assert first.keys() == second.keys()
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def check_that_no_worker_outlives(started: list[tuple[psutil.Process, str]]) -> None:
+    """Workers end after their driver was killed; those that do not are ended here."""
     kinds = ("ray::Actor", "ray::Engine", "VLLM")  # Ray's own processes leave in their own time
     assert all(any(name.startswith(kind) for _, name in started) for kind in kinds), started
     workers = [p for p, name in started if name.startswith(kinds)]
@@ -136,26 +150,16 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
         worker.kill()
     assert not left, f"outlived a killed driver: {left}"
 
-    with ray_head(tmp_path / "ray") as environment:
-        submit = [
-            str(ROOT / "launch" / "submit.sh"),
-            str(PRESET),
-            *GRPO,
-            "--run-dir",
-            str(broken),
-            *overrides(world, **settings),
-        ]
-        done = subprocess.run([*submit, "--resume"], env=environment, capture_output=True, text=True, timeout=RUN_S)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        failed = subprocess.run(
-            [*submit, "--set", "actor.optim.lrr=1"], env=environment, capture_output=True, text=True, timeout=END_S
-        )
-        assert failed.returncode != 0 and "did you mean" in failed.stdout + failed.stderr
 
-    assert without_times(metrics(broken)) == without_times(metrics(whole))
-    first, second = exported(whole, tmp_path / "hf-whole"), exported(broken, tmp_path / "hf-broken")
-    assert first.keys() == second.keys()
-    assert all(first[name].equal(second[name]) for name in first)
+def check_that_a_job_resumes_and_a_wrong_one_fails(arguments: list[str], environment: dict[str, str]) -> None:
+    """`arguments` of a run that is there, for launch/submit.sh."""
+    submit = [str(ROOT / "launch" / "submit.sh"), str(PRESET), *GRPO, *arguments]
+    done = subprocess.run([*submit, "--resume"], env=environment, capture_output=True, text=True, timeout=RUN_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    failed = subprocess.run(
+        [*submit, "--set", "actor.optim.lrr=1"], env=environment, capture_output=True, text=True, timeout=END_S
+    )
+    assert failed.returncode != 0 and "did you mean" in failed.stdout + failed.stderr
 
 
 def check_that_they_come_from_one_server(processes: list[psutil.Process]) -> None:

@@ -298,47 +298,54 @@ def test_a_reward_file_that_cannot_be_loaded(text, words, refused):
 
 def made_run(world, steps=(), checkpoint=None, **changes) -> Path:
     """A run directory with metrics lines of `steps` and a checkpoint of the step `checkpoint`."""
-    from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
-
     run = RunDir.open(world / "runs" / "old", "a: 1\n")
     sink = JsonlSink(run.metrics)
     for step in steps:
         sink.write(step, {})
     sink.close()
     if checkpoint is not None:
-        prompts = PromptDataset.load(["train.jsonl"], load_tokenizer("model"), PromptParameters(max_prompt_length=16))
-        fixed = {
-            "trainer.seed": 0,
-            "data.shuffle": True,
-            "data.train_batch_size": 32,
-            "data.train_weights": [],
-            "rollout.n": 8,
-            "data.gen_batch_size": None,
-        }
-        trainer = {
-            "cursor": {"epoch": 0, "index": 32},
-            "data_fingerprint": prompts.fingerprint,
-            "metrics": {},
-            "fixed": fixed,
-        }
-        folder = run.checkpoints / f"step-{checkpoint}"
-        folder.mkdir()
-        (folder / "rank-00000.safetensors").write_bytes(b"12345678")
-        rank = RankFiles(
-            (), {"rank-00000.safetensors": file_facts(folder / "rank-00000.safetensors")}, {"num_updates": checkpoint}
-        )
-        hf_config = json.loads(Path("model/config.json").read_text())
-        facts = {
-            "layout": {},
-            "dtype": "float32",
-            "hf_config": hf_config,
-            "ranks": (rank,),
-            "trainer": trainer,
-            "versions": {},
-        }
-        write_manifest(folder, Manifest(step=checkpoint, **facts | changes))
+        make_checkpoint(run.checkpoints / f"step-{checkpoint}", checkpoint, changes)
     run.close()
     return run.path
+
+
+def make_checkpoint(folder: Path, step: int, changes: dict) -> None:
+    """A checkpoint of one rank with one file; `changes` of its manifest."""
+    folder.mkdir()
+    (folder / "rank-00000.safetensors").write_bytes(b"12345678")
+    rank = RankFiles(
+        (), {"rank-00000.safetensors": file_facts(folder / "rank-00000.safetensors")}, {"num_updates": step}
+    )
+    facts = {
+        "layout": {},
+        "dtype": "float32",
+        "hf_config": json.loads(Path("model/config.json").read_text()),
+        "ranks": (rank,),
+        "trainer": trainer_state(),
+        "versions": {},
+    }
+    write_manifest(folder, Manifest(step=step, **facts | changes))
+
+
+def trainer_state() -> dict:
+    """What the checkpoint says of the trainer."""
+    from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
+
+    prompts = PromptDataset.load(["train.jsonl"], load_tokenizer("model"), PromptParameters(max_prompt_length=16))
+    fixed = {
+        "trainer.seed": 0,
+        "data.shuffle": True,
+        "data.train_batch_size": 32,
+        "data.train_weights": [],
+        "rollout.n": 8,
+        "data.gen_batch_size": None,
+    }
+    return {
+        "cursor": {"epoch": 0, "index": 32},
+        "data_fingerprint": prompts.fingerprint,
+        "metrics": {},
+        "fixed": fixed,
+    }
 
 
 OLD = ("--run-dir", "runs/old")

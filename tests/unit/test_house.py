@@ -333,5 +333,32 @@ def test_long_sentences_are_found_and_tables_are_none():
 
 
 def test_functions_stay_short():
-    lengths = {f"{module}:{node.name}": house.function_length(node) for module, node, _ in the_house().functions()}
-    assert not {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION}
+    lengths = [(f"{module}:{node.name}", house.function_length(node)) for module, node, _ in the_house().functions()]
+    assert not [(name, lines) for name, lines in lengths if lines > LONGEST_FUNCTION]
+
+
+def long_functions(folder: Path) -> list[str]:
+    """Functions in files below the folder with more lines than LONGEST_FUNCTION, inner ones and methods too."""
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        lengths = [(node.name, house.function_length(node)) for node in nodes if isinstance(node, house.Function)]
+        at = path.relative_to(folder)
+        found += [f"{at}:{name} {lines}" for name, lines in lengths if lines > LONGEST_FUNCTION]
+    return found
+
+
+def test_functions_of_scripts_and_tests_stay_short():
+    wrong = [f"{folder}/{each}" for folder in ("scripts", "tests") for each in long_functions(ROOT / folder)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_long_functions_are_found_wherever_they_stand(tmp_path):
+    """A docstring is not counted; of two functions with one name each counts."""
+    lines = "\n".join(["        1"] * LONGEST_FUNCTION)
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.py").write_text(
+        f"for _ in range(2):\n    def f():\n{lines}\n        2\n"
+        f'class A:\n    def f(self):\n        """Two\n        lines."""\n{lines}\n'
+    )
+    assert long_functions(tmp_path) == [f"inner/a.py:f {LONGEST_FUNCTION + 1}"]

@@ -481,17 +481,7 @@ def test_rewards_are_those_that_were_given_but_are_asked_for_again_where_other_c
 @pytest.mark.parametrize("name", ["one step off", "two, partial"])
 def test_rewards_that_came_after_the_checkpoint_are_not_asked_for_again(tmp_path, monkeypatch, name):
     """Of groups, and of responses, that had ended by then: a judge who is asked twice may answer twice."""
-    late = SimpleNamespace(are_held=True)
-    collect = Rewards.collect
-
-    def of_the_first_step(self, at_once):
-        if not late.are_held:
-            return collect(self, at_once)
-        there = [result for result in self._waiting if result.sample_id < EVERY]
-        self.withdraw([result.sample_id for result in there])
-        return there
-
-    monkeypatch.setattr(Rewards, "collect", of_the_first_step)
+    late = holding_rewards(monkeypatch)
     spool = Spool(tmp_path / "spool", Files())
     first = World(1, AHEAD[name], spool=spool)
     Killed.step(first, saves=True)
@@ -524,6 +514,22 @@ def test_rewards_that_came_after_the_checkpoint_are_not_asked_for_again(tmp_path
         if number in left:  # the step's others were not kept: no more than a step's are
             own = slice(place * N, (place + 1) * N)
             assert found.rewards[own].tolist() == trained.rewards[own].tolist()
+
+
+def holding_rewards(monkeypatch) -> SimpleNamespace:
+    """Holds rewards back but those of the first step, until `are_held` of what is returned is false."""
+    late = SimpleNamespace(are_held=True)
+    collect = Rewards.collect
+
+    def of_the_first_step(self, at_once):
+        if not late.are_held:
+            return collect(self, at_once)
+        there = [result for result in self._waiting if result.sample_id < EVERY]
+        self.withdraw([result.sample_id for result in there])
+        return there
+
+    monkeypatch.setattr(Rewards, "collect", of_the_first_step)
+    return late
 
 
 def noted_questions(monkeypatch) -> list:

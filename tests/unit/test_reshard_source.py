@@ -220,13 +220,8 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
     tp = layout.dense_coords(rank).tp
     at = f"model.layers.{layer}."
     if "linear_qkv" in name and "layer_norm" not in name:
-        q, k, v = (hf[f"{at}self_attn.{part}_proj.{name.rsplit('.', 1)[1]}"] for part in "qkv")
-        kv = model.num_key_value_heads
-        if model.attn_output_gate:  # behind each query its gate; in Megatron behind the queries of a group their gates
-            by_head = q.reshape(kv, model.num_attention_heads // kv, 2, model.head_dim, -1)
-            q = by_head.transpose(0, 2, 1, 3, 4).reshape(q.shape)
-        per_group = [np.concatenate([a, b, c]) for a, b, c in zip(*(np.split(x, kv) for x in (q, k, v)), strict=True)]
-        return np.split(np.concatenate(per_group), layout.tensor)[tp]
+        fused = fused_qkv(model, *(hf[f"{at}self_attn.{part}_proj.{name.rsplit('.', 1)[1]}"] for part in "qkv"))
+        return np.split(fused, layout.tensor)[tp]
     if ".experts." in name:
         coords = layout.expert_coords(rank)
         expert = coords.ep * (model.num_experts // layout.expert) + int(name.rsplit("weight", 1)[1])
@@ -249,7 +244,12 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
     up = {"linear_q_proj": "q_proj", "linear_q_up_proj": "q_b_proj", "linear_kv_up_proj": "kv_b_proj"}
     if name.endswith("proj.weight") and (cut := up.get(name.split(".")[-2])):
         return np.split(hf[f"{at}self_attn.{cut}.weight"], layout.tensor)[tp]
-    copied = {
+    return next(hf[source] for suffix, source in copied_sources(at).items() if name.endswith(suffix))
+
+
+def copied_sources(at: str) -> dict[str, str]:
+    """Names in the checkpoint of what every rank holds whole, by the ends of Megatron's names; `at` a layer."""
+    return {
         "decoder.final_layernorm.weight": "model.norm.weight",
         ".input_layernorm.weight": f"{at}input_layernorm.weight",
         "linear_q_down_proj.weight": f"{at}self_attn.q_a_proj.weight",
@@ -265,7 +265,16 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
         "router.expert_bias": f"{at}mlp.gate.e_score_correction_bias",
         "shared_experts.gate_weight": f"{at}mlp.shared_expert_gate.weight",
     }
-    return next(hf[source] for suffix, source in copied.items() if name.endswith(suffix))
+
+
+def fused_qkv(model: ModelSpec, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Weights or biases of attention, interleaved by key/value head."""
+    kv = model.num_key_value_heads
+    if model.attn_output_gate:  # behind each query its gate; in Megatron behind the queries of a group their gates
+        by_head = q.reshape(kv, model.num_attention_heads // kv, 2, model.head_dim, -1)
+        q = by_head.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+    per_group = [np.concatenate([a, b, c]) for a, b, c in zip(*(np.split(x, kv) for x in (q, k, v)), strict=True)]
+    return np.concatenate(per_group)
 
 
 def gated(hf: dict, prefix: str, name: str, parts: int, index: int) -> np.ndarray:

@@ -99,6 +99,12 @@ def selected(loss, advantages, log_probs, mask, lots):
     return chosen
 
 
+def mini_batches(lengths, rows) -> list[tuple[slice, slice]]:
+    """Of each mini-batch of so many rows, the last one of what is left: its rows, and its tokens."""
+    parts = [slice(first, min(first + rows, len(lengths))) for first in range(0, len(lengths), rows)]
+    return [(part, slice(int(lengths[: part.start].sum()), int(lengths[: part.stop].sum()))) for part in parts]
+
+
 def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
     """Metrics and columns of all tokens before the update; `old`, `ref` [response tokens].
 
@@ -128,10 +134,8 @@ def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
         for what in ("advantages", "returns")
         for name in ("mean", "max", "min")
     }
-    rows = config.actor.ppo_mini_batch_size * config.rollout.n
-    parts = [slice(first, min(first + rows, len(lengths))) for first in range(0, len(lengths), rows)]
-    tokens = [slice(int(lengths[: part.start].sum()), int(lengths[: part.stop].sum())) for part in parts]
-    for number, (part, span) in enumerate(zip(parts, tokens, strict=True)):
+    parts = mini_batches(lengths, config.actor.ppo_mini_batch_size * config.rollout.n)
+    for number, (part, span) in enumerate(parts):
         metrics[f"count {number}"] = (int(mask[span].sum()), int((row_sums(mask[span], lengths[part]) > 0).sum()))
     if algorithm.policy_loss.loss_mode in SELECTIONS:
         found = [
@@ -142,7 +146,7 @@ def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
                 mask[span],
                 lots(anchor[span], lengths[part]),
             )
-            for part, span in zip(parts, tokens, strict=True)
+            for part, span in parts
         ]
         columns["selected"] = np.concatenate(found)
     return metrics, columns
