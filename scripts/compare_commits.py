@@ -305,7 +305,8 @@ def main() -> None:
     found = compared(args)
     kind = "--speed" if args.speed else f"--tolerance {args.tolerance:g}"
     settings = "".join(f" --set {setting}" for setting in args.settings)
-    of_run = f"--steps {args.steps} --rounds {args.rounds} --preset {args.preset}{settings}"
+    plans = " --no-plans" if args.no_plans else ""
+    of_run = f"--steps {args.steps} --rounds {args.rounds} --preset {args.preset}{settings}{plans}"
     command = f"python scripts/compare_commits.py {args.commit} {of_run} {kind}"
     result = facts(command) | {"before": commit_of(args.commit)} | found
     print(json.dumps(result, indent=2))
