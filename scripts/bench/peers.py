@@ -103,7 +103,7 @@ def order(number: int) -> tuple[str, str]:
 
 
 def summary(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of a case from what both sides said in each round, whose first step of TRL's is left out."""
+    """Figures of a case from both sides' runs of each round. TRL's first step is left out here, ours is already."""
     steps, gen, before = (
         [seconds for both in rounds for seconds in both["trl"][name][1:]] for name in ("steps", "gen", "before_updates")
     )
