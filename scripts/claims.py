@@ -374,6 +374,7 @@ def page(as_of: str | None = None) -> str:
         "mended": markdown(
             ["found", "now", "test"], [[row["found"], row["now"], shown_by(row["tests"])] for row in table["mended"]]
         ),
+        "presets": _presets(table),
         "turns": figures(table, "turns"),
         "faults": fault_table(load(FAULTS)["matrix"], results(table)),
         "bad_input": fault_table(load(FAULTS)["bad_input"], results(table)),
@@ -410,6 +411,23 @@ def _origin(result: Result, as_of: str | None) -> list[str]:
     command = result.command or min(result.commands())
     name = f"`{command.replace('{work}', 'WORK')}`, [{Path(result.file).name}](results/{result.file})"
     return [name, age(result.stamps(), result.sources, as_of)]
+
+
+def _presets(table: dict[str, Any]) -> str:
+    """Each preset's step before and now, beside the planner's best, and the phase that most of it is."""
+    known = results(table)
+    before = known["presets_before"].data()["seconds"]
+    rows = []
+    for row in sorted(known["presets"].data()["rows"], key=lambda row: row["preset"]):
+        name, seconds = row["preset"], row["seconds"]
+        longest = max(row["phases"], key=row["phases"].get)
+        share = 100 * row["phases"][longest] / seconds
+        fast, usual, slow = (f"{rate:,.0f}" for rate in row["tokens_per_s_and_device"])
+        was = f"{before[name]:,.0f}" if name in before else ""
+        cells = [name, was, f"{seconds:,.0f}", f"{row['best_seconds']:,.0f}", f"{row['over_best']:.2f}"]
+        rows.append([*cells, f"{slow}, {usual}, {fast}", f"{longest.replace('_', '-')}, {share:.0f} %"])
+    heads = ["preset", "before", "now", "best", "now over best", "tokens/s a device: low, expected, high", "most of it"]
+    return markdown(heads, rows)
 
 
 def _rehearsals(table: dict[str, Any], as_of: str | None) -> str:

@@ -205,6 +205,7 @@ def compare_speed(before: Tree, after: Tree, steps: int, rounds: int) -> dict:
     off = ("--set", "trainer.save_freq=-1", "--set", "trainer.test_freq=-1", "--set", "trainer.val_before_train=false")
     rows: dict[str, list[dict]] = {"before": [], "after": []}
     pairs = []
+    of_rounds = []  # medians of a step in each round
     for number in range(rounds):  # by turns, so that both meet the same machine
         pair = {}
         sides = [("before", before), ("after", after)]
@@ -214,6 +215,7 @@ def compare_speed(before: Tree, after: Tree, steps: int, rounds: int) -> dict:
             pair[side] = _median_of("timing_s/step", found)
             rows[side] += found
         pairs.append(pair["after"] / pair["before"])
+        of_rounds.append({side: round(seconds, 4) for side, seconds in pair.items()})
         print(f"pair {number}: a step takes {pairs[-1]:.3f} of the commit's time", file=sys.stderr, flush=True)
     seconds = {side: {name: _median_of(name, found) for name in PHASES} for side, found in rows.items()}
     faster = seconds["before"]["timing_s/step"] / seconds["after"]["timing_s/step"]
@@ -222,6 +224,7 @@ def compare_speed(before: Tree, after: Tree, steps: int, rounds: int) -> dict:
         "rounds": rounds,
         "seconds": seconds,
         "times_faster": faster,
+        "step_seconds_of_rounds": of_rounds,
         "pairs": [round(pair, 3) for pair in pairs],
         "median_pair": round(median(pairs), 3),
     }

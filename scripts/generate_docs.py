@@ -283,7 +283,16 @@ def efficiency() -> str:
         "| switch | set by | from | refused | presets | the plan counts |",
         "|---|---|---|---|---|---|",
     ]
-    return "\n".join([*page, *map(_efficiency_row, _source("efficiency")), ""])
+    return "\n".join([*page, *map(_efficiency_row, _source("efficiency")), "", _DEEPEP, ""])
+
+
+_DEEPEP = (
+    "**DeepEP has no pinned build here.** `scripts/install.sh` builds what its rows name, and DeepEP is in none. "
+    "Megatron imports its `Buffer`. The publisher's repository (deepseek-ai/DeepEP, README at 0297fc8) keeps that as a "
+    "legacy method, which needs NVSHMEM, beside a new one that needs NCCL 2.30.4. So which commit fits follows from "
+    "the cluster's network and NCCL, and nobody could try one: a step that never ran would only look tested. Build it "
+    "on the cluster from that repository; a rank that does not find `deep_ep` says so when it starts."
+)
 
 
 def _efficiency_row(row: dict) -> str:

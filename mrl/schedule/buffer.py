@@ -15,6 +15,7 @@ those 3 are awaited. With them the step has its 4, and the 3 surplus groups are 
 
 from itertools import islice
 
+from mrl.schedule.front import Front
 from mrl.schedule.groups import Cause, Counts, Group, State
 from mrl.schedule.staleness import Schedule
 
@@ -37,6 +38,8 @@ class GroupBuffer:
         self._finished = 0
         self._last: int | None = None  # in_order: the last number that the step will train on; None: not computed yet
         self._unjudged: set[int] = set()  # groups whose rewards are missing
+        self.told = Front(self.groups, None if schedule.is_synchronous else schedule.batch)  # shown as progress
+        self._trained = Front(self.groups, schedule.batch if self._in_order else None)  # the step will train on
 
     @property
     def awaits_rewards(self) -> bool:
@@ -87,10 +90,7 @@ class GroupBuffer:
     @property
     def lacks_responses(self) -> bool:
         """Tells whether a group that the step will train on, as far as is known, has responses to come."""
-        groups = list(self.groups.values())
-        if self._in_order:
-            groups = groups[: self.schedule.batch]
-        return sum(group.is_whole for group in groups) < self.schedule.batch
+        return self._trained.whole < self.schedule.batch
 
     @property
     def is_training(self) -> bool:
@@ -134,6 +134,9 @@ class GroupBuffer:
             raise ValueError(f"response {index} of group {number} has ended already")
         group.lengths[index] += tokens
         group.ended[index] = ended
+        if ended:
+            self.told.responded(group)
+            self._trained.responded(group)
         if group.lengths[index] > self.schedule.max_tokens:
             raise ValueError(
                 f"response {index} of group {number} has {group.lengths[index]} tokens, of "
@@ -274,6 +277,8 @@ class GroupBuffer:
 
     def _kept(self, group: Group) -> Group:
         self.groups[group.number] = group
+        self.told.came()
+        self._trained.came()
         self._finished += group.state is State.FINISHED
         if len(self.groups) <= self.schedule.batch:
             self._last = None  # it may be the newest number
@@ -283,6 +288,8 @@ class GroupBuffer:
 
     def _gone(self, number: int) -> Group:
         group = self.groups.pop(number)
+        self.told.went(number)
+        self._trained.went(number)
         self._finished -= group.state is State.FINISHED
         if self._last is not None and number <= self._last:
             self._last = self._following(self._last)

@@ -176,13 +176,10 @@ class Generation:
 
     def _tell_progress(self) -> None:
         """Shows how many responses of the step's groups have arrived, including those of groups filtered for it."""
-        schedule = self._rules.schedule
-        groups = list(self._buffer.groups.values())
-        if not schedule.is_synchronous:
-            groups = groups[: schedule.batch]
-        filtered = len(self._groups.filtered) * schedule.responses
-        done = filtered + sum(sum(group.ended) for group in groups)
-        self._responder.display.progress(TRAIN_RESPONSES, done, filtered + len(groups) * schedule.responses)
+        responses = self._rules.schedule.responses
+        filtered = len(self._groups.filtered) * responses
+        first = self._buffer.told
+        self._responder.display.progress(TRAIN_RESPONSES, filtered + first.ended, filtered + first.size * responses)
 
     def _check_rewards(self) -> None:
         """Raises DataError if more rewards failed, or more groups were filtered, than one step may have."""

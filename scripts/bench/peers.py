@@ -1,11 +1,12 @@
 """A step beside TRL's, on the same cores: same model, prompts, samples, updates and limits.
 
-    python scripts/bench/peers.py [--steps 6] [--rounds 2] [--case short|long] [--json FILE]
+    python scripts/bench/peers.py [--steps 6] [--rounds 4] [--case short|long] [--json FILE]
 
 Two cases of the tiny world's shape, four updates each: 512 samples of 3 tokens with the tiny world's own weights, and
 128 samples of up to 300 tokens with random weights over a vocabulary of 4,096, so that next to none ends by itself. TRL
-1.16 has an environment of its own, .venv-trl, made here once. Rounds alternate, since machines are noisy; a side's
-figure is the median of its steps after the first. Needs tiny-world/ (scripts/make_tiny_world.py).
+1.16 has an environment of its own, .venv-trl, made here once. Both sides run once a round, and every other round begins
+with the other side, since machines are noisy; a side's figure is the median of its steps after the first. `rounds` has
+each round's medians and their ratio, `quartiles_s` those of all steps. Needs tiny-world/ (scripts/make_tiny_world.py).
 """
 
 import argparse
@@ -15,16 +16,19 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from mrl.record.run_dir import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
+from stamp import changes, facts  # noqa: E402
+
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 ENVIRONMENT = ROOT / ".venv-trl"
 PINS = ("torch==2.13.0+cpu", "trl==1.16.0", "transformers==5.19.0")
@@ -43,17 +47,20 @@ class Case:
     goal: float  # TRL's seconds / ours
 
 
-CASES = (Case("short", 64, 4, 1.0), Case("long", 16, 300, 1.5))
+CASES = (Case("short", 64, 4, 1.0), Case("long", 16, 300, 2.0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help="of a run; the first is left out")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each side")
     parser.add_argument("--case", choices=[case.name for case in CASES])
     parser.add_argument("--world", type=Path, default=ROOT / "tiny-world")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.json and (changed := changes()):
+        parser.error(f"commit these first, results name a commit:\n{changed}")
+    stamp = facts("python scripts/bench/peers.py")  # the load is that before both sides make their own
     python = trl_python()
     found = {}
     for case in CASES:
@@ -62,10 +69,7 @@ def main() -> None:
                 found[case.name] = compared(case, args, Path(folder), python)
             print(json.dumps({case.name: found[case.name]}, indent=1), flush=True)
     if args.json:
-        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-        told = {"command": "python scripts/bench/peers.py", "commit": commit, "date": date.today().isoformat()}
-        args.json.write_text(json.dumps(told | {"cores": os.cpu_count(), "pins": PINS} | found, indent=1) + "\n")
+        args.json.write_text(json.dumps(stamp | {"pins": PINS} | found, indent=1) + "\n")
 
 
 def trl_python() -> Path:
@@ -81,27 +85,58 @@ def trl_python() -> Path:
 def compared(case: Case, args: argparse.Namespace, folder: Path, python: Path) -> dict[str, Any]:
     """Both sides' seconds a step."""
     model = world_model(case, args.world, folder)
-    rounds = [
-        (trl(case, args, folder / f"trl-{i}", model, python), ours(case, args, folder / f"run-{i}", model))
-        for i in range(args.rounds)
-    ]
-    trl_steps, gen, before = (
-        [seconds for theirs, _ in rounds for seconds in theirs[name][1:]] for name in ("steps", "gen", "before_updates")
+    rounds = []
+    for number in range(args.rounds):
+        both = {}
+        for side in order(number):
+            if side == "trl":
+                both[side] = trl(case, args, folder / f"trl-{number}", model, python)
+            else:
+                both[side] = ours(case, args, folder / f"run-{number}", model)
+        rounds.append(both)
+    return summary(case, rounds)
+
+
+def order(number: int) -> tuple[str, str]:
+    """The side that a round begins with, and the other."""
+    return ("trl", "mrl") if number % 2 == 0 else ("mrl", "trl")
+
+
+def summary(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of a case from both sides' runs of each round. TRL's first step is left out here, ours is already."""
+    steps, gen, before = (
+        [seconds for both in rounds for seconds in both["trl"][name][1:]] for name in ("steps", "gen", "before_updates")
     )
-    rows = [row for _, own in rounds for row in own]
-    step = median(row["timing_s/step"] for row in rows)
+    rows = [row for both in rounds for row in both["mrl"]]
+    own = [row["timing_s/step"] for row in rows]
+    length = median(row["response_length/mean"] for row in rows)
     return {
         "samples": case.prompts * N, "limit_tokens": case.tokens, "updates": UPDATES,
-        "trl_s": round(median(trl_steps), 3), "trl_mean_tokens": round(rounds[0][0]["mean_length"], 1),
-        "mrl_s": round(step, 3), "mrl_mean_tokens": round(median(row["response_length/mean"] for row in rows), 1),
-        "trl_over_mrl": round(median(trl_steps) / step, 3), "goal": case.goal,
+        "trl_s": round(median(steps), 3), "trl_mean_tokens": round(rounds[0]["trl"]["mean_length"], 1),
+        "mrl_s": round(median(own), 3), "mrl_mean_tokens": round(length, 1),
+        "trl_over_mrl": round(median(steps) / median(own), 3), "goal": case.goal,
+        "quartiles_s": {"trl": quartiles(steps), "mrl": quartiles(own)},
+        "rounds": [of_round(both, order(number)) for number, both in enumerate(rounds)],
         "trl_phases_s": {
             "gen": round(median(gen), 3),
             "rewards and old_log_prob": round(median(before) - median(gen), 3),
-            "update_actor": round(median(trl_steps) - median(before), 3),
+            "update_actor": round(median(steps) - median(before), 3),
         },
         "mrl_phases_s": {name: round(median(row.get(f"timing_s/{name}", 0.0) for row in rows), 3) for name in PHASES},
     }  # fmt: skip
+
+
+def quartiles(seconds: list[float]) -> list[float]:
+    """The first, the second and the third."""
+    return [round(float(value), 3) for value in np.quantile(seconds, (0.25, 0.5, 0.75))]
+
+
+def of_round(both: dict[str, Any], sides: tuple[str, str]) -> dict[str, Any]:
+    """Medians of a round, and which side was first."""
+    theirs = median(both["trl"]["steps"][1:])
+    own = median(row["timing_s/step"] for row in both["mrl"])
+    ratio = round(theirs / own, 3)
+    return {"first": sides[0], "trl_s": round(theirs, 3), "mrl_s": round(own, 3), "trl_over_mrl": ratio}
 
 
 def world_model(case: Case, world: Path, folder: Path) -> Path:

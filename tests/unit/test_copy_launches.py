@@ -1,54 +1,21 @@
 """Copies of a weight sync are grouped: the same bytes in few launches, counted as a device would launch them."""
 
+import importlib.util
+import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mrl.model import planning_model_spec
-from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.model.vllm_parameters import target_parameters
 from mrl.reshard.copies import copy_all
-from mrl.reshard.execute import Receiver
-from mrl.reshard.messages import Message
-from mrl.reshard.plan import plan_reshard
-from mrl.units import MIB
 
-# torch's kernel for lists takes so many pairs of tensors, and so many chunks of elements, in one launch
-# (ATen/native/cuda/MultiTensorApply.cuh, depth 2)
-TENSORS, CHUNKS, CHUNK = 64, 320, 65536
-
-
-class Launches(TorchDispatchMode):
-    """Counts launches of copies. A list is launched together only where every pair lies alike
-    (ATen/native/ForeachUtils.h, can_use_fast_route).
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name == "copy_":
-            self.number += 1
-        elif name == "_foreach_copy_":
-            self.number += _of_list(*args[:2])
-        else:
-            assert "copy" not in name or name == "_to_copy", name
-        return func(*args, **(kwargs or {}))
-
-
-def _of_list(targets: list[Tensor], sources: list[Tensor]) -> int:
-    pairs = list(zip(targets, sources, strict=True))
-    if not all(t.stride() == s.stride() and t.shape == s.shape and t.dtype is s.dtype and t.is_contiguous()
-               and t.dtype is targets[0].dtype for t, s in pairs):  # fmt: skip
-        return len(pairs)
-    chunks = sum(-(-t.numel() // CHUNK) for t in targets)
-    return max(-(-len(pairs) // TENSORS), -(-chunks // CHUNKS))
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("copy_launches", ROOT / "scripts" / "bench" / "copy_launches.py")
+bench = sys.modules["copy_launches"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(bench)
+Launches = bench.Launches
 
 
 def blocks(memory: Tensor, pieces: Iterable[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
@@ -108,65 +75,14 @@ def test_formats_and_memories_are_not_joined():
     assert halves.tolist() == [1, 1] and singles.tolist() == [2, 2]
 
 
-OF_MODEL = 94  # layers
-TRAIN = {"world_size": 8, "tensor_model_parallel_size": 4, "expert_model_parallel_size": 8}
+LIMITS = {
+    "cut": 2000,
+    "spread": 720,
+}  # of the second 500 is wanted, a goal that docs/source/claims.yaml lists as missed
 
 
-class End:
-    """Of a worker; what comes has no values."""
-
-    staging_bytes = 0
-
-    def begin(self, update: int, rounds) -> None:
-        pass
-
-    def take(self, messages: list[Message]) -> list[Tensor]:
-        return [torch.empty(message.nbytes, dtype=torch.uint8, device="meta") for message in messages]
-
-    def lasting(self, message: Message) -> bool:
-        return False
-
-    def release(self, messages: list[Message]) -> None:
-        pass
-
-    def abandon(self) -> None:
-        raise AssertionError("it was given up")
-
-
-class Parameters:
-    """Of an engine's worker."""
-
-    def __init__(self, model, rollout):
-        found = target_parameters(model, rollout, 0, "cuda", "bfloat16")
-        self.tensors = {p.name: torch.empty(p.local_shape, dtype=torch.bfloat16, device="meta") for p in found}
-
-    def tensor(self, parameter: str) -> Tensor:
-        return self.tensors[parameter]
-
-    def complete(self, module: str) -> None:
-        pass
-
-
-def counted(layers: int, engine: dict[str, int]) -> tuple[int, int]:
-    """Copies and launches of a worker of an engine with so many layers of 235B."""
-    whole = planning_model_spec("Qwen/Qwen3-235B-A22B")[0]
-    model = replace(whole, num_layers=layers, moe_layers=tuple(range(layers)))
-    train = TrainLayout.build(TRAIN, model)
-    rollout = RolloutLayout(**({"num_engines": 1, "tensor": 1, "data": 1, "expert": 1} | engine))
-    plan = plan_reshard(model, train, rollout, dialect="cuda", dtype="bfloat16", budget_bytes=256 * MIB)
-    receiver = Receiver(plan, 0, End(), torch.bfloat16)
-    with Launches() as seen:
-        receiver.receive(Parameters(model, rollout), 1)
-    return sum(len(message.copies) for message in plan.receives(0)), seen.number
-
-
-@pytest.mark.parametrize(
-    ("engine", "limit"),
-    [({"tensor": 8}, 2000), ({"tensor": 4, "data": 4, "expert": 16}, 750)],
-    ids=["experts cut", "experts spread"],
-)
-def test_a_worker_of_235b_launches_few_copies_in_a_sync(engine, limit):
-    """Layers are as large as in the model; few of them are planned, and what one more takes is taken for the others."""
-    few, more = (counted(layers, engine) for layers in (1, 3))
-    copies, launches = (least + (most - least) / 2 * (OF_MODEL - 1) for least, most in zip(few, more, strict=True))
+@pytest.mark.parametrize(("experts", "limit"), LIMITS.items())
+def test_a_worker_of_235b_launches_few_copies_in_a_sync(experts, limit):
+    """Experts are cut for every worker, or spread over the workers."""
+    copies, launches = bench.of_model(bench.ENGINES[experts])
     assert launches <= limit and copies > 9000, (copies, launches)

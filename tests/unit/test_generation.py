@@ -337,6 +337,25 @@ def test_the_end_of_a_request_does_not_overtake_it(monkeypatch):
     assert world.engines.said == ["sent", "ended"]
 
 
+@pytest.mark.parametrize("overrides", [[], FILTERING, *AHEAD.values()], ids=["in turn", "in turn, filtered", *AHEAD])
+def test_progress_is_of_the_responses_of_the_steps_groups_and_of_those_filtered_for_it(overrides, monkeypatch):
+    shown, summed = [], []
+
+    def progress(self, phase, done, total):
+        made = world.generation
+        groups = list(made._buffer.groups.values())
+        if not made._rules.schedule.is_synchronous:
+            groups = groups[:BATCH]
+        filtered = N * len(made._groups.filtered)
+        shown.append((done, total))
+        summed.append((filtered + sum(sum(group.ended) for group in groups), filtered + N * len(groups)))
+
+    monkeypatch.setattr(Display, "progress", progress)
+    world = World(overrides=overrides)
+    world.steps(3)
+    assert shown == summed and max(done for done, _ in shown) >= N * BATCH
+
+
 def test_what_is_closed_asks_for_no_reward_any_more():
     world = World(0, AHEAD["one step off"])
     world.rewards.collect = lambda at_once: []

@@ -17,11 +17,11 @@ from mrl.errors import ConfigError
 from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.plan.devices import Starts, SyncRates
-from mrl.plan.sync_times import Link, reshard_summary
+from mrl.plan.sync_times import Link, launch_seconds, reshard_summary
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.schedule import level
-from mrl.units import MIB
+from mrl.units import GIB, MIB
 
 TP8, EP128 = RolloutLayout(16, 8), RolloutLayout(1, 4, 32, 128)
 
@@ -231,3 +231,33 @@ def test_summary_predicts_each_round_by_its_busiest_device_and_each_step_by_its_
         "bound_seconds",
         "hash",
     }
+
+
+# Of a layer: tensors of experts that a worker has, copies that bring them, and copies of everything else. A copy has at
+# most 4 MiB, in whole rows: of 235B w1 and w3 of a whole expert (12 MiB) are three each, and w2, whose rows divide
+# worse, is four.
+LAUNCHES = {
+    "30B, TP4": (QWEN3_30B, 4, RolloutLayout(1, 4), (128 * 3, 128 * 3, 9), 18432),
+    "235B, TP8": (QWEN3_235B, 8, RolloutLayout(1, 8), (128 * 3, 128 * 3, 11), 36096),
+    "235B, EP16": (QWEN3_235B, 16, RolloutLayout(1, 4, 4, 16), (8 * 3, 8 * (3 + 3 + 4), 15), 2256),
+}
+
+
+@pytest.mark.parametrize(("model", "ranks", "rollout", "of_a_layer", "tensors"), LAUNCHES.values(), ids=LAUNCHES)
+def test_launches_of_a_sync_are_its_workers_copies_and_a_wait_a_message(model, ranks, rollout, of_a_layer, tensors):
+    """One round, so that no border of a round cuts a block; one layer more has so many copies more."""
+    held, of_experts, others = of_a_layer
+    assert held * model.num_layers == tensors
+    plans = []
+    for layers in (1, 2):
+        small = replace(model, num_layers=layers, moe_layers=tuple(range(layers)))
+        train = TrainLayout.build({"world_size": ranks, "expert_model_parallel_size": 4}, small)
+        plans.append(plan_reshard(small, train, rollout, dialect="cuda", dtype="bfloat16", budget_bytes=64 * GIB))
+    one, two = plans
+    blocks = [copy for message in one.receives(0) for copy in message.copies if "experts" in copy.parameter]
+    assert (len({copy.hf_name for copy in blocks}), len(blocks)) == (held, of_experts)
+    more = launch_seconds(two, Starts(copy=1.0, wait=0.0)) - launch_seconds(one, Starts(copy=1.0, wait=0.0))
+    assert more == of_experts + others
+    waits = launch_seconds(one, Starts(copy=0.0, wait=1.0))
+    numbers = {int(copy.hf_name.partition(".experts.")[2].partition(".")[0]) for copy in blocks}
+    assert waits == len({number // 32 for number in numbers})  # each of the four ranks with 32 experts sends one

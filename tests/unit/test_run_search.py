@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,10 @@ PLAIN = [
 
 @pytest.mark.parametrize("name", [SMALL, "qwen3-8b/h100-1x8"])
 def test_a_preset_is_near_the_best_that_the_planner_finds(name):
-    """The two that take least time; scripts/evidence/presets.sh has them all."""
+    """The two that take least time, together within ten seconds; scripts/evidence/presets.sh has them all."""
+    begun = time.process_time()  # of this process alone, however busy the machine is
     row = presets.row_of(name)
+    assert time.process_time() - begun < 5
     assert row["over_best"] <= LIMIT, row["best"]
 
 
@@ -50,7 +53,9 @@ def test_all_presets_are_near_the_planners_best_or_say_why_not():
     rows = {row["preset"]: row for row in json.loads(presets.OUT.read_text(encoding="utf-8"))["rows"]}
     assert set(rows) == set(presets.names())
     slower = {name for name, row in rows.items() if row["over_best"] > LIMIT}
-    assert slower == {name for name in presets.names() if presets.reason_of(name)}
+    with_reason = {name for name in presets.names() if presets.reason_of(name)}
+    assert slower <= with_reason, {name: rows[name]["best"] for name in slower - with_reason}  # settings that would do
+    assert slower == with_reason
     assert 3 * len(slower) <= len(rows)
 
 

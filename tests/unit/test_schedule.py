@@ -3,6 +3,7 @@ test_fleet.py has all of it at work.
 """
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,42 @@ def test_requests_end_at_multiples_of_the_quota_whichever_weights_make_them():
 
 
 # ---------------------------------------------------------------- buffer
+
+
+def live_step(buffer: GroupBuffer, rng: random.Random) -> None:
+    """Something that may happen to a buffer: a response goes on or ends, a group is judged or lost, a step goes on."""
+    if rng.random() < 0.1:
+        buffer.evict(rng.choice(list(buffer.groups)), "failed")
+    elif buffer.is_training:
+        buffer.drop_rest()
+        buffer.advance()
+    elif not buffer.take() and (open_ones := [g for g in buffer.groups.values() if g.state is not State.FINISHED]):
+        group = rng.choice(open_ones)
+        buffer.start(group.number)
+        index = rng.randrange(len(group.ended))
+        if not group.ended[index]:
+            buffer.add(group.number, index, 1, ended=rng.random() < 0.5 or group.lengths[index] == 9)
+        elif group.is_whole:
+            rng.choice([buffer.finish, buffer.finish, buffer.filter])(group.number)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [dict(max_staleness=0), dict(), dict(max_staleness=2), dict(order="ready_first", buffer_groups=4),
+     dict(order="ready_first", on_stale="requeue")],
+    ids=str,
+)  # fmt: skip
+def test_what_has_arrived_is_counted_as_a_sum_over_all_groups_has_it(rules):
+    buffer, rng = GroupBuffer(schedule(**rules)), random.Random(0)
+    for _ in range(500):
+        buffer.reserve()
+        live_step(buffer, rng)
+        groups = list(buffer.groups.values())
+        first = groups if buffer.schedule.is_synchronous else groups[:2]
+        assert (buffer.told.size, buffer.told.ended) == (len(first), sum(sum(group.ended) for group in first))
+        trained = groups[:2] if buffer.schedule.order == "in_order" else groups
+        assert buffer.lacks_responses == (sum(all(group.ended) for group in trained) < 2)
+    assert buffer.step > 5, "else little was taken"
 
 
 def issued(buffer: GroupBuffer) -> list[tuple[int, int]]:
