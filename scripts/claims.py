@@ -20,6 +20,7 @@ SOURCE = ROOT / "docs" / "source" / "claims.yaml"
 FAULTS = SOURCE.with_name("faults.yaml")
 RESULTS = ROOT / "docs" / "results"
 MOST_WORDS = 40  # of a cell
+TOLD = ("date", "load")  # by every part of a result that names a commit, or once for its whole file
 # what expressions may call; they are this repository's own text, as its scripts are
 CALLS = {"abs": abs, "all": all, "any": any, "len": len, "max": max, "min": min, "round": round, "sorted": sorted}
 CALLS |= {"sum": sum, "set": set, "zip": zip, "enumerate": enumerate, "str": str}
@@ -58,6 +59,7 @@ class Result:
     command: str = ""  # to make it anew; the file's own where there is none
     once: bool = False  # of the past, or made by hand: scripts/evidence/all.sh leaves it
     needs: str = ""  # beyond two cores
+    older: bool = False  # a part of it was made before TOLD was asked for
 
     def data(self) -> Any:
         """The JSON of the part; of a `.jsonl` an object with its `lines`. Raises KeyError or OSError."""
@@ -78,6 +80,11 @@ class Result:
         found = {stamp["command"] for stamp in self.stamps() if "command" in stamp}
         whole = _stored(RESULTS / self.file)
         return found | {whole["command"]} if isinstance(whole.get("command"), str) else found
+
+    def untold(self) -> list[dict]:
+        """Objects of it that name a commit, for which neither they nor the whole file say all of TOLD."""
+        whole = _stored(RESULTS / self.file)
+        return [stamp for stamp in self.stamps() if any(key not in stamp and key not in whole for key in TOLD)]
 
     def names(self, let: dict[str, str] | None = None) -> dict[str, Any]:
         """What an expression over it may use: its keys, and what `let` makes of them."""
@@ -223,6 +230,11 @@ def _result_faults(result: Result) -> Iterator[str]:
         yield f"{where}: no commit"
     if not result.commands():
         yield f"{where}: no command"
+    untold = result.untold()
+    if untold and not result.older:
+        yield f"{where}: no {' or no '.join(TOLD)} of what was made at {untold[0]['commit'][:7]}"
+    if result.older and not untold:
+        yield f"{where}: says its {' and '.join(TOLD)}; take `older` out of its row in claims.yaml"
     for commit in sorted({stamp["commit"] for stamp in stamps}):
         if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
             yield f"{where}: made from a tree that no commit names: {commit}"

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +24,9 @@ import pyarrow.parquet as pq
 from mrl.record.run_dir import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts" / "evidence"))
+from stamp import facts  # noqa: E402
+
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 ENVIRONMENT = ROOT / ".venv-trl"
 PINS = ("torch==2.13.0+cpu", "trl==1.16.0", "transformers==5.19.0")
@@ -62,10 +64,8 @@ def main() -> None:
                 found[case.name] = compared(case, args, Path(folder), python)
             print(json.dumps({case.name: found[case.name]}, indent=1), flush=True)
     if args.json:
-        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-        told = {"command": "python scripts/bench/peers.py", "commit": commit, "date": date.today().isoformat()}
-        args.json.write_text(json.dumps(told | {"cores": os.cpu_count(), "pins": PINS} | found, indent=1) + "\n")
+        told = facts("python scripts/bench/peers.py")
+        args.json.write_text(json.dumps(told | {"pins": PINS} | found, indent=1) + "\n")
 
 
 def trl_python() -> Path:

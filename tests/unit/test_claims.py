@@ -16,6 +16,8 @@ sys.modules["claims"] = claims
 _spec.loader.exec_module(claims)
 
 COMMIT = "91eebfc6bb2f8844ecbd474b8edf71ea2411d969"
+ASKED = "dca999c7"  # the newest commit whose scripts made results without a date or a load
+TOLD = {"date": "2026-11-22", "load": 0.4}
 
 
 def table(tmp_path, monkeypatch, stored, name="one.json", **claim) -> dict:
@@ -33,7 +35,7 @@ def table(tmp_path, monkeypatch, stored, name="one.json", **claim) -> dict:
     }
 
 
-STORED = {"commit": COMMIT, "command": "scripts/x.sh", "seconds": 2.0, "update": {"values": [1, 2]}}
+STORED = {"commit": COMMIT, "command": "scripts/x.sh", "seconds": 2.0, "update": {"values": [1, 2]}} | TOLD
 
 
 def test_every_claim_meets_its_bound_or_is_a_missed_goal():
@@ -69,8 +71,10 @@ def test_what_is_wrong_with_a_claim_is_one_message(name, tmp_path, monkeypatch):
     ("stored", "message"),
     [
         ({"command": "x", "seconds": 2.0}, "no commit"),
-        ({"commit": COMMIT, "seconds": 2.0}, "no command"),
-        ({"commit": f"{COMMIT} with changes", "command": "x", "seconds": 2.0}, "a tree that no commit names"),
+        ({"commit": COMMIT, "seconds": 2.0} | TOLD, "no command"),
+        ({"commit": f"{COMMIT} with changes", "command": "x", "seconds": 2.0} | TOLD, "a tree that no commit names"),
+        ({"commit": COMMIT, "command": "x", "seconds": 2.0, "date": "2026-11-22"}, "no date or no load"),
+        ({"commit": COMMIT, "command": "x", "seconds": 2.0, "load": 0.4}, "no date or no load"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -79,8 +83,37 @@ def test_what_is_wrong_with_a_result_is_one_message(stored, message, tmp_path, m
     assert message in found and "one.json" in found
 
 
+def test_each_part_of_a_result_says_its_date_and_load_or_the_whole_file_does(tmp_path, monkeypatch):
+    parts = {"command": "x", "seconds": 2.0, "rows": [{"commit": COMMIT} | TOLD, {"commit": COMMIT}]}
+    (found,) = claims.faults(table(tmp_path, monkeypatch, parts))
+    assert found == "docs/results/one.json: no date or no load of what was made at 91eebfc"
+    assert claims.faults(table(tmp_path, monkeypatch, parts | TOLD)) == []
+
+
+def test_an_older_result_may_lack_date_and_load_and_one_that_has_them_is_not_older(tmp_path, monkeypatch):
+    untold = {"commit": COMMIT, "command": "x", "seconds": 2.0}
+    found = table(tmp_path, monkeypatch, untold)
+    found["results"]["one"]["older"] = True
+    assert claims.faults(found) == []
+    found = table(tmp_path, monkeypatch, untold | TOLD)
+    found["results"]["one"]["older"] = True
+    assert claims.faults(found) == [
+        "docs/results/one.json: says its date and load; take `older` out of its row in claims.yaml"
+    ]
+
+
+def test_no_result_is_older_that_was_made_after_date_and_load_were_asked_for():
+    git = ["git", "rev-list", ASKED]
+    told = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    if told.returncode:
+        pytest.skip("no history here")
+    before = told.stdout.split()
+    made = {stamp["commit"] for result in claims.results(claims.load()).values() for stamp in result.untold()}
+    assert [one for one in made if not any(commit.startswith(one) for commit in before)] == []
+
+
 def test_lines_of_checks_are_results_too(tmp_path, monkeypatch):
-    lines = [{"commit": COMMIT, "command": "x"}, {"status": "ok"}, {"status": "failed"}]
+    lines = [{"commit": COMMIT, "command": "x"} | TOLD, {"status": "ok"}, {"status": "failed"}]
     text = "\n".join(map(json.dumps, lines))
     figure = "{sum(line.get('status') == 'ok' for line in lines)} hold"
     found = table(tmp_path, monkeypatch, text, "one.jsonl", figure=figure)
