@@ -27,7 +27,7 @@ CALLS |= {"sum": sum, "set": set, "zip": zip, "enumerate": enumerate, "str": str
 NAMED = re.compile(r"(?:tests|scripts)/[\w/.-]+\.(?:py|sh)")
 # where a clone lay; the homes of made-up users in the words of others' scripts are none
 PLACE = re.compile(r"(?<![\w.])/(?!home/user/)[\w./-]+/(?:parallel_configs|mrl|scripts|docs|tests)/")
-AGE = re.compile(r"(`[0-9a-f]{7}`(?: and \d+ more)?): (?:[\d,]+ lines? since, \*\*stale\*\*|fresh|age unknown)")
+AGE = re.compile(r"(`[0-9a-f]{7}`(?: and \d+ more)?): (?:[\d,]+ lines? since, \*\*stale\*\*|fresh|newer|age unknown)")
 AS_OF = re.compile(r"as of commit `(\w+)`")
 FIGURE = re.compile(r"(<!-- figure (\w+): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- table (\w+) -->\n\n)(.*?)\n(<!-- end -->)", re.DOTALL)
@@ -166,12 +166,12 @@ def head() -> str:
 
 
 @cache
-def later(commit: str, as_of: str) -> str:
-    """`as_of`, or what is checked out where the commit came after that."""
+def is_newer(commit: str, as_of: str) -> bool:
+    """Whether the commit came after `as_of`, which then says nothing of its age."""
     told = subprocess.run(
         ["git", "merge-base", "--is-ancestor", commit.split()[0], as_of], cwd=ROOT, capture_output=True
     )
-    return head() if told.returncode == 1 else as_of
+    return told.returncode == 1
 
 
 def stands_at(page: str) -> str:
@@ -182,16 +182,23 @@ def stands_at(page: str) -> str:
 
 
 def age(stamps: list[dict], sources: tuple[str, ...], as_of: str | None) -> str:
-    """The commits of a result, and the most lines of its sources that changed since one of them, until `as_of`."""
+    """The commits of a result, and the most lines of its sources that changed since one of them, until `as_of`.
+
+    Those that are newer than `as_of` have no age yet: what came after them is in no page that says `as_of`.
+    """
     commits = list(dict.fromkeys(stamp["commit"] for stamp in stamps))
     more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
-    lines = [changed_lines(commit, later(commit, as_of), sources) if as_of else None for commit in commits]
-    return f"`{commits[0][:7]}`{more}: {_age_words(None if None in lines else max(lines))}"
+    known = [commit for commit in commits if not (as_of and is_newer(commit, as_of))]
+    lines = [changed_lines(commit, as_of, sources) if as_of else None for commit in known]
+    return f"`{commits[0][:7]}`{more}: {_age_words(lines)}"
 
 
-def _age_words(lines: int | None) -> str:
-    if lines is None:
+def _age_words(of_commits: list[int | None]) -> str:
+    if not of_commits:
+        return "newer"
+    if None in of_commits:
         return "age unknown"
+    lines = max(of_commits)
     return f"{lines:,} line{'s' if lines != 1 else ''} since, **stale**" if lines else "fresh"
 
 

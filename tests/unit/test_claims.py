@@ -153,15 +153,15 @@ def test_keys_that_are_methods_of_a_dictionary_are_keys(tmp_path, monkeypatch):
 def test_a_page_is_the_same_at_every_commit_but_for_its_ages():
     cells = "as of commit `{}`\n| a | `91eebfc`: {} |"
     stale = cells.format("1234567", "1,204 lines since, **stale**")
-    fresh = cells.format("89abcde", "fresh")
-    assert claims.without_ages(stale) == claims.without_ages(fresh)
+    for words in ("fresh", "newer", "age unknown"):
+        assert claims.without_ages(stale) == claims.without_ages(cells.format("89abcde", words))
     assert claims.without_ages(stale) != claims.without_ages(stale.replace("91eebfc", "91eebfd"))
     assert claims.without_ages(stale) != claims.without_ages(stale.replace("| a", "| b"))
 
 
 def test_the_page_without_a_commit_has_the_ages_left_out_of_one_with(monkeypatch):
     monkeypatch.setattr(claims, "changed_lines", lambda commit, as_of, sources: 7)
-    monkeypatch.setattr(claims, "later", lambda commit, as_of: as_of)
+    monkeypatch.setattr(claims, "is_newer", lambda commit, as_of: False)
     dated = claims.page("91eebfc")
     assert dated.count("7 lines since, **stale**") > 60 and "as of commit `91eebfc`" in dated
     assert claims.without_ages(dated) == claims.without_ages(claims.page())
@@ -189,7 +189,8 @@ def test_changed_lines_are_those_that_git_counts_in_the_named_files(tmp_path, mo
     stamps = [{"commit": commits[2]}, {"commit": commits[0]}]
     assert claims.age(stamps, ("one.py",), commits[2]) == f"`{commits[2][:7]}` and 1 more: 3 lines since, **stale**"
     assert claims.age(stamps[:1], ("one.py",), commits[2]) == f"`{commits[2][:7]}`: fresh"
-    assert claims.age(stamps[:1], ("one.py",), commits[0]) == f"`{commits[2][:7]}`: fresh"  # newer than the page
+    assert claims.age(stamps[:1], ("one.py",), commits[0]) == f"`{commits[2][:7]}`: newer"
+    assert claims.age(stamps, ("one.py",), commits[1]).endswith("3 lines since, **stale**"), "the newer one counts not"
     assert claims.stands_at(f"as of commit `{commits[0][:7]}`") == commits[0][:7]
     assert claims.stands_at("as of commit `0000000`") == claims.stands_at("no page yet") == commits[2]
     assert claims.age([{"commit": "0" * 40}], ("one.py",), commits[2]) == "`0000000`: age unknown"
