@@ -223,6 +223,10 @@ def faults(table: dict[str, Any]) -> list[str]:
     for claim in table["held"]:
         found += [f"{claim['claim'][:50]}: no {name}" for name in _absent_tests(claim["tests"])]
         found += _long_cells(claim)
+    for goal in table.get("unmeasured", []):
+        found += [f"{goal['claim'][:50]}: no {key}" for key in ("bound", "missed") if not goal.get(key)]
+        found += [f"{goal['claim'][:50]}: no {name}" for name in _absent_tests(goal.get("by", ""))]
+        found += _long_cells(goal)
     return found + [text for row in table["mended"] for text in _long_cells(row)]
 
 
@@ -421,6 +425,8 @@ def _missed(table: dict[str, Any], as_of: str | None) -> str:
             result = known[claim["result"]]
             cells = [claim["claim"], claim["bound"], figure(claim, result), claim["missed"]]
             rows.append(cells + _origin(result, as_of))
+    for goal in table["unmeasured"]:
+        rows.append([goal["claim"], goal["bound"], "none is stored", goal["missed"], shown_by(goal["by"]), "no result"])
     return markdown(["goal", "bound", "figure", "why", "command, result", "commit, age"], rows)
 
 

@@ -211,6 +211,18 @@ def test_a_test_that_is_left_out_of_continuous_integration_says_so():
     assert claims.with_long("tests/unit/test_claims.py") == "`tests/unit/test_claims.py`"
 
 
+def test_a_missed_goal_without_a_stored_figure_says_its_bound_its_reason_and_its_command(tmp_path, monkeypatch):
+    found = table(tmp_path, monkeypatch, STORED)
+    goal = {"claim": "All die", "bound": "95 %", "missed": "not run", "by": "scripts/evidence/mutants.sh"}
+    found["unmeasured"] = [goal]
+    assert claims.faults(found) == []
+    for key, fault in (("bound", "no bound"), ("missed", "no missed"), ("by", "no test or command")):
+        found["unmeasured"] = [{name: words for name, words in goal.items() if name != key}]
+        assert claims.faults(found) == [f"All die: {fault}"]
+    found["unmeasured"] = [goal | {"by": "scripts/evidence/no_more.sh"}]
+    assert claims.faults(found) == ["All die: no scripts/evidence/no_more.sh"]
+
+
 def test_a_row_whose_test_is_gone_is_found():
     table = copy.deepcopy(claims.load())
     table["held"][0]["tests"] = "tests/real/test_no_more.py"
@@ -228,6 +240,9 @@ def test_goals_that_were_missed_stand_on_the_page_with_figure_and_reason():
         "with routes",
         "Sizes",
         "50 cycles",
+        "continuous integration, in which",
+        "Mutants",
+        "under five minutes",
     ):
         (row,) = [line for line in missed.splitlines() if words in line.split(" | ")[0]]
         assert all(cell.strip() for cell in row.split(" | "))
