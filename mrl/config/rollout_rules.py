@@ -7,7 +7,6 @@ from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import AlgorithmConfig, RolloutConfig, RunConfig, leaf
 from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
 from mrl.environments.named import SHIPPED, SHIPPED_ENVIRONMENTS
-from mrl.environments.python_tool import PYTHON
 from mrl.environments.search_tool import SEARCH
 from mrl.environments.verl_tool_config import CONFIG_KEY, VERL_TOOLS
 from mrl.errors import ConfigError, Violation, nearest
@@ -322,8 +321,8 @@ def _call_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 def _program_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
-    if turns is None or not (PYTHON in turns.tools or VERL_TOOLS in turns.environments):
-        return  # of verl's tools one runs programs as well
+    if turns is None or not turns.runs_programs:
+        return
     if turns.python.max_seconds >= turns.timeout_s:
         why = "a program that hangs would only be killed together with the process that calls tools"
         rule = f"must be less than timeout_s = {turns.timeout_s:g}"

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from mrl.config.schema_actor import Dtype
 from mrl.config.section import Section, key, must_be
+from mrl.environments.python_tool import PYTHON
+from mrl.environments.verl_tool_config import VERL_TOOLS
 from mrl.model.quantised import BLOCK
 
 _NO_FILTER = must_be(lambda k: k == -1 or k >= 1, "must be -1 (no filter) or at least 1", "so many words are left", -1)
@@ -144,6 +146,11 @@ class TurnsConfig(Section):
         "Folders that these processes may write into beside temporary ones. The limit needs Linux with "
         "Landlock. Without it they can write wherever the user can, and their log says so.",
     )
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether a tool runs programs of the model: the shipped one, or one of verl's."""
+        return PYTHON in self.tools or VERL_TOOLS in self.environments
 
 
 class AgentConfig(Section):

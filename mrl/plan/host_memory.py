@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrl.config.schema import RunConfig
-from mrl.environments.verl_tool_config import VERL_TOOLS
 from mrl.model.device_grid import Place
 from mrl.model.precision import Precision
 from mrl.plan.engine_memory import EngineMemory
@@ -100,7 +99,7 @@ def tool_bytes(config: RunConfig) -> int:
         each = int(turns.max_memory_gib * GIB)
     kinds = 1 + bool(turns.environments)
     program = 0
-    if "python" in turns.tools or VERL_TOOLS in turns.environments:  # which may run programs too
+    if turns.runs_programs:
         program = int(turns.python.max_memory_gib * GIB)
     return turns.num_workers * (kinds * each + program)
 

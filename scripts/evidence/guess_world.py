@@ -19,7 +19,7 @@ from make_tool_world import Calling, Row, fit, make_tokenizer, write_model
 HIGH = 15
 GUESSES = 4
 POSITIONS = 192
-PLAN = Calling(steps=250, batch=32, share=0.25)
+PLAN = Calling(steps=300, batch=32, label_smoothing=0.004, share=0.3)  # nearly every call can be read
 ROWS = {"train": 2048, "val": 128}
 WORDS = (
     "system", "user", "assistant", "guess", '{"name": "', '", "arguments": {"number": ', "}}", "The hidden number is ",
