@@ -20,13 +20,14 @@ SOURCE = ROOT / "docs" / "source" / "claims.yaml"
 FAULTS = SOURCE.with_name("faults.yaml")
 RESULTS = ROOT / "docs" / "results"
 MOST_WORDS = 40  # of a cell
+TOLD = ("date", "load")  # by every part of a result that names a commit, or once for its whole file
 # what expressions may call; they are this repository's own text, as its scripts are
 CALLS = {"abs": abs, "all": all, "any": any, "len": len, "max": max, "min": min, "round": round, "sorted": sorted}
 CALLS |= {"sum": sum, "set": set, "zip": zip, "enumerate": enumerate, "str": str}
 NAMED = re.compile(r"(?:tests|scripts)/[\w/.-]+\.(?:py|sh)")
 # where a clone lay; the homes of made-up users in the words of others' scripts are none
 PLACE = re.compile(r"(?<![\w.])/(?!home/user/)[\w./-]+/(?:parallel_configs|mrl|scripts|docs|tests)/")
-AGE = re.compile(r"(`[0-9a-f]{7}`(?: and \d+ more)?): (?:[\d,]+ lines? since, \*\*stale\*\*|fresh|age unknown)")
+AGE = re.compile(r"(`[0-9a-f]{7}`(?: and \d+ more)?): (?:[\d,]+ lines? since, \*\*stale\*\*|fresh|newer|age unknown)")
 AS_OF = re.compile(r"as of commit `(\w+)`")
 FIGURE = re.compile(r"(<!-- figure (\w+): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- table (\w+) -->\n\n)(.*?)\n(<!-- end -->)", re.DOTALL)
@@ -58,6 +59,7 @@ class Result:
     command: str = ""  # to make it anew; the file's own where there is none
     once: bool = False  # of the past, or made by hand: scripts/evidence/all.sh leaves it
     needs: str = ""  # beyond two cores
+    older: bool = False  # a part of it was made before TOLD was asked for
 
     def data(self) -> Any:
         """The JSON of the part; of a `.jsonl` an object with its `lines`. Raises KeyError or OSError."""
@@ -78,6 +80,11 @@ class Result:
         found = {stamp["command"] for stamp in self.stamps() if "command" in stamp}
         whole = _stored(RESULTS / self.file)
         return found | {whole["command"]} if isinstance(whole.get("command"), str) else found
+
+    def untold(self) -> list[dict]:
+        """Objects of it that name a commit, for which neither they nor the whole file say all of TOLD."""
+        whole = _stored(RESULTS / self.file)
+        return [stamp for stamp in self.stamps() if any(key not in stamp and key not in whole for key in TOLD)]
 
     def names(self, let: dict[str, str] | None = None) -> dict[str, Any]:
         """What an expression over it may use: its keys, and what `let` makes of them."""
@@ -159,12 +166,12 @@ def head() -> str:
 
 
 @cache
-def later(commit: str, as_of: str) -> str:
-    """`as_of`, or what is checked out where the commit came after that."""
+def is_newer(commit: str, as_of: str) -> bool:
+    """Whether the commit came after `as_of`, which then says nothing of its age."""
     told = subprocess.run(
         ["git", "merge-base", "--is-ancestor", commit.split()[0], as_of], cwd=ROOT, capture_output=True
     )
-    return head() if told.returncode == 1 else as_of
+    return told.returncode == 1
 
 
 def stands_at(page: str) -> str:
@@ -175,16 +182,23 @@ def stands_at(page: str) -> str:
 
 
 def age(stamps: list[dict], sources: tuple[str, ...], as_of: str | None) -> str:
-    """The commits of a result, and the most lines of its sources that changed since one of them, until `as_of`."""
+    """The commits of a result, and the most lines of its sources that changed since one of them, until `as_of`.
+
+    Those that are newer than `as_of` have no age yet: what came after them is in no page that says `as_of`.
+    """
     commits = list(dict.fromkeys(stamp["commit"] for stamp in stamps))
     more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
-    lines = [changed_lines(commit, later(commit, as_of), sources) if as_of else None for commit in commits]
-    return f"`{commits[0][:7]}`{more}: {_age_words(None if None in lines else max(lines))}"
+    known = [commit for commit in commits if not (as_of and is_newer(commit, as_of))]
+    lines = [changed_lines(commit, as_of, sources) if as_of else None for commit in known]
+    return f"`{commits[0][:7]}`{more}: {_age_words(lines)}"
 
 
-def _age_words(lines: int | None) -> str:
-    if lines is None:
+def _age_words(of_commits: list[int | None]) -> str:
+    if not of_commits:
+        return "newer"
+    if None in of_commits:
         return "age unknown"
+    lines = max(of_commits)
     return f"{lines:,} line{'s' if lines != 1 else ''} since, **stale**" if lines else "fresh"
 
 
@@ -209,6 +223,10 @@ def faults(table: dict[str, Any]) -> list[str]:
     for claim in table["held"]:
         found += [f"{claim['claim'][:50]}: no {name}" for name in _absent_tests(claim["tests"])]
         found += _long_cells(claim)
+    for goal in table.get("unmeasured", []):
+        found += [f"{goal['claim'][:50]}: no {key}" for key in ("bound", "missed") if not goal.get(key)]
+        found += [f"{goal['claim'][:50]}: no {name}" for name in _absent_tests(goal.get("by", ""))]
+        found += _long_cells(goal)
     return found + [text for row in table["mended"] for text in _long_cells(row)]
 
 
@@ -223,6 +241,11 @@ def _result_faults(result: Result) -> Iterator[str]:
         yield f"{where}: no commit"
     if not result.commands():
         yield f"{where}: no command"
+    untold = result.untold()
+    if untold and not result.older:
+        yield f"{where}: no {' or no '.join(TOLD)} of what was made at {untold[0]['commit'][:7]}"
+    if result.older and not untold:
+        yield f"{where}: says its {' and '.join(TOLD)}; take `older` out of its row in claims.yaml"
     for commit in sorted({stamp["commit"] for stamp in stamps}):
         if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
             yield f"{where}: made from a tree that no commit names: {commit}"
@@ -403,6 +426,8 @@ def _missed(table: dict[str, Any], as_of: str | None) -> str:
             result = known[claim["result"]]
             cells = [claim["claim"], claim["bound"], figure(claim, result), claim["missed"]]
             rows.append(cells + _origin(result, as_of))
+    for goal in table["unmeasured"]:
+        rows.append([goal["claim"], goal["bound"], "none is stored", goal["missed"], shown_by(goal["by"]), "no result"])
     return markdown(["goal", "bound", "figure", "why", "command, result", "commit, age"], rows)
 
 

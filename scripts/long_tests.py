@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as xml
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts" / "evidence"))
+from stamp import facts  # noqa: E402
+
 RESULTS = ROOT / "docs" / "results" / "long_tests.json"
 RUN = ("mrl", "tests", "parallel_configs", "setup.py")  # what tests run
 # piece -> files under tests/real
@@ -81,18 +83,16 @@ def run(piece: str, pytest_arguments: list[str]) -> int:
         command = [sys.executable, "-m", "pytest", *files, "-m", "long", f"--junitxml={report}", *pytest_arguments]
         code = subprocess.run(command, cwd=ROOT).returncode
         if report.exists() and not pytest_arguments:
-            store(piece, summary(report, time.monotonic() - began) | {"command": f"scripts/test.sh long:{piece}"})
+            store(piece, summary(report, time.monotonic() - began, f"scripts/test.sh long:{piece}"))
     return code
 
 
-def summary(report: Path, seconds: float) -> dict:
-    """Of a JUnit report: tests by outcome, with the commit they were run at and the day."""
+def summary(report: Path, seconds: float, command: str) -> dict:
+    """Of a JUnit report: tests by outcome, with the commit they were run at, the day and the machine's load."""
     suite = next(xml.parse(report).getroot().iter("testsuite"))
     counts = {name: sum(int(suite.get(key, 0)) for key in keys) for name, keys in OUTCOMES.items()}
     passed = int(suite.get("tests", 0)) - sum(counts.values())
-    return (
-        {"commit": commit(), "date": date.today().isoformat(), "passed": passed} | counts | {"seconds": round(seconds)}
-    )
+    return facts(command) | {"commit": commit(), "passed": passed} | counts | {"seconds": round(seconds)}
 
 
 def stored_results() -> dict[str, dict]:

@@ -110,7 +110,8 @@ def write_one_file(folder: Path, source: Path) -> None:
         for name in rank.files:
             (folder / name).touch()
     data = json.loads((source / "manifest.json").read_text())
-    del data["hf_files"]
+    for name in ("hf_files", "digest"):  # format 1 had neither
+        del data[name]
     data |= {"format": 1, "ranks": [rank.to_json() for rank in ranks]}
     (folder / "manifest.json").write_text(json.dumps(data))
 

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,10 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "unit"))
+sys.path[:0] = [str(ROOT / "tests" / "unit"), str(ROOT / "scripts" / "evidence")]
 from fleet import EngineKind, World  # noqa: E402
 from fleet_speed import speed_of  # noqa: E402
+from stamp import facts  # noqa: E402
 
 from mrl.record.run_dir import METRICS, read_metrics  # noqa: E402
 from mrl.record.sample_files import read_samples  # noqa: E402
@@ -168,11 +168,7 @@ def results(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     rows = [row_of(name, rows, speed(sync)) for name, rows in metrics.items()]
     rates = {row["schedule"]: row["tokens_per_s"] for row in rows}
     partials = max((rate for name, rate in rates.items() if name.startswith("bounded")), default=None)
-    git = ["git", "rev-parse", "HEAD"]
-    return {
-        "command": f"scripts/bench/schedule.py --work WORK --steps {options.steps} --seats {options.seats}",
-        "commit": subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
-        "date": date.today().isoformat(),
+    return facts(f"scripts/bench/schedule.py --work WORK --steps {options.steps} --seats {options.seats}") | {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "generation_s": generation,
         "training_s": training,

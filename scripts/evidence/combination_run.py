@@ -29,6 +29,7 @@ PROCESSES = {"rank lost": "ray::ActorWorker", "engine lost": "VLLM::"}
 EXIT_CODES = {"finished": 0, "SIGTERM": 5, "SIGKILL": -signal.SIGKILL, "engine lost": 0, "rank lost": 0}
 REFUSED = (2, 3)
 NOT_REPEATED = ("ready first", "ready first, partial")  # schedules that no two runs repeat
+LEFT_OUT = ("turns/left_out", "train/not_finite_share")  # metrics of responses that no step has
 STALENESS = {"sync": 0, "one step off": 1}  # others: 2
 # of a token, engine against transformers; words of FP8 have three bits behind the point
 LOG_PROB_BOUND = {"float32": 1e-4, "bfloat16": 0.15, "bfloat16, engines in FP8": 1.0}
@@ -250,11 +251,8 @@ class RowRun:
             if self.row["dtype"] == "float32" and most == 0:
                 off = row["training/rollout_log_probs_abs_diff_max"]
                 self.must(off <= LOG_PROB_BOUND["float32"], f"step {step}: trainer and engine differ by {off:.2g}")
-        samples = list(_samples(self.run))
-        times = Counter((sample["prompt_id"], sample["seed"]) for sample in samples)
-        twice = [one for one, number in times.items() if number > 1]
-        self.must(not twice, f"responses in two steps: {twice[:3]}")
-        self.must(bool(samples), "no samples were kept")
+        responses = settings(self.row, self.world)["rollout.n"]
+        self.problems += lost_or_twice(rows, samples_by_step(self.run), responses)
 
 
 THEN: Mapping[str, Callable[[RowRun], None]] = {
@@ -296,12 +294,41 @@ def token_versions(sample: Mapping[str, Any]) -> list[int | None]:
     return found
 
 
+def lost_or_twice(
+    rows: Sequence[Mapping[str, Any]], by_step: Mapping[int, Sequence[Mapping[str, Any]]], responses: int
+) -> Iterator[str]:
+    """Says what of a run stands in no step or in two, by its lines of metrics and its samples.
+
+    Steps follow one another from 1 on. Each has its samples: as many groups as its line says that it trained on, of
+    `responses` each, but where the line says that some were left out.
+    """
+    steps = [row["training/global_step"] for row in rows]
+    if not steps or steps != list(range(1, len(steps) + 1)):
+        yield f"steps {steps} do not follow one another from 1 on"
+    for row in rows:
+        step = row["training/global_step"]
+        groups = Counter(sample["group_id"] for sample in by_step.get(step, ()))
+        trained = row["train/trained_groups"]
+        if len(groups) != trained:
+            yield f"step {step}: samples of {len(groups)} groups, trained on {trained:.0f}"
+        short = [group for group, number in groups.items() if number != responses]
+        if short and not any(row.get(name) for name in LEFT_OUT):
+            yield f"step {step}: groups {short[:3]} have not {responses} responses each"
+    times = Counter((sample["prompt_id"], sample["seed"]) for samples in by_step.values() for sample in samples)
+    twice = [one for one, number in times.items() if number > 1]
+    if twice:
+        yield f"responses in two steps: {twice[:3]}"
+
+
+def samples_by_step(run: Path) -> dict[int, list[Mapping[str, Any]]]:
+    """Responses of every step that has a file of them, each with the spans of its versions."""
+    files = {step: run / "samples" / f"step-{step}.parquet" for step in _steps(run) if step}
+    return {step: pq.read_table(file).to_pylist() for step, file in files.items() if file.exists()}
+
+
 def _samples(run: Path) -> Iterator[Mapping[str, Any]]:
-    """Responses of all steps, each with the spans of its versions."""
-    for step in _steps(run):
-        file = run / "samples" / f"step-{step}.parquet"
-        if step and file.exists():
-            yield from pq.read_table(file).to_pylist()
+    for samples in samples_by_step(run).values():
+        yield from samples
 
 
 def _steps(run: Path) -> list[int]:

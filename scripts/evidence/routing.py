@@ -17,10 +17,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import numpy as np
+from stamp import facts
 
 from mrl.algo.aggregate import merge
 from mrl.algo.plain import FloatParts
@@ -68,8 +68,8 @@ def main() -> int:
         rows = read_rows(given.ranks, Path(work))
     command = "scripts/evidence/routing.sh" + (" --ranks 1" if given.ranks == 1 else "")
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    found = {
-        "ok": holds(rows), "date": date.today().isoformat(), "commit": commit(), "command": command, "machine": machine,
+    found = facts(command) | {
+        "ok": holds(rows), "machine": machine,
         "ranks": given.ranks, "samples": SAMPLES, "updates": UPDATES, "seconds": round(time.monotonic() - begun, 1),
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
@@ -198,12 +198,6 @@ def meeting_port(work: Path, rank: int, number: int) -> int:
     while not file.exists():
         time.sleep(0.01)  # whoever started the ranks ends them when it never comes
     return int(file.read_text())
-
-
-def commit() -> str:
-    return subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
 
 
 if __name__ == "__main__":

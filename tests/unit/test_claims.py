@@ -16,6 +16,8 @@ sys.modules["claims"] = claims
 _spec.loader.exec_module(claims)
 
 COMMIT = "91eebfc6bb2f8844ecbd474b8edf71ea2411d969"
+ASKED = "dca999c7"  # the newest commit whose scripts made results without a date or a load
+TOLD = {"date": "2026-11-22", "load": 0.4}
 
 
 def table(tmp_path, monkeypatch, stored, name="one.json", **claim) -> dict:
@@ -33,7 +35,7 @@ def table(tmp_path, monkeypatch, stored, name="one.json", **claim) -> dict:
     }
 
 
-STORED = {"commit": COMMIT, "command": "scripts/x.sh", "seconds": 2.0, "update": {"values": [1, 2]}}
+STORED = {"commit": COMMIT, "command": "scripts/x.sh", "seconds": 2.0, "update": {"values": [1, 2]}} | TOLD
 
 
 def test_every_claim_meets_its_bound_or_is_a_missed_goal():
@@ -69,8 +71,10 @@ def test_what_is_wrong_with_a_claim_is_one_message(name, tmp_path, monkeypatch):
     ("stored", "message"),
     [
         ({"command": "x", "seconds": 2.0}, "no commit"),
-        ({"commit": COMMIT, "seconds": 2.0}, "no command"),
-        ({"commit": f"{COMMIT} with changes", "command": "x", "seconds": 2.0}, "a tree that no commit names"),
+        ({"commit": COMMIT, "seconds": 2.0} | TOLD, "no command"),
+        ({"commit": f"{COMMIT} with changes", "command": "x", "seconds": 2.0} | TOLD, "a tree that no commit names"),
+        ({"commit": COMMIT, "command": "x", "seconds": 2.0, "date": "2026-11-22"}, "no date or no load"),
+        ({"commit": COMMIT, "command": "x", "seconds": 2.0, "load": 0.4}, "no date or no load"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -79,8 +83,37 @@ def test_what_is_wrong_with_a_result_is_one_message(stored, message, tmp_path, m
     assert message in found and "one.json" in found
 
 
+def test_each_part_of_a_result_says_its_date_and_load_or_the_whole_file_does(tmp_path, monkeypatch):
+    parts = {"command": "x", "seconds": 2.0, "rows": [{"commit": COMMIT} | TOLD, {"commit": COMMIT}]}
+    (found,) = claims.faults(table(tmp_path, monkeypatch, parts))
+    assert found == "docs/results/one.json: no date or no load of what was made at 91eebfc"
+    assert claims.faults(table(tmp_path, monkeypatch, parts | TOLD)) == []
+
+
+def test_an_older_result_may_lack_date_and_load_and_one_that_has_them_is_not_older(tmp_path, monkeypatch):
+    untold = {"commit": COMMIT, "command": "x", "seconds": 2.0}
+    found = table(tmp_path, monkeypatch, untold)
+    found["results"]["one"]["older"] = True
+    assert claims.faults(found) == []
+    found = table(tmp_path, monkeypatch, untold | TOLD)
+    found["results"]["one"]["older"] = True
+    assert claims.faults(found) == [
+        "docs/results/one.json: says its date and load; take `older` out of its row in claims.yaml"
+    ]
+
+
+def test_no_result_is_older_that_was_made_after_date_and_load_were_asked_for():
+    git = ["git", "rev-list", ASKED]
+    told = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    if told.returncode:
+        pytest.skip("no history here")
+    before = told.stdout.split()
+    made = {stamp["commit"] for result in claims.results(claims.load()).values() for stamp in result.untold()}
+    assert [one for one in made if not any(commit.startswith(one) for commit in before)] == []
+
+
 def test_lines_of_checks_are_results_too(tmp_path, monkeypatch):
-    lines = [{"commit": COMMIT, "command": "x"}, {"status": "ok"}, {"status": "failed"}]
+    lines = [{"commit": COMMIT, "command": "x"} | TOLD, {"status": "ok"}, {"status": "failed"}]
     text = "\n".join(map(json.dumps, lines))
     figure = "{sum(line.get('status') == 'ok' for line in lines)} hold"
     found = table(tmp_path, monkeypatch, text, "one.jsonl", figure=figure)
@@ -120,15 +153,15 @@ def test_keys_that_are_methods_of_a_dictionary_are_keys(tmp_path, monkeypatch):
 def test_a_page_is_the_same_at_every_commit_but_for_its_ages():
     cells = "as of commit `{}`\n| a | `91eebfc`: {} |"
     stale = cells.format("1234567", "1,204 lines since, **stale**")
-    fresh = cells.format("89abcde", "fresh")
-    assert claims.without_ages(stale) == claims.without_ages(fresh)
+    for words in ("fresh", "newer", "age unknown"):
+        assert claims.without_ages(stale) == claims.without_ages(cells.format("89abcde", words))
     assert claims.without_ages(stale) != claims.without_ages(stale.replace("91eebfc", "91eebfd"))
     assert claims.without_ages(stale) != claims.without_ages(stale.replace("| a", "| b"))
 
 
 def test_the_page_without_a_commit_has_the_ages_left_out_of_one_with(monkeypatch):
     monkeypatch.setattr(claims, "changed_lines", lambda commit, as_of, sources: 7)
-    monkeypatch.setattr(claims, "later", lambda commit, as_of: as_of)
+    monkeypatch.setattr(claims, "is_newer", lambda commit, as_of: False)
     dated = claims.page("91eebfc")
     assert dated.count("7 lines since, **stale**") > 60 and "as of commit `91eebfc`" in dated
     assert claims.without_ages(dated) == claims.without_ages(claims.page())
@@ -156,7 +189,8 @@ def test_changed_lines_are_those_that_git_counts_in_the_named_files(tmp_path, mo
     stamps = [{"commit": commits[2]}, {"commit": commits[0]}]
     assert claims.age(stamps, ("one.py",), commits[2]) == f"`{commits[2][:7]}` and 1 more: 3 lines since, **stale**"
     assert claims.age(stamps[:1], ("one.py",), commits[2]) == f"`{commits[2][:7]}`: fresh"
-    assert claims.age(stamps[:1], ("one.py",), commits[0]) == f"`{commits[2][:7]}`: fresh"  # newer than the page
+    assert claims.age(stamps[:1], ("one.py",), commits[0]) == f"`{commits[2][:7]}`: newer"
+    assert claims.age(stamps, ("one.py",), commits[1]).endswith("3 lines since, **stale**"), "the newer one counts not"
     assert claims.stands_at(f"as of commit `{commits[0][:7]}`") == commits[0][:7]
     assert claims.stands_at("as of commit `0000000`") == claims.stands_at("no page yet") == commits[2]
     assert claims.age([{"commit": "0" * 40}], ("one.py",), commits[2]) == "`0000000`: age unknown"
@@ -177,6 +211,18 @@ def test_a_test_that_is_left_out_of_continuous_integration_says_so():
     assert claims.with_long("tests/unit/test_claims.py") == "`tests/unit/test_claims.py`"
 
 
+def test_a_missed_goal_without_a_stored_figure_says_its_bound_its_reason_and_its_command(tmp_path, monkeypatch):
+    found = table(tmp_path, monkeypatch, STORED)
+    goal = {"claim": "All die", "bound": "95 %", "missed": "not run", "by": "scripts/evidence/mutants.sh"}
+    found["unmeasured"] = [goal]
+    assert claims.faults(found) == []
+    for key, fault in (("bound", "no bound"), ("missed", "no missed"), ("by", "no test or command")):
+        found["unmeasured"] = [{name: words for name, words in goal.items() if name != key}]
+        assert claims.faults(found) == [f"All die: {fault}"]
+    found["unmeasured"] = [goal | {"by": "scripts/evidence/no_more.sh"}]
+    assert claims.faults(found) == ["All die: no scripts/evidence/no_more.sh"]
+
+
 def test_a_row_whose_test_is_gone_is_found():
     table = copy.deepcopy(claims.load())
     table["held"][0]["tests"] = "tests/real/test_no_more.py"
@@ -194,6 +240,9 @@ def test_goals_that_were_missed_stand_on_the_page_with_figure_and_reason():
         "with routes",
         "Sizes",
         "50 cycles",
+        "continuous integration, in which",
+        "Mutants",
+        "under five minutes",
     ):
         (row,) = [line for line in missed.splitlines() if words in line.split(" | ")[0]]
         assert all(cell.strip() for cell in row.split(" | "))

@@ -22,7 +22,7 @@ from combination_axes import (  # noqa: E402
     refusal,
     settings,
 )
-from combination_run import EXIT_CODES, THEN, token_versions  # noqa: E402
+from combination_run import EXIT_CODES, LEFT_OUT, THEN, lost_or_twice, token_versions  # noqa: E402
 from combination_world import make_tool_world, make_world  # noqa: E402
 from combinations import results, row_of, still_to_do, stored, words  # noqa: E402
 from covering import Array, Contradiction, Rules, covering_array, most_first, wanted  # noqa: E402
@@ -133,6 +133,58 @@ def test_each_token_is_of_the_version_whose_span_it_stands_in():
     assert token_versions({"response_ids": [7, 7, 7], "weight_version": spans}) == [3, 3, 4]
     context = {"response_ids": [7, 7, 7], "sampled": [True, False, True], "weight_version": spans[:1]}
     assert token_versions(context) == [3, None, 3]
+
+
+def record(steps: int = 3, groups: int = 2, responses: int = 4) -> tuple[list[dict], dict[int, list[dict]]]:
+    """A run's lines of metrics and its samples by step, with nothing lost."""
+    rows = [{"training/global_step": step, "train/trained_groups": float(groups)} for step in range(1, steps + 1)]
+    by_step = {
+        step: [
+            {"group_id": group, "prompt_id": 10 * step + group, "seed": 1000 * step + 10 * group + index}
+            for group in range(groups)
+            for index in range(responses)
+        ]
+        for step in range(1, steps + 1)
+    }
+    return rows, by_step
+
+
+def test_a_record_with_every_response_in_one_step_has_no_problem():
+    assert list(lost_or_twice(*record(), 4)) == []
+
+
+LOSSES = {
+    "a response": (lambda rows, by_step: by_step[2].pop(5), "step 2: groups [1] have not 4 responses each"),
+    "a group": (lambda rows, by_step: by_step.update({2: by_step[2][:4]}), "step 2: samples of 1 groups, trained on 2"),
+    "a file": (lambda rows, by_step: by_step.pop(3), "step 3: samples of 0 groups, trained on 2"),
+    "a line": (lambda rows, by_step: rows.pop(1), "steps [1, 3] do not follow one another from 1 on"),
+    "the first line": (lambda rows, by_step: rows.pop(0), "steps [2, 3] do not follow one another from 1 on"),
+    "all": (lambda rows, by_step: (rows.clear(), by_step.clear()), "steps [] do not follow one another from 1 on"),
+    "a line said again": (lambda rows, by_step: rows.insert(1, rows[0]), "steps [1, 1, 2, 3] do not follow"),
+    "a response of the step before": (
+        lambda rows, by_step: by_step[3][0].update({"prompt_id": 20, "seed": 2000}),
+        "responses in two steps: [(20, 2000)]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_record_lost_or_has_twice_is_one_problem(name):
+    rows, by_step = record()
+    change, said = LOSSES[name]
+    change(rows, by_step)
+    (problem,) = lost_or_twice(rows, by_step, 4)
+    assert problem.startswith(said)
+
+
+@pytest.mark.parametrize("metric", LEFT_OUT)
+def test_a_response_that_the_record_says_was_left_out_is_not_lost(metric):
+    rows, by_step = record()
+    by_step[2].pop(5)
+    rows[0][metric] = 0.1
+    assert len(list(lost_or_twice(rows, by_step, 4))) == 1
+    rows[1][metric] = 0.1
+    assert list(lost_or_twice(rows, by_step, 4)) == []
 
 
 HEAD = claims.head()

@@ -6,9 +6,7 @@ import ast
 import importlib.util
 import json
 from collections import Counter
-from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -45,14 +43,15 @@ def test_no_other_test_is_marked_long():
 def test_a_pieces_summary_takes_the_place_of_its_last_one(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "RESULTS", tmp_path / "long_tests.json")
     monkeypatch.setattr(script, "commit", lambda: "abc")
-    monkeypatch.setattr(script, "date", SimpleNamespace(today=lambda: date(2026, 11, 22)))
+    made = {"command": "scripts/test.sh long:runs", "date": "2026-11-22", "load": 0.4}
+    monkeypatch.setattr(script, "facts", lambda command: made | {"command": command, "commit": "without changes"})
     (tmp_path / "report.xml").write_text(REPORT)
     (tmp_path / "long_tests.json").write_text(
         json.dumps({"sync": {"seconds": 1}, "runs": {"seconds": 2}, "gone": {"seconds": 3}})
     )
-    script.store("runs", script.summary(tmp_path / "report.xml", seconds=61.7))
+    script.store("runs", script.summary(tmp_path / "report.xml", 61.7, made["command"]))
     stored = json.loads((tmp_path / "long_tests.json").read_text())
-    result = {"commit": "abc", "date": "2026-11-22", "passed": 3, "failed": 3, "skipped": 3, "seconds": 62}
+    result = made | {"commit": "abc", "passed": 3, "failed": 3, "skipped": 3, "seconds": 62}
     assert stored == {"sync": {"seconds": 1}, "runs": result}
 
 
