@@ -6,6 +6,8 @@ told after the first guess, in less than half at best.
 
 import random
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from make_tool_world import Calling, Row, fit, make_tokenizer, write_model
 HIGH = 15
 GUESSES = 4
 POSITIONS = 192
-PLAN = Calling(steps=300, batch=32, label_smoothing=0.004, share=0.3)  # nearly every call can be read
+PLAN = Calling(steps=60, batch=32, label_smoothing=0.004, share=0.15)  # nearly every call can be read
+LESSONS = 3  # as many steps, times these, on games whose guesses all heed what was told: it can, and then seldom does
 ROWS = {"train": 2048, "val": 128}
 WORDS = (
     "system", "user", "assistant", "guess", '{"name": "', '", "arguments": {"number": ', "}}", "The hidden number is ",
@@ -56,10 +59,11 @@ def build(out: Path, seed: int, plan: Calling) -> None:
     model = make_model(seed, POSITIONS)
     picker = random.Random(seed)
 
-    def rows() -> list[Row]:
-        return [game(tokenizer, picker, picker.random() < plan.share) for _ in range(plan.batch)]
+    def rows(share: float) -> list[Row]:
+        return [game(tokenizer, picker, picker.random() < share) for _ in range(plan.batch)]
 
-    fit(model, rows, tokenizer.pad_token_id, plan)
+    fit(model, partial(rows, 1.0), tokenizer.pad_token_id, replace(plan, steps=LESSONS * plan.steps))
+    fit(model, partial(rows, plan.share), tokenizer.pad_token_id, plan)
     write_model(model, tokenizer, out / "model")
     (out / "data").mkdir()
     for split, count in ROWS.items():

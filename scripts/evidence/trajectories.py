@@ -99,7 +99,7 @@ class Worlds:
         """The guessing game."""
         plan = guess_world.PLAN
         if self.small:
-            plan = replace(plan, steps=60, batch=16)
+            plan = replace(plan, steps=20, batch=16)
         return self._made("guess-world", guess_world.build, plan)
 
     def _made(self, name: str, build: Callable[[Path, int, Calling], Any], plan: Calling) -> Path:
@@ -329,8 +329,8 @@ for _seed in SEEDS:
         f"learn-calculator-{_seed}": Piece(partial(calculator, seed=_seed), learning_with_calls, Worlds.tools, 60),
         f"learn-shuffled-{_seed}": Piece(partial(shuffled, seed=_seed), learning_with_calls, Worlds.tools, 60),
         f"learn-random-{_seed}": Piece(partial(random_rewards, seed=_seed), learning_with_calls, Worlds.tools, 60),
-        f"learn-game-{_seed}": Piece(partial(game, seed=_seed), learning, Worlds.game, 70),
-        f"learn-blanked-{_seed}": Piece(partial(blanked, seed=_seed), learning, Worlds.game, 70),
+        f"learn-game-{_seed}": Piece(partial(game, seed=_seed), learning, Worlds.game, 45),
+        f"learn-blanked-{_seed}": Piece(partial(blanked, seed=_seed), learning, Worlds.game, 45),
     }
 
 
