@@ -192,6 +192,7 @@ def _rehearsals(clones: dict[str, Path], path: str, given: list[str], work: Path
             if outcome["imports"]:
                 outcome |= _rehearsed(folder)
                 yield outcome["ok"]
+            outcome["words"] = outcome["words"].replace(str(clone), HOME)
             print(f"{script}: {outcome['words']}", flush=True)
             if changed := changes():
                 print(f"not stored, results name a commit:\n{changed}", file=sys.stderr)
