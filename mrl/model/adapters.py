@@ -35,7 +35,7 @@ FIRST = "lora_A"
 SECOND = "lora_B"
 FACTORS = (FIRST, SECOND)
 ADAPTER = "adapter"  # the child of one of Megatron's linear layers that holds its factors
-MERGED_BYTES = 64 * MIB  # the size of blocks that are merged at once to compute digests
+MERGED_BYTES = 64 * MIB  # the most that merging takes beside its result: scratch, or blocks that are digested together
 _WEIGHT = re.compile(r"(.+)\.weight\d*")
 
 

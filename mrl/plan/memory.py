@@ -240,14 +240,14 @@ def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
 def _actor_staging(inputs: PlanInputs, pp: int) -> int:
     """Returns the bytes that a rank stages for a sync.
 
-    Fast path: one round being packed and one on the wire; with adapters or FP8 words also what merging a block takes.
-    Slow path: a bucket, and the largest tensor gathered; with adapters also a copy of a rank's part to merge into.
+    Fast path: one round being packed and one on the wire. Slow path: a bucket, and the largest tensor gathered; with
+    adapters also a copy of a rank's part to merge into. On both, with adapters or FP8 words, what merging takes.
     """
     if inputs.config.reshard.path == "fast":
         merged = MERGED_BYTES if inputs.lora or inputs.config.rollout.fp8_block else 0
         return 2 * sync_budget(inputs.config) + merged
     largest = largest_parameter(inputs.model, inputs.train, pp) * inputs.element_bytes
-    adapted = largest if inputs.lora else 0
+    adapted = largest + MERGED_BYTES if inputs.lora else 0
     return BUCKET_BYTES + 2 * largest * inputs.train.tensor + adapted
 
 

@@ -230,7 +230,7 @@ def test_a_plan_counts_the_seconds_in_which_words_are_made():
     held = m.hidden_size * m.head_dim * 2 * (m.num_attention_heads + m.num_key_value_heads)
     held += m.num_experts // 2 * 3 * m.moe_intermediate_size * m.hidden_size
     summary = reshard_summary(plan, memory_rate=1.0)
-    assert summary["seconds_of"]["words"] == 4 * held + 2 * 19 * max(summary["sent_bytes"])
+    assert summary["seconds_of"]["words"] == 4 * held + 19 * max(summary["sent_bytes"])
     assert summary["predicted_seconds"] == pytest.approx(sum(summary["seconds_of"].values()))
     plain = plan_reshard(m, train, RolloutLayout(1, 1), **arguments)
     assert "words" not in reshard_summary(plain)["seconds_of"]
