@@ -1,13 +1,11 @@
-"""A tiny model that guesses a hidden number, warm-started to heed now and then what it was told: for trajectories.py.
+"""A tiny model that guesses a hidden number, warm-started until it heeds in part what it was told: for trajectories.py.
 
-A number of 1 to 15, four guesses. At random a game is won in a quarter of cases, by halving always; where nothing is
-told after the first guess, in less than half at best.
+A number of 1 to 31, six guesses. Of games that guess at random 18 % are won, of those that guess at random what is still
+possible 71 %, by halving all; where nothing is told after the first guess 28 %, and a third at best.
 """
 
 import random
 import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from make_tiny_world import make_model
 from make_tool_world import Calling, Row, fit, make_tokenizer, write_model
 
-HIGH = 15
-GUESSES = 4
-POSITIONS = 192
-PLAN = Calling(steps=60, batch=32, label_smoothing=0.004, share=0.15)  # nearly every call can be read
-LESSONS = 3  # as many steps, times these, on games whose guesses all heed what was told: it can, and then seldom does
+HIGH = 31
+GUESSES = 6
+POSITIONS = 256
+PLAN = Calling(steps=100, batch=32, label_smoothing=0.004, share=1.0)  # nearly every call can be read
 ROWS = {"train": 2048, "val": 128}
 WORDS = (
     "system", "user", "assistant", "guess", '{"name": "', '", "arguments": {"number": ', "}}", "The hidden number is ",
@@ -59,11 +56,10 @@ def build(out: Path, seed: int, plan: Calling) -> None:
     model = make_model(seed, POSITIONS)
     picker = random.Random(seed)
 
-    def rows(share: float) -> list[Row]:
-        return [game(tokenizer, picker, picker.random() < share) for _ in range(plan.batch)]
+    def rows() -> list[Row]:
+        return [game(tokenizer, picker, picker.random() < plan.share) for _ in range(plan.batch)]
 
-    fit(model, partial(rows, 1.0), tokenizer.pad_token_id, replace(plan, steps=LESSONS * plan.steps))
-    fit(model, partial(rows, plan.share), tokenizer.pad_token_id, plan)
+    fit(model, rows, tokenizer.pad_token_id, plan)
     write_model(model, tokenizer, out / "model")
     (out / "data").mkdir()
     for split, count in ROWS.items():
