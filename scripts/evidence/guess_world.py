@@ -1,7 +1,7 @@
 """A tiny model that guesses a hidden number, warm-started until it heeds in part what it was told: for trajectories.py.
 
-A number of 1 to 31, six guesses. Of games that guess at random 18 % are won, of those that guess at random what is still
-possible 71 %, by halving all; where nothing is told after the first guess 28 %, and a third at best.
+A number of 1 to 31, six guesses. Of games that guess at random 18 % are won, of those that guess at random what is
+still possible 71 %, by halving all; where nothing is told after the first guess 28 %, and a third at best.
 """
 
 import random
