@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,11 @@ PARTIAL = AHEAD | {
     "trainer__segment_tokens": 20, "trainer__total_training_steps": STEPS, "trainer__max_actor_ckpt_to_keep": STEPS,
     "trainer__test_freq": -1, "trainer__val_before_train": False,
 }  # fmt: skip
+ASYNCHRONOUS = ("trainer__max_staleness", "trainer__partial_rollouts", "trainer__segment_tokens")
 TOOLS = '''"""A tool and an environment that a test can stop at a point: the first that comes to it stays there."""
 
 import os
+import random
 import time
 
 from mrl.environments.builtin_tools import calculator as compute
@@ -46,6 +49,8 @@ def noted(name):
 
 
 def at(point, stays=True):
+    if os.path.exists(os.path.join(FOLDER, "slow")):
+        time.sleep(random.choice((0, 0.2, 1)))
     if os.path.exists(os.path.join(FOLDER, point)) and noted(point + ".reached") and stays:
         time.sleep(600)
 
@@ -136,6 +141,42 @@ def test_transformers_says_of_each_token_what_the_engine_said_by_the_weights_tha
     rows = [row for step in range(1, STEPS + 1) for row in rows_of(whole, step)]
     several = sum(check_row(row, models) > 1 and len(row["turns"]) > 1 for row in rows)
     assert several >= 8, "a border fell behind context"
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_slow_tools_and_a_second_engine_change_no_bit(whole, world, tools, tmp_path, engines):
+    folder = slow_run(world, tools, tmp_path / "run", engines, schedule_of(tools))
+    check_same(folder, whole, LAST)
+
+
+def test_slow_tools_and_a_second_engine_change_no_bit_of_a_synchronous_run(world, tools, tmp_path):
+    own = {key: value for key, value in schedule_of(tools).items() if key not in ASYNCHRONOUS}
+    own |= {"trainer__schedule": "sync", "trainer__total_training_steps": 2}
+    renewed(tools / "notes")
+    succeeded("train", str(PRESET), *given(world, tmp_path / "quick", **own))
+    check_same(slow_run(world, tools, tmp_path / "slow", 2, own), tmp_path / "quick", "checkpoints/step-2")
+
+
+def slow_run(world: Path, tools: Path, folder: Path, engines: int, schedule: Mapping) -> Path:
+    """A run whose calls take no time, 0.2 s or 1 s, drawn anew for each."""
+    renewed(tools / "notes")
+    (tools / "notes" / "slow").touch()
+    own = {
+        "rollout__num_engines": engines, "cluster__n_gpus_per_node": 2 + engines,
+        "cluster__cpus_per_engine": 1 / engines,
+    }  # fmt: skip
+    succeeded("train", str(PRESET), *given(world, folder, **schedule, **own))
+    return folder
+
+
+def check_same(run: Path, other: Path, last: str) -> None:
+    """All but what is about engines themselves."""
+    found, expected = (
+        [{name: row[name] for name in row if not name.startswith(("reshard/", "fleet/"))} for row in metrics(each)]
+        for each in (run, other)
+    )
+    assert metrics_difference(found, expected) is None
+    assert checkpoint_difference(run / last, other / last) is None
 
 
 def renewed(folder: Path) -> None:
