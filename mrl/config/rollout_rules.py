@@ -33,7 +33,7 @@ _FIXED_EXPERTS = {"enable_eplb": False, "enable_elastic_ep": False, "expert_plac
 
 
 def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
-    """Yields notes on number formats that differ between generation and training, and on idle devices."""
+    """Yields notes on bits that turns may change, on number formats that differ, and on idle devices."""
     if config.trainer.deterministic and config.rollout.turns is not None and not _on_cpu(config):
         yield (
             "trainer.deterministic: with rollout.turns the time of tools decides which responses an engine computes "

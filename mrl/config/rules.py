@@ -5,7 +5,7 @@ key. Rules are judged one by one. Where the schema refuses a part of a configura
 rules that do not read that part are still judged. A function ends where it reads a refused key. So a function holds one
 rule, or rules that read the same keys.
 
-Layouts are judged in this order, and a start refuses nothing that no rule has named before:
+Where layouts are judged:
 
     actor's degrees      mrl/model/layout_rules.py, for critic and teacher too (critic_rules.py, distillation_rules.py)
     batches on them      actor_rules.py

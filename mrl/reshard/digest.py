@@ -429,20 +429,17 @@ class ShardDigests:
             yield names[start : start + step]
 
     def _block(self, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
+        """Returns what engines get of a copy's box."""
         block = self._shards(copy.source_name, copy.vp_chunk).detach()[self._place(copy).slices]
-        return self._sent(copy.hf_name, copy.hf_box, block, dtype)
+        if self._merge is not None and self._merge.adapts(copy.hf_name):
+            return merged(self._merge, copy.hf_name, copy.hf_box, block, dtype)
+        return block
 
     def _place(self, copy: Copy) -> Box:
         """Returns where a copy's box lies in its parameter, by the parameter's description."""
         if copy not in self._boxes:
             self._boxes[copy] = _local_box(self._described[copy.source_name, copy.vp_chunk].pieces, copy)
         return self._boxes[copy]
-
-    def _sent(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns what engines get for a block."""
-        if self._merge is not None and self._merge.adapts(hf_name):
-            return merged(self._merge, hf_name, box, block, dtype)
-        return block
 
 
 def _local_box(pieces: Sequence[Piece], copy: Copy) -> Box:

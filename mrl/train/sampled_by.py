@@ -76,8 +76,7 @@ def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequen
         "sampling": asdict(training_sampling(rollout, config.data, config.actor, config.model.path)),
         "seed": config.trainer.seed,
         "words": [rollout.dtype, rollout.quantization, rollout.quantization_block, arguments],
-        "turns": turns and [asdict(turns), rows],  # tools and environments see the rows
-        "index": _of_index(rollout.turns),
+        "turns": turns and [asdict(turns), rows, *_of_index(rollout.turns)],  # tools and environments see the rows
         "endpoint": rollout.endpoint,
         "files": _digests(files, ROLLOUT_FILE),
     }
@@ -102,10 +101,10 @@ def _weight_files(folder: str | Path) -> list[list[Any]]:
     return [_file_facts(file) for file in sorted(Path(folder).resolve().glob("*.safetensors"))]
 
 
-def _of_index(turns: TurnsConfig | None) -> list[Any] | None:
-    """Returns path, size and time of the index that the tool search reads; None without one."""
+def _of_index(turns: TurnsConfig | None) -> list[Any]:
+    """Returns path, size and time of the index that the tool search reads; nothing without one."""
     if turns is None or turns.index is None or not Path(turns.index).is_file():
-        return None
+        return []
     return _file_facts(Path(turns.index))
 
 
