@@ -62,12 +62,11 @@ class _Head:
         `scratch`: more memory, which a 16-bit product overwrites.
         """
         logits = _matrix(place, len(hidden), block.stop - block.start)
-        weight = self.weight[block].t()
-        if hidden.dtype is torch.float32:
-            torch.mm(hidden, weight, out=logits)
-        else:
-            logits.copy_(torch.mm(hidden, weight, out=_matrix(scratch.view(hidden.dtype), *logits.shape)))
-        return logits.div_(temperature[:, None])
+        product = logits
+        if hidden.dtype is not torch.float32:
+            product = _matrix(scratch.view(hidden.dtype), *logits.shape)
+        torch.mm(hidden, self.weight[block].t(), out=product)
+        return torch.div(product, temperature[:, None], out=logits)
 
     def owned(self, targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
         """Returns each target's column in the block and whether it is there. The column of an absent target is
@@ -138,10 +137,15 @@ class _LeanLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs: Tensor, grad_entropy: Tensor):
         hidden, weight, targets, temperature, log_sum_exp, entropy = ctx.saved_tensors
         head: _Head = ctx.head
+        # by logit, not by logit / temperature: divided here, where they are few
+        of_targets = grad_log_probs / temperature[:, None]
+        of_entropy = grad_entropy / temperature
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         if ctx.needs_input_grad[1]:  # no gradient if adapters are trained instead of the weights
             grad_weight = _WeightGradient(weight, head.width)
+        # once for both products, where both take 16 bits
+        rounds = head.rows >= head.width and _writes_float32(str(hidden.device), hidden.dtype)
         needs_other = ctx.entropy_has_gradient or hidden.dtype is not torch.float32
         place = head.place(len(hidden))
         other = head.place(len(hidden) if needs_other else 0)
@@ -150,15 +154,16 @@ class _LeanLogProbs(torch.autograd.Function):
             for block in head.blocks():
                 z = head.logits(hidden[part], temperature[part], block, place, other)
                 log_p = z.sub_(log_sum_exp[part][:, None])
-                scale = -grad_log_probs[part].sum(-1, keepdim=True)
+                scale = -of_targets[part].sum(-1, keepdim=True)
                 if ctx.entropy_has_gradient:
                     p = torch.exp(log_p, out=_matrix(other, *log_p.shape))
-                    grad = p.mul_(log_p.add_(entropy[part][:, None]).mul_(-grad_entropy[part][:, None]).add_(scale))
+                    grad = p.mul_(log_p.add_(entropy[part][:, None]).mul_(-of_entropy[part][:, None]).add_(scale))
                 else:
                     grad = log_p.exp_().mul_(scale)
                 column, here = head.owned(targets[part], block)
-                grad.scatter_add_(-1, column, torch.where(here, grad_log_probs[part], 0.0))
-                grad.div_(temperature[part][:, None])
+                grad.scatter_add_(-1, column, torch.where(here, of_targets[part], 0.0))
+                if rounds:
+                    grad = grad.to(hidden.dtype)
                 if grad_weight is not None:
                     grad_weight.add(block, grad, hidden[part])
                 grad_part.add(grad, weight[block])
@@ -216,7 +221,7 @@ class _HiddenGradient:
         self._total = torch.empty_like(into, dtype=torch.float32) if several else into
 
     def add(self, grad: Tensor, weight: Tensor) -> None:
-        """Adds a block. `grad` is [tokens, rows] float32, `weight` [rows, hidden] of any float dtype."""
+        """Adds a block. `grad` is [tokens, rows], `weight` [rows, hidden], both of any float dtype."""
         dtype = self._total.dtype
         if self._is_first:
             torch.mm(grad.to(dtype), weight.to(dtype), out=self._total)
@@ -279,13 +284,13 @@ class _WeightGradient:
     def add(self, block: slice, grad: Tensor, hidden: Tensor) -> None:
         """Adds grad^T hidden for `block`.
 
-        `grad` is [tokens, rows] float32, `hidden` [tokens, hidden] of any float dtype.
+        `grad` is [tokens, rows] float32 or of `hidden`'s dtype, `hidden` [tokens, hidden] of any float dtype.
         """
         into = self.total[block]
         if hidden.dtype is not torch.float32 and _writes_float32(str(into.device), hidden.dtype):
             torch.addmm(into, grad.to(hidden.dtype).t(), hidden, out_dtype=torch.float32, out=into)
         else:
-            into.addmm_(grad.t(), hidden.float())
+            into.addmm_(grad.float().t(), hidden.float())
 
     def result(self) -> Tensor | None:
         """Returns the gradient that autograd adds to the weight's own: all of it if there is no buffer.

@@ -1,6 +1,7 @@
 """MFU of the update and of a pass of log-probs, on as many layers of Qwen3-30B-A3B as one device holds.
 
-    python scripts/bench/actor.py [--json] [--device cuda|npu|cpu] [--layers N --tokens 8192 --recompute full]
+    python scripts/bench/actor.py [--json] [--device cuda|npu|cpu] [--layers N --tokens 8192 --recompute full
+        --experts 16]
 
 One rank of the real actor (Megatron's layers, the distributed optimizer, packed sequences of mixed lengths), weights as
 they are at a model's birth. FLOPs are those of the sequences as they are, with the experts that a token is sent to; a
@@ -29,6 +30,8 @@ SMALL = {
 # bytes a weight: itself, its gradient, master weight and two moments; torch's AdamW has another copy of its shard
 _STATE_BYTES = {"transformer_engine": 18, "torch": 22}
 _ROOM = 0.8  # of the device; the rest is activations
+# overrides of Megatron's config that presets for NVIDIA devices share: parallel_configs/base/device
+FUSED = {"apply_rope_fusion": True, "moe_permute_fusion": True}
 _PASSES = 3  # a forward and its backward, of which each costs two
 
 
@@ -40,6 +43,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of a micro-batch; default 8192, on a CPU 512")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--recompute", choices=("full", "none"), default="full")
+    parser.add_argument("--experts", type=int, help="of a layer on this device; default: all; 16 are those of EP8")
     options = parser.parse_args()
     report = measure(options)
     if options.json:
@@ -62,6 +66,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         platform.set_device(0)
         kind = layers()
     config = sizes(device)
+    if options.experts:
+        config["num_experts"] = options.experts
     depth = options.layers or fitting_layers(device, config, kind)
     tokens = options.tokens or (512 if device == "cpu" else 8192)
     runs = {n: _Run(platform, config, n, tokens, options) for n in dict.fromkeys((max(depth // 2, 1), depth))}
@@ -160,7 +166,7 @@ def _actor(folder: Path, run: _Run) -> Any:
     rows, layout = len(run.batch), {"world_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     given = recompute if run.options.recompute == "full" else {}
-    overrides = prepare_process(run.platform.name, layout, given)
+    overrides = prepare_process(run.platform.name, layout, given | _of_presets(run.platform.name))
     dtype = "float32" if run.platform.name == "cpu" else "bfloat16"
     config = RunConfig.model_validate({
         "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True,
@@ -177,6 +183,12 @@ def _actor(folder: Path, run: _Run) -> Any:
 
     module.MBridge = Unloaded
     return module.MegatronActor(config, 0, 1, "127.0.0.1", free_port())
+
+
+def _of_presets(device: str) -> dict[str, bool]:
+    from mrl.platforms.layers import layers
+
+    return FUSED if device == "cuda" and layers() == "transformer_engine" else {}
 
 
 def _report(platform: Any, run: _Run, found: dict[int, dict[str, float]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@ the value follows from.
 
 Works on any device, because it looks at what is asked and not at whether it took time: an operation whose result, or
 whose result's shape, depends on values (torch marks those), a tensor made into Python's or numpy's numbers, a copy
-onto the host.
+onto the host. Beside an accelerator a tensor that lies on the host is read without a wait, and counts nothing.
 """
 
 import sys
@@ -29,8 +29,10 @@ _COPIES = ("cpu", "to")
 class HostReads:
     """While it is entered, `sites` counts reads by who asked, "folder/file.py:function"."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        """`device`: the kind on which a program's tensors are that are not for the host."""
         self.sites: Counter[str] = Counter()
+        self.device = device
         self._on_host = WeakTensorKeyDictionary()  # copies: a look at one is no read
 
     def __enter__(self) -> "HostReads":
@@ -38,7 +40,7 @@ class HostReads:
         for name in (*_TO_PYTHON, *_COPIES):
             counting = self._counting(name, getattr(torch.Tensor, name))
             self._stack.enter_context(mock.patch.object(torch.Tensor, name, counting))
-        self._stack.enter_context(_Operations(self._count))
+        self._stack.enter_context(_Operations(self.device, self._count))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -49,7 +51,7 @@ class HostReads:
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if name in _COPIES and not _names_the_host(name, (*args, *kwargs.values())):
                 return original(tensor, *args, **kwargs)
-            if tensor not in self._on_host:
+            if tensor.device.type == self.device and tensor not in self._on_host:
                 self._count()
             answer = original(tensor, *args, **kwargs)
             if name in _COPIES:
@@ -82,13 +84,16 @@ def _names_the_host(name: str, given: tuple[Any, ...]) -> bool:
 class _Operations(TorchDispatchMode):
     """What torch itself says to depend on values; of an index only where it is a mask, of repeats without their sum."""
 
-    def __init__(self, count: Callable[[], None]) -> None:
+    def __init__(self, device: str, count: Callable[[], None]) -> None:
         super().__init__()
+        self._device = device
         self._count_one = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _depends_on_values(func, args, kwargs):
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        is_asked = any(each.device.type == self._device for each in tensors)
+        if is_asked and _depends_on_values(func, args, kwargs):
             self._count_one()
         return func(*args, **kwargs)
 
@@ -99,4 +104,12 @@ def _depends_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
+    if name == "equal":
+        return not _is_one(*args)
     return bool(_DEPENDS & set(func.tags))
+
+
+def _is_one(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Of integers in the same memory torch knows without a look (ATen/native/cuda/Equal.cpp)."""
+    same = first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
+    return same and first.shape == second.shape and not first.is_floating_point()

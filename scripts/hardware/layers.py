@@ -14,8 +14,10 @@ if __name__ == "__main__":
 from checks import Figures, Machine, Skip, Wrong, check, expect
 
 ROWS = 12
-# mean difference of a log-prob, and of a gradient by its norm, from float32 Hugging Face: rounding of the dtype
-_BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1)}
+# mean difference of a log-prob, and of a gradient by its norm, from float32 Hugging Face
+_BOUNDS = (1e-5, 1e-4)
+# in bfloat16 times what Hugging Face in bfloat16 is off by itself: small weights feel each rounding
+_TIMES = 1.5
 
 
 _NO_CLIP = {"clip_ratio_low": 0.9, "clip_ratio_high": 1e6, "clip_ratio_c": 1e6}
@@ -47,13 +49,10 @@ def _of_layers(machine: Machine, layers: str) -> Figures:
         if done.returncode:
             raise Wrong(f"{layers}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    log_prob, gradient = _BOUNDS[found["dtype"]]
-    expect(
-        found["log_prob_error"] < log_prob, f"log-probs of {found['kernels']} are off by {found['log_prob_error']:.2g}"
-    )
-    expect(
-        found["gradient_error"] < gradient, f"gradients of {found['kernels']} are off by {found['gradient_error']:.2g}"
-    )
+    for name, bound in zip(("log_prob_error", "gradient_error"), _BOUNDS, strict=True):
+        if found["dtype"] != "float32":
+            bound = _TIMES * found[f"hugging_face_{name}"]
+        expect(found[name] < bound, f"{name} of {found['kernels']} is {found[name]:.2g}, more than {bound:.2g}")
     return found
 
 
@@ -68,14 +67,33 @@ def compare(machine: Machine, layers: str, folder: Path) -> Figures:
     expected, gradients = _of_hugging_face(model, batch)
     actor.gradients(batch)
     found = _exported_gradients(actor)
-    # the router's is the smallest and the first to be lost where it is not computed in float32
-    errors = {name: _relative(found[name].float().cpu(), gradient) for name, gradient in gradients.items()}
-    worst = max(errors, key=errors.get)
-    return {
+    worst, error = _worst(found, gradients)
+    figures = {
         "kernels": actor.kernels(), "dtype": DTYPE[machine.small],
         "log_prob_error": float(abs(result.log_probs - expected[batch.places_of(result.rows)]).mean()),
-        "gradient_error": errors[worst], "worst_gradient": worst,
+        "gradient_error": error, "worst_gradient": worst,
     }  # fmt: skip
+    return figures | ({} if machine.small else _of_its_dtype(folder, batch, expected, gradients))
+
+
+def _of_its_dtype(folder: Path, batch: Any, expected: Any, gradients: dict[str, Any]) -> Figures:
+    """What Hugging Face in bfloat16 is off by from Hugging Face in float32, on the host."""
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    found, of_weights = _of_hugging_face(model, batch)
+    return {
+        "hugging_face_log_prob_error": float(abs(found - expected).mean()),
+        "hugging_face_gradient_error": _worst(of_weights, gradients)[1],
+    }
+
+
+def _worst(found: dict[str, Any], gradients: dict[str, Any]) -> tuple[str, float]:
+    """The gradient that is furthest off, by its norm; a router's is the smallest and the first to be lost."""
+    errors = {name: _relative(found[name].float().cpu(), gradient) for name, gradient in gradients.items()}
+    worst = max(errors, key=errors.get)
+    return worst, errors[worst]
 
 
 DTYPE = {True: "float32", False: "bfloat16"}
@@ -162,7 +180,7 @@ def _of_hugging_face(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     for prompt, response in zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True):
         last = first + prompt + response
         ids = torch.from_numpy(batch.token_ids[first:last].astype(np.int64))[None]
-        logits = model(ids).logits[0, prompt - 1 : -1].log_softmax(-1)
+        logits = model(ids).logits[0, prompt - 1 : -1].float().log_softmax(-1)
         log_probs = logits.gather(-1, ids[0, prompt:, None])[:, 0]
         own = slice(at, at + response)
         ratio = torch.exp(log_probs - torch.from_numpy(batch.old_log_probs[own]))

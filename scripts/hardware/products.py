@@ -10,11 +10,21 @@ def grouped_products(machine: Machine) -> Figures:
     """TFLOP/s of the experts' product, one by one (mrl's plain layer), as torch's grouped one and as Transformer
     Engine's.
     """
+    # of a layer's 128 experts all, or those of one of eight ranks
+    shapes = ((machine.size(128, 8), machine.size(512, 32)), (machine.size(16, 4), machine.size(4096, 64)))
+    return {
+        f"{name}_of_{experts}_tflops": rate
+        for experts, tokens in shapes
+        for name, rate in _rates(machine, experts, tokens).items()
+    }
+
+
+def _rates(machine: Machine, experts: int, tokens_each: int) -> Figures:
     import torch
     import torch.nn.functional as F
 
-    experts, width, hidden = machine.size(128, 8), machine.size(1536, 128), machine.size(2048, 256)
-    tokens = [machine.size(512, 32)] * experts
+    width, hidden = machine.size(1536, 128), machine.size(2048, 256)
+    tokens = [tokens_each] * experts
     dtype, device = machine.dtype, machine.torch_device
     x = torch.randn(sum(tokens), hidden, device=device).to(dtype)
     weights = [torch.randn(width, hidden, device=device).to(dtype) * hidden**-0.5 for _ in range(experts)]
@@ -32,7 +42,7 @@ def grouped_products(machine: Machine) -> Figures:
         error = ((way().float() - expected).norm() / expected.norm()).item()
         expect(error < 1e-2, f"{name}: off by {error:.2g} of the norm from the products one by one")
     flops = 2.0 * sum(tokens) * hidden * width
-    return {f"{name}_tflops": flops / machine.seconds(way) / 1e12 for name, way in ways.items()}
+    return {name: flops / machine.seconds(way) / 1e12 for name, way in ways.items()}
 
 
 def _grouped_linear(weights, x, tokens):

@@ -48,39 +48,37 @@ def _asked_with(machine: Machine, folder: Path, overrides: dict[str, Any]) -> di
     actor = one_rank(machine, folder, DTYPE[machine.small], fused | overrides)
     batch = some_batch()
     actor.gradients(batch)  # what is made once is made
-    with waited(machine.device) as seen:
-        sites = asked(actor, batch)
+    sites = asked(actor, batch, machine.device)
     actor.close()
-    return dict(sites + seen)
+    return dict(sites)
 
 
-def asked(actor: Any, batch: Any) -> Counter[str]:
+def asked(actor: Any, batch: Any, device: str = "cpu") -> Counter[str]:
     """Reads from the device in the passes of log-probs and of an update, by who asked; not what comes after them."""
     from mrl.megatron import actor as module
 
-    reads = HostReads()
+    reads, seen = HostReads(device), Counter()
     with ExitStack() as stack:
         for name in ("log_prob_pass", "loss_pass"):
-            stack.enter_context(mock.patch.object(module, name, _within(reads, getattr(module, name))))
+            stack.enter_context(mock.patch.object(module, name, _within(reads, seen, getattr(module, name))))
         actor.log_probs(batch)
         actor.gradients(batch)
-    return reads.sites
+    return reads.sites + seen
 
 
-def _within(reads: HostReads, function: Callable) -> Callable:
+def _within(reads: HostReads, seen: Counter[str], function: Callable) -> Callable:
     def counted(*args: Any, **kwargs: Any) -> Any:
-        with reads:
+        with reads, waited(reads.device, seen):
             return function(*args, **kwargs)
 
     return counted
 
 
 @contextmanager
-def waited(device: str) -> Iterator[Counter[str]]:
-    """At its end, where torch saw the host wait for a CUDA device, "folder/file.py:line"; it does not see all of it."""
-    sites: Counter[str] = Counter()
+def waited(device: str, sites: Counter[str]) -> Iterator[None]:
+    """Adds where torch saw the host wait for a CUDA device, "folder/file.py:line"; it does not see all of it."""
     if device != "cuda":
-        yield sites
+        yield
         return
     import torch
 
@@ -88,7 +86,7 @@ def waited(device: str) -> Iterator[Counter[str]]:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield sites
+            yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
     sites.update(site_of(each.filename, str(each.lineno)) for each in seen if _SAID in str(each.message))
