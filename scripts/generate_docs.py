@@ -341,8 +341,10 @@ def predictions() -> str:
     page += [
         "",
         "## Constants\n",
-        "One value for all runs; none is set for one of them. A check of `scripts/hardware` measures what it can.\n",
-        *_table(("constant", "value", "low", "high", "from", "check")),
+        "One value for all runs, none is set for one of them; but `logit_passes` is 3 for updates of pre-training, "
+        "whose loss is not mrl's. A check of `scripts/hardware` measures what it can. What an H100 gave is from "
+        "`docs/results/hardware/h100.jsonl`.\n",
+        *_table(("constant", "value", "low", "high", "one H100", "from", "check")),
     ]
     page += [_row(*_constant(row)) for row in _source("assumptions")]
     return "\n".join([*page, ""])
@@ -361,9 +363,17 @@ def _constant(row: dict[str, str]) -> tuple[str, ...]:
     check = f"`{rung}`" if rung else "none"
     if row["of"] == "devices":
         values = json.loads((ROOT / "mrl" / "plan" / "devices.json").read_text(encoding="utf-8"))
-        return f"`{name}`", f"{values['h100-80g'][name]} (H100)", "", "", row["source"], check
+        return f"`{name}`", f"{values['h100-80g'][name]} (H100)", "", "", row.get("measured", ""), row["source"], check
     low, usual, high = (f"{getattr(side(USUAL), name):g}" for side in (faster, replace, slower))
-    return f"`{name}`", usual, low if low != usual else "", high if high != usual else "", row["source"], check
+    return (
+        f"`{name}`",
+        usual,
+        low if low != usual else "",
+        high if high != usual else "",
+        row.get("measured", ""),
+        row["source"],
+        check,
+    )
 
 
 def known_problems() -> str:

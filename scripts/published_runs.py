@@ -195,9 +195,11 @@ def inputs_of(row: dict[str, Any], assumed: Assumptions = USUAL) -> PlanInputs:
     config = RunConfig.model_validate(
         nested({"cluster.device": "cuda", "cluster.n_gpus_per_node": 8} | _BASES[row["base"]] | row.get("set", {}))
     )
-    balanced = row["base"].startswith(("pai", "zoo"))
+    pretraining = row["base"].startswith(("pai", "zoo"))
     lengths = {"response_share": row.get("response", config.data.max_response_length) / config.data.max_response_length}
-    assumed = replace(assumed, **lengths, **({"prompt_share": 1.0, "expert_load": 1.0} if balanced else {}))
+    if pretraining:  # balanced, and with Megatron's own loss
+        lengths |= {"prompt_share": 1.0, "expert_load": 1.0, "logit_passes": 3.0}
+    assumed = replace(assumed, **lengths)
     device = _H800 if row["base"].startswith("pai") else find_device("h100-80g")
     return PlanInputs.of(config, known_spec(config.model.path), device, assumed)
 

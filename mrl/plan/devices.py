@@ -171,6 +171,10 @@ class Assumptions:
     compute_share: float = 0.45
     # Share of the peak that the output layer reaches, one large product.
     head_share: float = 0.65
+    # How often mrl's output layer reads or writes its logits in float32, in a forward pass (mrl/megatron/logprob.py).
+    # One H100 took 34 ms for a forward pass of 8,192 tokens and 91 ms with its backward, of which products are 8 and
+    # 31: 13 and 10 times. Megatron's own loss over logits in 16 bits has 3.
+    logit_passes: float = 11.0
     # Share of the peak for an engine's tokens where computing takes longer than reading weights.
     prefill_mfu: float = 0.3
     # Share of the memory's rate for reading weights, caches and activations. It fits published decode steps.

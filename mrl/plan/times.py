@@ -44,7 +44,6 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 _OUT = ("o_proj",)
 _GATED = ("gate_proj", "up_proj")
 _DOWN = ("down_proj",)
-_LOGITS = 3  # how often logits are written or read in float32
 
 
 # ---------------------------------------------------------------- passes
@@ -388,7 +387,8 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     body = products * (passes.compute * (work.flops_per_token - head) + (load - 1) * passes.experts * experts)
     body += through * (passes.others * beside + load * passes.experts * inside)
     output = passes.others * (
-        products * head * assumed.compute_share / assumed.head_share + through * _LOGITS * _F32 * m.vocab_size
+        products * head * assumed.compute_share / assumed.head_share
+        + through * assumed.logit_passes * _F32 * m.vocab_size
     )
     stages = [sum(chunks) for chunks in layout.chunk_layers]
     launch = passes.others * (assumed.moe_launch if m.is_moe else assumed.dense_launch)

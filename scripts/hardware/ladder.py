@@ -2,7 +2,7 @@
 
     python scripts/hardware/ladder.py cuda|npu|cpu [CHECK ...] [--fast] [--list] [--out FILE]
 
-Each check has a process of its own and two minutes on a device, but for the fast ones with --fast, which share one.
+Each check has a process of its own and four minutes on a device, but for the fast ones with --fast, which share one.
 Ends with 1 where one failed. What needs nothing but torch comes first, so that the first line that is wrong is the
 nearest to its cause.
 """

@@ -93,8 +93,10 @@ def digest(machine: Machine) -> Figures:
 
 @check(fast=True)
 def words(machine: Machine) -> Figures:
-    """Words and scales of engines in FP8, and how quickly they are made: words have the bits of the host's from the same
-    scales. CUDA multiplies by the inverse of 448 where the host divides: a scale may be its neighbour.
+    """Words and scales of engines in FP8, and how quickly they are made.
+
+    Words have the bits that the host makes of the same scales. CUDA multiplies by the inverse of 448 where the host
+    divides, so a scale may be the next float.
     """
     import torch
 

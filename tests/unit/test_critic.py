@@ -408,11 +408,14 @@ def test_a_plan_counts_a_critic_in_its_own_layout():
     layout |= {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "context_parallel_size": 1}
     words = [f"actor.layout.{name}={size}" for name, size in layout.items()]
     alike, apart, there = planned(GAE), planned(GAE, f"critic.layout={json.dumps(layout)}"), planned(GAE, *words)
-    for phase, terms in (("critic", ("critic", "activations")), ("values", ("critic", "log_prob"))):
+    for phase, terms in (("critic", ("critic", "activations")), ("values", ("critic",))):
         here, expected, usual = (plan["memory"]["phases"][phase]["terms"] for plan in (apart, there, alike))
         for term in terms:
             assert here[term] == pytest.approx(expected[term], rel=0.02) and here[term] < 0.8 * usual[term], term
         assert here["parameters"] == usual["parameters"]
+    # of the stage whose passes take more, which is not the one that holds more
+    here, expected, usual = (plan["memory"]["phases"]["values"]["terms"]["log_prob"] for plan in (apart, there, alike))
+    assert expected <= here < usual
     for phase in ("values", "critic"):
         assert apart["seconds"][phase] == pytest.approx(there["seconds"][phase])
     assert apart["seconds"]["update"] == alike["seconds"]["update"]

@@ -140,7 +140,7 @@ def test_the_last_stage_keeps_hidden_states_of_predicted_tokens_and_no_logits():
 
 def test_logits_are_alive_a_chunk_at_a_time():
     both = activations(known_spec("Qwen3-8B"), BIG, **{PP: 2})
-    tokens = 128 * 1024**2 // (4 * 151936)  # of one chunk: 220
+    tokens = 256 * 1024**2 // (4 * 151936)  # of one chunk: 441
     chunks = tokens * 151936 * (4 + 4 + 2)
     assert both.head_temporaries() == chunks + (2 * 8192 + 6144) * 4096 * 2 + 151936 * 4096 * 2
     sixteen = replace(both, gradient_bytes=2)  # the weight's gradient is summed in float32 beside the buffers
