@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import parameter
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -78,15 +80,31 @@ def _start_own(stack: ExitStack) -> None:
 def _init_own(folder: Path) -> None:
     # Ray would start a process for each CPU, wait for them, and never use one, as all of a run have own environments
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    ray.init(
-        address="local",
-        num_cpus=own_cpus(),
-        include_dashboard=False,
-        _temp_dir=str(folder),
-        _node_ip_address="127.0.0.1",
-        _system_config=_of_one_machine(),
-        **_quiet(),
-    )
+    with _without_watchers():
+        ray.init(
+            address="local",
+            num_cpus=own_cpus(),
+            include_dashboard=False,
+            _temp_dir=str(folder),
+            _node_ip_address="127.0.0.1",
+            _system_config=_of_one_machine(),
+            **_quiet(),
+        )
+
+
+@contextmanager
+def _without_watchers() -> Iterator[None]:
+    """Starts Ray without its autoscaler and its reader of logs. `ray start` has switches for them, `ray.init` has none.
+
+    A run's own cluster is one machine, and nobody asks for lines of logs. Both processes take a second of the start,
+    and then a hundredth of a core.
+    """
+    made = parameter.RayParams
+    parameter.RayParams = partial(made, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        parameter.RayParams = made
 
 
 def _of_one_machine() -> dict[str, Any]:

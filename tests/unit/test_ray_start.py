@@ -5,6 +5,7 @@ import subprocess
 from contextlib import ExitStack
 
 import pytest
+from ray._private import parameter
 
 from mrl.cluster import ray_cluster
 from mrl.errors import EnvironmentFault
@@ -18,6 +19,7 @@ class Rays:
     def __init__(self, monkeypatch, failures):
         self.failures, self.folders, self.left, self.shutdowns = list(failures), [], [], 0
         self.options = []
+        self.parameters = []
         monkeypatch.setattr(ray_cluster.ray, "init", self.init)
         monkeypatch.setattr(ray_cluster.ray, "shutdown", self.shutdown)
 
@@ -26,6 +28,7 @@ class Rays:
         assert options["address"] == "local" and os.path.isdir(_temp_dir)
         self.folders.append(_temp_dir)
         self.options.append(options)
+        self.parameters.append(parameter.RayParams(num_cpus=2))  # as ray.init makes them
         self.left.append(subprocess.Popen(["sleep", "60"]))
         if self.failures:
             raise self.failures.pop(0)
@@ -91,3 +94,15 @@ def test_what_is_no_matter_of_time_is_told_at_once(starts):
     with ExitStack() as stack, pytest.raises(EnvironmentFault, match="on this machine: PermissionError: no room"):
         ray_cluster._start_own(stack)
     assert len(rays.folders) == 1
+
+
+def test_a_cluster_of_its_own_has_neither_an_autoscaler_nor_a_reader_of_logs(starts):
+    """Ray's defaults are back after a start, also after one that failed: a cluster that is joined has its own."""
+    made = parameter.RayParams
+    rays = starts(SLOW)
+    with ExitStack() as stack:
+        ray_cluster._start_own(stack)
+        assert [(each.num_cpus, each.no_monitor, each.include_log_monitor) for each in rays.parameters] == [
+            (2, True, False)
+        ] * 2
+        assert parameter.RayParams is made
