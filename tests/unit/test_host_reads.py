@@ -57,6 +57,7 @@ def test_what_reads_a_value_is_counted_once(read):
         lambda: VALUES.sort().values.clamp(max=2.0),
         lambda: (VALUES == VALUES).all(),
         lambda: len(VALUES) + VALUES.shape[0],
+        lambda: torch.equal(COUNTS[:-1], COUNTS[:-1]),  # integers in the same memory: torch knows without a look
     ],
 )
 def test_what_only_computes_is_not(computation):
@@ -96,3 +97,16 @@ def test_torch_is_as_before_when_it_is_over():
     with HostReads():
         assert torch.Tensor.tolist is not before
     assert torch.Tensor.tolist is before
+
+
+def test_beside_an_accelerator_what_lies_on_the_host_is_read_without_a_wait():
+    """`meta` stands in for a device: it has tensors without values, which nobody can read."""
+    with HostReads("meta") as reads:
+        assert VALUES[MASK].tolist() == [3.0, 2.0] and not torch.equal(VALUES, MASK)
+        there = torch.ones(3, device="meta")
+        with pytest.raises(NotImplementedError):
+            there.cpu()
+        with pytest.raises(RuntimeError):
+            (there > 1).any().item()
+    (site, number), *others = reads.sites.items()
+    assert number == 2 and not others and site.startswith("unit/test_host_reads.py:")
