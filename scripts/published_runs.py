@@ -197,7 +197,7 @@ def inputs_of(row: dict[str, Any], assumed: Assumptions = USUAL) -> PlanInputs:
     )
     pretraining = row["base"].startswith(("pai", "zoo"))
     lengths = {"response_share": row.get("response", config.data.max_response_length) / config.data.max_response_length}
-    if pretraining:  # balanced, and with Megatron's own loss
+    if pretraining:  # balanced, and Megatron's own loss reads logits in 16 bits; what NeMo-RL's does is not known
         lengths |= {"prompt_share": 1.0, "expert_load": 1.0, "logit_passes": 3.0}
     assumed = replace(assumed, **lengths)
     device = _H800 if row["base"].startswith("pai") else find_device("h100-80g")

@@ -66,6 +66,8 @@ class _Head:
         if hidden.dtype is not torch.float32:
             product = _matrix(scratch.view(hidden.dtype), *logits.shape)
         torch.mm(hidden, self.weight[block].t(), out=product)
+        if product.device.type == "cpu":  # there a division of mixed types converts into memory of its own
+            product = logits.copy_(product)
         return torch.div(product, temperature[:, None], out=logits)
 
     def owned(self, targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:

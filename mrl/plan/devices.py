@@ -24,19 +24,20 @@ _ALSO_CALLED = {"a2": "ascend-910b-64g", "910c": "ascend-a3-64g"} | {f"910b{n}":
 class SyncRates:
     """Bytes per second at which one process handles weights in a sync, beside moving them.
 
-    They have not been measured on accelerators. The defaults are 10, 4 and 10 passes over the device's memory.
+    The defaults are an H100's. Digests were measured on one: 24 passes over its memory, and NVIDIA's other devices are
+    taken to need as many. Reading back is a digest too. Conversions are taken as 4 passes; nobody has measured them.
     """
 
-    digest: float = 335e9  # digesting what is sent or arrives
+    digest: float = 138e9  # digesting what is sent or arrives
     finalise: float = 838e9  # vLLM's conversion to the layout of its kernels
-    read_back: float = 335e9  # reading and digesting what the engine then holds
+    read_back: float = 138e9  # reading and digesting what the engine then holds
 
 
 @dataclass(frozen=True)
 class Starts:
     """Seconds of the host for one copy of a sync, and for one wait for the device; each message has one wait."""
 
-    copy: float = 8e-6
+    copy: float = 9e-6
     wait: float = 30e-6
 
 
@@ -172,8 +173,9 @@ class Assumptions:
     # Share of the peak that the output layer reaches, one large product.
     head_share: float = 0.65
     # How often mrl's output layer reads or writes its logits in float32, in a forward pass (mrl/megatron/logprob.py).
-    # One H100 took 34 ms for a forward pass of 8,192 tokens and 91 ms with its backward, of which products are 8 and
-    # 31: 13 and 10 times. Megatron's own loss over logits in 16 bits has 3.
+    # One H100 took 34 ms for a forward pass of 8,192 tokens and 91 ms with its backward, of which products are 8 and 31
+    # (docs/results/hardware/h100.jsonl, by hand): 13 times, and 30 for three passes. Megatron's own loss over logits in
+    # 16 bits has 3.
     logit_passes: float = 11.0
     # Share of the peak for an engine's tokens where computing takes longer than reading weights.
     prefill_mfu: float = 0.3
@@ -212,6 +214,7 @@ USUAL = Assumptions()
 _FASTER = {
     "compute_share": 0.55,
     "head_share": 0.75,
+    "logit_passes": 10.0,
     "prefill_mfu": 0.4,
     "decode_memory_share": 0.85,
     "step_host": 1e-3,
@@ -224,6 +227,7 @@ _FASTER = {
 _SLOWER = {
     "compute_share": 0.3,
     "head_share": 0.5,
+    "logit_passes": 13.0,
     "prefill_mfu": 0.15,
     "decode_memory_share": 0.55,
     "step_host": 3e-3,

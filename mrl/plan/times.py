@@ -371,7 +371,7 @@ def micro_batch_count(work: PassWork, layout: TrainLayout) -> int:
 
 
 def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Passes, assumed: Assumptions) -> float:
-    """Predicts one micro-batch on the slowest stage. The last stage has the output layer too.
+    """Predicts one micro-batch on the slowest stage. The last one has the output layer, which recomputes by itself.
 
     These are matrix products and the memory traffic between them. The busiest expert rank has more of both than the
     mean. Where the host's launches take longer, they count instead.
@@ -386,7 +386,7 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     beside, inside = _traffic(m, layout.expert_tensor)
     body = products * (passes.compute * (work.flops_per_token - head) + (load - 1) * passes.experts * experts)
     body += through * (passes.others * beside + load * passes.experts * inside)
-    output = passes.others * (
+    output = min(passes.others, 3) * (
         products * head * assumed.compute_share / assumed.head_share
         + through * assumed.logit_passes * _F32 * m.vocab_size
     )

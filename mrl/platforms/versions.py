@@ -78,7 +78,7 @@ ROWS = (
     VersionRow(
         "cuda",
         "cuda",
-        "on one H100 with torch 2.11.0 and Python 3.12",
+        "on one H100, with torch 2.11.0 and transformers 5.17.0",
         {"torch": "2.13.0", "vllm": "0.32.0", "transformer-engine": "2.11.0", **_MEGATRON},
         _LOOSE,
         compiled={"transformer-engine-torch": "2.11.0"},

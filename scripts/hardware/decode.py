@@ -12,7 +12,8 @@ _TOKENS, _BATCHES = 32, (1, 32, 256)
 
 @check()
 def decode(machine: Machine) -> Figures:
-    """Seconds of a step by batch at two depths: their difference is a layer's floor, their slope a sequence's."""
+    """Seconds of a step by batch at two depths: their difference is a layer's, and what is left without layers the
+    host's, of which each sequence has a share."""
     try:
         import vllm  # noqa: F401
     except ImportError:
@@ -20,10 +21,12 @@ def decode(machine: Machine) -> Figures:
     few, many = (2, 6) if machine.device != "cpu" else (1, 2)
     batches = _BATCHES if machine.device != "cpu" else _BATCHES[:2]
     shallow, deep = _steps(few, batches), _steps(many, batches)
-    floor = (deep[1] - shallow[1]) / (many - few)
-    a_sequence = (shallow[batches[-1]] - shallow[1]) / (batches[-1] - 1)
-    by_batch = {str(batch): round(seconds, 6) for batch, seconds in deep.items()}
-    return {"layer_us": floor * 1e6, "sequence_us": a_sequence * 1e6, "step_s": by_batch}
+    layers = {batch: (deep[batch] - shallow[batch]) / (many - few) for batch in batches}
+    host = {batch: shallow[batch] - few * layers[batch] for batch in batches}
+    a_sequence = (host[batches[-1]] - host[1]) / (batches[-1] - 1)
+    by_batch = {name: {str(batch): round(steps[batch], 6) for batch in batches}
+                for name, steps in ((f"{few} layers", shallow), (f"{many} layers", deep))}  # fmt: skip
+    return {"layer_us": layers[1] * 1e6, "sequence_us": a_sequence * 1e6, "step_s": by_batch}
 
 
 def _steps(layers: int, batches: tuple[int, ...]) -> dict[int, float]:
@@ -44,9 +47,12 @@ def _steps(layers: int, batches: tuple[int, ...]) -> dict[int, float]:
         for batch in batches:
             prompts = [{"prompt_token_ids": [1 + number % 100] * 8} for number in range(batch)]
             params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True, detokenize=False)
-            for _ in range(3):  # the first makes the kernels of this batch, the last counts
+            engine.generate(prompts, params, use_tqdm=False)  # makes the kernels of this batch
+            times = []
+            for _ in range(3):
                 began = time.perf_counter()
                 engine.generate(prompts, params, use_tqdm=False)
-                steps[batch] = (time.perf_counter() - began) / _TOKENS
+                times.append(time.perf_counter() - began)
+            steps[batch] = min(times) / _TOKENS
         del engine
     return steps

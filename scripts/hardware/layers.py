@@ -16,8 +16,10 @@ from checks import Figures, Machine, Skip, Wrong, check, expect
 ROWS = 12
 # mean difference of a log-prob, and of a gradient by its norm, from float32 Hugging Face
 _BOUNDS = (1e-5, 1e-4)
-# in bfloat16 times what Hugging Face in bfloat16 is off by itself: small weights feel each rounding
+# in bfloat16 times what Hugging Face in bfloat16 is off by itself: of the worst weight, whose tokens a rounded router
+# may send elsewhere, and of all together
 _TIMES = 1.5
+_LENGTH = 0.05  # share by which the length of all gradients together may be off, which shows a wrong factor
 
 
 _NO_CLIP = {"clip_ratio_low": 0.9, "clip_ratio_high": 1e6, "clip_ratio_c": 1e6}
@@ -49,10 +51,13 @@ def _of_layers(machine: Machine, layers: str) -> Figures:
         if done.returncode:
             raise Wrong(f"{layers}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    for name, bound in zip(("log_prob_error", "gradient_error"), _BOUNDS, strict=True):
-        if found["dtype"] != "float32":
-            bound = _TIMES * found[f"hugging_face_{name}"]
+    bounds = dict(zip(("log_prob_error", "gradient_error"), _BOUNDS, strict=True))
+    if found["dtype"] != "float32":
+        bounds = dict.fromkeys((f"{what}_over_hugging_face" for what in ("log_prob", "gradient", "gradients")), _TIMES)
+    for name, bound in bounds.items():
         expect(found[name] < bound, f"{name} of {found['kernels']} is {found[name]:.2g}, more than {bound:.2g}")
+    length = found["gradient_length"]
+    expect(abs(length - 1) < _LENGTH, f"gradients of {found['kernels']} are {length:.3f} times as long as they must be")
     return found
 
 
@@ -67,33 +72,41 @@ def compare(machine: Machine, layers: str, folder: Path) -> Figures:
     expected, gradients = _of_hugging_face(model, batch)
     actor.gradients(batch)
     found = _exported_gradients(actor)
-    worst, error = _worst(found, gradients)
+    errors = _errors(found, gradients)
+    worst = max(errors, key=errors.get)  # a router's is the smallest and the first to be lost
     figures = {
         "kernels": actor.kernels(), "dtype": DTYPE[machine.small],
         "log_prob_error": float(abs(result.log_probs - expected[batch.places_of(result.rows)]).mean()),
-        "gradient_error": error, "worst_gradient": worst,
+        "gradient_error": errors[worst], "worst_gradient": worst,
+        "gradient_length": _length(found) / _length(gradients),
     }  # fmt: skip
-    return figures | ({} if machine.small else _of_its_dtype(folder, batch, expected, gradients))
+    if machine.small:
+        return figures
+    theirs, their_gradients = _of_hugging_face(_in_bfloat16(folder), batch)
+    return figures | {
+        "log_prob_over_hugging_face": figures["log_prob_error"] / float(abs(theirs - expected).mean()),
+        "gradient_over_hugging_face": errors[worst] / max(_errors(their_gradients, gradients).values()),
+        "gradients_over_hugging_face": _apart(found, gradients) / _apart(their_gradients, gradients),
+    }  # fmt: skip
 
 
-def _of_its_dtype(folder: Path, batch: Any, expected: Any, gradients: dict[str, Any]) -> Figures:
-    """What Hugging Face in bfloat16 is off by from Hugging Face in float32, on the host."""
+def _in_bfloat16(folder: Path) -> Any:
     import torch
     from transformers import Qwen3MoeForCausalLM
 
-    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    found, of_weights = _of_hugging_face(model, batch)
-    return {
-        "hugging_face_log_prob_error": float(abs(found - expected).mean()),
-        "hugging_face_gradient_error": _worst(of_weights, gradients)[1],
-    }
+    return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 
-def _worst(found: dict[str, Any], gradients: dict[str, Any]) -> tuple[str, float]:
-    """The gradient that is furthest off, by its norm; a router's is the smallest and the first to be lost."""
-    errors = {name: _relative(found[name].float().cpu(), gradient) for name, gradient in gradients.items()}
-    worst = max(errors, key=errors.get)
-    return worst, errors[worst]
+def _errors(found: dict[str, Any], gradients: dict[str, Any]) -> dict[str, float]:
+    return {name: _relative(found[name].float().cpu(), gradient) for name, gradient in gradients.items()}
+
+
+def _apart(found: dict[str, Any], gradients: dict[str, Any]) -> float:
+    return _length({name: found[name].float().cpu() - gradient for name, gradient in gradients.items()})
+
+
+def _length(gradients: dict[str, Any]) -> float:
+    return sum(float(each.float().norm()) ** 2 for each in gradients.values()) ** 0.5
 
 
 DTYPE = {True: "float32", False: "bfloat16"}
@@ -177,6 +190,7 @@ def _of_hugging_face(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     import torch
 
     parts, at, first = [], 0, 0
+    sums = [torch.zeros(parameter.shape) for parameter in model.parameters()]
     for prompt, response in zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True):
         last = first + prompt + response
         ids = torch.from_numpy(batch.token_ids[first:last].astype(np.int64))[None]
@@ -185,20 +199,23 @@ def _of_hugging_face(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         own = slice(at, at + response)
         ratio = torch.exp(log_probs - torch.from_numpy(batch.old_log_probs[own]))
         loss = -(torch.from_numpy(batch.advantages[own]) * ratio).sum() / len(batch.advantages)
+        model.zero_grad()
         loss.backward()
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            total += 0.0 if parameter.grad is None else parameter.grad
         parts.append(log_probs.detach().numpy())
         at, first = at + response, last
-    return np.concatenate(parts), _as_checkpoint(model)
+    return np.concatenate(parts), _as_checkpoint(model, sums)
 
 
-def _as_checkpoint(model: Any) -> dict[str, Any]:
+def _as_checkpoint(model: Any, gradients: list[Any]) -> dict[str, Any]:
     """Gradients under the names that weights have in a file, where transformers writes each expert by itself."""
     import torch
     from safetensors.torch import load_file
 
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for parameter, gradient in zip(model.float().parameters(), gradients, strict=True):
+            parameter.copy_(gradient)
         model.save_pretrained(folder)
         return {name: tensor.clone() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
 

@@ -55,7 +55,8 @@ def pack(machine: Machine) -> Figures:
 
 @check(fast=True)
 def launches(machine: Machine) -> Figures:
-    """What the host takes for as many small copies with strides as a sync of 30B has on a worker, and for one wait."""
+    """What the host takes for as many small copies with strides as a sync of 30B has on a worker, and for one wait
+    behind a kernel that has just been sent."""
     import torch
 
     from mrl.reshard.copies import copy_all
@@ -65,7 +66,9 @@ def launches(machine: Machine) -> Figures:
     sources = [held[number, :, :16] for number in range(count)]
     targets = [held[number, :, 16:] for number in range(count)]
     copies = machine.seconds(lambda: copy_all(targets, sources))
-    waits = machine.seconds(lambda: [machine.platform.synchronize() for _ in range(100)])
+    one = held[0, 0]
+    sent = machine.seconds(lambda: [one.add_(1) for _ in range(100)])
+    waits = machine.seconds(lambda: [(one.add_(1), machine.platform.synchronize()) for _ in range(100)]) - sent
     return {"copy_us": copies / count * 1e6, "wait_us": waits / 100 * 1e6, "copies": count}
 
 

@@ -97,7 +97,12 @@ def log_probs(machine: Machine) -> Figures:
 
     found = {f"{name}_error": error for name, error in errors.items()}
     for name, way in ways.items():
-        found |= {f"{name}_s": machine.seconds(both(way), repeats=3), f"{name}_gib": machine.peak_of(both(way))}
+        found |= {
+            f"{name}_forward_s": machine.seconds(way, repeats=3),
+            f"{name}_s": machine.seconds(both(way), repeats=3),
+        }
+        states.grad = weight.grad = None
+        found |= {f"{name}_gib": machine.peak_of(both(way))}
     return found | {"tokens": tokens, "words": words, "weight_gradient": head_gradient_in_words(weight)}
 
 

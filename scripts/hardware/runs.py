@@ -16,6 +16,10 @@ from checks import ROOT, Figures, Machine, Skip, Wrong, check, expect
 STEPS = 2
 # of a run's own tests on the CPU in float32; of engines in bfloat16 1e-3 to 1e-2 is usual
 _CLOSE = {True: 1e-4, False: 5e-2}
+# an untaught model answers nothing rightly, and then nothing would be learnt: weights would never change
+_REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 2
+"""
 # a word has three bits of fraction: tens of times coarser than bfloat16
 _QUANTISED_CLOSE = 0.2
 QUANTISED = {"model.dtype": "bfloat16", "rollout.quantization": "fp8"}
@@ -126,6 +130,7 @@ def make_world(folder: Path) -> Path:
     (world / "data").mkdir(parents=True)
     for name, problems in (("train", train[:48]), ("val", held_out[:8])):
         pq.write_table(pa.Table.from_pylist(script.data_rows(problems, name)), world / "data" / f"{name}.parquet")
+    (world / "reward.py").write_text(_REWARD)
     return world
 
 
@@ -151,6 +156,7 @@ def _files(world: Path) -> dict[str, Any]:
     return {
         "model.path": str(world / "model"), "data.train_files": str(world / "data" / "train.parquet"),
         "data.val_files": str(world / "data" / "val.parquet"), "data.train_batch_size": 8,
+        "reward.custom_reward_function.path": str(world / "reward.py"),
         "actor.ppo_mini_batch_size": 4,
         "trainer.total_training_steps": STEPS, "trainer.save_freq": -1, "trainer.test_freq": -1,
         "trainer.val_before_train": False,
@@ -185,6 +191,7 @@ def _judged(machine: Machine, rows: list[dict[str, float]], close: float | None 
         [row["training/global_step"] for row in rows] == list(range(1, STEPS + 1)),
         "steps are missing from metrics.jsonl",
     )
+    expect(all(row["actor/grad_norm"] > 0 for row in rows), "nothing was learnt: the weights did not change")
     worst = max(row["training/rollout_log_probs_abs_diff_mean"] for row in rows)
     expect(worst < close, f"engine and trainer are {worst:.2g} nats apart on the same tokens and weights")
     expect(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mrl.megatron import logprob
 from mrl.megatron.logprob import REDUCES_EARLY, lean_log_probs, likeliest_words
 from mrl.platforms.process_memory import give_back_heap, peak_resident_bytes, reset_peak_resident, resident_bytes
 from mrl.units import MIB
@@ -197,6 +198,27 @@ def test_a_device_is_asked_for_the_product_not_by_its_name(case, monkeypatch):
     trained = weight.bfloat16().requires_grad_()
     (weights[0] * computed(hidden.bfloat16(), trained, targets, temperature, block=(4, 5))[0]).sum().backward()
     assert torch.count_nonzero(trained.grad[:VOCAB]) == VOCAB * HIDDEN
+
+
+@pytest.mark.parametrize("block", [None, (4, VOCAB), (4, 5)])
+def test_where_both_products_take_sixteen_bits_their_gradient_is_rounded_once(case, block, monkeypatch):
+    """As on CUDA, which writes a product of 16-bit factors in float32: stood in for by products in float32."""
+
+    def written(into, left, right, out_dtype, out):
+        return out.copy_(into + left.float() @ right.float())
+
+    monkeypatch.setattr(logprob, "_writes_float32", lambda device, dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(torch, "addmm", written)
+    hidden, weight, targets, temperature, (of_log_probs, _) = case
+    low = [each.bfloat16().requires_grad_() for each in (hidden, weight)]
+    exact = [each.detach().double().requires_grad_() for each in low]
+    for (states, matrix), function in ((low, computed), (exact, oracle)):
+        blocks = {"block": block} if function is computed else {}
+        values, _ = function(states, matrix, targets, temperature, **blocks)
+        (values * of_log_probs).sum().backward()
+    for found, expected in zip(low, exact, strict=True):
+        error = (found.grad.double() - expected.grad).norm() / expected.grad.norm()
+        assert error < 1e-2  # logits, gradient and result are rounded to 8 bits
 
 
 def test_on_cuda_the_product_of_sixteen_bit_factors_is_written_in_float32():
