@@ -12,7 +12,8 @@ from mrl.environments.text_arena import TEXTARENA, TextArena
 class GuessTheNumber(Environment):
     """A hidden whole number between `low` and `high` of the row's extra_info, by default 1 and 100.
 
-    Rewards 1 for the right guess, and 0 before.
+    Rewards 1 for the right guess, and 0 before. `guesses` of extra_info: after so many the game ends; by default it
+    goes on as long as the conversation may.
     """
 
     actions = ("guess",)
@@ -26,6 +27,7 @@ class GuessTheNumber(Environment):
         self._high = int(given.get("high", 100))
         if self._low > self._high:
             raise ValueError(f"extra_info: no number lies between low {self._low} and high {self._high}")
+        self._most = given.get("guesses")
         self._hidden = random.Random(seed).randint(self._low, self._high)
         self._guesses = 0
 
@@ -42,7 +44,7 @@ class GuessTheNumber(Environment):
         way = "lower"
         if number < self._hidden:
             way = "higher"
-        return Reply(f"The hidden number is {way} than {number}.", 0.0, parts)
+        return Reply(f"The hidden number is {way} than {number}.", 0.0, parts, end=self._guesses == self._most)
 
 
 BUILTIN_ENVIRONMENTS: dict[str, type[Environment]] = {"guess_the_number": GuessTheNumber, TEXTARENA: TextArena}

@@ -1,7 +1,7 @@
 """A tiny model that guesses a hidden number, warm-started until it heeds in part what it was told: for trajectories.py.
 
-A number of 1 to 31, six guesses. Of games that guess at random 18 % are won, of those that guess at random what is
-still possible 71 %, by halving all; where nothing is told after the first guess 28 %, and a third at best.
+A number of 1 to 15, four guesses. Of games that guess at random 24 % are won, of those that guess at random what is
+still possible 60 %, by halving all; where nothing is told after the first guess 37 %, and 47 % at best.
 """
 
 import random
@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from make_tiny_world import make_model
 from make_tool_world import Calling, Row, fit, make_tokenizer, write_model
 
-HIGH = 31
-GUESSES = 6
+HIGH = 15
+GUESSES = 4
 POSITIONS = 256
-PLAN = Calling(steps=100, batch=32, label_smoothing=0.004, share=1.0)  # nearly every call can be read
+PLAN = Calling(steps=150, batch=64, label_smoothing=0.004, share=1.0)  # nearly every call can be read
 ROWS = {"train": 2048, "val": 128}
 WORDS = (
     "system", "user", "assistant", "guess", '{"name": "', '", "arguments": {"number": ', "}}", "The hidden number is ",
@@ -97,7 +97,7 @@ def data_rows(split: str, count: int) -> list[dict[str, Any]]:
             "prompt": [{"role": "user", "content": f"1-{HIGH}"}],
             "ability": "game",
             "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": i, "split": split, "low": 1, "high": HIGH},
+            "extra_info": {"index": i, "split": split, "low": 1, "high": HIGH, "guesses": GUESSES},
         }
         for i in range(count)
     ]
