@@ -21,13 +21,15 @@ class GuessTheNumber(Environment):
     parts = MappingProxyType({"guesses": 0.0, "won": 0.0})
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Raises ValueError for a row without a number in between."""
+        """Raises ValueError for a row without a number in between, or without a guess."""
         given = row["extra_info"]
         self._low = int(given.get("low", 1))
         self._high = int(given.get("high", 100))
         if self._low > self._high:
             raise ValueError(f"extra_info: no number lies between low {self._low} and high {self._high}")
         self._most = given.get("guesses")
+        if self._most is not None and self._most < 1:
+            raise ValueError(f"extra_info: guesses {self._most}: must be at least 1")
         self._hidden = random.Random(seed).randint(self._low, self._high)
         self._guesses = 0
 

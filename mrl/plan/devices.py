@@ -173,9 +173,9 @@ class Assumptions:
     # Share of the peak that the output layer reaches, one large product.
     head_share: float = 0.65
     # How often mrl's output layer reads or writes its logits in float32, in a forward pass (mrl/megatron/logprob.py).
-    # One H100 took 34 ms for a forward pass of 8,192 tokens and 91 ms with its backward, of which products are 8 and 31
-    # (docs/results/hardware/h100.jsonl, by hand): 13 times, and 30 for three passes. Megatron's own loss over logits in
-    # 16 bits has 3.
+    # One H100 took 34 ms for a forward pass of 8,192 tokens and 91 ms with its backward, of which one and three
+    # products are 8 and 24 (docs/results/hardware/h100.jsonl, by hand): 13 times, and 34 for the three passes of an
+    # update. Megatron's own loss over logits in 16 bits has 3.
     logit_passes: float = 11.0
     # Share of the peak for an engine's tokens where computing takes longer than reading weights.
     prefill_mfu: float = 0.3
@@ -214,7 +214,6 @@ USUAL = Assumptions()
 _FASTER = {
     "compute_share": 0.55,
     "head_share": 0.75,
-    "logit_passes": 10.0,
     "prefill_mfu": 0.4,
     "decode_memory_share": 0.85,
     "step_host": 1e-3,

@@ -190,11 +190,11 @@ def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:
 def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
     """Predicts a critic's values and updates, with its moves between device and host; empty without a critic.
 
-    What leaves the device does so after each of them. Its passes count as the actor's, output layer included.
+    What leaves the device does so after each of them. Its passes count as the actor's, but for logits, which it lacks.
     """
-    critic = inputs.critic
-    if critic is None:
+    if inputs.critic is None:
         return {}
+    critic = replace(inputs.critic, assumptions=replace(inputs.assumptions, logit_passes=0.0))
     batch = batch_plan(critic.config, critic.train)
     values, update = actor_seconds(critic, batch)
     actor = critic.config.actor

@@ -329,8 +329,8 @@ for _seed in SEEDS:
         f"learn-calculator-{_seed}": Piece(partial(calculator, seed=_seed), learning_with_calls, Worlds.tools, 60),
         f"learn-shuffled-{_seed}": Piece(partial(shuffled, seed=_seed), learning_with_calls, Worlds.tools, 60),
         f"learn-random-{_seed}": Piece(partial(random_rewards, seed=_seed), learning_with_calls, Worlds.tools, 60),
-        f"learn-game-{_seed}": Piece(partial(game, seed=_seed), learning, Worlds.game, 60),
-        f"learn-blanked-{_seed}": Piece(partial(blanked, seed=_seed), learning, Worlds.game, 60),
+        f"learn-game-{_seed}": Piece(partial(game, seed=_seed), learning, Worlds.game, 80),
+        f"learn-blanked-{_seed}": Piece(partial(blanked, seed=_seed), learning, Worlds.game, 80),
     }
 
 

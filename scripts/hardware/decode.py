@@ -26,7 +26,8 @@ def decode(machine: Machine) -> Figures:
     a_sequence = (host[batches[-1]] - host[1]) / (batches[-1] - 1)
     by_batch = {name: {str(batch): round(steps[batch], 6) for batch in batches}
                 for name, steps in ((f"{few} layers", shallow), (f"{many} layers", deep))}  # fmt: skip
-    return {"layer_us": layers[1] * 1e6, "sequence_us": a_sequence * 1e6, "step_s": by_batch}
+    of_layer = {str(batch): round(seconds * 1e6, 1) for batch, seconds in layers.items()}
+    return {"layer_us": of_layer, "sequence_us": a_sequence * 1e6, "step_s": by_batch}
 
 
 def _steps(layers: int, batches: tuple[int, ...]) -> dict[int, float]:

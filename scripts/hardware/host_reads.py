@@ -33,6 +33,7 @@ class HostReads:
         """`device`: the kind on which a program's tensors are that are not for the host."""
         self.sites: Counter[str] = Counter()
         self.device = device
+        self.by_method = 0  # of them through methods of tensors, which call from this file
         self._on_host = WeakTensorKeyDictionary()  # copies: a look at one is no read
 
     def __enter__(self) -> "HostReads":
@@ -52,6 +53,7 @@ class HostReads:
             if name in _COPIES and not _names_the_host(name, (*args, *kwargs.values())):
                 return original(tensor, *args, **kwargs)
             if tensor.device.type == self.device and tensor not in self._on_host:
+                self.by_method += 1
                 self._count()
             answer = original(tensor, *args, **kwargs)
             if name in _COPIES:

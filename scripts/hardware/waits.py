@@ -80,20 +80,25 @@ def asked(actor: Any, batch: Any, device: str = "cpu") -> Counter[str]:
 
 def _within(reads: HostReads, seen: Counter[str], function: Callable) -> Callable:
     def counted(*args: Any, **kwargs: Any) -> Any:
-        with reads, waited(reads.device, seen):
+        with reads, waited(reads.device, seen, reads):
             return function(*args, **kwargs)
 
     return counted
 
 
 @contextmanager
-def waited(device: str, sites: Counter[str]) -> Iterator[None]:
-    """Adds where torch saw the host wait for a CUDA device, "folder/file.py:line"; it does not see all of it."""
+def waited(device: str, sites: Counter[str], reads: HostReads | None = None) -> Iterator[None]:
+    """Adds where torch saw the host wait for a CUDA device, "folder/file.py:line"; it does not see all of it.
+
+    Methods of tensors call from the file of `reads`. What that has counted is not added again; what is left are copies
+    to the device for which the host waits.
+    """
     if device != "cuda":
         yield
         return
     import torch
 
+    counted = reads.by_method if reads else 0
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -101,8 +106,11 @@ def waited(device: str, sites: Counter[str]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    places = (site_of(each.filename, str(each.lineno)) for each in seen if _SAID in str(each.message))
-    sites.update(place for place in places if not place.startswith("hardware/host_reads.py"))  # it has counted those
+    places = Counter(site_of(each.filename, str(each.lineno)) for each in seen if _SAID in str(each.message))
+    by_method = sum(places.pop(place) for place in list(places) if place.startswith("hardware/host_reads.py"))
+    if reads and by_method > reads.by_method - counted:
+        places["a method of a tensor, as a copy to the device"] = by_method - (reads.by_method - counted)
+    sites.update(places)
 
 
 def _is_known(site: str) -> bool:

@@ -398,7 +398,7 @@ def test_a_plan_counts_the_critic_on_devices_on_hosts_and_in_time():
     assert values["batch"] == phases["log_prob"]["terms"]["batch"]  # of the same micro-batches
     assert values["log_prob"] == phases["log_prob"]["terms"]["log_prob"]
     seconds = plan["seconds"]
-    assert seconds["critic"] == pytest.approx(seconds["update"], rel=1e-9)
+    assert 0.8 * seconds["update"] < seconds["critic"] < seconds["update"]  # it has no logits
     assert plan["memory"]["host"]["terms"]["save"] > 1.8 * plain["memory"]["host"]["terms"]["save"]
 
 

@@ -299,6 +299,17 @@ def test_numbers_differ_by_row_and_lie_between_those_that_it_names():
         GuessTheNumber().reset(row(low=2, high=1), 0)
 
 
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_game_ends_after_as_many_guesses_as_its_row_allows(most):
+    game = GuessTheNumber()
+    game.reset(row(low=1, high=9, guesses=most), 0)
+    replies = [game.guess(10 + number) for number in range(most)]
+    assert [reply.end for reply in replies] == [False] * (most - 1) + [True]
+    assert not any(reply.reward for reply in replies) and "lower than" in replies[-1].text
+    with pytest.raises(ValueError, match="guesses 0: must be at least 1"):
+        GuessTheNumber().reset(row(guesses=0), 0)
+
+
 SCHEMAS = [{"type": "function", "function": {"name": name}} for name in ("add", "find", "climb", "guess")]
 OFFER = Offer((SCHEMAS[0], SCHEMAS[1]), {"stairs": (SCHEMAS[2],), "numbers": (SCHEMAS[3],)})
 
