@@ -26,6 +26,7 @@ from mrl.remote.deadlines import LEAST_S, Deadlines
 from mrl.remote.process_logs import concerning, log_file
 
 _EXPORT = "weight export"
+_ENDS_S = 3.0  # until a rank that Ray ends has ended; a stopped one never does
 _AHEAD = 2  # objects: head and data of one bucket are made while the previous one is loaded
 
 
@@ -260,5 +261,6 @@ class ActorGroup:
         """Ends the ranks. Safe to call twice."""
         for worker in self.workers:
             ray.kill(worker)
-        end_below(self.pids)
+        # Ray takes one that dies before its own message for lost, and says so on the screen of a run that went well
+        end_below(self.pids, own_s=_ENDS_S)
         self.seats.release()

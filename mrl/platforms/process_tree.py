@@ -4,8 +4,9 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -69,19 +70,24 @@ def pids_below() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def end_below(pids: Collection[int], within_s: float = 10.0) -> None:
+def end_below(pids: Collection[int], within_s: float = 10.0, own_s: float = 0.0) -> None:
     """Kills those of `pids` that are below this process, also stopped ones, which do not react to other signals.
 
-    Returns when they have ended, or after `within_s`.
+    They have `own_s` to end by themselves. Returns when they have ended, or after `within_s` more.
     """
     import psutil
 
     found = [process for process in psutil.Process().children(recursive=True) if process.pid in pids]
+    _wait_for(found, own_s)
     for process in found:
         with suppress(psutil.Error):
             process.kill()
-    deadline = time.monotonic() + within_s
-    while any(map(_lives, found)) and time.monotonic() < deadline:
+    _wait_for(found, within_s)
+
+
+def _wait_for(processes: Sequence[Any], most_s: float) -> None:
+    deadline = time.monotonic() + most_s
+    while any(map(_lives, processes)) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
 
 

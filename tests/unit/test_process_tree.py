@@ -75,6 +75,12 @@ def test_a_child_that_is_waited_for_is_left_to_who_waits():
     alone(a_child_is_waited_for)
 
 
+def test_who_ends_in_time_is_not_killed():
+    ending, staying = (subprocess.Popen(["sleep", seconds]) for seconds in ("0.3", "60"))
+    end_below([ending.pid, staying.pid], own_s=1.0)
+    assert (ending.wait(5), staying.wait(5)) == (0, -signal.SIGKILL)
+
+
 def test_a_process_that_is_stopped_is_ended_and_one_that_is_not_named_stays():
     stopped, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
     stopped.send_signal(signal.SIGSTOP)
