@@ -166,7 +166,7 @@ def _actor(folder: Path, run: _Run) -> Any:
     rows, layout = len(run.batch), {"world_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     given = recompute if run.options.recompute == "full" else {}
-    overrides = prepare_process(run.platform.name, layout, given | _of_presets(run.platform.name))
+    overrides = prepare_process(run.platform.name, layout, given | of_presets(run.platform.name))
     dtype = "float32" if run.platform.name == "cpu" else "bfloat16"
     config = RunConfig.model_validate({
         "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True,
@@ -185,7 +185,8 @@ def _actor(folder: Path, run: _Run) -> Any:
     return module.MegatronActor(config, 0, 1, "127.0.0.1", free_port())
 
 
-def _of_presets(device: str) -> dict[str, bool]:
+def of_presets(device: str) -> dict[str, bool]:
+    """FUSED where the device and its layers have these kernels."""
     from mrl.platforms.layers import layers
 
     return FUSED if device == "cuda" and layers() == "transformer_engine" else {}

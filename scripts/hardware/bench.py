@@ -1,10 +1,8 @@
 """Whole updates of a slice of a real model: MFU beside the ceiling of the same run (scripts/bench/actor.py)."""
 
 import argparse
-import importlib.util
-import sys
 
-from checks import ROOT, Figures, Machine, check
+from checks import Figures, Machine, actor_bench, check
 
 
 @check()
@@ -23,9 +21,6 @@ def actor_of_eight(machine: Machine) -> Figures:
 
 
 def _measured(machine: Machine, experts: int | None) -> Figures:
-    spec = importlib.util.spec_from_file_location("bench_actor", ROOT / "scripts" / "bench" / "actor.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     options = {"device": machine.device, "layers": None, "tokens": None, "micro_batches": 4, "recompute": "full",
                "experts": experts}  # fmt: skip
-    return module.measure(argparse.Namespace(**options))
+    return actor_bench().measure(argparse.Namespace(**options))

@@ -6,6 +6,7 @@ line.
 A check that cannot run here raises Skip with a word; one that finds something wrong raises Wrong with the cure.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -161,6 +162,14 @@ def expect(holds: bool, otherwise: str) -> None:
     """Raises Wrong with `otherwise`."""
     if not holds:
         raise Wrong(otherwise)
+
+
+def actor_bench() -> Any:
+    """scripts/bench/actor.py as a module."""
+    spec = importlib.util.spec_from_file_location("bench_actor", ROOT / "scripts" / "bench" / "actor.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def quiet() -> None:

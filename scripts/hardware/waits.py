@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from checks import Figures, Machine, check, expect
+from checks import Figures, Machine, actor_bench, check, expect
 from host_reads import HostReads, site_of
 from layers import DTYPE, one_rank, some_batch, tiny_moe
 
@@ -25,7 +25,6 @@ OF_EXPERTS = {
 }
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES = {"plain": {}, "recomputed": FULL}
-_FUSED = {"apply_rope_fusion": True, "moe_permute_fusion": True}  # as presets for NVIDIA devices have it
 _SAID = "called a synchronizing"  # c10/cuda/CUDAFunctions.cpp
 
 
@@ -54,10 +53,7 @@ def _is_seen(machine: Machine) -> bool:
 
 
 def _asked_with(machine: Machine, folder: Path, overrides: dict[str, Any]) -> dict[str, int]:
-    from mrl.platforms.layers import layers
-
-    fused = _FUSED if machine.device == "cuda" and layers() == "transformer_engine" else {}
-    actor = one_rank(machine, folder, DTYPE[machine.small], fused | overrides)
+    actor = one_rank(machine, folder, DTYPE[machine.small], actor_bench().of_presets(machine.device) | overrides)
     batch = some_batch()
     actor.gradients(batch)  # what is made once is made
     sites = asked(actor, batch, machine.device)
