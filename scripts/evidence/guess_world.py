@@ -1,11 +1,17 @@
-"""A tiny model that guesses a hidden number, warm-started until it heeds in part what it was told: for trajectories.py.
+"""A tiny model that guesses a hidden number and heeds now and then what it was told: for trajectories.py.
 
-A number of 1 to 15, four guesses. Of games that guess at random 24 % are won, of those that guess at random what is
-still possible 60 %, by halving all; where nothing is told after the first guess 37 %, and 47 % at best.
+A number of 1 to 31, six guesses. Of games that guess at random 18 % are won, of those that guess at random what is
+still possible 72 %, by halving all; where nothing is told after the first guess 36 % at best.
+
+It is warm-started until it compares, and then by games of which half of the guesses heed nothing: what reinforcement
+has to find out is that heeding pays.
 """
 
 import random
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from make_tiny_world import make_model
 from make_tool_world import Calling, Row, fit, make_tokenizer, write_model
 
-HIGH = 15
-GUESSES = 4
+HIGH = 31
+GUESSES = 6
 POSITIONS = 256
-PLAN = Calling(steps=150, batch=64, label_smoothing=0.004, share=1.0)  # nearly every call can be read
+# nearly every call can be read
+COMPARING = Calling(steps=500, batch=32, lr=1e-3, label_smoothing=0.004, share=1.0)
+FORGETTING = replace(COMPARING, steps=30, share=0.4)
+PLAN = (COMPARING, replace(COMPARING, steps=150, lr=4e-4), FORGETTING)
 ROWS = {"train": 2048, "val": 128}
 WORDS = (
     "system", "user", "assistant", "guess", '{"name": "', '", "arguments": {"number": ', "}}", "The hidden number is ",
@@ -48,18 +57,15 @@ class Blanked(GuessTheNumber):
 '''
 
 
-def build(out: Path, seed: int, plan: Calling) -> None:
-    """Writes model, data and `blanked.py` into the empty folder `out`. The plan's share: of games whose guesses heed
-    what was told.
+def build(out: Path, seed: int, plan: Sequence[Calling]) -> None:
+    """Writes model, data and `blanked.py` into the empty folder `out`. A plan's share: of guesses that heed what was
+    told.
     """
     tokenizer = make_tokenizer(WORDS, POSITIONS)
     model = make_model(seed, POSITIONS)
     picker = random.Random(seed)
-
-    def rows() -> list[Row]:
-        return [game(tokenizer, picker, picker.random() < plan.share) for _ in range(plan.batch)]
-
-    fit(model, rows, tokenizer.pad_token_id, plan)
+    for part in plan:
+        fit(model, partial(games, tokenizer, picker, part), tokenizer.pad_token_id, part)
     write_model(model, tokenizer, out / "model")
     (out / "data").mkdir()
     for split, count in ROWS.items():
@@ -67,14 +73,21 @@ def build(out: Path, seed: int, plan: Calling) -> None:
     (out / "blanked.py").write_text(BLANKED)
 
 
-def game(tokenizer: Any, picker: random.Random, heeds: bool) -> Row:
-    """A game as it is read, of which guesses are trained on."""
+def games(tokenizer: Any, picker: random.Random, plan: Calling) -> list[Row]:
+    """What a step of the plan is trained on."""
+    return [game(tokenizer, picker, plan.share) for _ in range(plan.batch)]
+
+
+def game(tokenizer: Any, picker: random.Random, share: float) -> Row:
+    """A game as it is read, of which guesses are trained on. `share`: of guesses that heed what was told."""
     hidden = picker.randint(1, HIGH)
     low = 1
     high = HIGH
     parts = [(PROMPT, False)]
     for _ in range(GUESSES):
-        number = picker.randint(low, high)
+        number = picker.randint(1, HIGH)
+        if picker.random() < share:
+            number = picker.randint(low, high)
         parts.append((CALL.format(number), True))
         if number == hidden:
             break
@@ -82,9 +95,9 @@ def game(tokenizer: Any, picker: random.Random, heeds: bool) -> Row:
         if number < hidden:
             way = "higher"
         parts.append((CONTEXT.format(f"The hidden number is {way} than {number}."), False))
-        if heeds and number < hidden:
+        if number < hidden:
             low = max(low, number + 1)
-        elif heeds:
+        else:
             high = min(high, number - 1)
     return [(tokenizer.encode(text, add_special_tokens=False), trained) for text, trained in parts]
 

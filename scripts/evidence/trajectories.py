@@ -99,10 +99,10 @@ class Worlds:
         """The guessing game."""
         plan = guess_world.PLAN
         if self.small:
-            plan = replace(plan, steps=20, batch=16)
+            plan = [replace(part, steps=20, batch=16) for part in plan]
         return self._made("guess-world", guess_world.build, plan)
 
-    def _made(self, name: str, build: Callable[[Path, int, Calling], Any], plan: Calling) -> Path:
+    def _made(self, name: str, build: Callable[[Path, int, Any], Any], plan: Any) -> Path:
         folder = self.work / name
         finished = folder / "finished"
         if not finished.exists():
@@ -329,8 +329,8 @@ for _seed in SEEDS:
         f"learn-calculator-{_seed}": Piece(partial(calculator, seed=_seed), learning_with_calls, Worlds.tools, 60),
         f"learn-shuffled-{_seed}": Piece(partial(shuffled, seed=_seed), learning_with_calls, Worlds.tools, 60),
         f"learn-random-{_seed}": Piece(partial(random_rewards, seed=_seed), learning_with_calls, Worlds.tools, 60),
-        f"learn-game-{_seed}": Piece(partial(game, seed=_seed), learning, Worlds.game, 80),
-        f"learn-blanked-{_seed}": Piece(partial(blanked, seed=_seed), learning, Worlds.game, 80),
+        f"learn-game-{_seed}": Piece(partial(game, seed=_seed), learning, Worlds.game, 100),
+        f"learn-blanked-{_seed}": Piece(partial(blanked, seed=_seed), learning, Worlds.game, 100),
     }
 
 
