@@ -16,6 +16,7 @@ from mrl.reward.builtin_rules import RULE_OF_DATA_SOURCE, RULE_OF_PREFIX, RULES,
 from mrl.reward.items import ACC, RewardSpec
 from mrl.reward.math_verifier import load_math_verify
 from mrl.reward.reasoning_rule import REASONING, load_reasoning_gym
+from mrl.reward.verl_modules import SCORES, stand_in
 
 AUTO = "auto"
 MATH = "math"
@@ -146,7 +147,10 @@ def _by_data_source(data_source: str, solution_str: str, ground_truth: Any, extr
 
 
 def load_module(path: Path, key: str) -> ModuleType:
-    """Loads the user's Python file at `path`, which `key` names. The file can import modules in its folder."""
+    """Loads the user's Python file at `path`, which `key` names. The file can import modules in its folder, and scores
+    of verl.
+    """
+    stand_in(SCORES)
     where = f"{key}: {path}"
     if not path.is_file():
         raise ConfigError(f"{where}: no such file (working directory: {Path.cwd()})")

@@ -21,6 +21,7 @@ from mrl.environments.tool import ToolsSpec
 from mrl.environments.verl_environment import verl_environment
 from mrl.environments.verl_tool_config import GSM8K, SANDBOX, SEARCH_R1, VERL_TOOLS, read_tool_config
 from mrl.errors import ConfigError
+from mrl.reward.resolve import load_module
 from mrl.train.preflight import plug_in_lines, plug_ins
 
 SCHEMA = {
@@ -119,6 +120,43 @@ def test_verls_judge_of_gsm8k_has_a_stand_in(tmp_path):
         ("Current parsed answer='#### 72' reward=1.0", -0.05), ("Current parsed answer='' reward=0.0", -0.05),
     ]  # fmt: skip
     assert [each.parts["calc_gsm8k_reward"] for each in replies] == [0.0, 1.0, 1.0, 0.0]
+
+
+SHAPED = """from verl.utils.reward_score import default_compute_score
+from verl.utils.reward_score.gsm8k import compute_score as judged
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, method="strict"):
+    shaped = judged(solution_str, ground_truth, method, 0.1, 2.0) + 0.5 * ("<tool_call>" in solution_str)
+    return {"score": shaped, "plain": default_compute_score(data_source, solution_str, ground_truth)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "method", "shaped", "plain"),
+    [
+        ("so #### 1,234", "strict", 2.0, 1.0),
+        ("<tool_call> #### 7", "strict", 0.6, 0.0),
+        ("it is 1234", "strict", 0.0, 0.0),
+        ("it is 1234 .", "flexible", 2.0, 0.0),
+        ("none", "flexible", 0.0, 0.0),
+    ],
+)
+def test_a_reward_may_use_verls_scores(tmp_path, said, method, shaped, plain):
+    """As verl's examples shape the reward of gsm8k; values are those of its compute_score."""
+    (tmp_path / "shaped.py").write_text(SHAPED)
+    module = load_module(tmp_path / "shaped.py", "reward.custom_reward_function.path")
+    assert module.compute_score("openai/gsm8k", said, "1234", method=method) == {
+        "score": pytest.approx(shaped), "plain": plain,
+    }  # fmt: skip
+
+
+def test_a_module_of_verl_that_is_not_replaced_is_named(tmp_path):
+    (tmp_path / "other.py").write_text("from verl.utils.reward_score import prime_code")
+    with pytest.raises(ConfigError, match="cannot import name 'prime_code'"):
+        load_module(tmp_path / "other.py", "reward.custom_reward_function.path")
+    (tmp_path / "far.py").write_text("import verl.workers.fsdp_workers")
+    with pytest.raises(ConfigError, match=r"No module named 'verl\.workers'"):
+        load_module(tmp_path / "far.py", "reward.custom_reward_function.path")
 
 
 @pytest.mark.skipif(bool(fault()), reason="this machine cannot confine a program")
