@@ -35,6 +35,17 @@ from mrl.vllm.sleeping import NAN, clear, poison
 NAP_S = 2e-4  # between two polls; two naps are a hundredth of a step of the tiny model's engine
 
 
+def allow_tiles() -> None:
+    """Asks Linux for this process's AMX tiles, where the processor has some.
+
+    vLLM's attention in bfloat16 uses them whether or not anybody asked, and dies by SIGILL if nobody did. oneDNN asks
+    with its first product that uses them, which a prompt of one token need not have. Private in torch 2.11 and 2.13:
+    `torch.cpu._init_amx`.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
 class CpuWorker(CPUWorker):
     """vLLM's CPU worker, with sleep."""
 
@@ -43,6 +54,7 @@ class CpuWorker(CPUWorker):
 
     def __init__(self, *arguments: Any, **named: Any):
         nap_while_waiting()  # for a spawned process; forked.py does it for forked ones
+        allow_tiles()
         gloo_device.share()
         super().__init__(*arguments, **named)
         if self.parallel_config.data_parallel_size > 1 or self.parallel_config.enable_expert_parallel:

@@ -5,6 +5,8 @@ What the memory of a real model comes to is in tests/real/test_engine_sleep.py.
 """
 
 import importlib.util
+import inspect
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -106,6 +108,35 @@ def test_processes_nap_between_two_looks_for_a_call_and_block_when_none_comes(mo
     shm_broadcast.SpinCondition(last_read=time.monotonic()).wait(7)
     (waiting := shm_broadcast.SpinCondition(last_read=time.monotonic() - 2)).wait(7)
     assert (naps, waiting.blocked) == ([module.NAP_S], [7]) and module.NAP_S < 1e-3
+
+
+GET_XCOMP_PERM, TILE_DATA = 0x1022, 1 << 18  # of Linux's asm/prctl.h; AMX's tiles among the processor's states
+ASK = f"""
+import ctypes, sys
+sys.modules["vllm"] = None  # nobody but the worker's own function asks
+allowed = ctypes.c_ulong()
+def tiles():
+    assert ctypes.CDLL(None).syscall(158, {GET_XCOMP_PERM}, ctypes.byref(allowed)) == 0
+    return bool(allowed.value & {TILE_DATA})
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
+def test_a_worker_may_use_tiles_before_any_product(module):
+    """vLLM's attention in bfloat16 dies by SIGILL where no product has asked for them before."""
+    asked = inspect.getsource(module.allow_tiles)
+    code = f"{ASK}\nimport torch\n{asked}\nbefore = tiles()\nallow_tiles()\nprint(before, tiles())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_a_worker_without_tiles_asks_for_none(module, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(1))
+    for has_some, times in ((False, 0), (True, 1)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_some=has_some: has_some)
+        module.CpuWorker()
+        assert len(asked) == times
 
 
 def held(worker) -> tuple[int, int]:
