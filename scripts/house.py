@@ -39,6 +39,7 @@ FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 CORE = ("train", "megatron", "vllm", "reshard", "checkpoint", "cluster", "flow", "remote", "config")
 WIDE = 120  # columns that a line should keep to
 SMALL = 80  # lines
+FEW_LINES = 3  # of a helper that an expression may replace
 # who may be given the whole configuration: rooms (tools were called extras), and modules that assemble a run
 CONFIGURED_ROOMS = ("config", "plan", "tools", "extras", "cli")
 ASSEMBLY = ("mrl.train.assemble", "mrl.train.run")
@@ -82,20 +83,27 @@ class House:
 
     modules: dict[str, ast.Module]
     sources: dict[str, str]
+    tests: tuple[str, ...] = ()  # texts of files
+    scripts: tuple[str, ...] = ()
 
     @classmethod
     def of_folder(cls, root: Path) -> "House":
-        """The package `mrl` below `root`."""
+        """The package `mrl` below `root`, and the texts of tests and scripts beside it."""
         sources = {}
         for path in sorted((root / "mrl").rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
-        return cls({name: ast.parse(text) for name, text in sources.items()}, sources)
+        beside = [
+            tuple(path.read_text(encoding="utf-8") for path in sorted((root / folder).rglob("*.py")))
+            for folder in ("tests", "scripts")
+        ]
+        return cls({name: ast.parse(text) for name, text in sources.items()}, sources, *beside)
 
     @classmethod
     def of_commit(cls, revision: str) -> "House":
         """The package as it was at a commit of this repository."""
-        archive = subprocess.run(["git", "archive", revision, "mrl"], cwd=ROOT, check=True, capture_output=True).stdout
+        command = ["git", "archive", revision, "mrl", "tests", "scripts"]
+        archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
         with tempfile.TemporaryDirectory() as folder:
             with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
                 tar.extractall(folder, filter="data")
@@ -247,6 +255,65 @@ def long_sentences(house: House) -> list[str]:
     ]
 
 
+def named(nodes: list[ast.AST]) -> Iterator[str]:
+    """Every mention of a name in code: by itself, after a dot, or as a text that may be looked up.
+
+    Imports are none. Neither are docstrings.
+    """
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield from re.findall(r"\w+", node.value)
+
+
+def one_call_helpers(house: House) -> list[str]:
+    """Functions and methods of at most FEW_LINES lines that one call names, and nothing else.
+
+    Names are compared, not objects. A name that is defined twice is left out, and so is what a decorator may have
+    registered.
+    """
+    every = [node for nodes in house.nodes.values() for node in nodes]
+    defined = Counter(node.name for node in every if isinstance(node, Function | ast.ClassDef))
+    mentions = Counter(name for nodes in house.nodes.values() for name in named(nodes))
+    called = Counter(name for node in every if isinstance(node, ast.Call) for name in _callee(node))
+    return [
+        f"{module}:{node.name}"
+        for module, nodes in house.nodes.items()
+        for node in nodes
+        if isinstance(node, Function)
+        and function_length(node) <= FEW_LINES
+        and not node.decorator_list
+        and defined[node.name] == called[node.name] == mentions[node.name] == 1
+    ]
+
+
+def _callee(call: ast.Call) -> Iterator[str]:
+    yield from named([call.func])
+
+
+def names_for_tests_alone(house: House) -> list[str]:
+    """Public functions and methods that tests name and nothing else: neither `mrl/` nor scripts."""
+    used = {name for nodes in house.nodes.values() for name in named(nodes)}
+    unused = [(module, node.name) for module, node, public in house.functions() if public and node.name not in used]
+    return [
+        f"{module}:{name}" for module, name in unused if _is_named(name, house.tests) > _is_named(name, house.scripts)
+    ]
+
+
+def _is_named(name: str, texts: tuple[str, ...]) -> bool:
+    """Whether code names it that does not define it itself. Only texts with the word are parsed."""
+    for text in texts:
+        nodes = list(ast.walk(ast.parse(text))) if name in text else []
+        own = any(isinstance(node, Function) and node.name == name for node in nodes)
+        if name in named(nodes) and not own:
+            return True
+    return False
+
+
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Groups of nodes that reach each other (Tarjan's strongly connected components of more than one node)."""
     order: dict[str, int] = {}
@@ -297,6 +364,8 @@ def measure(house: House) -> dict:
         "function_lines": {"median": median(lengths), "p90": quantiles(lengths, n=10)[-1], "longest": max(lengths)},
         "files_with_one_importer": len(single),
         "of_these_under_80_lines": sum(house.lines(name) < SMALL for name in single),
+        "one_call_helpers": len(one_call_helpers(house)),
+        "names_for_tests_alone": names_for_tests_alone(house),
         "functions_with_whole_configuration": functions_with_whole_configuration(house),
         "circles_of_modules": circles(house.graph),
         "circles_of_rooms": circles(house.room_graph),

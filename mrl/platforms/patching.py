@@ -44,16 +44,6 @@ def refuse_beside_vllm() -> None:
         )
 
 
-def revert(row: Patch) -> None:
-    """Restores the original, for tests that prove that a row is still needed."""
-    owner, name = _owner(row.target)
-    original = _originals.pop(row.target)
-    if original is MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, original)
-
-
 def _owner(target: str) -> tuple[Any, str]:
     """Returns the module or class that holds the symbol, and the symbol's name in it."""
     path, name = target.rsplit(".", 1)

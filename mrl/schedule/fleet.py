@@ -1,6 +1,6 @@
 """Tracks which engines may be sent requests, and which lost engines are started again.
 
-               silence, error           exit                start
+                   error                exit                start
     READY -----------------> SUSPECT ---------> DEAD ------------------> STARTING
      ^  |                                        |                          |
      |  | another version                        | past the limit           | started
@@ -127,12 +127,8 @@ class Fleet:
         self.counts["late"] += answers
         return False
 
-    def silence(self, engine: str, epoch: int, why: str = "") -> bool:
-        """Records that an engine made no token, or gave no answer, for too long. Same as `error`."""
-        return self.error(engine, epoch, why)
-
     def error(self, engine: str, epoch: int, why: str = "") -> bool:
-        """Marks an engine as lost. Returns whether this is new.
+        """Marks an engine as lost: it died, or was silent too long. Returns whether this is new.
 
         The caller then ends its processes and calls `exit`.
         """

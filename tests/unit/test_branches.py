@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from replicas import scorers
+from segment_checks import token_versions
 from test_trajectory import BY_NAME, Small, free_of_context, measured
 from trajectories import trajectories
 
@@ -32,7 +33,6 @@ from mrl.record.metrics import length_metrics, turn_metrics
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.reward.items import OK, Question, RewardResult
 from mrl.schedule.branches import Branch, as_one_row
-from mrl.schedule.segments import token_versions
 from mrl.tools.report.samples import looked_at
 from mrl.train.rollouts import Judge
 from mrl.units import round_up

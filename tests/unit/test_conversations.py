@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tool_functions
 from dialect_templates import CODER, tokenizer
+from segment_checks import check_routes
 
 from mrl.data.dialects import dialect_of
 from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, UNJUDGED, Sample, Samples, packed
@@ -23,7 +24,7 @@ from mrl.reward.builtin_rules import environment
 from mrl.reward.items import LEFT_OUT as REWARD_LEFT_OUT
 from mrl.reward.items import UNJUDGED as REWARD_UNJUDGED
 from mrl.schedule.conversation import Stop
-from mrl.schedule.segments import check_routes, continuation_seed
+from mrl.schedule.segments import continuation_seed
 from mrl.vllm.requests import Request, Sampling
 
 TOKENS = tokenizer("hermes")

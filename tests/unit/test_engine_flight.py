@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from segment_checks import token_versions
 from test_engine_sleep import engine, run, synced  # noqa: F401
 
 from mrl.data.samples import Samples
 from mrl.platforms.versions import vllm_generation
-from mrl.schedule.segments import token_versions
 from mrl.vllm.completions import stamped_spans, unstamped_spans
 from mrl.vllm.engine_state import AWAKE, HOLDING
 from mrl.vllm.requests import Request, Sampling

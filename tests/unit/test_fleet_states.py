@@ -19,20 +19,17 @@ WAYS = {
     STARTING: "error exit start",
     RETIRED: "error exit start error exit start",
 }
-EVENTS = ("progress", "silence", "error", "exit", "started", "verified", "committed", "start")
+EVENTS = ("progress", "error", "exit", "started", "verified", "committed", "start")
 # status and event of the engine's own epoch -> the next status, where it is another one
 EDGES = {
-    (READY, "silence"): SUSPECT,
     (READY, "error"): SUSPECT,
     (READY, "exit"): DEAD,
     (READY, "verified"): STALE,
-    (STALE, "silence"): SUSPECT,
     (STALE, "error"): SUSPECT,
     (STALE, "exit"): DEAD,
     (STALE, "committed"): READY,
     (SUSPECT, "exit"): DEAD,
     (DEAD, "start"): STARTING,
-    (STARTING, "silence"): SUSPECT,
     (STARTING, "error"): SUSPECT,
     (STARTING, "exit"): DEAD,
     (STARTING, "started"): STALE,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from generations import Files, SteadyFleet, generation_of, new_folder
 from replicas import InMemory
+from segment_checks import token_versions
 
 from mrl.checkpoint.group_files import read_group
 from mrl.checkpoint.manifest import file_facts
@@ -28,7 +29,6 @@ from mrl.flow.request_streams import FinishedResponses, FleetChange
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RAISED, RewardResult
 from mrl.schedule.rate import Observation
-from mrl.schedule.segments import token_versions
 from mrl.train import generation, judged_groups, kept_groups
 from mrl.train import rollouts as rollouts_module
 from mrl.train.kept_groups import read_kept

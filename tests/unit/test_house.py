@@ -75,6 +75,10 @@ MOST_PACKED = {
     "fmt_skip": 0.6,  # no house's: lists of words and tables alone
 }
 WITH_WHOLE_CONFIGURATION = 25  # functions
+# doors that a reader opens and finds one room behind them
+FEWEST_DOORS = {"files_with_one_importer": 133, "one_call_helpers": 355}
+# names that vLLM and verl give, and call
+NAMED_BY_OTHERS = ["mrl.environments.verl_base_tool:rollout_trace_op", "mrl.vllm.cpu_fp8:create_weights"]
 
 
 def with_parents(module: str) -> set[str]:
@@ -307,6 +311,68 @@ a = [x if y else z for x in q]  # fmt: skip
         "fmt_skip": 1,
     }
     assert house.density(small) == {name: 1000 * count / 8 for name, count in per_thousand.items()}
+
+
+@cache
+def measured() -> dict:
+    return house.measure(the_house())
+
+
+def test_files_and_helpers_for_one_user_stay_few():
+    assert not {name: measured()[name] for name, most in FEWEST_DOORS.items() if measured()[name] > most}
+
+
+def test_nothing_public_is_for_tests_alone():
+    assert measured()["names_for_tests_alone"] == NAMED_BY_OTHERS
+
+
+def house_of(tests: str = "", scripts: str = "", **texts: str) -> house.House:
+    """A house of the modules that keywords name, with a file of tests and one of scripts beside it."""
+    sources = {f"mrl.{name}": text for name, text in texts.items()}
+    return house.House({name: ast.parse(text) for name, text in sources.items()}, sources, (tests,), (scripts,))
+
+
+SHORT_AND_OTHERS = '''
+def short(x): return x
+def handed(x): return x
+def looked_up(x): return x
+def twice(x): return x
+def unused(x): return x
+def long(x):
+    1
+    2
+    3
+    return x
+@register
+def registered(x): return x
+class A:
+    def method(self, x):
+        """Its docstring has
+        two lines."""
+        return 1
+'''
+THEIR_USE = """
+from mrl.a import short
+def twice(x): return twice(1)
+short(long(0), map(handed, x), handed(1))
+a.method(registered(1))
+getattr(a, "looked_up")(looked_up(1))
+"""
+
+
+def test_short_helpers_of_one_call_are_found():
+    """Neither long ones, nor those that are handed on, registered, looked up, or defined twice."""
+    assert house.one_call_helpers(house_of(a=SHORT_AND_OTHERS, b=THEIR_USE)) == ["mrl.a:short", "mrl.a:method"]
+
+
+def test_public_names_of_tests_alone_are_found():
+    """An import is no use, a docstring neither; a script's own function of the name is another."""
+    names = ("tested", "_private", "called", "unused", "scripted", "looked_up", "told", "other")
+    text = "".join(f"def {name}(): 1\n" for name in names) + "class A:\n    def method(self): 1\n"
+    tests = "tested(_private, called, scripted, looked_up, other)\nA().method()\n'told'\n"
+    used = "from mrl.a import tested\ncalled()\ngetattr(a, 'looked_up')\n'tested'\n"
+    small = house_of(tests, "scripted()\ndef other(): other()", a=text, b=used)
+    assert house.names_for_tests_alone(small) == ["mrl.a:tested", "mrl.a:other", "mrl.a:method"]
 
 
 def test_docstrings_do_not_begin_with_a_genitive_of_their_name():

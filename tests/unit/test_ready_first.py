@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from generations import Files
 from replicas import InMemory
+from segment_checks import token_versions
 from test_generation import BATCH, LONGEST, Engines, N, World, in_memory  # noqa: F401
 
 from mrl.config.schedule_rules import schedule_of
@@ -22,7 +23,6 @@ from mrl.errors import Interrupted
 from mrl.flow.kept_tokens import going_on, with_kept
 from mrl.flow.request_streams import FinishedResponses
 from mrl.record.metrics import PhaseTimer
-from mrl.schedule.segments import token_versions
 from mrl.train.generation_metrics import recomputed_tokens
 from mrl.train.kept_groups import read_kept
 from mrl.train.resume import TrainState

@@ -5,17 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from segment_checks import check_routes, token_versions
 
 from mrl.data.routes import MISSING
 from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import DataError
-from mrl.schedule.segments import (
-    check_routes,
-    continuation,
-    continuation_seed,
-    joined,
-    token_versions,
-)
+from mrl.schedule.segments import continuation, continuation_seed, joined
 
 ROUTE = (2, 2)  # layers, experts of each token
 

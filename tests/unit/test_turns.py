@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from segment_checks import check_routes, token_versions
 from trajectories import trajectories
 
 import mrl.cli.samples as samples_command
@@ -29,7 +30,7 @@ from mrl.record.metrics import turn_metrics
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec
 from mrl.reward.items import ONE_TURN as REWARD_ONE_TURN
-from mrl.schedule.segments import check_routes, continuation, continuation_seed, joined, token_versions, with_context
+from mrl.schedule.segments import continuation, continuation_seed, joined, with_context
 from mrl.tools.report.samples import PartHead, looked_at
 
 TURNS = (Turn(0, "stop", 2, 0.5, 0.25), Turn(4, "length"))

@@ -18,6 +18,7 @@ import pytest
 from dialect_templates import tokenizer
 from generations import Files
 from replicas import InMemory
+from segment_checks import token_versions
 from test_generation import BATCH, Engines, N, World, assert_same
 from test_generation import in_memory as in_memory  # for all tests here
 
@@ -30,7 +31,6 @@ from mrl.flow.conversations import Conversations
 from mrl.flow.request_streams import FinishedResponses
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
-from mrl.schedule.segments import token_versions
 from mrl.train.kept_groups import read_kept
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
