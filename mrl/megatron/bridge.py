@@ -6,7 +6,8 @@ mbridge does the mapping. Another bridge would be another class in this file.
 import contextlib
 import difflib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import count
@@ -16,9 +17,11 @@ import torch
 from mbridge import AutoBridge
 from mbridge.core import bridge as mbridge_base
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Module, Parameter
 from transformers import AutoConfig
 
 from mrl.config.schema import ActorConfig, ModelConfig
@@ -26,7 +29,6 @@ from mrl.errors import ConfigError
 from mrl.megatron.gradient_sums import add_within_products, for_megatron, is_wanted
 from mrl.megatron.lora_layers import attach, hidden
 from mrl.megatron.mapped_bridge import bridge_config
-from mrl.megatron.value_head import head_hidden, put_head
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.adapters import Lora, adapted_layers
 from mrl.model.hf_files import check_checkpoint
@@ -294,3 +296,48 @@ def checked_overrides(key: str, overrides: dict[str, Any], config_class: type) -
         raise ConfigError(f"{key}: not a field of Megatron's {config_class.__name__}:\n" + "\n".join(lines))
     formats = {f.name for f in fields(config_class) if f.type is torch.dtype}
     return {name: _FORMATS.get(value, value) if name in formats else value for name, value in overrides.items()}
+
+
+class ValueHead(Module):
+    """A critic's last layer: to one number, without bias, complete on every tensor-parallel rank. It begins at zero.
+
+    So initial values are zero for every token, in any layout, and all later values are learnt. Under sequence
+    parallelism each rank multiplies its own tokens. Megatron sums the weight's gradients as it does for norms.
+    """
+
+    def __init__(self, output_layer: Module, sequence_parallel: bool) -> None:
+        """Copies number format, device and width from `output_layer`, which the head replaces."""
+        super().__init__()
+        self.weight = Parameter(output_layer.weight.new_zeros(1, output_layer.weight.shape[1]))
+        self.weight.sequence_parallel = sequence_parallel
+        self._sequence_parallel = sequence_parallel
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """Returns float32 [length, batch, 1], all tokens on every tensor-parallel rank.
+
+        Takes [length or part, batch, hidden]. Values are computed in float32 whatever the weights are. In bfloat16, its
+        8 bits could not tell near values apart.
+        """
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
+        if self._sequence_parallel:
+            # every rank continues with the same loss, so each takes the gradient of its own tokens, once
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def put_head(chunk: Module, post_process: bool, config: Any, **_: Any) -> None:
+    """Replaces a chunk's output layer by a value head if it has one. It is a callback of mbridge."""
+    if post_process:
+        chunk.output_layer = ValueHead(chunk.output_layer, config.sequence_parallel)
+
+
+@contextmanager
+def head_hidden(chunks: Iterable[Module]) -> Iterator[None]:
+    """Hides the value head, until the block ends, from code that walks the parameters by the checkpoint's names."""
+    heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, ValueHead)]
+    weights = [head._parameters.pop("weight") for head in heads]
+    try:
+        yield
+    finally:
+        for head, weight in zip(heads, weights, strict=True):
+            head.register_parameter("weight", weight)

@@ -1,27 +1,33 @@
 """Adds mrl's own bridges to mbridge's registry, for families that mbridge lacks or maps wrongly
 (mrl.platforms.versions).
 
-mbridge moves the weights. Its facts about a family come from ModelSpec and the weight map.
+mbridge moves the weights. Its facts about a family come from ModelSpec and the weight map. Checkpoints that it cannot
+read by itself are read here: in FP8, and of models that also read images.
 """
 
 import re
+from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from mbridge.core import LLMBridge, register_model
 from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from safetensors import safe_open
 from torch import Tensor
 
-from mrl.megatron.fp8_files import Bfloat16Files
-from mrl.megatron.wrapped_files import WrappedFiles
 from mrl.model import ModelSpec, load_model_spec
+from mrl.model.fp8 import bfloat16_words
 from mrl.model.hf_config import Yarn
+from mrl.model.hf_files import read_safetensors_header, scale_of, weight_files
 from mrl.model.megatron_shards import megatron_slice
 from mrl.model.registry import family_of, weight_map
 from mrl.model.weight_map import MEGATRON_LAYER, Weight
+from mrl.model.wrapped import Inner, inner_tensors
 from mrl.platforms.versions import OWN_BRIDGES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -236,3 +242,60 @@ def _latent(m: ModelSpec) -> dict[str, Any]:
         "mscale": yarn.mscale,
         "mscale_all_dim": yarn.mscale_all_dim,
     }
+
+
+class WrappedFiles(SafeTensorIO):
+    """Files whose text model may be inside a model that also reads images. Its tensors get their own names.
+
+    `check_checkpoint` has found them all.
+    """
+
+    def __init__(self, folder: str):
+        super().__init__(folder)
+        self._places: dict[str, tuple[Path, str, Inner]] = {}
+        for file in weight_files(Path(folder)):
+            for key, stored in read_safetensors_header(file).items():
+                self._places |= {inner.name: (file, key, inner) for inner in inner_tensors(key, stored.shape)}
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
+        """Loads tensors by name. From a layer's experts it reads only the requested rows."""
+        in_file: dict[Path, list[str]] = defaultdict(list)
+        for name in hf_weight_names:
+            in_file[self._places[name][0]].append(name)
+        found = {}
+        for file, names in in_file.items():
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                found |= {name: _inner(tensors, *self._places[name][1:]) for name in names}
+        return found
+
+
+def _inner(tensors: Any, key: str, inner: Inner) -> Tensor:
+    stored = tensors.get_slice(key)
+    shape = stored.get_shape()
+    if len(shape) == len(inner.shape):
+        return tensors.get_tensor(key)
+    expert, row = divmod(inner.first, shape[1])
+    return stored[expert, row : row + inner.rows]
+
+
+class Bfloat16Files(SafeTensorIO):
+    """Files of an FP8 checkpoint. FP8 matrices are returned as bfloat16, other tensors unchanged.
+
+    `check_checkpoint` has found their scales.
+    """
+
+    def __init__(self, folder: str, block: tuple[int, int]):
+        """`block`: rows and columns of one scale's block."""
+        super().__init__(folder)
+        self._block = block
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
+        """Loads tensors by name, FP8 matrices as bfloat16."""
+        stored = super().load_some_hf_weight(hf_weight_names)
+        matrices = [name for name, tensor in stored.items() if tensor.dtype is torch.float8_e4m3fn]
+        scales = super().load_some_hf_weight([scale_of(name) for name in matrices])
+        return stored | {name: self._as_bfloat16(stored[name], scales[scale_of(name)]) for name in matrices}
+
+    def _as_bfloat16(self, matrix: Tensor, scales: Tensor) -> Tensor:
+        words = bfloat16_words(matrix.view(torch.uint8).numpy(), scales.numpy(), self._block)
+        return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)

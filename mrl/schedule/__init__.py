@@ -5,9 +5,8 @@
     groups.py        one group on its way: reserved, running, finished, or evicted by a cause that is counted
     buffer.py        all groups on their way; gives a step its batch
     ledger.py        what was issued and what became of it, as JSON in a checkpoint
-    dispatch.py      which response is sent to which engine next, and when weights may change
+    dispatch.py      responses that wait; which is sent to which engine next, and when weights may change
     engine_loads.py  the least loaded engine, or the one that holds the prefix
-    lines.py         responses that wait to be sent
     segments.py      puts together a response from several requests
     conversation.py  a response of several turns: what it waits for, its budgets, why it ends
     rate.py          how many responses run at once, by the use of the KV cache

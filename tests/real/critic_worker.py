@@ -20,8 +20,8 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor, _count
 from mrl.megatron.batching import RowLengths
+from mrl.megatron.bridge import ValueHead
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
-from mrl.megatron.value_head import ValueHead
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

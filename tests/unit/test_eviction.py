@@ -10,9 +10,8 @@ import pytest
 from fleet_cases import random_schedule
 
 from mrl.schedule.buffer import GroupBuffer
-from mrl.schedule.dispatch import Assignment, Dispatcher
+from mrl.schedule.dispatch import Assignment, Dispatcher, InLine
 from mrl.schedule.ledger import Fingerprint, restored, snapshot
-from mrl.schedule.lines import InLine
 from mrl.schedule.staleness import Schedule
 
 ENGINES = ["a", "b", "c"]

@@ -28,7 +28,7 @@ from mrl.cli.convert import parse_layout
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.errors import EnvironmentFault
-from mrl.megatron.fp8_files import Bfloat16Files
+from mrl.megatron.mapped_bridge import Bfloat16Files
 from mrl.model import load_model_spec
 from mrl.model.boxes import Box
 from mrl.model.fp8 import bfloat16_words

@@ -253,7 +253,7 @@ def test_experts_of_another_number_are_told(folders, tmp_path):
 
 
 def test_megatrons_side_is_given_the_text_models_tensors(folders):
-    from mrl.megatron.wrapped_files import WrappedFiles
+    from mrl.megatron.mapped_bridge import WrappedFiles
 
     expected = weights(folders["moe"])
     found = WrappedFiles(str(folders["whole moe"])).load_some_hf_weight(list(expected))
