@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mrl.checkpoint.adapter_reader import MergedReader, StoredAdapters, stored_adapters
-from mrl.checkpoint.bfloat16_readers import Fp8Reader, RoundingReader
 from mrl.checkpoint.manifest import (
     CONSTANT,
     HF_FOLDER,
@@ -27,7 +26,7 @@ from mrl.checkpoint.manifest import (
 )
 from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.step_folders import newest_checkpoint
-from mrl.checkpoint.stored_boxes import Boxes, BoxReader, TensorFiles
+from mrl.checkpoint.stored_boxes import Boxes, BoxReader, Fp8Reader, RoundingReader, TensorFiles
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, TensorSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
 from mrl.model.boxes import Box

@@ -10,9 +10,9 @@ from mrl.config.rule_row import Rule, RuleRow, on_only_where
 from mrl.config.schema import RunConfig, leaf
 from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
-from mrl.platforms.ascend_fields import ADDITIONAL_CONFIG
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import (
+    ASCEND_CONFIG,
     RETURNS_ROUTES,
     ROUTES_BY_BLOCK,
     TORCH_NPU,
@@ -261,8 +261,8 @@ def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         why = "redundant experts move between workers, and the sync's plan would be wrong"
         yield Violation(f"{_VLLM}.additional_config.eplb_config.dynamic_eplb", "must be false", why, (False,))
     key = f"{_VLLM}.additional_config"
-    for name in sorted(additional.keys() - ADDITIONAL_CONFIG):
-        rule = f"vllm-ascend {_assumed(config)['vllm-ascend']} ignores it; {did_you_mean(name, ADDITIONAL_CONFIG)}"
+    for name in sorted(additional.keys() - ASCEND_CONFIG):
+        rule = f"vllm-ascend {_assumed(config)['vllm-ascend']} ignores it; {did_you_mean(name, ASCEND_CONFIG)}"
         yield Violation(f"{key}.{name}", rule, "it would have no effect, and nothing would say so", ())
     for name, (value, why) in _NEVER_ON_ASCEND.items():
         if additional.get(name, value) != value:

@@ -9,7 +9,7 @@ from mrl.algo.spec import KL_TYPES, OVER_WORDS
 from mrl.config.actor_rules import ACTOR_RULES, padding_of_branches
 from mrl.config.device_rules import DEVICE_RULES, adapted_once
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
-from mrl.config.latent_rules import LATENT_RULES
+from mrl.config.family_rules import LATENT_RULES
 from mrl.config.override_rules import override_faults
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import DistillationConfig, RunConfig

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mrl.config.schema import ClusterConfig, LayoutConfig, RolloutConfig, RunConfig
-from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places
+from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places, near_places
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.model.nearness import near_places
 from mrl.platforms.hosting import get_hosting
 
 
@@ -60,7 +59,7 @@ def rank_places(deployment: Deployment) -> tuple[tuple[Place, ...], tuple[Place,
     """Returns the places of the actor's ranks and of the engines' workers, each in the order of their numbers.
 
     Colocated workers of an engine use the devices of its node. They are ordered so that most of the weights that they
-    need are there already (mrl/model/nearness.py). The n-th device that an engine's process sees belongs to its n-th
+    need are there already (mrl/model/device_grid.py). The n-th device that an engine's process sees belongs to its n-th
     worker. Raises ConfigError when the cluster is too small.
     """
     cluster = cluster_shape(deployment.cluster)

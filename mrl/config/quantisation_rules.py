@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from mrl.config.latent_rules import engine_is_old, on_device
+from mrl.config.family_rules import engine_is_old, on_device
 from mrl.config.places import rollout_layout
 from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RunConfig

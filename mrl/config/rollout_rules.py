@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from mrl.config.places import Deployment
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import AlgorithmConfig, RolloutConfig, RunConfig, leaf
-from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
+from mrl.environments.builtin import BUILTIN_ENVIRONMENTS
 from mrl.environments.named import SHIPPED, SHIPPED_ENVIRONMENTS
 from mrl.environments.search_tool import SEARCH
 from mrl.environments.verl_tool_config import CONFIG_KEY, VERL_TOOLS

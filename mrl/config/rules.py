@@ -10,7 +10,7 @@ Where layouts are judged:
     actor's degrees      mrl/model/layout_rules.py, for critic and teacher too (critic_rules.py, distillation_rules.py)
     batches on them      actor_rules.py
     engines' degrees     rollout_rules.py, mrl/model/vllm_parameters.py
-    by family            latent_rules.py, hybrid_rules.py
+    by family            family_rules.py
     by feature           lora_rules.py, quantisation_rules.py, efficiency_rules.py
     by device, version   device_rules.py
     places of processes  mrl/model/device_grid.py
@@ -27,8 +27,7 @@ from mrl.config.device_rules import DEVICE_RULES, narrow_experts, npu_notes, ver
 from mrl.config.distillation_rules import DISTILLATION_RULES, distillation_notes
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.endpoint_rules import ENDPOINT_RULES
-from mrl.config.hybrid_rules import HYBRID_RULES
-from mrl.config.latent_rules import LATENT_RULES
+from mrl.config.family_rules import HYBRID_RULES, LATENT_RULES
 from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.lora_rules import LORA_RULES
 from mrl.config.loss_rules import LOSS_RULES, loss_notes

@@ -2,12 +2,11 @@
 
     tool.py                  a typed Python function with a docstring as a tool: its schema, and checks of arguments
     environment.py           Environment, which begins with a response, acts on calls, and ends; tools are one of them
-    builtin_tools.py         the built-in tool calculator
+    builtin.py               the built-in tool calculator and the built-in environment guess_the_number
     search_tool.py           the built-in tool search, over an index in SQLite
     python_tool.py           the built-in tool python: a watched program in its own process and folder
     sandbox.py               that process: what it gives up before it runs the program
     system_calls.py          the system calls that it may still make
-    builtin_environments.py  the built-in environment guess_the_number
     text_arena.py            the built-in environment textarena: games of that package for one player
     named.py                 resolves names to built-in tools or a user's file, which runs in the worker alone
     verl_tools.py            replaces verl's modules in such a file: its decorator of tools, and

@@ -5,8 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mrl.environments.agent import AGENT, agent_tool, command_of
-from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
-from mrl.environments.builtin_tools import BUILTIN_TOOLS
+from mrl.environments.builtin import BUILTIN_ENVIRONMENTS, BUILTIN_TOOLS
 from mrl.environments.environment import Environment
 from mrl.environments.python_tool import PYTHON, python_tool
 from mrl.environments.sandbox import PythonLimits

@@ -24,7 +24,7 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import PromptDataset
-from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault, Interrupted
+from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights
 from mrl.flow.sample_writer import SampleWriter
 from mrl.plan.run_plan import plan_text
 from mrl.record.attempts import UnderWay, read_attempts, seconds_after
@@ -43,15 +43,15 @@ from mrl.train.generation import Generation
 from mrl.train.generation_rules import GenerationRules
 from mrl.train.placement import Placement
 from mrl.train.preflight import plug_ins
-from mrl.train.reporting import AdvisedRecord
-from mrl.train.restart_budget import RestartBudget
+from mrl.train.reporting import AdvisedRecord, SpikeWatch
 from mrl.train.resume import TrainState, generated_again, groups_again, made_by, rewind
 from mrl.train.rollouts import Judge, Responder
 from mrl.train.saving import SavedRun, Saver
-from mrl.train.spikes import SpikeWatch
 from mrl.train.spool import Spool
 from mrl.train.stop_signals import StopFlag, grace_of_the_job
 from mrl.vllm.requests import training_sampling
+
+RESTART_WINDOW = 100  # finished steps to which trainer.restart_limit applies
 
 
 @dataclass
@@ -382,3 +382,41 @@ def _generation_rules(config: RunConfig, files: Files) -> GenerationRules:
         files.beginning.sources,
         groups_again(files.beginning.identity.schedule, files.notes),
     )
+
+
+class RestartBudget:
+    """The remaining restarts of ranks. A new start of the whole run restores none."""
+
+    def __init__(
+        self, limit: int, spent_at: tuple[int, ...], note: Callable[[int, str], None], for_engines: int = 0
+    ) -> None:
+        """`spent_at`: finished steps at each restart so far.
+
+        `note`: writes such a step and the reason. `for_engines`: the limit of restarts because of lost engines.
+        """
+        self._limit = limit
+        self._for_engines = for_engines
+        self._spent_at = list(spent_at)
+        self._note = note
+
+    @property
+    def spent(self) -> int:
+        """Number of restarts of the run so far."""
+        return len(self._spent_at)
+
+    def spend(self, error: Interrupted, step: int) -> None:
+        """Counts one restart after `step`.
+
+        Raises `error` if a return to a checkpoint would not help, or no restart is left.
+        """
+        lost = processes_of(error)
+        of_ranks = bool(lost) and all(name.startswith("rank ") for name in lost)
+        limit = self._for_engines if isinstance(error, LostWeights) else self._limit if of_ranks else 0
+        if not limit:
+            raise error
+        recent = [at for at in self._spent_at if at > step - RESTART_WINDOW]
+        if len(recent) >= limit:
+            again = f"ranks were started again {len(recent)} times in {RESTART_WINDOW} steps (trainer.restart_limit)"
+            raise concerning(Interrupted(f"{error}; {again}"), *lost) from error
+        self._spent_at.append(step)
+        self._note(step, str(error))

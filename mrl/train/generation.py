@@ -30,12 +30,12 @@ from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.groups import Group
 from mrl.schedule.ledger import begun_at, restored, snapshot
 from mrl.train.engine_losses import EngineLosses
-from mrl.train.generation_metrics import batch_metrics, buffer_metrics, version_metrics
 from mrl.train.generation_rules import GenerationRules, first_rate
 from mrl.train.judged_groups import JudgedGroups, copies
 from mrl.train.kept_groups import Filtered, KeptGroups
 from mrl.train.numbered_prompts import NumberedPrompts, PromptCursor
 from mrl.train.replays import Replays
+from mrl.train.reporting import batch_metrics, buffer_metrics, version_metrics
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import TRAIN_RESPONSES, Responder, Rollouts, by_engine, prompt_seed
 from mrl.vllm.requests import Request

@@ -1,6 +1,8 @@
-"""Makes the metrics of a step, and prints advice with them."""
+"""Makes the metrics of a step and of generation ahead of it, and prints advice and warnings with them."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,16 +13,31 @@ from mrl.errors import MrlError, described
 from mrl.flow.step_batch import StepBatch
 from mrl.model import ModelSpec, forward_flops
 from mrl.record.attempts import UnderWay
-from mrl.record.metrics import GENERATING, PhaseTimer, length_metrics, reward_metrics, speed_metrics, turn_metrics
+from mrl.record.metrics import (
+    GENERATING,
+    PhaseTimer,
+    distribution,
+    length_metrics,
+    reward_metrics,
+    speed_metrics,
+    turn_metrics,
+)
 from mrl.record.quarantine import REWARD, Quarantine
 from mrl.record.run_dir import RunDir
 from mrl.record.shown_rows import extreme_rows, write_shown_rows
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
-from mrl.reward.items import OK, UNJUDGED
+from mrl.reward.items import OK, UNJUDGED, RewardResult
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.staleness import Schedule
 from mrl.train.advice import Adviser
-from mrl.train.rollouts import TRAIN_RESPONSES, Rollouts
+from mrl.train.rollouts import TRAIN_RESPONSES, Rollouts, group_metrics
 from mrl.units import GIB
+
+SPIKE = 30.0  # relative to the median
+SPIKE_WINDOW = 64  # number of the newest updates for the median
+SPIKE_LEAST = 8  # number of updates before one is judged
+SPIKE_RANGES = 20  # ranges of samples in a line
 
 
 def sample_metrics(data: DataConfig, epoch: int, rollouts: Rollouts) -> dict[str, float]:
@@ -162,3 +179,93 @@ def record_shown_rows(run_dir: RunDir, step: int, trained: StepBatch, rollouts: 
         raise
     except Exception as error:
         print(f"note: the log-probs to look at of step {step} are not written: {described(error)}", flush=True)
+
+
+class SpikeWatch:
+    """Reports updates with a much larger gradient than earlier ones, each with its samples.
+
+    Clipping bounds the effect of such an update on the weights. Its samples show the reason.
+    Each start of the run begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
+
+    def look(self, step: int, clip_grad: float, norms: Sequence[float], sample_ids: Sequence[np.ndarray]) -> None:
+        """Takes the norms of a step's updates, in their order, and prints a line for each that is a spike.
+
+        `norms`: before clipping; NaN for a skipped update. `sample_ids`: of each update's rows.
+        """
+        for number, (norm, ids) in enumerate(zip(norms, sample_ids, strict=True), 1):
+            if not math.isfinite(norm):
+                continue
+            # groups of equal values give updates of 0, which must not make other updates unusual
+            if len(self._norms) >= SPIKE_LEAST and norm > SPIKE * (usual := float(np.median(self._norms))) > 0:
+                print(f"step {step}: {_words(number, len(norms), norm, usual, clip_grad)}", flush=True)
+                print(f"  its samples: {in_ranges(ids)}; mrl samples shows them", flush=True)
+            self._norms.append(norm)
+
+
+def _words(number: int, updates: int, norm: float, usual: float, clip_grad: float) -> str:
+    became = f"actor.optim.clip_grad ({clip_grad:g}) leaves it as it is"
+    if 0 < clip_grad < norm:
+        became = f"it was clipped to {clip_grad:g} (actor.optim.clip_grad)"
+    which = f"the gradient of update {number} of {updates}"
+    return f"warning: {which} has norm {norm:.3g}, more than {SPIKE:g} times the usual {usual:.3g}; {became}"
+
+
+def in_ranges(ids: np.ndarray) -> str:
+    """Writes whole numbers as text, consecutive ones as a range: `0-15, 32-47`."""
+    ordered = np.unique(ids)
+    parts = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+    found = [f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts if len(part)]
+    more = [f"and {len(found) - SPIKE_RANGES} more ranges"] if len(found) > SPIKE_RANGES else []
+    return ", ".join([*found[:SPIKE_RANGES], *more])
+
+
+def batch_metrics(
+    schedule: Schedule, draw: int, made: list[RewardResult], filtered: int, uniform: int
+) -> dict[str, float]:
+    """Returns metrics of the groups that a step trains on, and of those filtered for it.
+
+    `draw`: prompts of a draw. `made`: rewards of all these groups. `filtered`: number of filtered groups. `uniform`:
+    number of the other groups whose responses all have the same value.
+    """
+    generated = len(made) // schedule.responses
+    draws = -(-generated // schedule.unit) * schedule.unit / draw
+    return group_metrics(draws, (filtered + uniform) / generated, generated - filtered, made)
+
+
+def buffer_metrics(buffer: GroupBuffer) -> dict[str, float]:
+    """Returns metrics of the groups between two steps.
+
+    At other moments the counts would depend on the engines' speed.
+    """
+    counts = buffer.counts
+    lengths = {
+        f"async/dropped_response_length/{cause}": tally.mean_length for cause, tally in sorted(counts.dropped.items())
+    }
+    return lengths | {
+        "async/groups_ahead": float(len(buffer.groups)),
+        "async/dropped_groups": float(sum(tally.groups for tally in counts.dropped.values())),
+        "async/requeued_groups": float(counts.requeued.groups),
+        "async/kept_response_length": counts.kept.mean_length,
+    }
+
+
+def version_metrics(step: int, rows: SampleRows) -> dict[str, float]:
+    """Returns metrics of the weights that generated `rows`, relative to those before the update of `step`."""
+    firsts = np.cumsum(rows.span_counts) - rows.span_counts
+    ages = step - np.minimum.reduceat(rows.span_versions, firsts)
+    return {
+        **distribution("training/off_policy/trajectory_staleness", ages.tolist()),
+        "async/versions_per_sample": float(np.mean(rows.span_counts)),
+        "async/recomputed_tokens": float(recomputed_tokens(rows)),
+    }
+
+
+def recomputed_tokens(rows: SampleRows) -> int:
+    """Counts tokens that engines computed again because a response continued with new weights."""
+    firsts = np.cumsum(rows.span_counts) - rows.span_counts
+    prompts = int((rows.prompt_lengths * (rows.span_counts - 1)).sum())
+    return prompts + int(rows.span_starts.sum() - rows.span_starts[firsts].sum())

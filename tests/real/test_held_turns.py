@@ -35,7 +35,7 @@ import os
 import random
 import time
 
-from mrl.environments.builtin_tools import calculator as compute
+from mrl.environments.builtin import calculator as compute
 from mrl.environments.environment import Environment, Reply
 
 

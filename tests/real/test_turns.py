@@ -31,7 +31,7 @@ PRESET = ROOT / "parallel_configs" / "tool-moe" / "cpu.yaml"
 PROMPTS, N = 4, 4
 ENVIRONMENT = '''"""The calculator as an environment that knows the answer."""
 
-from mrl.environments.builtin_tools import calculator
+from mrl.environments.builtin import calculator
 from mrl.environments.environment import Environment, Reply
 
 

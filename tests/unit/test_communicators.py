@@ -11,8 +11,8 @@ from test_memory_host import inputs_of
 
 from mrl.config.load import load_config
 from mrl.model import planning_model_spec
-from mrl.plan.communicators import most_pairs, other_groups
 from mrl.plan.devices import find_device
+from mrl.plan.plan_inputs import most_pairs, other_groups
 from mrl.platforms.hosting import get_hosting
 from mrl.units import MIB
 

@@ -7,7 +7,7 @@ import environment_classes
 import pytest
 
 from mrl.environments.acting import Acting
-from mrl.environments.builtin_environments import GuessTheNumber
+from mrl.environments.builtin import GuessTheNumber
 from mrl.environments.environment import LONGEST, Reply, actions_of, reply_of
 from mrl.environments.environment_pool import EnvironmentPool, Session, check_tools
 from mrl.environments.offer import Offer, UnknownChoice, name_of

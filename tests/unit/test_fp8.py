@@ -18,12 +18,12 @@ from tiny_models import in_dtype, save, tiny_latent
 
 import mrl.checkpoint.planned_file
 import mrl.checkpoint.stored_boxes
-from mrl.checkpoint.bfloat16_readers import Fp8Reader
 from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.checkpoint.manifest import WEIGHT, facts_of, read_manifest
 from mrl.checkpoint.open_checkpoint import SafetensorsFiles, open_hf, open_mrl, whole_tensor
+from mrl.checkpoint.stored_boxes import Fp8Reader
 from mrl.cli.convert import parse_layout
 from mrl.config.load import load_config
 from mrl.config.rules import violations

@@ -12,9 +12,8 @@ from reshard_cases import QWEN3_30B
 from mrl.config.load import load_config
 from mrl.config.places import Deployment, rank_places
 from mrl.errors import ConfigError
-from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places
+from mrl.model.device_grid import ClusterShape, Place, actor_places, best_assignment, engine_places, near_places
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.model.nearness import best_assignment, near_places
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import plan_reshard
 

@@ -22,8 +22,8 @@ from mrl.config.rules import notes, violations
 from mrl.errors import EnvironmentFault
 from mrl.model import model_spec
 from mrl.platforms import get_platform
-from mrl.platforms.ascend_fields import ADDITIONAL_CONFIG, VARIABLES
 from mrl.platforms.hosting import environment_faults, get_hosting
+from mrl.platforms.versions import ASCEND_CONFIG, ASCEND_VARIABLES
 
 ROOT = Path(__file__).parents[2]
 
@@ -353,14 +353,16 @@ def test_what_engines_are_told_is_what_that_release_reads():
         fault.split()[0]
         for fault in environment_faults("npu", {"VLLM_ASCEND_ENABLE_NZ": "2", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1"})
     }
-    assert ours and ours | checked <= VARIABLES
-    assert hosting.engine_arguments(4096, None)["additional_config"].keys() <= ADDITIONAL_CONFIG
+    assert ours and ours | checked <= ASCEND_VARIABLES
+    assert hosting.engine_arguments(4096, None)["additional_config"].keys() <= ASCEND_CONFIG
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
 def test_every_variable_of_vllm_itself_is_one_that_it_reads(device):
     known = (Path(importlib.util.find_spec("vllm").origin).parent / "envs.py").read_text()
-    told = {name for name in get_hosting(device).engine_environment(0, 1, 1, 1) if name.startswith("VLLM_")} - VARIABLES
+    told = {
+        name for name in get_hosting(device).engine_environment(0, 1, 1, 1) if name.startswith("VLLM_")
+    } - ASCEND_VARIABLES
     assert told and not {name for name in told if f'"{name}": ' not in known}
 
 

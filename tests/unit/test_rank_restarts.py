@@ -21,8 +21,8 @@ from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool
 from mrl.schedule.fleet import RETIRED, Fleet
 from mrl.train import assemble, assemble_processes, rank_restarts
+from mrl.train.assemble import RESTART_WINDOW, RestartBudget
 from mrl.train.placement import Separate
-from mrl.train.restart_budget import WINDOW, RestartBudget
 from mrl.train.saving import Saver
 from mrl.train.stop_signals import StopFlag
 
@@ -80,9 +80,9 @@ def test_past_the_limit_of_the_last_hundred_steps_the_run_ends_with_limit_number
     with pytest.raises(Interrupted, match=r"rank 1 died; ranks were started again 2 times in 100 .*restart_limit"):
         made.spend(lost("rank 1"), 60)
     assert not noted
-    made.spend(lost("rank 1"), 10 + WINDOW)  # the first is forgotten
+    made.spend(lost("rank 1"), 10 + RESTART_WINDOW)  # the first is forgotten
     with pytest.raises(Interrupted, match="2 times"):
-        made.spend(lost("rank 1"), 10 + WINDOW)
+        made.spend(lost("rank 1"), 10 + RESTART_WINDOW)
 
 
 def test_a_new_start_of_the_run_gives_no_restart_back(tmp_path):

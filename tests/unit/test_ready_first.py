@@ -23,8 +23,8 @@ from mrl.errors import Interrupted
 from mrl.flow.kept_tokens import going_on, with_kept
 from mrl.flow.request_streams import FinishedResponses
 from mrl.record.metrics import PhaseTimer
-from mrl.train.generation_metrics import recomputed_tokens
 from mrl.train.kept_groups import read_kept
+from mrl.train.reporting import recomputed_tokens
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
 from mrl.vllm.requests import Request

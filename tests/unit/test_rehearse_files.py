@@ -19,13 +19,19 @@ from mrl.model.registry import known_hf_config
 from mrl.reward.builtin_rules import environment
 from mrl.reward.items import OK, RewardItem, RewardSpec
 from mrl.reward.pool import RewardPool
-from mrl.tools.rehearse.checkpoint import HEAD, write_checkpoint
 from mrl.tools.rehearse.compose import WorkFolder
 from mrl.tools.rehearse.prepare import prepare
 from mrl.tools.rehearse.rows import TRAIN_ROWS, rows_of, write_rows
 from mrl.tools.rehearse.scoring import ROW, VALIDATION, RehearsalScorer, ScoringSettings, load_scorer, write_scorer
-from mrl.tools.rehearse.small_model import small_hf_config
-from mrl.tools.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabulary_size, write_tokenizer
+from mrl.tools.rehearse.small_model import (
+    HEAD,
+    copy_tokenizer,
+    has_tokenizer,
+    small_hf_config,
+    vocabulary_size,
+    write_checkpoint,
+    write_tokenizer,
+)
 
 PRESET = Path(__file__).parents[2] / "parallel_configs" / "qwen3-8b" / "h100-1x8.yaml"
 

@@ -25,11 +25,10 @@ from mrl.tools.report.columns import STEP, Curve, curves_of
 from mrl.tools.report.heldout import Response, differences, paired, prompt_means
 from mrl.tools.report.html import page_html
 from mrl.tools.report.page import Chart, color_of
-from mrl.tools.report.run_record import read_run
+from mrl.tools.report.run_record import read_run, read_settings
 from mrl.tools.report.samples import PartHead, TrainingSample, decoder, looked_at, parts_of, tokens_of
 from mrl.tools.report.sections import curve_charts, run_page
 from mrl.tools.report.sections_run import PHASES
-from mrl.tools.report.settings import read_settings
 from mrl.tools.report.verdict import verdict
 from mrl.tools.report.write import APART_S, ReportView, report_at_the_end
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mrl.train.spikes import LEAST, SPIKE, USUAL, SpikeWatch, in_ranges
+from mrl.train.reporting import SPIKE, SPIKE_LEAST, SPIKE_WINDOW, SpikeWatch, in_ranges
 from mrl.train.update import gradient_norms
 
 
@@ -17,7 +17,7 @@ def updates(first: int, count: int = 1) -> list[np.ndarray]:
 @pytest.fixture
 def watch() -> SpikeWatch:
     made = SpikeWatch()
-    made.look(1, 1.0, [0.5, 2.0] * (LEAST // 2), updates(0, LEAST))
+    made.look(1, 1.0, [0.5, 2.0] * (SPIKE_LEAST // 2), updates(0, SPIKE_LEAST))
     return made
 
 
@@ -44,7 +44,7 @@ def test_usual_gradients_are_passed_over(watch, capsys):
 
 def test_nothing_is_judged_before_enough_was_seen_nor_by_updates_that_were_passed_over(capsys):
     watch = SpikeWatch()
-    watch.look(1, 1.0, [math.nan] * LEAST + [1.0] * (LEAST - 1) + [1e4], updates(0, 2 * LEAST))
+    watch.look(1, 1.0, [math.nan] * SPIKE_LEAST + [1.0] * (SPIKE_LEAST - 1) + [1e4], updates(0, 2 * SPIKE_LEAST))
     assert not capsys.readouterr().out
     watch.look(2, 1.0, [1e4], updates(0))
     assert "norm 1e+04" in capsys.readouterr().out
@@ -53,7 +53,7 @@ def test_nothing_is_judged_before_enough_was_seen_nor_by_updates_that_were_passe
 def test_one_spike_does_not_hide_the_next_and_what_stays_large_becomes_usual(watch, capsys):
     watch.look(2, 1.0, [1e4, 1e4], updates(0, 2))
     assert capsys.readouterr().out.count("warning") == 2
-    watch.look(3, 1.0, [1e4] * USUAL, updates(0, USUAL))
+    watch.look(3, 1.0, [1e4] * SPIKE_WINDOW, updates(0, SPIKE_WINDOW))
     capsys.readouterr()
     watch.look(4, 1.0, [SPIKE * 0.9e4], updates(0))
     assert not capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_ids_that_follow_each_other_are_a_range(ids, words):
 
 def test_updates_of_nothing_make_none_unusual(capsys):
     watch = SpikeWatch()
-    watch.look(1, 1.0, [0.0] * LEAST + [0.1], updates(0, LEAST + 1))
+    watch.look(1, 1.0, [0.0] * SPIKE_LEAST + [0.1], updates(0, SPIKE_LEAST + 1))
     assert not capsys.readouterr().out
 
 

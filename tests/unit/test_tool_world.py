@@ -11,7 +11,7 @@ import torch
 
 from mrl.config.load import load_config
 from mrl.data.dialects import ToolCall, dialect_of
-from mrl.environments.builtin_tools import BUILTIN_TOOLS
+from mrl.environments.builtin import BUILTIN_TOOLS
 from mrl.vllm.requests import stop_token_ids
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import pytest
 import tool_functions
 
 from mrl.data.row_columns import NAME
-from mrl.environments.builtin_tools import calculator
+from mrl.environments.builtin import calculator
 from mrl.environments.environment import LONGEST
 from mrl.environments.environment_pool import EnvironmentPool, check_tools
 from mrl.environments.offer import name_of

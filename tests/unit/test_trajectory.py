@@ -35,8 +35,7 @@ from mrl.model import model_spec
 from mrl.record.metrics import length_metrics, reward_metrics, speed_metrics, turn_metrics
 from mrl.record.spec import all_metrics
 from mrl.reward.items import LEFT_OUT, NOT_FINITE, OK, RewardResult
-from mrl.train.generation_metrics import version_metrics
-from mrl.train.reporting import mfu_metrics
+from mrl.train.reporting import mfu_metrics, version_metrics
 from mrl.train.rollouts import Judge, Rollouts, compared
 from mrl.train.update import advantages, corrections, old_log_probs, update
 from mrl.train.validation import _lengths

@@ -24,8 +24,7 @@ from test_generation import in_memory as in_memory  # for all tests here
 
 from mrl.data.dialects import dialect_of
 from mrl.data.samples import CALL_REASONS, STOP_REASONS, Sample, Samples, packed
-from mrl.environments.builtin_environments import GuessTheNumber
-from mrl.environments.builtin_tools import calculator
+from mrl.environments.builtin import GuessTheNumber, calculator
 from mrl.environments.tool import ToolsSpec, TurnsSpec
 from mrl.flow.conversations import Conversations
 from mrl.flow.request_streams import FinishedResponses

@@ -16,13 +16,18 @@ from mrl.model.registry import known_hf_config
 from mrl.reward.items import ONE_TURN, RewardItem, RewardSpec, check_failures
 from mrl.reward.pool import RewardPool
 from mrl.reward.resolve import check_data_sources
-from mrl.tools.rehearse.checkpoint import write_checkpoint
 from mrl.tools.rehearse.compose import Rehearsal, WorkFolder, compose
 from mrl.tools.rehearse.notes import OutOfReach
 from mrl.tools.rehearse.rows import TRAIN_ROWS, VAL_ROWS, Rows, least_prompt, rows_of, synthetic_source, write_rows
 from mrl.tools.rehearse.scoring import ROW, VALIDATION, ScoringSettings, write_scorer
-from mrl.tools.rehearse.small_model import small_hf_config
-from mrl.tools.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabulary_size, write_tokenizer
+from mrl.tools.rehearse.small_model import (
+    copy_tokenizer,
+    has_tokenizer,
+    small_hf_config,
+    vocabulary_size,
+    write_checkpoint,
+    write_tokenizer,
+)
 from mrl.train.assemble_data import offer_of
 from mrl.vllm.requests import stop_token_ids, turns_spec
 

@@ -1,14 +1,25 @@
-"""Shrinks a config.json to sizes that two CPUs can train. Family, kinds of layers and kinds of tensors stay.
+"""Makes the model of a rehearsal: config.json, tokenizer, and a checkpoint of random weights.
+
+A config.json shrinks to sizes that two CPUs can train. Family, kinds of layers and kinds of tensors stay.
 
 Kept are experts, shared experts, dense layers before them, tied embeddings, norms on queries and keys, and biases.
 Several query heads still share a key-value head. Every size divides by the degrees of a rehearsal.
 """
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from math import log, sqrt
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from mrl.errors import ConfigError
+from mrl.model import ModelSpec, TensorSpec, model_spec, tensor_specs
 from mrl.model.hf_config import HfConfig
+from mrl.model.hf_files import HF_FILES
 from mrl.model.registry import own_config
 
 # vLLM's CPU kernels compute in blocks of 32
@@ -149,3 +160,144 @@ SMALL_FORMS: dict[str, SmallForm] = {
     "deepseek_v3": _latent,
     "glm4_moe_lite": _latent,
 }
+
+
+END = "<|im_end|>"
+START = "<|im_start|>"
+PAD = "<|endoftext|>"
+_WHOLE = (PAD, START, END, "<think>", "</think>", "system", "user", "assistant")  # one token each
+_OF_TOOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_OWN = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")  # any of them makes a tokenizer
+_MULTIPLE = 64  # the vocabulary's size divides by it, because tensor ranks share its rows
+_MESSAGE = "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+_GENERATION = (
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' "
+    "}}{%- endif %}{%- endif %}"
+)
+_TEMPLATE = f"{{%- for message in messages %}}{_MESSAGE}{{%- endfor %}}{_GENERATION}"
+_CALLS = (
+    "{{ '<|im_start|>assistant\\n' + message['content'] }}{%- for call in message['tool_calls'] %}"
+    "{{ '\\n<tool_call>\\n{\"name\": ' + (call['function']['name'] | tojson) + ', \"arguments\": ' "
+    "+ (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}{%- endfor %}{{ '<|im_end|>\\n' }}"
+)
+_ANSWER = (
+    "{%- if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
+    "{{ '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{%- endif %}"
+)
+_TOOL_TEMPLATE = (
+    "{%- if tools %}{{ '<|im_start|>system\\n' }}{%- for tool in tools %}{{ (tool | tojson) + '\\n' }}{%- endfor %}"
+    "{{ '<|im_end|>\\n' }}{%- endif %}{%- for message in messages %}{%- if message['role'] == 'tool' %}"
+    f"{_ANSWER}{{%- elif message['tool_calls'] %}}{_CALLS}{{%- else %}}{_MESSAGE}{{%- endif %}}{{%- endfor %}}"
+    f"{_GENERATION}"
+)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a model's folder has a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in _OWN)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies a model's tokenizer, without its configuration and weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in HF_FILES:
+        for file in source.glob(pattern):
+            if file.name not in ("config.json", "generation_config.json") and not file.name.endswith(".index.json"):
+                shutil.copy(file, folder / file.name)
+
+
+def write_tokenizer(folder: Path, with_tools: bool = False) -> None:
+    """Writes mrl's own tokenizer in the format of transformers: a token a byte, and a ChatML template.
+
+    The template has the thinking switch of Qwen3's templates, so that data.enable_thinking works with it.
+
+    `with_tools` adds the tokens of calls, and a template that has them in Hermes' format.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _WHOLE[:5]])
+    core.add_tokens([AddedToken(word, normalized=False) for word in (*_WHOLE[5:], *(_OF_TOOLS if with_tools else ()))])
+    core.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(_TOOL_TEMPLATE if with_tools else _TEMPLATE, encoding="utf-8")
+
+
+def vocabulary_size(tokenizer, least: int = 0) -> int:
+    """Returns the rows that an embedding needs for a tokenizer. `least` is the model's own number."""
+    needed = max(len(tokenizer), least)
+    return -(-needed // _MULTIPLE) * _MULTIPLE
+
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+_ROUTER = "mlp.gate.weight"
+_COMMON = 2.0  # length of the embeddings' common part, relative to their own part
+_QUIET = 0.1  # scale of what a layer adds to its input
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], ends: tuple[int, ...], response: int, seed: int = 0
+) -> ModelSpec:
+    """Writes config.json and model.safetensors, which `model.path` of a rehearsal names, and returns the model.
+
+    Weights are seeded, and scaled so that activations stay near 1 through the layers. Every embedding has a part in one
+    common direction. The end token's row of the output layer has that direction too. So the end comes by chance, about
+    once in a response. Responses then differ in length, as those of a trained model do.
+
+    `ends` are tokens that end a response, `response` is the length of the longest one in tokens.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    model = model_spec(config)
+    rng = np.random.default_rng(seed)
+    tensors = {spec.name: _random(spec, rng, model.zero_centered_norm) for spec in tensor_specs(model)}
+    _make_ends_likely(tensors, model, ends, response)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def _random(spec: TensorSpec, rng: np.random.Generator, zero_centered_norm: bool) -> np.ndarray:
+    if "norm" in spec.name:
+        is_plain = not zero_centered_norm or ".linear_attn." in spec.name
+        return np.full(spec.shape, 1.0 if is_plain else 0.0, np.float32)
+    if len(spec.shape) == 1:  # biases
+        return rng.normal(0.0, 0.02, spec.shape).astype(np.float32)
+    adds_to_stream = spec.name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+    scale = (_QUIET if adds_to_stream else 1.0) / sqrt(spec.shape[-1])
+    return (rng.standard_normal(spec.shape, np.float32) * np.float32(scale)).astype(np.float32)
+
+
+def _make_ends_likely(tensors: dict[str, np.ndarray], model: ModelSpec, ends: tuple[int, ...], response: int) -> None:
+    """Changes `tensors` so that each token ends the response with a probability of about 1 / `response`, over all
+    `ends`.
+
+    The last norm scales the stream to a length of sqrt(hidden_size). `share` is its part in the common direction.
+    Logits of other tokens have a variance of 1, so their exponentials sum to about vocab_size x sqrt(e).
+    """
+    direction = np.full(model.hidden_size, 1.0 / sqrt(model.hidden_size), np.float32)
+    tensors[EMBEDDING] += _COMMON * direction
+    for name in (name for name in tensors if name.endswith(_ROUTER)):
+        # routers ignore that direction; otherwise all tokens would choose the same experts
+        tensors[name] -= tensors[name].mean(-1, keepdims=True)
+    share = _COMMON / sqrt(1.0 + _COMMON**2) * sqrt(model.hidden_size)
+    # tied rows have the common part too
+    shared_logit = 0.0
+    if HEAD not in tensors:
+        shared_logit = _COMMON * share
+    wanted = log(model.vocab_size / (max(response, 2) * max(len(ends), 1))) + 0.5
+    for end in ends:
+        row = tensors[HEAD if HEAD in tensors else EMBEDDING]
+        row[end] = direction * np.float32((wanted + shared_logit) / share)
