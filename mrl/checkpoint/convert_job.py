@@ -214,7 +214,8 @@ def _write_and_check(run: RunTasks, writes: list[WriteFile], checks: list[Task],
     damage = None
     unchecked = 0
     with ThreadPoolExecutor(_SYNCS) as disk:
-        for task, result in run(_alternated(checks, writes)):
+        alternated = [task for task in chain.from_iterable(zip_longest(checks, writes)) if task is not None]
+        for task, result in run(alternated):
             if isinstance(task, WriteFile):
                 finishing.append(disk.submit(finish, task.file.name, result))
             elif isinstance(result, EnvironmentFault):
@@ -228,10 +229,6 @@ def _write_and_check(run: RunTasks, writes: list[WriteFile], checks: list[Task],
     for future in finishing:
         future.result()
     return unchecked
-
-
-def _alternated(checks: Iterable[Task], writes: Iterable[Task]) -> list[Task]:
-    return [task for task in chain.from_iterable(zip_longest(checks, writes)) if task is not None]
 
 
 def _verify(source: Checkpoint, target: Target, folder: Path, facts: FileFacts, processes: int) -> None:
@@ -320,7 +317,10 @@ def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[P
         done = _finished(work, identity, sizes)
         _check_space(work, done, sizes)
         if not done:
-            _empty(work)
+            # what another conversion left, or one that finished nothing
+            shutil.rmtree(work / "done", ignore_errors=True)
+            shutil.rmtree(work / "files")
+            (work / "files").mkdir()
         (work / "identity").write_text(identity)
         try:
             yield folder, done
@@ -384,13 +384,6 @@ def _read_record(record: Path) -> dict[str, Any] | None:
         return json.loads(record.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _empty(work: Path) -> None:
-    """Removes what another conversion left, or one that finished nothing."""
-    shutil.rmtree(work / "done", ignore_errors=True)
-    shutil.rmtree(work / "files")
-    (work / "files").mkdir()
 
 
 def _check_space(work: Path, done: FileFacts, sizes: dict[str, int]) -> None:

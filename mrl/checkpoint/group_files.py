@@ -81,14 +81,10 @@ def _add(archive: zipfile.ZipFile, name: str, column: np.ndarray) -> None:
     file = io.BytesIO()
     np.lib.format.write_array(file, np.ascontiguousarray(column), allow_pickle=False)
     data = file.getbuffer()
-    how = zipfile.ZIP_DEFLATED if _shrinks(data) else zipfile.ZIP_STORED
-    archive.writestr(zipfile.ZipInfo(f"{name}.npy"), data, how, compresslevel=1)
-
-
-def _shrinks(data: memoryview) -> bool:
     first = max(0, len(data) // 2 - TRIED_BYTES // 2)
     tried = data[first : first + TRIED_BYTES]
-    return len(zlib.compress(tried, 1)) < WORTH * len(tried)
+    how = zipfile.ZIP_DEFLATED if len(zlib.compress(tried, 1)) < WORTH * len(tried) else zipfile.ZIP_STORED
+    archive.writestr(zipfile.ZipInfo(f"{name}.npy"), data, how, compresslevel=1)
 
 
 def read_group(path: Path) -> GroupRecord:

@@ -90,7 +90,10 @@ class HostCopy:
                 )
                 self._keep(entries[-1].key, tensor)
         if self._kind == ACTOR:
-            for name, state in _random_states(actor).items():
+            tracked = {
+                f"tracker/{name}": _state_bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()
+            }
+            for name, state in ({"device": actor.platform.rng_state(), "cpu": torch.get_rng_state()} | tracked).items():
                 self._keep(f"rng/{name}", state)
         self._entries = tuple(entries)
         self._facts = _optimizer_facts(actor)
@@ -190,11 +193,6 @@ def _optimizer_facts(actor) -> dict[str, Any]:
         "lr": current_lr(actor.optimizer),
         "scheduler": actor.scheduler.state_dict(),
     }
-
-
-def _random_states(actor) -> dict[str, Tensor]:
-    tracked = {f"tracker/{name}": _state_bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()}
-    return {"device": actor.platform.rng_state(), "cpu": torch.get_rng_state()} | tracked
 
 
 def _state_bytes(state: Any) -> Tensor:

@@ -208,9 +208,9 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
 def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
     layout = plan["layout"]
     engines = layout["engines"]
+    stage_sizes = [sum(stop - start for start, stop in stage) for stage in layout["stages"]]
     yield (
-        f"actor: {actor['world_size']} ranks ({_degrees(actor)}); stages of "
-        f"{', '.join(map(str, _stage_sizes(layout)))} layers"
+        f"actor: {actor['world_size']} ranks ({_degrees(actor)}); stages of {', '.join(map(str, stage_sizes))} layers"
     )
     for name in ("critic", "teacher"):
         if name in layout:
@@ -227,10 +227,6 @@ def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
 def _degrees(sizes: dict[str, Any]) -> str:
     cut = [f"{name} {size}" for name, size in sizes.items() if size not in (1, False) and name != "world_size"]
     return ", ".join(cut) or "not sharded"
-
-
-def _stage_sizes(layout: dict[str, Any]) -> list[int]:
-    return [sum(stop - start for start, stop in stage) for stage in layout["stages"]]
 
 
 def _places(rows: Sequence[dict[str, Any]]) -> str:

@@ -49,20 +49,16 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-wait", action="store_true", help="return once the job is handed over")
 
 
-def _own_behind_config(options: argparse.Namespace) -> list[str]:
-    """Returns the arguments of `mrl train`. Options of `mrl submit` that stand among them are set in `options`."""
-    parser = argparse.ArgumentParser(prog="mrl submit", add_help=False, allow_abbrev=False)
-    _add_own(parser)
-    return parser.parse_known_args(options.train, options)[1]
-
-
 def _submit(options: argparse.Namespace) -> None:
     from mrl.cluster.job import follow, read_runtime_env, submit, train_job
     from mrl.cluster.prerequisites import ask_for_token_authentication, check_token, refuse_open_ray
     from mrl.config.run_rules import run_dir
 
-    # unreadable inputs, and files that the job would not find, are refused before anything is sent
-    arguments = _own_behind_config(options)
+    # Unreadable inputs, and files that the job would not find, are refused before anything is sent. Options of this
+    # command that stand among the arguments of `mrl train` are set in `options`.
+    parser = argparse.ArgumentParser(prog="mrl submit", add_help=False, allow_abbrev=False)
+    _add_own(parser)
+    arguments = parser.parse_known_args(options.train, options)[1]
     given = _train_options(arguments)
     config = resolved_config(given).config
     environment = read_runtime_env(options.runtime_env or _usual_environment(config.cluster.device), options.grace_s)
@@ -140,11 +136,8 @@ def _client(address: str):
     try:
         return JobSubmissionClient(address)
     except (RuntimeError, OSError, ValueError, RayError) as error:
-        raise EnvironmentFault(no_dashboard(address, _first_line(error))) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise EnvironmentFault(no_dashboard(address, first_line)) from error
 
 
 def _say(text: str) -> None:

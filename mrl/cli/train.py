@@ -43,7 +43,8 @@ def _train(options: argparse.Namespace) -> None:
     from mrl.tools.supervisor import supervise
 
     folder = run_dir(resolved_config(options, check_paths=True).config.trainer).resolve()
-    if code := supervise(_arguments_of_a_start(options), folder, options.restarts):
+    given = [f"{name}={value}" for name, value in _given(options)]
+    if code := supervise([options.config, *given, *(["--resume"] if options.resume else [])], folder, options.restarts):
         raise SystemExit(code)
 
 
@@ -51,12 +52,6 @@ def _given(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Returns options with a value, from those that every start gets."""
     named = [("--recipe", options.recipe), ("--run-dir", options.run_dir)]
     return [(name, value) for name, value in named if value is not None] + [("--set", one) for one in options.overrides]
-
-
-def _arguments_of_a_start(options: argparse.Namespace) -> list[str]:
-    """Returns the arguments of this command that every start gets."""
-    given = [f"{name}={value}" for name, value in _given(options)]
-    return [options.config, *given, *(["--resume"] if options.resume else [])]
 
 
 def _train_once(options: argparse.Namespace) -> None:

@@ -42,7 +42,8 @@ def _validate(options: argparse.Namespace) -> None:
     except MrlError as error:
         if not options.json:
             raise
-        _print_verdict([_as_row(error, options.config)], [])
+        row = {"field": "", "where": options.config, "value": None, "rule": str(error), "why": "", "allowed": []}
+        _print_verdict([row], [])
         raise SystemExit(error.exit_code) from None
     if options.json:
         _print_verdict([violation.to_json() for violation in broken], remarks)
@@ -121,11 +122,6 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
     if not broken:
         batch = [f"batch: {describe_batch(resolved.config)}"]
     return broken, [*batch, *([stand_in] if stand_in else []), *notes(resolved, model)]
-
-
-def _as_row(error: MrlError, config: str) -> dict[str, Any]:
-    """Turns an error that concerns no single key into a violation."""
-    return {"field": "", "where": config, "value": None, "rule": str(error), "why": "", "allowed": []}
 
 
 def _print_verdict(rows: list[dict[str, Any]], remarks: list[str]) -> None:

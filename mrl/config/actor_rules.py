@@ -169,10 +169,6 @@ def _ref_is_dynamic(config: RunConfig) -> bool:
     return own
 
 
-def _ref_alone_is_dynamic(config: RunConfig) -> bool:
-    return _ref_is_dynamic(config) and not config.actor.use_dynamic_bsz
-
-
 def _budget(field: str, switch: str, is_on: Callable[[RunConfig], bool]) -> Rule:
     """Builds the rule of one token budget: its switch is on, and it holds the longest sample."""
 
@@ -338,7 +334,9 @@ ACTOR_RULES = (
     ),
     RuleRow(
         "ref.log_prob_max_token_len_per_gpu",
-        lambda c, m: _ref_alone_is_dynamic(c) and c.ref.log_prob_max_token_len_per_gpu is None,
+        lambda c, m: (
+            _ref_is_dynamic(c) and not c.actor.use_dynamic_bsz and c.ref.log_prob_max_token_len_per_gpu is None
+        ),
         "is not set while ref.log_prob_use_dynamic_bsz is true and actor.use_dynamic_bsz is false",
         "the actor has no limit in tokens to lend",
         lambda c, m: (_smallest_budget(c),),

@@ -119,10 +119,6 @@ def _hybrid(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConf
     return lambda config, model: model.is_hybrid and broken(config, model)
 
 
-def _divided(config: RunConfig, model: ModelSpec) -> bool:
-    return model.linear_num_key_heads % config.rollout.tensor_model_parallel_size == 0
-
-
 def _dividing(config: RunConfig, model: ModelSpec) -> tuple[int, ...]:
     heads = model.linear_num_key_heads
     return nearest(config.rollout.tensor_model_parallel_size, heads, lambda v: heads % v == 0)
@@ -144,7 +140,7 @@ HYBRID_RULES = (
     ),
     RuleRow(
         "rollout.tensor_model_parallel_size",
-        _hybrid(lambda c, m: not _divided(c, m)),
+        _hybrid(lambda c, m: m.linear_num_key_heads % c.rollout.tensor_model_parallel_size != 0),
         "must divide linear_num_key_heads = {m.linear_num_key_heads}",
         "each worker has whole heads of gated delta attention with their states",
         _dividing,

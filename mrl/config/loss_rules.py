@@ -137,7 +137,8 @@ def _loss_name(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.rollout.n > 1:
         return
-    if _is_known_to_compare(config):
+    spec = ADVANTAGES.get(config.algorithm.adv_estimator)
+    if spec is not None and spec.needs_group:
         name = config.algorithm.adv_estimator
         if not config.distillation.alone:
             why = "the advantage compares responses to one prompt, and a single one has nothing to be compared with"
@@ -145,11 +146,6 @@ def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     elif config.algorithm.filter_groups.enable:
         why = "dynamic sampling keeps groups whose responses differ, and one response does not"
         yield Violation("rollout.n", f"must be at least 2 with {_GROUPS}.enable", why, (2, 4, 8, 16))
-
-
-def _is_known_to_compare(config: RunConfig) -> bool:
-    spec = ADVANTAGES.get(config.algorithm.adv_estimator)
-    return spec is not None and spec.needs_group
 
 
 def _without_level(name: str) -> Rule:

@@ -269,7 +269,8 @@ class _Loader:
         try:
             messages, rest = parse_row(raw, self.parameters.prompt_key, self.parameters.reward_fn_key)
             self.texts += isinstance(raw.value[self.parameters.prompt_key], str)
-            acts = self._acts(rest["extra_info"])
+            # two rows on which responses act may begin differently although their prompts are equal: no duplicates
+            acts = self.parameters.tools is not None and self.parameters.tools.needs_row(rest["extra_info"])
             identity = [messages, self.rows] if acts else messages
             if self.parameters.drop_duplicates and not self.seen.add(json.dumps(identity)):
                 self.duplicates += 1
@@ -287,12 +288,6 @@ class _Loader:
             if acts and self.parameters.tools.agent:
                 acting["messages"] = messages
             self._keep(tokens, {"prompt_id": self.rows - 1, **rest, **acting})
-
-    def _acts(self, extra_info: Mapping[str, Any]) -> bool:
-        """Returns whether responses act on the row. Two such rows with equal prompts may begin differently: no
-        duplicates.
-        """
-        return self.parameters.tools is not None and self.parameters.tools.needs_row(extra_info)
 
     def finish(self) -> PromptDataset:
         report = LoadReport(

@@ -97,7 +97,9 @@ class Dialect:
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token.content: number for number, token in added.items()}
         self._ends = {number for number, token in added.items() if token.special}  # tokens that may end a turn
-        self._plain = _without_added_tokens(tokenizer)
+        self._plain = Tokenizer.from_str(
+            json.dumps(json.loads(tokenizer.to_str()) | {"added_tokens": [], "post_processor": None})
+        )
         # the longest first, so that no token matches as a part of another
         self._own = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
         missing = [token for token in (OPEN, CLOSE, family.frame.end) if token not in self._added]
@@ -222,10 +224,6 @@ class Dialect:
         token = self._own.search(text)
         middle = token.start() + 1 if token else len(text) // 2
         return self._plainly(text[:middle]) + self._plainly(text[middle:])
-
-
-def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    return Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"added_tokens": [], "post_processor": None}))
 
 
 def dialect_of(tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]) -> Dialect:

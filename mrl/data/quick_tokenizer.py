@@ -123,7 +123,10 @@ def quick_tokenizer(folder: Path, arguments: Collection[str] = ()) -> QuickToken
             return None
         named = _named(settings)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.add_tokens(_to_add(settings, core, named))
+        # special tokens of the settings that tokenizer.json holds only in its vocabulary
+        known = {token["content"] for token in core["added_tokens"]}
+        wanted = dict.fromkeys([*named.values(), *_extra(settings)])
+        tokenizer.add_tokens([AddedToken(text, special=True) for text in wanted if text not in known])
         return QuickTokenizer(tokenizer, _environment().from_string(text), text, named)
     except Exception:  # a damaged file, for which Rust raises many types; transformers then says what is wrong
         return None
@@ -209,13 +212,6 @@ def _named(settings: dict[str, Any]) -> dict[str, str]:
 
 def _extra(settings: dict[str, Any]) -> list[str]:
     return [_content(token) for key in _EXTRA for token in settings.get(key) or []]
-
-
-def _to_add(settings: dict[str, Any], core: dict[str, Any], named: Mapping[str, str]) -> list[AddedToken]:
-    """Returns the special tokens of the settings that tokenizer.json holds only in its vocabulary."""
-    known = {token["content"] for token in core["added_tokens"]}
-    wanted = dict.fromkeys([*named.values(), *_extra(settings)])
-    return [AddedToken(text, special=True) for text in wanted if text not in known]
 
 
 def _template_text(folder: Path, settings: dict[str, Any]) -> str | None:

@@ -221,7 +221,8 @@ def parse_row(
 
 def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
     if isinstance(prompt, str):
-        if _holds_messages(prompt):
+        # a list of messages as JSON or Python prints it; CSV makes that of a column of lists
+        if _MESSAGES.match(prompt) is not None and prompt.rstrip().endswith("]"):
             raise BadRow(f"{key} is a list of messages written as text; store the list itself, {{role, content}} each")
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -237,11 +238,6 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
             raise BadRow(f"{wanted}: {str(message)[:200]}", wanted)
     # parquet gives every message all fields of the struct; a null one was not written
     return [{k: v for k, v in message.items() if v is not None} for message in prompt]
-
-
-def _holds_messages(text: str) -> bool:
-    """Whether the text is a list of messages as JSON or Python prints it. CSV makes that of a column of lists."""
-    return _MESSAGES.match(text) is not None and text.rstrip().endswith("]")
 
 
 def _has_some(value: Any) -> bool:

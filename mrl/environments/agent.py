@@ -69,13 +69,12 @@ def variables(url: str, key: str) -> dict[str, str]:
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
-        **{name: _no_proxy(os.environ.get(name, "")) for name in ("NO_PROXY", "no_proxy")},
+        # the endpoint's hosts bypass proxies
+        **{
+            name: ",".join([*filter(None, [os.environ.get(name, "")]), "127.0.0.1", "localhost"])
+            for name in ("NO_PROXY", "no_proxy")
+        },
     }
-
-
-def _no_proxy(hosts: str) -> str:
-    """Adds the endpoint's hosts to those that bypass proxies."""
-    return ",".join([*filter(None, [hosts]), "127.0.0.1", "localhost"])
 
 
 @contextmanager

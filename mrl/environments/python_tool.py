@@ -112,7 +112,9 @@ def run_program(code: str, limits: PythonLimits) -> str:
             why = _watched(process, folder, limits, output)
         finally:
             status = _end(process)
-        _refuse_unfit(told)
+        # where the process could not give up something, it says so, and the program never ran
+        with suppress(BlockingIOError):
+            raise ProgramEnded(os.read(told, _READ_BYTES).decode())
     return _answer(output.text, status, why)
 
 
@@ -126,12 +128,6 @@ def _pipe() -> Iterator[tuple[int, int]]:
     finally:
         os.close(reading)
         os.close(writing)
-
-
-def _refuse_unfit(told: int) -> None:
-    """Raises ProgramEnded by what could not be given up, where the process says so: then the program never ran."""
-    with suppress(BlockingIOError):
-        raise ProgramEnded(os.read(told, _READ_BYTES).decode())
 
 
 def _started(folder: Path, limits: PythonLimits, report: int) -> subprocess.Popen:

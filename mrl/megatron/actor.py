@@ -101,13 +101,18 @@ class MegatronActor:
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
-        self._read_adapters(config.actor.lora.path)
+        # replaces the initial adapters
+        if self.adapters is not None and config.actor.lora.path is not None:
+            read_peft(config.actor.lora.path, self.model, self.lora)
+            self.adapters.read(config.actor.lora.path)
         gather_weights(self.chunks)
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay
         self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
         if config.actor.freeze_router:
-            self._freeze_routers()
+            freeze(
+                p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight")
+            )
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
@@ -136,20 +141,11 @@ class MegatronActor:
             self.config.model, self.config.actor, self.model, self.layout, trainer.deterministic, trainer.seed
         )
 
-    def _freeze_routers(self) -> None:
-        freeze(p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight"))
-
     def _adapters(self) -> Adapters | None:
         if self.lora is None:
             return None
         described = adapter_shards(self.model, self.layout, self.rank, self.lora)
         return Adapters(self.chunks, self.lora, described)
-
-    def _read_adapters(self, path: str | None) -> None:
-        """Replaces the initial adapters with those in PEFT's form in `path`, if it is given."""
-        if self.adapters is not None and path is not None:
-            read_peft(path, self.model, self.lora)
-            self.adapters.read(path)
 
     def _build_critic(self) -> MegatronCritic | None:
         """Builds the critic after the offloaded states have left the device, which may lack memory for both."""

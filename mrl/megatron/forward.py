@@ -232,12 +232,13 @@ def run_pass(
     def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
         inputs = next(data_iterator)
         with around(model, inputs):
+            is_half = next(model.parameters()).dtype is not torch.float32
             output = model(
                 inputs.input_ids,
                 inputs.position_ids,
                 None,
                 packed_seq_params=packing_of(inputs),
-                **_KEEP_DTYPE[_is_half(model)],
+                **_KEEP_DTYPE[is_half],
             )
         return output, lambda last: last_stage(inputs, outputs(last, model, inputs))
 
@@ -254,10 +255,6 @@ def run_pass(
 
 # The 16-bit wrapper would copy the last stage's result to float32; log-probs convert one block at a time.
 _KEEP_DTYPE = {True: {"fp32_output": False}, False: {}}
-
-
-def _is_half(model: torch.nn.Module) -> bool:
-    return next(model.parameters()).dtype is not torch.float32
 
 
 def return_hidden_states(chunks: list[torch.nn.Module]) -> None:

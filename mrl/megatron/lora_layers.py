@@ -303,17 +303,16 @@ def drawing_noise(dropout: float, seed: int, update: int, device: torch.device) 
 def hidden(chunks: Iterable[Module]) -> Iterator[None]:
     """Hides the adapters from code that walks the chunks' parameters by name, until the block ends."""
     taken = [
-        (module, module._modules.pop(ADAPTER)) for chunk in chunks for module in list(chunk.modules()) if _has(module)
+        (module, module._modules.pop(ADAPTER))
+        for chunk in chunks
+        for module in list(chunk.modules())
+        if isinstance(module._modules.get(ADAPTER), Adapter)
     ]
     try:
         yield
     finally:
         for module, adapter in taken:
             module.add_module(ADAPTER, adapter)
-
-
-def _has(module: Module) -> bool:
-    return isinstance(module._modules.get(ADAPTER), Adapter)
 
 
 class Adapters:

@@ -91,7 +91,9 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     matmul = sum(_matmul_numel(model, weight) * layers for weight, layers in (*weights.counted, *tied))
     of_a_pair = model.num_attention_heads * (model.head_dim + model.value_head_dim)
     scores_and_values = of_a_pair * context * model.attending_layers
-    return 2.0 * (matmul + scores_and_values + _state_products(model) * len(model.linear_layers))
+    # of a token with the state of one gated delta layer: reading by the key, writing, and reading by the query
+    state_products = 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+    return 2.0 * (matmul + scores_and_values + state_products * len(model.linear_layers))
 
 
 @cache
@@ -107,13 +109,6 @@ def module_flops_per_token(model: ModelSpec, context: float) -> Mapping[str, flo
             by_module["moe"] += flops
             by_module["shared_experts"] += flops * (".mlp.shared_experts." in weight.megatron)
     return MappingProxyType(by_module)
-
-
-def _state_products(model: ModelSpec) -> int:
-    """Returns multiply-adds of a token with the state of one gated delta layer: reading by the key, writing, and
-    reading by the query.
-    """
-    return 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
 
 
 def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> float:

@@ -53,7 +53,8 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
             *path, module, leaf = name.split(".")
             fused, place = _fused(model).get(module, (module, 0))
             if module in ("conv1d", "in_proj_qkv"):
-                local = _of_three(model, tensor, tp, rollout.tensor)
+                keys = model.linear_num_key_heads * model.linear_key_head_dim
+                local = np.concatenate([_cut(part, rollout.tensor, tp) for part in np.split(tensor, (keys, 2 * keys))])
             elif leaf in _OF_VALUE_HEADS:
                 local = _cut(tensor, rollout.tensor, tp)
             else:
@@ -89,12 +90,6 @@ def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) 
     if module in _ROW_PARALLEL:
         return _cut(tensor, size, tp, axis=1)
     return tensor
-
-
-def _of_three(model: ModelSpec, tensor: np.ndarray, tp: int, size: int) -> np.ndarray:
-    """Returns the rows of a worker's queries, keys and values."""
-    keys = model.linear_num_key_heads * model.linear_key_head_dim
-    return np.concatenate([_cut(part, size, tp) for part in np.split(tensor, (keys, 2 * keys))])
 
 
 def _experts(

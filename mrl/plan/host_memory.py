@@ -60,7 +60,8 @@ def host_section(
     for node, stored in stores.items():
         nodes[node]["object_store"] = stored
     nodes[min(nodes)]["kept_group"] = written_group_bytes(inputs)
-    for place in _engine_ranks(inputs, workers):
+    # the place of each engine rank's first worker: every rank has conversations of its own
+    for place in workers[:: inputs.rollout.tensor]:
         nodes[place.node]["tools"] += tool_bytes(inputs.config)
     terms = dict(max(nodes.values(), key=lambda node: node.total()))
     terms = {name: size for name, size in terms.items() if size}
@@ -78,11 +79,6 @@ def host_section(
         "bytes_of_a_rank": max(sum(rank.values()) for rank in of_ranks),
         "bytes_of_a_worker": max(sum(worker.values()) for worker in of_workers),
     }
-
-
-def _engine_ranks(inputs: PlanInputs, workers: Sequence[Place]) -> Sequence[Place]:
-    """Returns the place of each engine rank's first worker; every rank has conversations of its own."""
-    return workers[:: inputs.rollout.tensor]
 
 
 def tool_bytes(config: RunConfig) -> int:

@@ -415,17 +415,13 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
     if actor.has_reference:
         phases["ref"] = _scoring_reference(actor)
     if actor.teacher.parameters:
-        phases["teacher"] = _asking_teacher(actor)
+        # the teacher's pass, beside the actor's parameters
+        teacher = actor.teacher
+        passing = {"teacher": teacher.parameters, "log_prob": teacher.log_prob, "batch": teacher.batch}
+        phases["teacher"] = _at_rest(actor, parameters=True) | passing
     if actor.critic is not None:
         phases |= _critic_terms(actor, actor.critic)
     return phases
-
-
-def _asking_teacher(actor: ActorBytes) -> dict[str, int]:
-    """Returns the terms of the teacher's pass, beside the actor's parameters."""
-    teacher = actor.teacher
-    passing = {"teacher": teacher.parameters, "log_prob": teacher.log_prob, "batch": teacher.batch}
-    return _at_rest(actor, parameters=True) | passing
 
 
 def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str, int]]:

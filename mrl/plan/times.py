@@ -486,15 +486,11 @@ def _expert_seconds(work: PassWork, layout: TrainLayout, nbytes: float, links: _
     return max(inside, copies * nbytes / links.rate(size))
 
 
-def _leaving_share(size: int) -> float:
-    """Returns the share of evenly spread data that leaves a rank, over `size` ranks."""
-    return (size - 1) / size
-
-
 def _data_seconds(layout: TrainLayout, state: StateBytes, links: _Links) -> tuple[float, float]:
     """Predicts the reduce-scatter of the gradients and the all-gather of the trained parameters, once an update."""
     ranks = layout.data * layout.context
     if ranks == 1:
         return 0.0, 0.0
-    share = _leaving_share(ranks) / links.rate(layout.tensor * ranks)
+    leaving = (ranks - 1) / ranks  # share of evenly spread data that leaves a rank
+    share = leaving / links.rate(layout.tensor * ranks)
     return state.gradients * share, state.trained * share

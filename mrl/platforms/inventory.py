@@ -95,7 +95,8 @@ def find_devices(kind: str) -> HostDevices:
         return HostDevices("cpu", len(os.sched_getaffinity(0)), driver=_cpu_features())
     if kind == "cuda":
         return _nvidia()
-    return HostDevices("npu", len(glob("/dev/davinci[0-9]*")), _npu_driver(), _cann(), _failure(["npu-smi", "info"]))
+    driver = _stated(_ASCEND / "driver" / "version.info", r"^Version=(\S+)")
+    return HostDevices("npu", len(glob("/dev/davinci[0-9]*")), driver, _cann(), _failure(["npu-smi", "info"]))
 
 
 def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> list[str]:
@@ -211,10 +212,6 @@ def _cpu_features() -> str | None:
         ", ".join(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{name}\b", flags))
         or None
     )
-
-
-def _npu_driver() -> str | None:
-    return _stated(_ASCEND / "driver" / "version.info", r"^Version=(\S+)")
 
 
 def _cann() -> str | None:

@@ -119,13 +119,8 @@ def _call_metrics(rows: SampleRows) -> dict[str, float]:
         metrics[f"tools/{name}/calls"] = float(own.sum())
         metrics[f"tools/{name}/failed"] = float(failed[own].sum())
         metrics[f"tools/{name}/seconds"] = float(seconds[own].sum(dtype=np.float64))
-    return metrics | _asked_metrics(rows)
-
-
-def _asked_metrics(rows: SampleRows) -> dict[str, float]:
-    """Returns `endpoint/*`, for what agents asked for; otherwise nothing."""
     found = Counter(rows.call_reasons.tolist())
-    return {f"endpoint/{name}": float(found[reason]) for reason, name in _ASKED.items() if found[reason]}
+    return metrics | {f"endpoint/{name}": float(found[reason]) for reason, name in _ASKED.items() if found[reason]}
 
 
 def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:

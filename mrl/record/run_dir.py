@@ -231,15 +231,12 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             return  # torn: only a line with its newline counts
         try:
             row = parse_json(line)
-            _check_step(row["training/global_step"])
+            step = row["training/global_step"]
+            if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MOST_STEPS:
+                raise ValueError(f"step {str(step)[:40]}")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}:{number}: not a metrics line ({error!r}); repair or remove the line") from error
         yield line, row
-
-
-def _check_step(step: Any) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MOST_STEPS:
-        raise ValueError(f"step {str(step)[:40]}")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -231,9 +231,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
     """Builds lists from the flat columns and the ends of rows. No number is copied by itself."""
-    of_prompts = np.repeat(
-        np.tile([True, False], len(samples)), _alternating(samples.prompt_lengths, samples.response_lengths)
-    )
+    alternating = np.stack([samples.prompt_lengths, samples.response_lengths], axis=1).ravel()
+    of_prompts = np.repeat(np.tile([True, False], len(samples)), alternating)
     own_columns = {}
     for name, kind in OWN_COLUMNS.items():
         own_columns[name] = pa.array([parts.get(name) for parts in rewards], kind)
@@ -295,10 +294,6 @@ def _structs(columns: Mapping[str, pa.Array], counts: np.ndarray) -> pa.Array:
 
 def _as_words(reasons: np.ndarray, words: Sequence[str] = STOP_REASONS) -> pa.Array:
     return pa.DictionaryArray.from_arrays(pa.array(reasons, pa.int8()), list(words)).dictionary_decode()
-
-
-def _alternating(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.stack([one, other], axis=1).ravel()
 
 
 def _lists(values: pa.Array, counts: np.ndarray) -> pa.Array:

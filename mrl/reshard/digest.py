@@ -200,10 +200,11 @@ def _tiles(
     size = blocks[0].shape[1] * dtype.itemsize
     is_cpu = kind == "cpu"
     rows = _end_to_end(blocks, dtype)
-    if rows is not None and (not is_cpu or _is_read_in_place(rows, size)):
+    if rows is not None and (not is_cpu or rows.is_contiguous() or size > _NARROW):
         for tile in rows.split(_cached_rows(size) if is_cpu else _whole_rows(largest, size)):
-            if is_cpu:
-                _bring_into_cache(tile)
+            if is_cpu and tile.is_contiguous():
+                # reads an element of each cache line in the order of memory, which is quicker than a product's order
+                tile.view(-1).view(torch.int8)[::_LINE].any()
             yield tile.view(torch.int8)
     elif is_cpu and rows is None and blocks[0].numel() * dtype.itemsize >= _CPU_ALONE_BYTES and len(blocks) > 1:
         for block in blocks:
@@ -230,20 +231,6 @@ def _copied_tiles(
 def _cached_rows(size: int) -> int:
     """Returns how many rows of `size` bytes form a tile on CPU."""
     return max(_MIN_ROWS, _CPU_TILE_BYTES // size)
-
-
-def _is_read_in_place(rows: torch.Tensor, size: int) -> bool:
-    """Tells whether a product on CPU is quicker over these rows of `size` bytes than over a copy."""
-    return rows.is_contiguous() or size > _NARROW
-
-
-def _bring_into_cache(tile: torch.Tensor) -> None:
-    """Reads an element of each cache line in the order of memory, which is quicker than a product's order.
-
-    Long rows need no help.
-    """
-    if tile.is_contiguous():
-        tile.view(-1).view(torch.int8)[::_LINE].any()
 
 
 def _whole_rows(nbytes: int, size: int) -> int:

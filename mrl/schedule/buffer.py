@@ -350,13 +350,9 @@ class GroupBuffer:
         self._trained.went(number)
         self._finished -= group.state is State.FINISHED
         if self._last is not None and number <= self._last:
-            self._last = self._following(self._last)
+            self._last = next((n for n in range(self._last + 1, self.next_number) if n in self.groups), self._last)
         self._unjudged.discard(number)
         return group
-
-    def _following(self, number: int) -> int:
-        """Returns the next live number, or the same one if it is the last."""
-        return next((n for n in range(number + 1, self.next_number) if n in self.groups), number)
 
     def _settle(self, number: int) -> None:
         """Settles a number. Those below the frontier need not be listed."""

@@ -128,7 +128,10 @@ def _start(
     """Runs the four steps, from the newest checkpoint that is not in `damaged`."""
     given = resolved.config
     data = read_data(given.model.path, given.data, given.rollout, given.reward, given.trainer)
-    config = _with_total(given, data.total_steps)
+    # the learning-rate schedule needs the length in steps too
+    config = given.model_copy(
+        update={"trainer": given.trainer.model_copy(update={"total_training_steps": data.total_steps})}
+    )
     _check_warmup(config)
     beginning = find_beginning(stack, config, data, resume, damaged, stop)
     files = open_files(stack, beginning, resolved.to_record(), resume, stop, plug_ins(config))
@@ -255,11 +258,6 @@ class _Starts:
         run.restarts = self._budget.spent
         self._files.notes.ready()
         return run
-
-
-def _with_total(config: RunConfig, total: int) -> RunConfig:
-    """Returns the configuration with the run's length in steps, which the learning-rate schedule needs too."""
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": total})})
 
 
 def _check_warmup(config: RunConfig) -> None:

@@ -59,7 +59,9 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         scoring = reward_spec(config.reward, prompts.data_sources)
         check_function(scoring)
         if stored := _stored_otherwise(config.model.path, checkpoint):
-            model = config.model.model_copy(update={"path": _converted(stored, output)})
+            shutil.rmtree(output / MODEL, ignore_errors=True)  # left by an evaluation that was killed
+            write_hf(stored, output / MODEL)
+            model = config.model.model_copy(update={"path": str((output / MODEL).resolve())})
             config = config.model_copy(update={"model": model})
         deployment = Deployment.of(config)
         stack.enter_context(ray_cluster(deployment, actor=False))
@@ -117,13 +119,6 @@ def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | 
     if load_model_spec(model_path).loads_by_sync:
         return open_hf(Path(model_path))
     return None
-
-
-def _converted(stored: Checkpoint, output: Path) -> str:
-    """Converts a checkpoint to Hugging Face's form, and returns its path."""
-    shutil.rmtree(output / MODEL, ignore_errors=True)  # left by an evaluation that was killed
-    write_hf(stored, output / MODEL)
-    return str((output / MODEL).resolve())
 
 
 def _results(

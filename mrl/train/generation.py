@@ -211,7 +211,9 @@ class Generation:
         if self._rules.schedule.is_synchronous:
             return
         if self._rules.schedule.order == "ready_first":
-            self._stop_sending()
+            with self._changed:
+                self._dispatcher.is_open = False
+            self._wait_sent()
             if self._rules.schedule.partial_rollouts:
                 with timer("pause"):
                     self._pause(saves)
@@ -253,11 +255,6 @@ class Generation:
                 raise self._losses.noted(error) from error
         if self._gives_back:  # what is given back is waited for, so that an engine that stands still is late
             self.streams.progress.resume()
-
-    def _stop_sending(self) -> None:
-        with self._changed:
-            self._dispatcher.is_open = False
-        self._wait_sent()
 
     def _wait_sent(self) -> None:
         with self._sending:  # so that everything on its way to engines arrives

@@ -119,7 +119,10 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
         read = {group.number: _read(folder, said["files"], group, spool) for group in there}
         groups = {number: parts for number, parts in read.items() if parts is not None}
         again = read.keys() - groups.keys()
-        ledger = replace(ledger, groups=tuple(_anew(g) if g.number in again else g for g in ledger.groups))
+        # without tokens, for the step that each was issued for
+        ledger = replace(
+            ledger, groups=tuple(replace(g.anew(), begun=g.begun) if g.number in again else g for g in ledger.groups)
+        )
     _check_tokens(folder, ledger, groups)
     place = PromptCursor(said["draw"], DataCursor(**said["cursor"]))
     told = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
@@ -185,11 +188,6 @@ def _judged(record: GroupRecord, keeps: bool) -> GroupRecord:
 
 def _misleads(result: RewardResult) -> bool:
     return is_failure(result) or result.reason in UNJUDGED
-
-
-def _anew(group: Group) -> Group:
-    """Returns the group without tokens, for the step that it was issued for."""
-    return replace(group.anew(), begun=group.begun)
 
 
 def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) -> GroupParts | None:

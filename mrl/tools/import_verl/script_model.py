@@ -43,12 +43,6 @@ class Chosen:
     source: str
 
 
-def preset_folder() -> Path | None:
-    """Returns the folder of presets in the source tree: in the current directory, or beside the package."""
-    folders = (Path.cwd() / "parallel_configs", Path(mrl.__file__).parents[1] / "parallel_configs")
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
 def choose_layout(
     model: str, device: str, devices: int, preset: str | None = None, with_adapters: bool = False
 ) -> Chosen | None:
@@ -87,7 +81,9 @@ def unknown_family(path: str, is_there: bool) -> str | None:
 
 
 def _candidates(model: str, device: str, devices: int, with_adapters: bool) -> Iterator[tuple[tuple[Any, ...], Chosen]]:
-    folder = preset_folder()
+    # presets of the source tree: in the current directory, or beside the package
+    folders = (Path.cwd() / "parallel_configs", Path(mrl.__file__).parents[1] / "parallel_configs")
+    folder = next((folder for folder in folders if folder.is_dir()), None)
     name = known_name(model)
     if folder is None or name is None:
         return

@@ -89,7 +89,8 @@ def small_layout(config: RunConfig) -> SmallLayout:
     degrees = config.actor.layout
     own = config.critic.layout
     if own is None or not config.algorithm.needs_critic:
-        return _small(config, degrees, _small_ranks(_ranks_of(degrees)))
+        original = _ranks_of(degrees)
+        return _small(config, degrees, max(_candidates(original), key=lambda small: _merit(original, small)))
     small, other = _small_pair(degrees, own)
     found = _small(config, degrees, small)
     critic = _in_layers(own, other, found.layers)
@@ -117,10 +118,6 @@ def _ranks_of(d: LayoutDegrees) -> Ranks:
         d.context_parallel_size,
         d.expert_tensor,
     )
-
-
-def _small_ranks(original: Ranks) -> Ranks:
-    return max(_candidates(original), key=lambda small: _merit(original, small))
 
 
 def _merit(original: Ranks, small: Ranks) -> tuple[int, int, int, int]:

@@ -115,7 +115,7 @@ def _notes(runs: dict[str, RunRecord]) -> list[str]:
     first = runs[names[0]]
     for name in names[1:]:
         run = runs[name]
-        if other := _other_reward(first, run):
+        if other := [key for key in _settings((first, run)) if key.startswith(REWARD_SETTINGS)]:
             notes.append(
                 f"{name} and {names[0]} have different rewards ({', '.join(other)}): their `reward` is not of one "
                 "scale, and their `acc` only where both mean the same by it."
@@ -133,11 +133,6 @@ def _notes(runs: dict[str, RunRecord]) -> list[str]:
         if run.last_step != first.last_step:
             notes.append(f"{name} has {run.last_step} steps, {names[0]} {first.last_step}.")
     return notes
-
-
-def _other_reward(first: RunRecord, second: RunRecord) -> list[str]:
-    """Returns the keys of the reward whose values differ."""
-    return [key for key in _settings((first, second)) if key.startswith(REWARD_SETTINGS)]
 
 
 def _same_start(first: RunRecord, second: RunRecord) -> bool:

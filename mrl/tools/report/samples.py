@@ -59,7 +59,12 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
     with readable(folder, step):
         file = folder / f"step-{step}.parquet"
         if not file.exists():
-            samples = [_old_row(row) for row in read_samples(folder, step)]
+            samples = [
+                _sample(
+                    row["sample_id"], row, (row["weight_version"],), row["reward"]["score"], row["reward"]["reason"]
+                )
+                for row in read_samples(folder, step)
+            ]
             scores = [one.score for one in samples]
             reasons = [one.reason for one in samples]
             kinds = extreme_rows(scores, [one.prompt_id for one in samples], reasons)
@@ -78,7 +83,10 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
         found = zip(wanted, rows_of(file, np.array(wanted, np.int64)), strict=True)
         samples = {}
         for row, values in found:
-            samples[row] = replace(_new_row(row, values), old_log_probs=log_probs.get(row))
+            versions = tuple(span["version"] for span in values["weight_version"])
+            samples[row] = replace(
+                _sample(row, values, versions, values["score"], values["reason"]), old_log_probs=log_probs.get(row)
+            )
         return _by_kind(kinds, samples)
 
 
@@ -87,15 +95,6 @@ def _by_kind(
 ) -> dict[str, list[TrainingSample]]:
     """Returns the samples of each kind, given the rows of each kind."""
     return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
-
-
-def _new_row(number: int, row: dict[str, Any]) -> TrainingSample:
-    versions = tuple(span["version"] for span in row["weight_version"])
-    return _sample(number, row, versions, row["score"], row["reason"])
-
-
-def _old_row(row: dict[str, Any]) -> TrainingSample:
-    return _sample(row["sample_id"], row, (row["weight_version"],), row["reward"]["score"], row["reward"]["reason"])
 
 
 def _sample(

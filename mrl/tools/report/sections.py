@@ -255,7 +255,8 @@ def _training(run: RunRecord) -> Iterator[Block]:
     except DataError as error:
         yield Paragraph(str(error), "warn")
         return
-    decode = decoder(_tokenizer_folders(run))
+    stored = [RunDir(run.path).checkpoints / f"step-{step}" / "hf" for step in reversed(run.checkpoints)]
+    decode = decoder([Path(run.settings.text("model.path")), *stored])
     every = [sample for chosen in found.values() for sample in chosen]
     colour = _colour(every)
     grey = ""
@@ -310,11 +311,6 @@ def _gaps(sample: TrainingSample) -> list[float | None]:
     """Returns the trainer's minus the engine's log-prob of each shown token; None if one is missing."""
     pairs = zip(sample.old_log_probs or [], sample.log_probs, strict=False)
     return [None if old is None or rollout is None else old - rollout for old, rollout in pairs]
-
-
-def _tokenizer_folders(run: RunRecord) -> list[Path]:
-    stored = [RunDir(run.path).checkpoints / f"step-{step}" / "hf" for step in reversed(run.checkpoints)]
-    return [Path(run.settings.text("model.path")), *stored]
 
 
 def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode | None, colour: _Colour) -> SampleBlock:

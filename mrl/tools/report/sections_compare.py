@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mrl.tools.report.columns import Curve
 from mrl.tools.report.comparison import Comparison
 from mrl.tools.report.page import Block, Chart, Explorer, Items, Page, PageSection, Paragraph, Series, Table
 from mrl.tools.report.run_record import RunRecord
@@ -29,7 +28,9 @@ def compare_page(comparison: Comparison) -> Page:
         title=f"{names[0]} and {', '.join(names[1:])}",
         subtitle=f"{len(names)} runs, each compared with {names[0]}",
         sections=sections,
-        curves=_all_curves(comparison),
+        curves={
+            f"{label}|{name}": curve for label, run in comparison.runs.items() for name, curve in run.curves.items()
+        },
         summary=_summary(comparison),
         headline=words,
     )
@@ -99,10 +100,6 @@ def _curves(comparison: Comparison) -> Iterator[Block]:
 def _series(label: str, run: RunRecord, metric: str) -> Series:
     ends = interval_of(run, metric)
     return Series(label, f"{label}|{metric}", (f"{label}|{ends[0]}", f"{label}|{ends[1]}") if ends else None)
-
-
-def _all_curves(comparison: Comparison) -> dict[str, Curve]:
-    return {f"{label}|{name}": curve for label, run in comparison.runs.items() for name, curve in run.curves.items()}
 
 
 def _times(comparison: Comparison) -> Table:

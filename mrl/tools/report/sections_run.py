@@ -105,16 +105,12 @@ def _step_lanes(run: RunRecord, step: int, title: str) -> Lanes:
     note = (
         "Phases in the loop's order with their measured seconds; what each process does within a phase is not recorded."
     )
-    if _runs_ahead(run):
+    if run.settings.text("trainer.schedule", "sync") != "sync":
         note += (
             " Generation runs ahead of training, so engines work in all phases: `gen` is the time that training waits "
             "for them."
         )
     return Lanes(title, "s", tuple(_lane_rows(run, spans)), max(at, row.get("timing_s/step") or 0.0), note)
-
-
-def _runs_ahead(run: RunRecord) -> bool:
-    return run.settings.text("trainer.schedule", "sync") != "sync"
 
 
 def _lane_rows(run: RunRecord, spans: list[tuple[str, float, float]]) -> Iterator[tuple[str, tuple[Bar, ...]]]:
