@@ -23,8 +23,8 @@ def copy_hf_files(model: Path, folder: Path) -> FileFacts:
     for file in hf_files(model):
         try:
             data = read_bytes(file, MODEL_FILE_BYTES)
-            if file.name == "config.json":
-                data = _of_written_weights(data)
+            if file.name == "config.json" and QUANTIZATION.encode() in data:
+                data = json.dumps(without_quantization(parse_json(data)), indent=2).encode()
         except ValueError as error:
             raise EnvironmentFault(f"{file}: {error}") from None
         facts[file.name] = facts_of(data)
@@ -32,10 +32,3 @@ def copy_hf_files(model: Path, folder: Path) -> FileFacts:
         fsync(folder / file.name)
     fsync(folder)
     return facts
-
-
-def _of_written_weights(config: bytes) -> bytes:
-    """Returns a config.json without quantisation, unchanged if it names none."""
-    if QUANTIZATION.encode() not in config:
-        return config
-    return json.dumps(without_quantization(parse_json(config)), indent=2).encode()

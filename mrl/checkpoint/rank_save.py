@@ -91,7 +91,8 @@ class HostCopy:
                 self._keep(entries[-1].key, tensor)
         if self._kind == ACTOR:
             tracked = {
-                f"tracker/{name}": _state_bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()
+                f"tracker/{name}": (state.get_state() if isinstance(state, torch.Generator) else state).clone()
+                for name, state in get_cuda_rng_tracker().get_states().items()
             }
             for name, state in ({"device": actor.platform.rng_state(), "cpu": torch.get_rng_state()} | tracked).items():
                 self._keep(f"rng/{name}", state)
@@ -193,7 +194,3 @@ def _optimizer_facts(actor) -> dict[str, Any]:
         "lr": current_lr(actor.optimizer),
         "scheduler": actor.scheduler.state_dict(),
     }
-
-
-def _state_bytes(state: Any) -> Tensor:
-    return (state.get_state() if isinstance(state, torch.Generator) else state).clone()

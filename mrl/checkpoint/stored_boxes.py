@@ -61,12 +61,9 @@ class Boxes:
             if parts is not None:
                 insort(parts, entry, key=_flat_range)
             elif entry.pieces:  # all others are padding
-                self._add_tensor(entry)
-
-    def _add_tensor(self, entry: StoredTensor) -> None:
-        parts = self._parts[entry.role, entry.pieces] = [entry]
-        for piece in entry.pieces:
-            self.of_tensor.setdefault((entry.role, piece.hf_name), []).append(StoredBox(parts, piece))
+                parts = self._parts[entry.role, entry.pieces] = [entry]
+                for piece in entry.pieces:
+                    self.of_tensor.setdefault((entry.role, piece.hf_name), []).append(StoredBox(parts, piece))
 
     def met(self, role: str, name: str, box: Box) -> list[tuple[StoredBox, Box]]:
         """Returns the boxes of a tensor that overlap `box`, each with the overlap."""

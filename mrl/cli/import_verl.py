@@ -208,18 +208,13 @@ def _recompute(out, recompute, device: str) -> None:
         out.put("chosen", "", key + name, value, f"without it the layout does not fit {device}")
 
 
-def _of_every_shell() -> dict[str, str]:
-    """Returns HOME, where this shell has it, because every shell that runs the script sets it."""
-    if home := os.environ.get("HOME"):
-        return {"HOME": home}
-    return {}
-
-
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns (shell variables, keys of mrl) that --set gives."""
     from mrl.tools.import_verl.verl_command import hydra_value
 
-    variables = _of_every_shell()
+    variables = {}
+    if home := os.environ.get("HOME"):
+        variables["HOME"] = home  # every shell that runs the script sets it
     own = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -276,9 +276,12 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
         if not host["fits"]:
             verdict = f"DOES NOT FIT: {host['change']}"
         terms = _terms(host["terms"])
+        held_out = ""
+        if host["held_out_prompts"]:
+            held_out = f", the answers to {host['held_out_prompts']} held-out prompts among them"
         yield (
             f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node, for the responses that exist "
-            f"at once, at their limits{_held_out_words(host['held_out_prompts'])}; a start reads what an earlier one "
+            f"at once, at their limits{held_out}; a start reads what an earlier one "
             "left of a step on the driver's node alone"
         )
         yield (
@@ -287,12 +290,6 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
         )
     for change in memory["would_fit_with"]:
         yield "would fit with: " + " ".join(f"--set {setting}" for setting in change)
-
-
-def _held_out_words(prompts: int) -> str:
-    if prompts:
-        return f", the answers to {prompts} held-out prompts among them"
-    return ""
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:

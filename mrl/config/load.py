@@ -97,7 +97,9 @@ def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence
     name = next((layer.recipe for layer in layers if layer.recipe), None)
     files = tuple(layer.file for layer in layers if layer.file)
     try:
-        tree = _with_derived(tree, RunConfig.model_validate(tree.plain()))
+        # values that follow from other keys, where they are not set, so that the resolved configuration shows them
+        for path, value, key in _derived(RunConfig.model_validate(tree.plain())):
+            tree = merge(tree, _nest(path, Node(value, Origin(key))))
         return _resolved(RunConfig.model_validate(tree.plain()), tree, name, files)
     except ValidationError as error:
         refused = schema_violations(error, tree)
@@ -209,13 +211,6 @@ def _override(text: str) -> Node:
 
 def _at_origin(node: Node, origin: Origin) -> Node:
     return Node({k: _at_origin(v, origin) for k, v in node.value.items()} if node.is_mapping else node.value, origin)
-
-
-def _with_derived(tree: Node, config: RunConfig) -> Node:
-    """Adds values that follow from other keys where they are not set, so that the resolved configuration shows them."""
-    for path, value, key in _derived(config):
-        tree = merge(tree, _nest(path, Node(value, Origin(key))))
-    return tree
 
 
 def _derived(config: RunConfig) -> Iterator[tuple[tuple[str, ...], Any, str]]:

@@ -278,7 +278,10 @@ def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Viola
         what = "is not a file that can be read"
         if field in _FOLDERS:
             what = "is no folder"
-        yield Violation(field, f"{named}{what}", _from_here(path))
+        why = ""
+        if not Path(path).is_absolute():
+            why = f"a relative path starts at the current directory, {Path.cwd()}"
+        yield Violation(field, f"{named}{what}", why)
 
 
 def _is_there(field: str, path: str) -> bool:
@@ -317,12 +320,6 @@ def unseen_files(config: RunConfig) -> list[str]:
 
 def _readable(file: str) -> bool:
     return os.path.isfile(file) and os.access(file, os.R_OK)
-
-
-def _from_here(path: str) -> str:
-    if Path(path).is_absolute():
-        return ""
-    return f"a relative path starts at the current directory, {Path.cwd()}"
 
 
 def _registered_loss(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:

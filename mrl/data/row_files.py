@@ -109,19 +109,15 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
             columns = [name for name in names if name in (*expected, *_READ_TOO)] if expected else names
             row = 0
             for group in range(parquet.num_row_groups):  # one reader over all groups would keep them in memory
-                at_once = _rows_at_once(parquet.metadata.row_group(group))
+                stored = parquet.metadata.row_group(group)
+                mean = stored.total_byte_size // max(1, stored.num_rows)
+                at_once = max(1, min(ROWS_AT_ONCE, BATCH_BYTES // max(1, mean)))
                 for batch in parquet.iter_batches(at_once, row_groups=[group], columns=columns, use_threads=False):
                     for value, problem in _values(batch):
                         yield RawRow(str(path), row, value, problem)
                         row += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not readable as parquet: {error}") from error
-
-
-def _rows_at_once(group: pq.RowGroupMetaData) -> int:
-    """Returns the rows of a batch: fewer where rows are long, so that it has at most BATCH_BYTES."""
-    mean = group.total_byte_size // max(1, group.num_rows)
-    return max(1, min(ROWS_AT_ONCE, BATCH_BYTES // max(1, mean)))
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[tuple[Any, str | None]]:

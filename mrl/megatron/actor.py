@@ -101,18 +101,13 @@ class MegatronActor:
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
-        # replaces the initial adapters
-        if self.adapters is not None and config.actor.lora.path is not None:
-            read_peft(config.actor.lora.path, self.model, self.lora)
-            self.adapters.read(config.actor.lora.path)
+        self._read_adapters(config.actor.lora.path)
         gather_weights(self.chunks)
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay
         self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
         if config.actor.freeze_router:
-            freeze(
-                p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight")
-            )
+            freeze(p for chunk in self.chunks for key, p in chunk.named_parameters() if key.endswith(".router.weight"))
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
@@ -146,6 +141,12 @@ class MegatronActor:
             return None
         described = adapter_shards(self.model, self.layout, self.rank, self.lora)
         return Adapters(self.chunks, self.lora, described)
+
+    def _read_adapters(self, path: str | None) -> None:
+        """Replaces the initial adapters with those in PEFT's form in `path`, if it is given."""
+        if self.adapters is not None and path is not None:
+            read_peft(path, self.model, self.lora)
+            self.adapters.read(path)
 
     def _build_critic(self) -> MegatronCritic | None:
         """Builds the critic after the offloaded states have left the device, which may lack memory for both."""
@@ -312,14 +313,11 @@ class MegatronActor:
         results = [self._update_once(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
         gather_weights(self.chunks)
         parts = [part for part, _ in results if part is not None]
-        if seen := (self.routing.metrics() if self.routing else {}) | self._offloaded():
+        left = self.residence.left_bytes  # by kind: what the last offload moved from the device to the host
+        offloaded = {f"offload/{kind}_bytes": (float(nbytes), 1.0) for kind, nbytes in left.items() if nbytes}
+        if seen := (self.routing.metrics() if self.routing else {}) | offloaded:
             parts[-1:] = [(parts[-1] if parts else {}) | seen]
         return UpdateResult(parts, [], results[-1][1], self._spent(begun))
-
-    def _offloaded(self) -> FloatParts:
-        """Returns the bytes by kind that this rank's last offload moved from the device to the host."""
-        left = self.residence.left_bytes
-        return {f"offload/{kind}_bytes": (float(nbytes), 1.0) for kind, nbytes in left.items() if nbytes}
 
     def _spent(self, begun: float) -> FloatParts:
         """Returns time of this rank's update since `begun`, by time.perf_counter, and memory peaks since the previous

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, Protocol
 
 import torch
@@ -126,7 +126,9 @@ class MBridge:
                 data_parallel_random_init=False,
                 post_model_creation_callbacks=callbacks,
             )
-        _keep_constants_precise(self._chunks)
+        # Megatron's wrapper of a bfloat16 model rounds routers' constants, and would make them float32 only when loaded
+        for router in chain.from_iterable(map(_routers_with_constants, self._chunks)):
+            router.expert_bias.data = router.expert_bias.data.float()
         if not is_trained:
             for chunk in self._chunks:
                 chunk.requires_grad_(False)
@@ -233,16 +235,6 @@ def _make_constants_parameters(chunk: torch.nn.Module, **_: Any) -> None:
     for router in _routers_with_constants(chunk):
         constants = router._buffers.pop("expert_bias")
         router.register_parameter("expert_bias", torch.nn.Parameter(constants, requires_grad=False))
-
-
-def _keep_constants_precise(chunks: list[torch.nn.Module]) -> None:
-    """Keeps the routers' constants in float32.
-
-    Megatron's wrapper of a bfloat16 model rounds them, and would make them float32 only after they were loaded.
-    """
-    for chunk in chunks:
-        for router in _routers_with_constants(chunk):
-            router.expert_bias.data = router.expert_bias.data.float()
 
 
 def _routers_with_constants(chunk: torch.nn.Module) -> list[TopKRouter]:

@@ -56,7 +56,12 @@ def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: t
     upstream = OptimizerConfig(**values | overrides)
     groups = get_standard_config_overrides(upstream) | {ParamKey(attr=_FROZEN): {"wd_mult": 0.0}}
     optimizer = get_megatron_optimizer(upstream, chunks, groups, use_gloo_process_groups=False)
-    _count_every_expert(optimizer)
+    # Parameters without tensor-parallel mark count in the gradient norm on tensor rank 0 only, as copies. Experts on
+    # different tensor ranks are not copies: they are other experts, or other optimizer shards. Only the rank inside
+    # their own tensor group matters.
+    for part in optimizer.chained_optimizers:
+        if all(group.get("is_expert_parallel") for group in part.param_groups) and part.param_groups:
+            part.tp_group = mpu.get_expert_tensor_parallel_group()
     return optimizer
 
 
@@ -77,18 +82,6 @@ def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
 def is_frozen(parameter: torch.nn.Parameter) -> bool:
     """Tells whether `freeze` was called for this parameter."""
     return getattr(parameter, _FROZEN, False)
-
-
-def _count_every_expert(optimizer: MegatronOptimizer) -> None:
-    """Makes the gradient norm count experts on every tensor rank.
-
-    Parameters without tensor-parallel mark count on tensor rank 0 only, as copies. Experts on different tensor ranks
-    are not copies: they are other experts, or other optimizer shards. Only the rank inside their own tensor group
-    matters.
-    """
-    for part in optimizer.chained_optimizers:
-        if all(group.get("is_expert_parallel") for group in part.param_groups) and part.param_groups:
-            part.tp_group = mpu.get_expert_tensor_parallel_group()
 
 
 def build_scheduler(

@@ -116,7 +116,8 @@ def attempt(
     try:
         yield AttemptNotes(append)
     except BaseException as error:
-        append("ended", {"exit_code": _exit_code(error), "message": without_secrets(_text(error))})
+        exit_code = error.exit_code if isinstance(error, MrlError) else 1
+        append("ended", {"exit_code": exit_code, "message": without_secrets(_text(error))})
         raise
     append("ended", {"exit_code": 0, "message": ""})
 
@@ -257,12 +258,6 @@ def _append(folder: Path, check: Callable[[], None], event: str, row: Mapping[st
         check()
         with open_lines(folder / ATTEMPTS) as file:
             file.write(line)
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, MrlError):
-        return error.exit_code
-    return 1
 
 
 def _text(error: BaseException) -> str:

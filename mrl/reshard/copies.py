@@ -69,7 +69,7 @@ class BlockCopies:
                 continue
             target, source = pair
             begin = target.dtype, target.storage_offset(), source.storage_offset()
-            if begin != end or not _in_same_memory(run[-1], pair):
+            if begin != end or _memories(run[-1]) != _memories(pair):
                 self._add(run)
                 run = []
             run.append(pair)
@@ -184,11 +184,6 @@ class MergedCopies:
 
 def _alike(target: Tensor, source: Tensor) -> bool:
     return target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous()
-
-
-def _in_same_memory(pair: Pair, other: Pair) -> bool:
-    """Compares target with target, and source with source."""
-    return _memories(pair) == _memories(other)
 
 
 def _memories(pair: Pair) -> list[int]:

@@ -122,7 +122,8 @@ def compose(
     changes += [*_critic(original, layout, batch)]
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
-    lost += [*layout.out_of_reach, *_fewer(original, batch), *_teacher_lost(original)]
+    fewer = [OutOfReach("actor.ppo_mini_batch_size", text) for text in updates_changed(original, batch)]
+    lost += [*layout.out_of_reach, *fewer, *_teacher_lost(original)]
     lost += [] if has_tools else [OutOfReach("rollout.turns", _why_not(original))]
     return Rehearsal(original, _applied(original, changes), layout, batch, tuple(changes), tuple(lost))
 
@@ -136,11 +137,6 @@ def _applied(original: RunConfig, changes: list[Change]) -> RunConfig:
             section = section[part]
         section[name] = change.now
     return RunConfig.model_validate(values)
-
-
-def _fewer(original: RunConfig, batch: SmallBatch) -> Iterator[OutOfReach]:
-    for text in updates_changed(original, batch):
-        yield OutOfReach("actor.ppo_mini_batch_size", text)
 
 
 def _why_not(original: RunConfig) -> str:

@@ -223,8 +223,11 @@ def _lanes(lanes: Lanes) -> str:
     note = ""
     if lanes.note:
         note = f'<p class="note">{escape(lanes.note)}</p>'
+    kinds = dict.fromkeys((bar.kind, bar.label) for _, bars in lanes.rows for bar in bars)
+    signs = "".join(f'<span><i class="k{color_of(kind)}"></i>{escape(label)}</span>' for kind, label in kinds)
+    legend = f'<p class="legend">{signs}</p>'
     return (
-        f'<figure class="lanes"><figcaption>{escape(lanes.title)}</figcaption>{_legend(lanes)}'
+        f'<figure class="lanes"><figcaption>{escape(lanes.title)}</figcaption>{legend}'
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="{escape(lanes.title)}">{"".join(parts)}</svg>{note}</figure>'
     )
@@ -243,12 +246,6 @@ def _bar(bar: Bar, top: int, scale: float, unit: str) -> str:
     where = f'x="{x:.2f}" y="{top + 2}" width="{width:.2f}" height="{_LANE - 5}"'
     title = escape(f"{bar.label}: {bar.stop - bar.start:.3g} {unit}")
     return f'<rect class="k{color_of(bar.kind)}" {where}><title>{title}</title></rect>'
-
-
-def _legend(lanes: Lanes) -> str:
-    kinds = dict.fromkeys((bar.kind, bar.label) for _, bars in lanes.rows for bar in bars)
-    signs = "".join(f'<span><i class="k{color_of(kind)}"></i>{escape(label)}</span>' for kind, label in kinds)
-    return f'<p class="legend">{signs}</p>'
 
 
 # ---------------------------------------------------------------- text that a model wrote

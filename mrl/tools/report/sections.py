@@ -14,7 +14,6 @@ from mrl.record.run_dir import RunDir
 from mrl.record.shown_rows import LONGEST, read_shown_rows
 from mrl.record.spec import metric_spec
 from mrl.reward.items import UNJUDGED
-from mrl.tools.report.columns import Curve
 from mrl.tools.report.heldout import Response
 from mrl.tools.report.page import (
     Block,
@@ -144,7 +143,9 @@ def run_page(run: RunRecord) -> Page:
             ),
         ),
     )
-    stacked = _stacked(sections, run)
+    stacked = {}
+    if any(section.id == "steps" for section in sections):
+        stacked = stacked_curves(run)
     return Page(
         title=f"{run.settings.text('trainer.experiment_name') or run.name}",
         subtitle=f"{run.path} · {'; '.join(run.settings.head[:1])}",
@@ -154,12 +155,6 @@ def run_page(run: RunRecord) -> Page:
         summary=summary(run),
         headline=outcome.headline,
     )
-
-
-def _stacked(sections: tuple[PageSection, ...], run: RunRecord) -> dict[str, Curve]:
-    if any(section.id == "steps" for section in sections):
-        return stacked_curves(run)
-    return {}
 
 
 def _verdict(outcome: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
