@@ -379,17 +379,18 @@ def load_custom_loss(path: str, loss_mode: str) -> None:
 
 K3_LIMIT = 10.0  # verl's bound on one token's k3
 
-ESTIMATORS = {
-    "k1": lambda log_ratio: log_ratio,
-    "abs": torch.abs,
-    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
-    "k3": lambda log_ratio: _k3(log_ratio),
-}
-
 
 def _k3(log_ratio: Tensor) -> Tensor:
     inverse = (-log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (torch.expm1(inverse) - inverse).clamp(-K3_LIMIT, K3_LIMIT)
+
+
+ESTIMATORS = {
+    "k1": lambda log_ratio: log_ratio,
+    "abs": torch.abs,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": _k3,
+}
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) -> Tensor:

@@ -84,12 +84,10 @@ def _answer(key: str, value: str) -> str | None:
 
 def refuse_leftovers(options: argparse.Namespace, words: list[str]) -> None:
     """Raises ConfigError where left-over words are settings in hydra's form: KEY=VALUE alone, +KEY=VALUE or ~KEY."""
-    if hasattr(options, "overrides") and all(_is_hydras(word) for word in words):
+    if hasattr(options, "overrides") and all(
+        word.startswith("~") or ("=" in word and not word.startswith("-")) for word in words
+    ):
         raise ConfigError(f"a setting needs --set before it; {'; '.join(map(_behind_set, words))}")
-
-
-def _is_hydras(word: str) -> bool:
-    return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def _behind_set(word: str) -> str:

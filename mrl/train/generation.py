@@ -366,7 +366,8 @@ class Generation:
                     for part in arrived:
                         self._take_in(part)
                     for result in scored:
-                        self._take_result(result)
+                        if (number := self._groups.take_result(result)) is not None:
+                            self._take_judged(number)
                     self._admit()
                     self._adjust_rate()
                     generates = self._dispatcher.is_open and bool(self.streams.waiting_for)
@@ -455,11 +456,6 @@ class Generation:
             if has_ended:
                 prompt, _ = self._prompts[sent.number]
                 self._groups.ask(sent.number, sent.index, prompt, sent.engine, arrived.held_s)
-
-    def _take_result(self, result: RewardResult) -> None:
-        number = self._groups.take_result(result)
-        if number is not None:
-            self._take_judged(number)
 
     def _take_judged(self, number: int) -> None:
         """Finishes or filters a group that has all its rewards."""
