@@ -50,13 +50,8 @@ class TimeLeft:
             self._steps = self._steps + 1
         if not self._steps:
             return "?"
-        return hms((self._total - step) * self._spent / self._steps)
-
-
-def hms(seconds: float) -> str:
-    """Formats seconds as `h:mm:ss`."""
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+        minutes, rest = divmod(round(max((self._total - step) * self._spent / self._steps, 0.0)), 60)
+        return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def phases(metrics: Metrics) -> dict[str, float]:

@@ -130,7 +130,9 @@ class RunDir:
 
     def refuse_another_run(self) -> None:
         """Raises ConfigError for a folder with a run that has something to lose: a step or a checkpoint."""
-        if self._holds_a_run():
+        # a run that died before its first step leaves at most a validation of the untrained model
+        trained = any(row["training/global_step"] > 0 for _, row in _whole_lines(self.metrics))
+        if trained or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
             raise ConfigError(
                 f"trainer.run_dir: {self.path} holds another run; "
                 "pass --resume to continue it (trainer.resume_mode: auto always does), or give another --run-dir, or "
@@ -158,14 +160,6 @@ class RunDir:
             shutil.rmtree(folder, ignore_errors=True)
         for file in (*self.samples.glob(".step-*.tmp"), *self.validation.glob(".step-*.tmp")):
             file.unlink(missing_ok=True)
-
-    def _holds_a_run(self) -> bool:
-        """Tells whether there is something to lose.
-
-        A run that died before its first step leaves at most a validation of the untrained model.
-        """
-        trained = any(row["training/global_step"] > 0 for _, row in _whole_lines(self.metrics))
-        return trained or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def close(self) -> None:
         """Releases the lock, if this process has it."""

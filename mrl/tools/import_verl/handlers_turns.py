@@ -88,12 +88,6 @@ def _classes(settings: VerlSettings) -> tuple[str, str]:
     return "", ""
 
 
-def _is_carried(settings: VerlSettings) -> bool:
-    """Whether the script has several turns, with tools that exist here."""
-    classes, problem = _classes(settings)
-    return bool(settings.given(ENABLE)) and not problem and bool(classes or _functions(settings)[1])
-
-
 def tool_names(source: str) -> list[str]:
     """Returns verl's names of the functions under its decorator. Empty where the file is no Python.
 
@@ -127,7 +121,9 @@ def _name(own: str, mark: ast.expr) -> str | None:
 def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
     """Handles the keys beside the switch."""
     name = o.key.removeprefix(MULTI)
-    if not _is_carried(settings):
+    classes, problem = _classes(settings)
+    # only several turns, with tools that exist here, are carried on
+    if not settings.given(ENABLE) or problem or not (classes or _functions(settings)[1]):
         out.leave("not_applicable", o.key, o.value, "goes with multi_turn.enable", o.line)
     elif name == "max_assistant_turns" and o.value is not None:
         out.put("renamed", o.key, "rollout.turns.max_turns", _most_turns(settings), line=o.line)

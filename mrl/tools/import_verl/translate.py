@@ -191,7 +191,10 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
         short = o.key.removeprefix("actor_rollout_ref.")
         out.put("carried" if short == row.to else "renamed", o.key, row.to, value, row.why, o.line)
     elif row.kind == "special":
-        HANDLERS[_handler_key(o.key)](o, out, settings)
+        key = o.key
+        if key not in HANDLERS:
+            key = max((k for k in HANDLERS if k.endswith(".") and f"{o.key}.".startswith(k)), key=len)
+        HANDLERS[key](o, out, settings)
     elif row.kind == "unsupported":
         kind = "unsupported"
         if o.value in row.neutral:
@@ -199,12 +202,6 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
         out.leave(kind, o.key, o.value, row.why, o.line)
     else:
         out.leave(row.kind, o.key, o.value, row.why, o.line)
-
-
-def _handler_key(key: str) -> str:
-    if key in HANDLERS:
-        return key
-    return max((k for k in HANDLERS if k.endswith(".") and f"{key}.".startswith(k)), key=len)
 
 
 def _unknown(o: Override, out: Import, to: str) -> None:
