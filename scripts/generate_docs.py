@@ -27,9 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import published_runs
 
 from mrl.algo import spec
-from mrl.config.load import load_config
+from mrl.config.load import allowed_text, load_config
 from mrl.config.schema import OTHER_LAYOUTS, RunConfig, Section, leaf, schema_keys
-from mrl.config.schema_errors import allowed_text
 from mrl.config.section import notes_of, section_of
 from mrl.config.yaml_tree import dump_value
 from mrl.plan.devices import USUAL, faster, slower

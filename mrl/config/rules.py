@@ -1,9 +1,9 @@
 """Collects all rules for values, between keys, and between a key and the model. All are judged, so one look shows all.
 
 Each rule is a row or a function (rule_row.py) in one of the files `*_rules.py`. A rule of a single key stands at its
-key. Rules are judged one by one. Where the schema refuses a part of a configuration (mrl/config/schema_errors.py),
-rules that do not read that part are still judged. A function ends where it reads a refused key. So a function holds one
-rule, or rules that read the same keys.
+key. Rules are judged one by one. Where the schema refuses a part of a configuration (mrl/config/load.py), rules that do
+not read that part are still judged. A function ends where it reads a refused key. So a function holds one rule, or
+rules that read the same keys.
 
 Where layouts are judged:
 

@@ -17,7 +17,7 @@ from mrl.errors import UnknownValue, did_you_mean
 class Section(BaseModel):
     """A mapping in the YAML file. It is immutable once built and refuses unknown keys.
 
-    A section that misses a refused key raises UnknownValue where that key is read (mrl/config/schema_errors.py).
+    A section that misses a refused key raises UnknownValue where that key is read (mrl/config/load.py).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

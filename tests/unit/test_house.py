@@ -76,7 +76,7 @@ MOST_PACKED = {
 }
 WITH_WHOLE_CONFIGURATION = 25  # functions
 # doors that a reader opens and finds one room behind them
-FEWEST_DOORS = {"files_with_one_importer": 133, "one_call_helpers": 355}
+FEWEST_DOORS = {"files_with_one_importer": 113, "one_call_helpers": 284}
 # names that vLLM and verl give, and call
 NAMED_BY_OTHERS = ["mrl.environments.verl_base_tool:rollout_trace_op", "mrl.vllm.cpu_fp8:create_weights"]
 
@@ -164,7 +164,6 @@ def light_modules() -> list[str]:
 COMMANDS = {"convert", "doctor", "import_verl", "plan", "prepare", "rehearse", "report", "samples", "versions"}
 ON_TWO_FLOORS = {
     "routes": "of experts: as data, and as ranks fetch them",
-    "rows": "what an advantage knows of rows, and of a rehearsal's data",
     "samples": "of a step, as data, in the report and for `mrl samples`",
     "scoring": "by workers of a cluster, and as a rehearsal does in their place",
     "shown_rows": "as a file, and what a step writes into it",

@@ -20,8 +20,7 @@ from mrl.reward.builtin_rules import environment
 from mrl.reward.items import OK, RewardItem, RewardSpec
 from mrl.reward.pool import RewardPool
 from mrl.tools.rehearse.compose import WorkFolder
-from mrl.tools.rehearse.prepare import prepare
-from mrl.tools.rehearse.rows import TRAIN_ROWS, rows_of, write_rows
+from mrl.tools.rehearse.prepare import TRAIN_ROWS, prepare, rows_of, write_rows
 from mrl.tools.rehearse.scoring import ROW, VALIDATION, RehearsalScorer, ScoringSettings, load_scorer, write_scorer
 from mrl.tools.rehearse.small_model import (
     HEAD,
