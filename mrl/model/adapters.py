@@ -207,8 +207,10 @@ def adapter_shards(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora)
             for factor in FACTORS:
                 shape = adapted.shape(factor, lora.rank)
                 replicas = layer.replicas
-                if (factor == FIRST) != adapted.is_cut_by_columns:
-                    replicas = _whole_on(layout, rank, layer.is_expert)
+                if (factor == FIRST) != adapted.is_cut_by_columns:  # whole on every tensor-parallel rank
+                    replicas = layout.dense_group(rank, "tp", "cp", "dp")
+                    if layer.is_expert:
+                        replicas = layout.expert_group(rank, "etp", "edp")
                 name = layer.parameter(adapted.target, factor)
                 pieces = adapted.pieces(factor, lora.rank)
                 shards.append(Shard(name, layer.vp_chunk, shape, pieces, layer.is_expert, replicas))
@@ -221,13 +223,6 @@ def all_shards(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora | No
     if lora is None:
         return weights
     return (*weights, *adapter_shards(model, layout, rank, lora))
-
-
-def _whole_on(layout: TrainLayout, rank: int, is_expert: bool) -> tuple[int, ...]:
-    """Returns the ranks that hold the same as `rank`, for parameters that tensor parallelism does not cut."""
-    if is_expert:
-        return layout.expert_group(rank, "etp", "edp")
-    return layout.dense_group(rank, "tp", "cp", "dp")
 
 
 # ---------------------------------------------------------------- the weights that they make

@@ -103,21 +103,15 @@ class MlflowSink(View):
         if self._client is None:
             client = self._mlflow.MlflowClient(tracking_uri=self._uri)
             experiment = client.get_experiment_by_name(self._info.project)
-            number = (
-                experiment.experiment_id
-                if experiment
-                else client.create_experiment(self._info.project, self._artifacts())
-            )
+            artifacts = None
+            if self._uri.startswith("sqlite:"):
+                artifacts = (self._folder.resolve() / "mlflow").as_uri()
+            number = experiment.experiment_id if experiment else client.create_experiment(self._info.project, artifacts)
             known = self._folder / "mlflow.id"
             self._id = _kept_id(known) or client.create_run(number, run_name=self._info.name).info.run_id
             known.write_text(self._id)
             self._client = client
         return self._client
-
-    def _artifacts(self) -> str | None:
-        if self._uri.startswith("sqlite:"):
-            return (self._folder.resolve() / "mlflow").as_uri()
-        return None
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Logs the step. MLflow does not allow `@` in names, so it becomes `_at_`, as in verl."""
