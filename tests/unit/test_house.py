@@ -76,7 +76,7 @@ MOST_PACKED = {
 }
 WITH_WHOLE_CONFIGURATION = 25  # functions
 # doors that a reader opens and finds one room behind them
-FEWEST_DOORS = {"files_with_one_importer": 113, "one_call_helpers": 284}
+FEWEST_DOORS = {"files_with_one_importer": 113, "one_call_helpers": 283}
 # names that vLLM and verl give, and call
 NAMED_BY_OTHERS = ["mrl.environments.verl_base_tool:rollout_trace_op", "mrl.vllm.cpu_fp8:create_weights"]
 
