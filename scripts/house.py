@@ -49,7 +49,8 @@ Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 Documented = ast.Module | ast.ClassDef | Function
 # first words of docstrings whose noun is the name of what they describe: one reads them twice
 GENITIVES = ("Of", "As", "See")
-SENTENCE_WORDS = 20  # of a docstring's sentence at most
+SENTENCE_WORDS = 20  # of a sentence of a docstring or a refusal at most
+REFUSALS = ("Error", "Fault", "Interrupted", "LostProcess", "Violation", "RuleRow")  # ends of names of what says no
 
 
 def room_of(module: str) -> str | None:
@@ -228,6 +229,11 @@ def docstrings(house: House) -> Iterator[tuple[str, str, str]]:
                 yield module, getattr(node, "name", module), text
 
 
+def said(house: House) -> Iterator[tuple[str, str]]:
+    """(module, text) of every docstring."""
+    return ((module, text) for module, _, text in docstrings(house))
+
+
 def genitive_docstrings(house: House) -> list[str]:
     """Docstrings that begin with one of GENITIVES, each with where it stands."""
     return [
@@ -245,11 +251,34 @@ def sentences(text: str) -> Iterator[str]:
         yield from (" ".join(part.split()) for part in parts if part.strip())
 
 
-def long_sentences(house: House) -> list[str]:
-    """Sentences of docstrings with more than SENTENCE_WORDS words, each after the name of its module."""
+def refusals(house: House) -> Iterator[tuple[str, str]]:
+    """(module, text) of every text of an error or a violated rule; what is filled in counts as a word."""
+    for module, nodes in house.nodes.items():
+        for node in nodes:
+            name = ""
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if name.endswith(REFUSALS):
+                yield from ((module, text) for text in map(filled_in, node.args) if text)
+
+
+def filled_in(node: ast.AST) -> str:
+    """The text of a literal; empty for anything else."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(filled_in(part) or "X" for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return filled_in(left) + filled_in(right)
+    return ""
+
+
+def long_sentences(texts: Iterable[tuple[str, str]]) -> list[str]:
+    """Sentences of (module, text) with more than SENTENCE_WORDS words, each after the name of its module."""
     return [
         f"{module}: {sentence}"
-        for module, _, text in docstrings(house)
+        for module, text in texts
         for sentence in sentences(text)
         if len(sentence.split()) > SENTENCE_WORDS
     ]
@@ -370,7 +399,8 @@ def measure(house: House) -> dict:
         "circles_of_modules": circles(house.graph),
         "circles_of_rooms": circles(house.room_graph),
         "docstrings_of_as_see": len(genitive_docstrings(house)),
-        "long_sentences_of_docstrings": len(long_sentences(house)),
+        "long_sentences_of_docstrings": len(long_sentences(said(house))),
+        "long_sentences_of_refusals": len(long_sentences(refusals(house))),
         "public_functions_without_docstring": sum(
             public and not ast.get_docstring(node) for _, node, public in house.functions()
         ),

@@ -375,9 +375,9 @@ def check_object_stores(need: int, have: dict[str, int]) -> None:
     node, size = min(small.items(), key=lambda known: known[1])
     raise EnvironmentFault(
         f"the object store of {len(small)} of {len(have)} nodes is too small: Ray on {node} has one of "
-        f"{size / GIB:.2f} GiB, and the responses that exist at once take {need / GIB:.2f} GiB of a node when all are "
-        f"as long as data.max_response_length allows. Start Ray there with --object-store-memory {need} or more "
-        "(launch/start_head.sh and start_worker.sh hand it on), or lower data.train_batch_size, rollout.n, "
-        "data.max_response_length, trainer.max_staleness or data.val_max_samples; routes of "
+        f"{size / GIB:.2f} GiB. The responses that exist at once take {need / GIB:.2f} GiB of a node when all have "
+        f"data.max_response_length tokens. Start Ray there with --object-store-memory {need} or more "
+        "(launch/start_head.sh and start_worker.sh hand it on). Or lower data.train_batch_size, rollout.n, "
+        "data.max_response_length, trainer.max_staleness or data.val_max_samples. Routes of "
         "actor.router_replay: R3 are most of it where they are on"
     )

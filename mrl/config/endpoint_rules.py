@@ -72,8 +72,8 @@ ENDPOINT_RULES = (
         "actor.use_remove_padding",
         lambda c, m: c.rollout.endpoint and not c.actor.use_remove_padding,
         "must be true with rollout.endpoint: true",
-        "a response whose agent goes back is several sequences, and padded to one length they would take a multiple of "
-        "its memory",
+        "a response whose agent goes back is several sequences; padded to one length they would take a multiple of its "
+        "memory",
         (True,),
     ),
 )

@@ -172,8 +172,7 @@ HYBRID_RULES = (
         "rollout.enable_prefix_caching",
         _hybrid(lambda c, m: c.rollout.enable_prefix_caching),
         "must be false for gated delta attention",
-        "a prefix is found by its keys, and vLLM keeps a state of it only at the ends of blocks, in a mode that was "
-        "never tried here",
+        "vLLM finds a prefix by its keys, and keeps its state only at the ends of blocks; that was never tried here",
         (False,),
     ),
     RuleRow(

@@ -134,8 +134,8 @@ LORA_RULES = (
         "actor.lora.base_dtype",
         _with(lambda c, m: c.actor.lora.base_dtype != "model.dtype"),
         "must be model.dtype",
-        "a quantised base needs a library that multiplies and unpacks its weights in Megatron's column, row and "
-        "grouped layers, on devices and on a CPU, and mrl supports none",
+        "a quantised base needs a library that multiplies its weights in Megatron's layers, on devices and on a CPU; "
+        "mrl supports none",
         ("model.dtype",),
     ),
     RuleRow(

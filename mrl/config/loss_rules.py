@@ -338,7 +338,7 @@ LOSS_RULES = (
         f"{_CORRECTION}.level",
         lambda c, m: c.algorithm.rollout_correction.level is not None and c.algorithm.anchor == "rollout",
         "does not go with algorithm.anchor: rollout",
-        "the ratio of the loss is then taken against generation's probabilities already, so the correction would "
+        "the loss then takes its ratio against generation's probabilities already; the correction would "
         "count the same gap twice; use algorithm.anchor: recompute with a correction, or no correction",
         (None,),
     ),

@@ -252,7 +252,7 @@ def dialect_of(tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]) 
             return Dialect(family, tokenizer.backend_tokenizer, goes_on)
     raise ConfigError(
         "model.path: the chat template writes answers of tools in no form that is known "
-        f"({', '.join(family.name for family in FAMILIES)}), or rewrites the turn with the calls once it is answered"
+        f"({', '.join(family.name for family in FAMILIES)}); or it rewrites the turn with the calls once it is answered"
     )
 
 

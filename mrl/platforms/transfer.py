@@ -164,7 +164,7 @@ class _DeviceMemory:
         self.synchronize()
         if pool := _private_pool(self._module.memory_snapshot(), tensor.data_ptr()):
             raise EnvironmentFault(
-                f"an arena for weight syncs would lie in the private memory pool {pool} (vLLM's, which sleeps), so "
+                f"an arena for weight syncs would lie in the private memory pool {pool} (vLLM's, which sleeps); "
                 "other processes must not open it; set reshard.transport: shm"
             )
         return tensor

@@ -90,7 +90,7 @@ def parse_devices(text: str) -> DeviceCount:
     nodes, count = (0, 0) if match is None else (int(match[1] or 1), int(match[2]))
     if match is None or not 1 <= nodes * count <= _MOST_DEVICES:
         raise ConfigError(
-            f"devices {text!r}: must read NUMBER x NAME, or NODES x NUMBER NAME, as 8 x h100-80g or 4x8 h100-80g, with "
+            f"devices {text!r}: must read NUMBER x NAME, or NODES x NUMBER NAME, as 8 x h100-80g or 4x8 h100-80g; "
             f"at most {_MOST_DEVICES}; names: {', '.join(devices())}"
         )
     device = device_by_part(match[3])
@@ -273,8 +273,8 @@ def _engine_sizes(model: ModelSpec, count: DeviceCount) -> list[int]:
     if not fitting:
         largest = engine_memory(model, RolloutLayout(1, legal[-1]), share).weights / GIB
         raise ConfigError(
-            f"no engine in a node of {count.per_node} x {count.device.name} holds the model and {_SEQUENCES} sequences "
-            f"(weights alone {largest:.0f} GiB a device); give larger devices"
+            f"no engine in a node of {count.per_node} x {count.device.name} holds the model and {_SEQUENCES} "
+            f"sequences; weights alone take {largest:.0f} GiB a device; give larger devices"
         )
     return fitting
 

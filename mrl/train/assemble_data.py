@@ -135,8 +135,8 @@ def check_goes_on(tools: Offer | None, trainer: TrainerConfig) -> None:
     if tools is None or not trainer.partial_rollouts or not tools.unrepeatable:
         return
     raise ConfigError(
-        f"rollout.turns.environments: {tools.unrepeatable[0]!r} is not repeatable, and with trainer.partial_rollouts a "
-        "response goes on elsewhere, where its environment is brought to where it was by the same actions; set "
+        f"rollout.turns.environments: {tools.unrepeatable[0]!r} is not repeatable; with trainer.partial_rollouts a "
+        "response goes on elsewhere, in an environment that repeats the same actions; set "
         "partial_rollouts to false, or make its replies follow from row, seed and actions alone (`repeatable = True`)"
     )
 

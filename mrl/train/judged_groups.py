@@ -177,8 +177,8 @@ class JudgedGroups:
             others = "unfiltered"
         return DataError(
             f"step {buffer.step + 1}: after {schedule.most_draws} batches of prompts, {len(buffer.groups)} of the "
-            f"{schedule.batch} groups of a step have responses that differ in {self._metric} "
-            f"({len(buffer.groups) + len(self.filtered)} generated): the prompts are too easy or too hard for the "
+            f"{schedule.batch} groups of a step have responses that differ in {self._metric}; "
+            f"{len(buffer.groups) + len(self.filtered)} were generated: the prompts are too easy or too hard for the "
             "model as it is. Raise algorithm.filter_groups.max_num_gen_batches or rollout.n, give other prompts, or "
             f"set on_exhausted to {others}"
         )

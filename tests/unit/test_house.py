@@ -386,15 +386,27 @@ def test_docstrings_that_do_are_found():
 
 
 def test_docstrings_have_short_sentences():
-    wrong = house.long_sentences(the_house())
+    wrong = house.long_sentences(house.said(the_house()))
     assert not wrong, "\n".join(wrong)
+
+
+def test_refusals_have_short_sentences():
+    texts = list(house.refusals(the_house()))
+    wrong = house.long_sentences(texts)
+    assert len(texts) > 1000 and not wrong, "\n".join(wrong)
+
+
+def test_refusals_are_found_and_what_is_filled_in_is_a_word():
+    text = 'raise errors.ConfigError(f"{key}: no" + " more", 7)\nyield Violation("a", f"at most {n}", why)\nprint("x")'
+    small = house.House({"mrl": ast.parse(text)}, {"mrl": text})
+    assert [said for _, said in house.refusals(small)] == ["X: no more", "a", "at most X"]
 
 
 def test_long_sentences_are_found_and_tables_are_none():
     words = " ".join(["word"] * 21)
     text = f'"""A module.\n\nOne: {words}.\n\n    {words}\n* {words[5:]}: {words[5:]}\n"""\n'
     small = house.House({"mrl": ast.parse(text)}, {"mrl": text})
-    assert house.long_sentences(small) == [f"mrl: {words}."]
+    assert house.long_sentences(house.said(small)) == [f"mrl: {words}."]
 
 
 def test_functions_stay_short():
