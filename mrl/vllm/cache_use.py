@@ -41,14 +41,18 @@ class CacheUse:
         self.preemptions += preempted - by_pause
 
     def stat_logger(self) -> Callable[[Any, int], Any]:
-        """Returns a class for AsyncLLM's `stat_loggers`, in vLLM 0.23 and 0.32, whose loggers write here."""
-        from vllm.v1.metrics.loggers import StatLoggerBase
+        """Returns a class for AsyncLLM's `stat_loggers`, in vLLM 0.23 and 0.32, whose loggers write here.
+
+        vLLM adds its own logger for Prometheus, unless it is given one of that kind. Nobody asks for its histograms
+        here, and each token would be counted in them.
+        """
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         note = self.note
 
-        class Watch(StatLoggerBase):
-            def __init__(self, vllm_config: Any, engine_index: int = 0):
-                pass
+        class Watch(PrometheusStatLogger):
+            def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None):
+                pass  # the base class would make the histograms
 
             def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0) -> None:
                 if scheduler_stats is not None:
@@ -60,6 +64,12 @@ class CacheUse:
                     note(scheduler_stats.kv_cache_usage, preempted, running, waiting)
 
             def log_engine_initialized(self) -> None:
+                pass
+
+            def record_sleep_state(self, is_awake: int = 0, level: int = 0) -> None:
+                pass
+
+            def record_admission_rejection(self, reason: str) -> None:
                 pass
 
         return Watch

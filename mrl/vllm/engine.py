@@ -113,6 +113,7 @@ class VllmEngine:
         with many_imports():
             from vllm.config.weight_transfer import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.envs import enable_envs_cache
             from vllm.v1.engine.async_llm import AsyncLLM
 
             from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
@@ -136,6 +137,7 @@ class VllmEngine:
             ) from error
         finally:
             leave_server()
+        enable_envs_cache()  # as vLLM does in its core; a request reads the environment some ten times
         self._calls.watch(has_peers=self.settings.data_ranks > 1)
         self._prefixes = CachedPrefixes(self._calls.llm.vllm_config.cache_config.block_size)
         await self._updates.connect_slow()

@@ -1,5 +1,8 @@
 """What of an engine's preemptions is a want of room in its KV cache."""
 
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
 from mrl.vllm.cache_use import CacheUse
 
 
@@ -31,3 +34,18 @@ def test_requests_that_ended_under_a_pause_do_not_excuse_others_for_ever():
         cache.paused()
     cache.note(0.9, preempted=8, running=1, waiting=9)
     assert cache.preemptions == 2
+
+
+def test_vllm_tells_each_step_to_the_cache_and_to_nobody_else():
+    cache = CacheUse()
+    manager = StatLoggerManager(None, [0], [cache.stat_logger()], enable_default_loggers=False)
+    assert len(manager.stat_loggers) == 1, "vLLM counts every token for Prometheus too, and nobody reads that"
+    manager.log_engine_initialized()
+    manager.record_sleep_state(1, 2)
+    manager.record_admission_rejection("max_num_queued_reqs")
+    step = IterationStats()
+    step.num_preempted_reqs = 2
+    manager.record(SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=0.5), step)
+    manager.record(SchedulerStats(kv_cache_usage=0.25), None)
+    manager.record(None, None)
+    assert (cache.share, cache.peak, cache.preemptions) == (0.25, 0.5, 2)
