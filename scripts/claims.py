@@ -27,6 +27,7 @@ CALLS |= {"sum": sum, "set": set, "zip": zip, "enumerate": enumerate, "str": str
 NAMED = re.compile(r"(?:tests|scripts)/[\w/.-]+\.(?:py|sh)")
 # where a clone lay; the homes of made-up users in the words of others' scripts are none
 PLACE = re.compile(r"(?<![\w.])/(?!home/user/)[\w./-]+/(?:parallel_configs|mrl|scripts|docs|tests)/")
+LONG = re.compile(r"mark\s*\.\s*long")
 AGE = re.compile(r"(`[0-9a-f]{7}`(?: and \d+ more)?): (?:[\d,]+ lines? since, \*\*stale\*\*|fresh|newer|age unknown)")
 AS_OF = re.compile(r"as of commit `(\w+)`")
 FIGURE = re.compile(r"(<!-- figure (\w+): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -297,7 +298,10 @@ def _absent_tests(tests: str) -> list[str]:
 @cache
 def with_long(name: str) -> str:
     """A test's file, and whether its cases are left out of continuous integration (`long`)."""
-    tree = ast.parse((ROOT / name).read_text(encoding="utf-8")) if name.startswith("tests/") else ast.Module([], [])
+    text = (ROOT / name).read_text(encoding="utf-8") if name.startswith("tests/") else ""
+    if not LONG.search(text):
+        return f"`{name}`"
+    tree = ast.parse(text)
     whole = any(isinstance(node, ast.Assign) and "mark.long" in ast.unparse(node)
                 and ast.unparse(node.targets[0]) == "pytestmark" for node in tree.body)  # fmt: skip
     if whole:

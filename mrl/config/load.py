@@ -103,10 +103,14 @@ def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence
     name = next((layer.recipe for layer in layers if layer.recipe), None)
     files = tuple(layer.file for layer in layers if layer.file)
     try:
+        config = RunConfig.model_validate(tree.plain())
         # values that follow from other keys, where they are not set, so that the resolved configuration shows them
-        for path, value, key in _derived(RunConfig.model_validate(tree.plain())):
+        derived = list(_derived(config))
+        for path, value, key in derived:
             tree = merge(tree, _nest(path, Node(value, Origin(key))))
-        return _resolved(RunConfig.model_validate(tree.plain()), tree, name, files)
+        if derived:
+            config = RunConfig.model_validate(tree.plain())
+        return _resolved(config, tree, name, files)
     except ValidationError as error:
         refused = schema_violations(error, tree)
         rest = rest_of(tree.plain(), refused)
@@ -122,13 +126,14 @@ def available_recipes() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in RECIPES.glob("*.yaml")))
 
 
-def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:
+def _file_layers(path: Path, chain: tuple[Path, ...], open_files: frozenset[Path] = frozenset()) -> list[_Layer]:
     """Returns the files that a preset extends, its recipe and the preset itself, lowest priority first.
 
-    `chain` holds the files that led to this one.
+    `chain` holds the files that led to this one, `open_files` the same without links.
     """
     trail = " -> ".join(map(str, (*chain, path)))
-    if path.resolve() in {p.resolve() for p in chain}:
+    real = path.resolve()
+    if real in open_files:
         raise ConfigError(f"extends: goes in a circle: {trail}")
     tree = parse_yaml(_read(path, trail), str(path))
     if not tree.is_mapping:
@@ -140,7 +145,8 @@ def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:
     keys = dict(tree.value)
     bases = keys.pop("extends", None)
     recipe = keys.pop("recipe", None)
-    layers = [layer for base in _base_paths(bases, path) for layer in _file_layers(base, (*chain, path))]
+    led = ((*chain, path), open_files | {real})
+    layers = [layer for base in _base_paths(bases, path) for layer in _file_layers(base, *led)]
     if recipe is not None:
         layers.append(_recipe_layer(recipe.plain(), str(recipe.origin)))
     return [*layers, _Layer(Node(keys, tree.origin), file=str(path))]
@@ -179,7 +185,7 @@ def _shortest(path: Path) -> Path:
         else:
             parts.append(part)
     short = Path(*parts)
-    if short.resolve() == path.resolve():
+    if short == path or short.resolve() == path.resolve():
         return short
     return path
 

@@ -80,7 +80,7 @@ def merge(below: Node, above: Node) -> Node:
     return Node(merged, above.origin)
 
 
-@lru_cache(maxsize=64)  # a preset and its recipe are read again for every layout or variant that is tried
+@lru_cache(maxsize=512)  # presets, what they extend and recipes are read again for every variant that is tried
 def parse_yaml(text: str, name: str, with_lines: bool = True) -> Node:
     """Parses one document. An empty document is an empty mapping. Raises ConfigError.
 

@@ -101,6 +101,7 @@ def adapter_count(model: ModelSpec, lora: Lora) -> int:
     return sum(rows * columns for rows, columns in adapter_shapes(model, lora).values())
 
 
+@cache
 def smallest_side(model: ModelSpec, lora: Lora) -> tuple[int, str]:
     """Returns the smallest dimension among the weights with adapters, and that weight's name."""
     return min((min(spec.shape), spec.name) for spec in adapted_tensors(model, lora))

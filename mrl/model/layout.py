@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 from mrl.errors import ConfigError
 from mrl.model.layout_degrees import LayoutDegrees
-from mrl.model.layout_rules import ModelFacts, check_train_layout, chunk_layer_counts, padded_vocab_size
+from mrl.model.layout_rules import (
+    ModelFacts,
+    check_train_layout,
+    chunk_layer_counts,
+    is_legal_layout,
+    padded_vocab_size,
+)
 
 __all__ = [
     "DenseCoords",
@@ -25,6 +31,7 @@ __all__ = [
     "TrainLayout",
     "WorkerCoords",
     "check_train_layout",
+    "is_legal_layout",
     "padded_vocab_size",
 ]
 

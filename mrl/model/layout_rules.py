@@ -357,12 +357,25 @@ def check_train_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelF
     return [violation for violation in judged if violation is not None]
 
 
-def _judged(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> Violation | None:
+def is_legal_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelFacts) -> bool:
+    """Returns whether `check_train_layout` finds nothing, without looking for legal values."""
+    d = LayoutDegrees.of(degrees)
+    return all(_broken(rule, d, model) is None for rule in _RULES)
+
+
+def _broken(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> str | None:
+    """Returns what a rule demands where it is broken; None where it holds or reads a key with unknown value."""
     try:
         if rule.holds(d, m):
             return None
-        text = rule.rule.format(d=d, m=m)
+        return rule.rule.format(d=d, m=m)
     except UnknownValue:
+        return None
+
+
+def _judged(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> Violation | None:
+    text = _broken(rule, d, m)
+    if text is None:
         return None
     return Violation(rule.field, text, rule.why, _nearest_legal(rule.field, d, m), value=getattr(d, rule.field))
 

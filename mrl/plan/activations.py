@@ -21,7 +21,7 @@ from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
 from mrl.plan.adapter_activations import AdapterActivations
-from mrl.plan.model_state import key_value_heads, layer_kinds
+from mrl.plan.model_state import chunk_kinds, key_value_heads
 
 Kernels = Literal["torch", "transformer_engine"]
 _F32 = 4
@@ -451,15 +451,16 @@ class Activations:
 
     def stage_saved(self, pp: int, micro_batches: int) -> int:
         """Returns the peak of a stage's saved tensors in Megatron's 1F1B schedule (interleaved with virtual stages)."""
-        layout = self.layout
-        chunks = [self.chunk(layer_kinds(self.model, layout, pp, vp)) for vp in range(layout.virtual_pipeline)]
-        kept = sum(chunks[vp][0] for vp in in_flight(layout, pp, micro_batches))
+        kinds = chunk_kinds(self.model, self.layout, pp)
+        unlike = {id(of_chunk): of_chunk for of_chunk in kinds}  # equal ones of many layers take long to compare
+        sizes = {key: self.chunk(of_chunk) for key, of_chunk in unlike.items()}
+        kept = sum(sizes[id(kinds[vp])][0] for vp in in_flight(self.layout, pp, micro_batches))
         if pp == 0:
-            kept += self.embedding() * min(micro_batches, layout.pipeline)
+            kept += self.embedding() * min(micro_batches, self.layout.pipeline)
         head = 0
-        if pp == layout.pipeline - 1:
+        if pp == self.layout.pipeline - 1:
             head = self.head()
-        return kept + max(head, max(again for _, again in chunks))
+        return kept + max(head, max(again for _, again in sizes.values()))
 
     def stage_temporaries(self, pp: int) -> int:
         """Returns the largest temporaries of a stage's backward pass."""

@@ -11,6 +11,7 @@ Sources in megatron-core 0.16.1:
 Dense buffers are shared by dp x cp ranks, those of experts by the expert grid's own data-parallel ranks.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -120,8 +121,36 @@ def layers_alike(model: ModelSpec) -> bool:
 def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tuple[LayerKind, ...]:
     """Returns the kind of each layer of a model chunk."""
     if layers_alike(model):
-        return (LayerKind(model.is_moe),) * layout.chunk_layers[pp][vp]
-    return tuple(model.layer_kind(layer) for layer in layout.stage_layers(pp, vp))
+        return _repeated(model.is_moe, layout.chunk_layers[pp][vp])
+    layers = layout.stage_layers(pp, vp)
+    return _all_kinds(model)[layers.start : layers.stop]
+
+
+@cache
+def _all_kinds(model: ModelSpec) -> tuple[LayerKind, ...]:
+    return tuple(model.layer_kind(layer) for layer in range(model.num_layers))
+
+
+@cache
+def _repeated(is_moe: bool, layers: int) -> tuple[LayerKind, ...]:
+    return (LayerKind(is_moe),) * layers
+
+
+def chunk_kinds(model: ModelSpec, layout: TrainLayout, pp: int) -> list[tuple[LayerKind, ...]]:
+    """Returns the kinds of the layers of each model chunk of a stage.
+
+    Where all layers are alike, chunks with equally many are one object.
+    """
+    if layers_alike(model):  # asked once: a search looks at very many chunks
+        return [_repeated(model.is_moe, layers) for layers in layout.chunk_layers[pp]]
+    return [layer_kinds(model, layout, pp, vp) for vp in range(layout.virtual_pipeline)]
+
+
+def _kind_counts(model: ModelSpec, layout: TrainLayout, pp: int) -> dict[LayerKind, int]:
+    """Returns how many layers of each kind a stage has."""
+    if layers_alike(model):
+        return {LayerKind(model.is_moe): sum(layout.chunk_layers[pp])}
+    return Counter(kind for kinds in chunk_kinds(model, layout, pp) for kind in kinds)
 
 
 def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:
@@ -139,10 +168,9 @@ def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
     """Returns the elements of a rank of pipeline stage `pp`, with parameters' starts aligned but not yet the buffers'
     ends.
     """
-    kinds = [kind for vp in range(layout.virtual_pipeline) for kind in layer_kinds(model, layout, pp, vp)]
     numel = _end_numel(model, layout.tensor, layout.pipeline, pp)
-    for kind in set(kinds):
-        numel += _layer_numel(model, kind, layout.tensor, layout.expert, layout.expert_tensor) * kinds.count(kind)
+    for kind, layers in _kind_counts(model, layout, pp).items():
+        numel += _layer_numel(model, kind, layout.tensor, layout.expert, layout.expert_tensor) * layers
     return numel
 
 
@@ -159,11 +187,10 @@ def critic_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
 
 def adapter_numel(model: ModelSpec, layout: TrainLayout, pp: int, lora: Lora) -> BufferNumel:
     """Returns the elements of the adapters of a rank of pipeline stage `pp`, as `stage_numel` counts weights."""
-    kinds = [kind for vp in range(layout.virtual_pipeline) for kind in layer_kinds(model, layout, pp, vp)]
     numel = BufferNumel()
-    for kind in set(kinds):
+    for kind, layers in _kind_counts(model, layout, pp).items():
         for weight in weight_map(model).of_kind(kind).megatron:
-            numel += _adapters_of(weight, model, layout, lora) * kinds.count(kind)
+            numel += _adapters_of(weight, model, layout, lora) * layers
     return numel
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.adapters import Lora
-from mrl.model.layout import TrainLayout, check_train_layout
+from mrl.model.layout import TrainLayout, is_legal_layout
 from mrl.model.precision import BF16, Precision
 from mrl.model.quantised_shards import ranks_fault
 from mrl.plan.activations import Activations, MicroBatchShape, Recompute
@@ -169,13 +169,11 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
     for pp, vp, notation in _pipelines(model.num_layers, divisors, interleaves):
         base = {"world_size": world, _PP: pp, _VPP: vp, **notation}
         experts = [
-            (ep, etp)
-            for ep, etp in product(divisors, repeat=2)
-            if not check_train_layout(base | {_EP: ep, _ETP: etp}, model)
+            (ep, etp) for ep, etp in product(divisors, repeat=2) if is_legal_layout(base | {_EP: ep, _ETP: etp}, model)
         ]
         for tp, cp in product(divisors, repeat=2):
             dense = base | {_TP: tp, _CP: cp}
-            if (model.num_key_value_heads % tp and not shares_heads) or check_train_layout(dense, model):
+            if (model.num_key_value_heads % tp and not shares_heads) or not is_legal_layout(dense, model):
                 continue
             layout = TrainLayout.build(dense, model)
             for ep, etp in experts:

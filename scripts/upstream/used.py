@@ -33,6 +33,10 @@ _OWNER = {"VLLM_ASCEND": "vllm-ascend", "VLLM": "vllm", "HCCL": "torch-npu", "P2
           "NVTE": "transformer-engine",
           "TASK_QUEUE": "torch-npu", "PYTORCH_NPU": "torch-npu"}  # fmt: skip
 
+# a file without any of these words names nothing of others, and need not be parsed
+_PACKAGE = re.compile(rf"\b(?:{'|'.join(PACKAGES)})\b")
+_OWNED = re.compile("|".join(_OWNER))
+
 
 @dataclass(frozen=True, order=True)
 class Call:
@@ -59,7 +63,10 @@ def used_names(root: Path = ROOT) -> Uses:
     found: Uses = defaultdict(lambda: defaultdict(Use))
     for path in sorted((root / "mrl").rglob("*.py")):
         file = path.relative_to(root).as_posix()
-        for dotted, line, call in _uses(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        if not _PACKAGE.search(text):
+            continue
+        for dotted, line, call in _uses(ast.parse(text)):
             for dependency in _dependencies(dotted, file):
                 use = found[dependency][dotted]
                 use.places.add(f"{file}:{line}")
@@ -148,6 +155,8 @@ def used_variables(root: Path = ROOT) -> dict[str, dict[str, set[str]]]:
         if path.suffix not in (".py", ".yaml", ".sh"):
             continue
         text = path.read_text(encoding="utf-8")
+        if not _OWNED.search(text):
+            continue
         words = _strings(text) if path.suffix == ".py" else [text]
         for match in (m for word in words for m in _VARIABLE.finditer(word)):
             owner, file = _OWNER[match[1]], path.relative_to(root).as_posix()

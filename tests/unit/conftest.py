@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,19 @@ def tiny_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _make_it_call(model: Path) -> None:
     """Gives a model's folder a tokenizer whose template writes calls of tools, and turns that end as it says."""
+    files, ends = _calling()
+    for name, content in files.items():
+        (model / name).write_bytes(content)
+    (model / "config.json").write_text(json.dumps(TINY | ends))
+
+
+@cache
+def _calling() -> tuple[dict[str, bytes], dict[str, int]]:
+    """The tokenizer's files, made once, and its token that ends a turn."""
     from dialect_templates import tokenizer  # here: transformers with it
 
     made = tokenizer("hermes")
-    made.save_pretrained(model)
-    ends = {"eos_token_id": made.convert_tokens_to_ids("<|im_end|>")}
-    (model / "config.json").write_text(json.dumps(TINY | ends))
+    with tempfile.TemporaryDirectory() as folder:
+        made.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return files, {"eos_token_id": made.convert_tokens_to_ids("<|im_end|>")}

@@ -3,6 +3,8 @@
 Written for these tests: what families publish besides (dates, roles of developers, images) is left out.
 """
 
+from functools import cache
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -105,8 +107,9 @@ WORDS = [
 ]
 
 
-def tokenizer(family: str, template: str | None = None) -> PreTrainedTokenizerFast:
-    """A BPE of bytes with some hundred merges, and the family's tokens."""
+@cache
+def _trained(family: str) -> str:
+    """A BPE of bytes with some hundred merges, and a family's tokens, as JSON."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -114,9 +117,15 @@ def tokenizer(family: str, template: str | None = None) -> PreTrainedTokenizerFa
         vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     core.train_from_iterator([" ".join(WORDS)] * 20, trainer)
-    special, others = TOKENS["glm" if family == "glm" else "hermes"]
+    special, others = TOKENS[family]
     core.add_special_tokens(special)
     core.add_tokens([AddedToken(token, normalized=False) for token in others])
+    return core.to_str()
+
+
+def tokenizer(family: str, template: str | None = None) -> PreTrainedTokenizerFast:
+    """One of its own for each call: trained once, and read again."""
+    core = Tokenizer.from_str(_trained("glm" if family == "glm" else "hermes"))
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
     made.chat_template = template or TEMPLATES[family]
     return made

@@ -13,7 +13,7 @@ from mrl.cli.main import main
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.model import forward_flops_per_token, known_spec
-from mrl.model.layout import TrainLayout, check_train_layout
+from mrl.model.layout import TrainLayout, check_train_layout, is_legal_layout
 from mrl.model.precision import BF16
 from mrl.plan.activations import MicroBatchShape
 from mrl.plan.devices import find_device
@@ -112,7 +112,9 @@ def test_any_legal_degrees_are_among_those_looked_at():
     for _ in range(500):
         sizes = [rng.choice((1, 1, 2, 3, 4, 8)) for _ in range(5)]
         degrees = dict(zip((TP, PP, CP, EP, ETP), sizes, strict=True)) | {"world_size": world}
-        if not check_train_layout(degrees, model):
+        broken = check_train_layout(degrees, model)
+        assert is_legal_layout(degrees, model) != bool(broken)
+        if not broken:
             legal += 1
             assert TrainLayout.build(degrees, model) in looked_at
     assert legal > 20

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mrl
 from mrl.config.load import load_config
-from mrl.config.schema import LayoutConfig
+from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.errors import ConfigError
 from mrl.model import FAMILIES, known_models, known_name
 from mrl.model.layout import LayoutDegrees
@@ -52,8 +53,8 @@ def choose_layout(
     no preset has that model, or none divides over the devices. Raises ConfigError for a preset that cannot be used.
     """
     if preset is not None:
-        chosen = _layout_of(Path(preset))
-        if chosen is None or devices % _ranks(chosen.degrees):
+        chosen = _layout_of(Path(preset), load_config(preset).config)
+        if devices % _ranks(chosen.degrees):
             raise ConfigError(f"--preset {preset}: its layout does not divide over the script's {devices} devices")
         return chosen
     dividing = [
@@ -88,10 +89,10 @@ def _candidates(model: str, device: str, devices: int, with_adapters: bool) -> I
     if folder is None or name is None:
         return
     for file in sorted(folder.glob("*/*.yaml")):
-        config = load_config(file).config
+        config = _preset(file)
         if config.actor.lora.rank and not with_adapters:
             continue
-        if known_name(config.model.path) == name and (chosen := _layout_of(file)) is not None:
+        if known_name(config.model.path) == name:
             world = config.actor.layout.world_size
             rank = (
                 config.cluster.device != device,
@@ -99,11 +100,17 @@ def _candidates(model: str, device: str, devices: int, with_adapters: bool) -> I
                 world != devices,
                 abs(world - devices),
             )
-            yield rank, chosen
+            yield rank, _layout_of(file, config)
 
 
-def _layout_of(file: Path) -> Chosen | None:
-    layout = load_config(file).config.actor.layout.model_dump()
+@cache
+def _preset(file: Path) -> RunConfig:
+    """Returns one of the folder's presets, which are read once: every script without a layout asks for all of them."""
+    return load_config(file).config
+
+
+def _layout_of(file: Path, config: RunConfig) -> Chosen:
+    layout = config.actor.layout.model_dump()
     degrees = {key: value for key, value in layout.items() if key != "world_size" and value != _DEFAULT[key]}
     return Chosen(degrees, f"that of the preset {file.parent.name}/{file.name}")
 
