@@ -50,7 +50,12 @@ Documented = ast.Module | ast.ClassDef | Function
 # first words of docstrings whose noun is the name of what they describe: one reads them twice
 GENITIVES = ("Of", "As", "See")
 SENTENCE_WORDS = 20  # of a sentence of a docstring or a refusal at most
-REFUSALS = ("Error", "Fault", "Interrupted", "LostProcess", "Violation", "RuleRow")  # ends of names of what says no
+# ends of names of what says no, and of parts of a rule
+REFUSALS = (
+    "Error", "Fault", "Interrupted", "LostProcess", "Abort", "BadRow", "BadRequest", "SystemExit", "Violation", "Rule",
+    "RuleRow", "on_only_where",
+)  # fmt: skip
+REASONS = ("rule", "why", "cure")
 
 
 def room_of(module: str) -> str | None:
@@ -252,14 +257,24 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def refusals(house: House) -> Iterator[tuple[str, str]]:
-    """(module, text) of every text of an error or a violated rule; what is filled in counts as a word."""
+    """(module, text) of every text that is given to an error or a rule, or is named as a reason of one.
+
+    What is filled in counts as a word. Texts that are put together elsewhere are not seen.
+    """
     for module, nodes in house.nodes.items():
         for node in nodes:
-            name = ""
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            yield from ((module, text) for text in map(filled_in, _reasons(node)) if text)
+
+
+def _reasons(node: ast.AST) -> Iterator[ast.AST]:
+    match node:
+        case ast.Call(func=func, args=given, keywords=keywords):
+            name = getattr(func, "id", getattr(func, "attr", ""))
             if name.endswith(REFUSALS):
-                yield from ((module, text) for text in map(filled_in, node.args) if text)
+                yield from given
+                yield from (keyword.value for keyword in keywords)
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in REASONS:
+            yield value
 
 
 def filled_in(node: ast.AST) -> str:
@@ -302,22 +317,37 @@ def named(nodes: list[ast.AST]) -> Iterator[str]:
 def one_call_helpers(house: House) -> list[str]:
     """Functions and methods of at most FEW_LINES lines that one call names, and nothing else.
 
-    Names are compared, not objects. A name that is defined twice is left out, and so is what a decorator may have
-    registered.
+    Names are compared, not objects: those with an underscore within their module, others over the whole house. A name
+    that is defined twice is left out, and so is what a decorator may have registered.
     """
-    every = [node for nodes in house.nodes.values() for node in nodes]
-    defined = Counter(node.name for node in every if isinstance(node, Function | ast.ClassDef))
-    mentions = Counter(name for nodes in house.nodes.values() for name in named(nodes))
-    called = Counter(name for node in every if isinstance(node, ast.Call) for name in _callee(node))
-    return [
-        f"{module}:{node.name}"
-        for module, nodes in house.nodes.items()
-        for node in nodes
-        if isinstance(node, Function)
-        and function_length(node) <= FEW_LINES
-        and not node.decorator_list
-        and defined[node.name] == called[node.name] == mentions[node.name] == 1
-    ]
+    every = _Uses.of([node for nodes in house.nodes.values() for node in nodes])
+    found = []
+    for module, nodes in house.nodes.items():
+        own = _Uses.of(nodes)
+        short = (node for node in nodes if isinstance(node, Function) and function_length(node) <= FEW_LINES)
+        for node in short:
+            uses = own if node.name.startswith("_") else every
+            if not node.decorator_list and uses.is_called_once(node.name):
+                found.append(f"{module}:{node.name}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """How often names are defined, mentioned and called."""
+
+    defined: Counter[str]
+    mentions: Counter[str]
+    called: Counter[str]
+
+    @classmethod
+    def of(cls, nodes: list[ast.AST]) -> "_Uses":
+        defined = Counter(node.name for node in nodes if isinstance(node, Function | ast.ClassDef))
+        called = Counter(name for node in nodes if isinstance(node, ast.Call) for name in _callee(node))
+        return cls(defined, Counter(named(nodes)), called)
+
+    def is_called_once(self, name: str) -> bool:
+        return self.defined[name] == self.called[name] == self.mentions[name] == 1
 
 
 def _callee(call: ast.Call) -> Iterator[str]:

@@ -90,11 +90,7 @@ class HostCopy:
                 )
                 self._keep(entries[-1].key, tensor)
         if self._kind == ACTOR:
-            tracked = {
-                f"tracker/{name}": (state.get_state() if isinstance(state, torch.Generator) else state).clone()
-                for name, state in get_cuda_rng_tracker().get_states().items()
-            }
-            for name, state in ({"device": actor.platform.rng_state(), "cpu": torch.get_rng_state()} | tracked).items():
+            for name, state in _random_states(actor).items():
                 self._keep(f"rng/{name}", state)
         self._entries = tuple(entries)
         self._facts = _optimizer_facts(actor)
@@ -156,6 +152,15 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
     """Returns the names with wide elements first, so that every tensor is aligned to its own width."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def _random_states(actor) -> dict[str, Tensor]:
+    tracked = {f"tracker/{name}": _state_bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {"device": actor.platform.rng_state(), "cpu": torch.get_rng_state()} | tracked
+
+
+def _state_bytes(state: Any) -> Tensor:
+    return (state.get_state() if isinstance(state, torch.Generator) else state).clone()
 
 
 def _saved_tensors(actor, parameter: RankParameter) -> Iterator[tuple[str, Tensor, tuple[int, int] | None]]:

@@ -23,7 +23,6 @@ from typing import Protocol
 
 import numpy as np
 
-from mrl.checkpoint import stored_boxes
 from mrl.checkpoint.manifest import RankFiles, StoredTensor
 from mrl.checkpoint.tensor_names import may_hold
 from mrl.errors import EnvironmentFault
@@ -366,7 +365,7 @@ class Fp8Reader(BoxReader):
             return super().read(stored, box, out)
         scales = self._scales(name)
         (first, last), columns = box.ranges
-        step = max(1, stored_boxes.SCRATCH_BYTES // (columns[1] - columns[0]))
+        step = max(1, SCRATCH_BYTES // (columns[1] - columns[0]))
         for start in range(first, last, step):
             rows = Box(((start, min(start + step, last)), columns))
             codes = np.empty(rows.shape, np.uint8)

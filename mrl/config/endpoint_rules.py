@@ -44,9 +44,7 @@ def _own_tools(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         if getattr(turns, name) is not None:
             yield Violation(f"rollout.turns.{name}", "must be left out with rollout.endpoint: true", why, (None,))
     if not turns.network:
-        why = (
-            "an agent reaches the endpoint by a socket, and what shuts off the network shuts off those of this host too"
-        )
+        why = "an agent reaches the endpoint by a socket; what shuts off the network shuts off those of this host too"
         yield Violation("rollout.turns.network", "must be true with rollout.endpoint: true", why, (True,))
 
 

@@ -201,7 +201,7 @@ def _on_policy_selection(config: RunConfig, _: ModelSpec) -> Iterator[Violation]
 def _on_policy_replay(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if config.algorithm.on_policy and config.actor.router_replay == "R2" and model.is_moe:
         why = (
-            "it replays what routers chose in the pass that is left out, and one update of the same weights "
+            "it replays what routers chose in the pass that is left out; one update of the same weights "
             "chooses the same by itself"
         )
         yield Violation("actor.router_replay", f"must not be R2 with {_ON_POLICY}", why, ("disabled", "R3"))
@@ -270,7 +270,7 @@ def _clip(name: str) -> Rule:
         value = getattr(config.algorithm.policy_loss, name)
         if limit is not None and value >= limit * _OTHER_SCALE:
             why = (
-                "the ratio of a whole sequence is a mean over its tokens and spreads as 1/sqrt(length), so a band "
+                "the ratio of a whole sequence is a mean over its tokens and spreads as 1/sqrt(length). So a band "
                 f"made for single tokens never clips; {_LOSS}.force: true keeps it as it is"
             )
             rule = (
@@ -338,7 +338,7 @@ LOSS_RULES = (
         f"{_CORRECTION}.level",
         lambda c, m: c.algorithm.rollout_correction.level is not None and c.algorithm.anchor == "rollout",
         "does not go with algorithm.anchor: rollout",
-        "the loss then takes its ratio against generation's probabilities already; the correction would "
+        "the loss then takes its ratio against generation's probabilities already. So the correction would "
         "count the same gap twice; use algorithm.anchor: recompute with a correction, or no correction",
         (None,),
     ),

@@ -88,10 +88,7 @@ def give_up(limits: PythonLimits) -> str | None:
         return "the kernel has no Landlock, or it is off (CONFIG_SECURITY_LANDLOCK and lsm=landlock,...)"
     if version < KEEPS_WHOLE:
         return f"Landlock is of version {version} here, which lets files be emptied; Linux 6.2 has {KEEPS_WHOLE}"
-    # rights of root; a process without them drops none
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
-    none = (ctypes.c_uint32 * 6)()
-    if ctypes.CDLL(None).capset(header, none) != 0:
+    if not _drop_rights():
         return "rights of root stay with the process"
     if not keep_files((1 << max(bits for since, bits in _KINDS if version >= since)) - 1, _places()):
         return "Landlock does not take files from a process"
@@ -114,6 +111,13 @@ def _limit(limits: PythonLimits) -> None:
         if own != resource.RLIM_INFINITY:
             most = min(most, own)
         resource.setrlimit(kind, (most, most))
+
+
+def _drop_rights() -> bool:
+    """Drops rights of root and returns whether this succeeded. Without such rights there is nothing to drop."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
+    none = (ctypes.c_uint32 * 6)()
+    return ctypes.CDLL(None).capset(header, none) == 0
 
 
 def _places() -> dict[str, int]:

@@ -31,8 +31,9 @@ from mrl.environments.verl_tool_config import (
     read_tool_config,
     root_of,
 )
-from mrl.environments.verl_tools import MODULES, stand_in
+from mrl.environments.verl_tools import stand_in
 from mrl.errors import ConfigError
+from mrl.reward.verl_modules import missing
 
 _TYPES = ("string", "integer", "number", "boolean", "array", "object")
 
@@ -177,9 +178,7 @@ def _stood_in(make: Callable[[], type], where: str) -> type:
 
 
 def _missing(error: ModuleNotFoundError) -> str:
-    if str(error.name).partition(".")[0] != "verl":
-        return f"its module needs {error.name}, which is not installed"
-    return f"its module needs {error.name} of verl, which is not installed; mrl replaces only {', '.join(MODULES)}"
+    return f"its module needs {error.name}, which is not installed{missing(error)}"
 
 
 def _schema(tool: Any, where: str) -> tuple[str, dict[str, Any]]:

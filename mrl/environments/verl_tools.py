@@ -14,8 +14,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}  # of this process, by name
 
 
 def stand_in() -> None:
-    """Makes the replaced modules importable. Does nothing if verl is installed."""
-    verl_modules.stand_in(MODULES)
+    """Makes the replaced modules importable where verl is not installed, those of scores too."""
+    verl_modules.stand_in(MODULES | verl_modules.SCORES)
 
 
 def _of_classes(name: str) -> Any:

@@ -3,11 +3,10 @@
 mbridge does the mapping. Another bridge would be another class in this file.
 """
 
-import contextlib
 import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, count
@@ -118,7 +117,7 @@ class MBridge:
             callbacks.insert(0, partial(self._attach_adapters, lora, count()))
         if self.has_value_head:
             callbacks.insert(0, put_head)
-        with contextlib.redirect_stdout(sys.stderr):  # it prints parameter counts
+        with redirect_stdout(sys.stderr):  # it prints parameter counts
             self._chunks = self._bridge.get_model(
                 wrap_with_ddp=is_trained,
                 bf16=self.dtype is torch.bfloat16,
@@ -159,7 +158,7 @@ class MBridge:
                     yield name, tensor
 
 
-@contextlib.contextmanager
+@contextmanager
 def _changed(change: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
     """Makes mbridge export changed parameters, one after the other, until the block ends."""
     if change is None:

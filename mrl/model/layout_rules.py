@@ -320,7 +320,7 @@ _RULES = (
         "pipeline_layers",
         _list_fits,
         "must have one count for each of {d.pipeline_model_parallel_size} x {d.virtual_pipeline} chunks, in all "
-        "{m.num_layers}, and 0 for none but the first and the last",
+        "{m.num_layers}; only the first and the last may be 0",
         "every layer lies in exactly one model chunk; the first has the embedding too and the last the head, and a "
         "chunk without any weight cannot run",
     ),

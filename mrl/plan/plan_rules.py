@@ -71,7 +71,7 @@ def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tup
     most = floor((device.usable - (phase["bytes"] - engine.total)) / device.memory * _STEP) / _STEP
     kept = sum(size for term, size in phase["terms"].items() if TERMS[term].holder == ACTOR)
     why = (
-        f"the actor keeps {kept / GIB:.1f} GiB on the device while engines generate, and of a {device.name} "
+        f"the actor keeps {kept / GIB:.1f} GiB on the device while engines generate; of a {device.name} "
         f"{device.usable / GIB:.1f} GiB can be planned with"
     )
     if most >= ceil(least / device.memory * _STEP) / _STEP:

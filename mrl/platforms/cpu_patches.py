@@ -43,13 +43,15 @@ class _Stream:
 _STREAM = _Stream()
 
 
+def _is_cuda(device: Any) -> bool:
+    return device is not None and str(device).startswith("cuda")
+
+
 def _on_cpu(factory: Any) -> Any:
     """Wraps a tensor factory. Requests for CUDA tensors or pinned memory get a plain CPU tensor."""
 
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return factory(
-            *args, device=_CPU if device is not None and str(device).startswith("cuda") else device, **kwargs
-        )
+        return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
 
     return make
 

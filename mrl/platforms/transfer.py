@@ -164,8 +164,8 @@ class _DeviceMemory:
         self.synchronize()
         if pool := _private_pool(self._module.memory_snapshot(), tensor.data_ptr()):
             raise EnvironmentFault(
-                f"an arena for weight syncs would lie in the private memory pool {pool} (vLLM's, which sleeps); "
-                "other processes must not open it; set reshard.transport: shm"
+                f"an arena for weight syncs would lie in the private memory pool {pool} (vLLM's, which sleeps). "
+                "So other processes must not open it; set reshard.transport: shm"
             )
         return tensor
 

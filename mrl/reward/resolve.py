@@ -16,7 +16,7 @@ from mrl.reward.builtin_rules import RULE_OF_DATA_SOURCE, RULE_OF_PREFIX, RULES,
 from mrl.reward.items import ACC, RewardSpec
 from mrl.reward.math_verifier import load_math_verify
 from mrl.reward.reasoning_rule import REASONING, load_reasoning_gym
-from mrl.reward.verl_modules import SCORES, stand_in
+from mrl.reward.verl_modules import SCORES, missing, stand_in
 
 AUTO = "auto"
 MATH = "math"
@@ -163,7 +163,7 @@ def load_module(path: Path, key: str) -> ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except BaseException as error:  # a user's file may even call sys.exit
-        raise ConfigError(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where}: importing it failed: {type(error).__name__}: {error}{missing(error)}") from error
     return module
 
 

@@ -1,84 +1,108 @@
 """Replaces modules of verl that a user's file imports: its functions that score responses. For hosts without verl.
 
-The scores come from the rules of mrl.reward.builtin_rules.
+The replacements are found last: a verl that is installed, or that a user's file puts on its path, is taken instead.
 """
 
-import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from mrl.reward.builtin_rules import GSM8K_TAIL, RULES, gsm8k, math_dapo, rule_name
+from mrl.reward.builtin_rules import GSM8K_ANSWER, GSM8K_TAIL, RULES, math_dapo
 
 ROOT = "verl"
 Lookup = Callable[[str], Any]  # from a name in a module to its value; raises AttributeError or KeyError
 _NUMBER = re.compile(r"-?[0-9.,]+")
+# data sources that verl's default_compute_score judges by its own rules for MATH, and by math_dapo
+_MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+_DAPO = ("math_dapo", "math", "math_dapo_reasoning")
 
 
 class StandIn(ModuleType):
     """A module in place of one of verl."""
 
-    def __init__(self, name: str, lookup: Lookup | None = None):
-        """Without `lookup` the module has submodules alone."""
-        super().__init__(name, "Stands in for a module of verl, which is not installed.")
-        self._lookup = lookup
-        self.__path__: list[str] = []  # a package, so that a missing submodule is reported by its name
+    lookup: Lookup | None = None  # None: it has submodules alone
 
     def __getattr__(self, name: str) -> Any:
-        if self._lookup is None or name.startswith("__"):
+        if self.lookup is None or name.startswith("__"):
             raise AttributeError(name)
         try:
-            return self._lookup(name)
+            return self.lookup(name)
         except KeyError:
             raise AttributeError(name) from None
 
 
+class Finder(MetaPathFinder, Loader):
+    """Finds and makes the replacements of this process."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, Lookup] = {}  # by full name
+
+    def find_spec(
+        self, full_name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns the spec of a replaced module, or of a package of some; None below a verl that is not replaced."""
+        if full_name != ROOT and not isinstance(sys.modules.get(ROOT), StandIn):
+            return None
+        if any(f"{module}.".startswith(f"{full_name}.") for module in self.modules):
+            return ModuleSpec(full_name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> StandIn:
+        """Returns the replacement."""
+        return StandIn(spec.name, "Stands in for a module of verl, which is not installed.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Gives the replacement its names."""
+        module.lookup = self.modules.get(module.__name__)
+
+
+_FINDER = Finder()
+
+
 def stand_in(modules: Mapping[str, Lookup]) -> None:
-    """Makes these modules importable, by their full names. Does nothing if verl is installed."""
-    if not isinstance(sys.modules.get(ROOT), StandIn) and _is_there():
-        return
-    for full_name, lookup in modules.items():
-        parts = full_name.split(".")
-        for length in range(1, len(parts)):
-            _add(".".join(parts[:length]), None)
-        _add(full_name, lookup)
+    """Makes these modules importable, by their full names, where nothing else has them."""
+    _FINDER.modules |= modules
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
 
 
-def _is_there() -> bool:
-    return ROOT in sys.modules or importlib.util.find_spec(ROOT) is not None
+def missing(error: Exception) -> str:
+    """Returns what to add to the message of a failed import of verl's; empty for another error."""
+    is_verls = isinstance(error, ImportError) and str(error.name).partition(".")[0] == ROOT
+    if not is_verls or not isinstance(sys.modules.get(ROOT, StandIn(ROOT)), StandIn):
+        return ""
+    return f"; of verl mrl replaces only {', '.join(sorted(_FINDER.modules))}"
 
 
-def _add(full_name: str, lookup: Lookup | None) -> None:
-    known = sys.modules.get(full_name)
-    if known is not None:
-        known._lookup = known._lookup or lookup
-        return
-    module = sys.modules[full_name] = StandIn(full_name, lookup)
-    parent, _, own = full_name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], own, module)
+def gsm8k_answer(solution_str: str, method: str = "strict") -> str | None:
+    """Returns verl's answer: the number after the last `####`, or with "flexible" the last number; None without one."""
+    tail = solution_str[-GSM8K_TAIL:]
+    if method == "strict":
+        return next((number.replace(",", "") for number in reversed(GSM8K_ANSWER.findall(tail))), None)
+    if method != "flexible":
+        raise ValueError(f"method {method!r}: must be strict or flexible")
+    numbers = _NUMBER.findall(tail)
+    told = [number for number in numbers if number != "."]
+    return next(iter([*told[-1:], *numbers]), None)  # full stops alone are an answer, as verl has it
 
 
-def _gsm8k_score(
+def gsm8k_score(
     solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Returns `score` for the right number, `format_score` for another one, 0 for none."""
-    if method == "flexible":
-        numbers = [number for number in _NUMBER.findall(solution_str[-GSM8K_TAIL:]) if number not in ("", ".")]
-        is_answered = bool(numbers)
-        is_right = is_answered and numbers[-1] == ground_truth
-    else:
-        judged = gsm8k("", solution_str, ground_truth)
-        is_answered = bool(judged["answered"])
-        is_right = bool(judged["score"])
-    if is_right:
+    answer = gsm8k_answer(solution_str, method)
+    if answer is None:
+        return 0
+    if answer == ground_truth:
         return score
-    return format_score * is_answered
+    return format_score
 
 
-def _math_dapo_score(
+def math_dapo_score(
     solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: Any = None
 ) -> dict[str, Any]:
     """Returns verl's three values. Raises ValueError for the strict box, which mrl lacks."""
@@ -88,24 +112,32 @@ def _math_dapo_score(
     return {"score": judged["score"], "acc": bool(judged["acc"]), "pred": judged["pred"]}
 
 
-def _default_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
+def default_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    **_: Any,
 ) -> float | dict[str, Any]:
-    """Scores by data source. Raises NotImplementedError, as verl does, for one without a rule."""
-    rule = RULES.get(rule_name(data_source))
-    if rule is None:
-        raise NotImplementedError(f"no rule for data_source {data_source!r}")
-    if rule is math_dapo:
-        return _math_dapo_score(solution_str, ground_truth)
-    judged = rule(data_source, solution_str, ground_truth, extra_info)
-    if isinstance(judged, Mapping):
-        judged = judged["score"]
-    return float(judged)
+    """Scores by data source as verl does; those of MATH by mrl's rule `math`.
+
+    Raises NotImplementedError for sources that verl does not know, and for those that need its own verifiers.
+    """
+    if data_source == "openai/gsm8k":
+        return float(gsm8k_score(solution_str, ground_truth))
+    if data_source in _DAPO or data_source.startswith("aime"):
+        return math_dapo_score(solution_str, ground_truth)
+    if data_source in _MATH:
+        return float(RULES["math"](data_source, solution_str, ground_truth)["score"])
+    raise NotImplementedError(f"no score of verl's is replaced for data_source {data_source!r}")
 
 
 _SCORES = f"{ROOT}.utils.reward_score"
 SCORES: dict[str, Lookup] = {
-    _SCORES: {"default_compute_score": _default_score, "_default_compute_score": _default_score}.__getitem__,
-    f"{_SCORES}.gsm8k": {"compute_score": _gsm8k_score}.__getitem__,
-    f"{_SCORES}.math_dapo": {"compute_score": _math_dapo_score}.__getitem__,
+    _SCORES: {"default_compute_score": default_score, "_default_compute_score": default_score}.__getitem__,
+    f"{_SCORES}.gsm8k": {"compute_score": gsm8k_score, "extract_solution": gsm8k_answer}.__getitem__,
+    f"{_SCORES}.math_dapo": {"compute_score": math_dapo_score}.__getitem__,
 }

@@ -132,7 +132,7 @@ def violations(schedule: Schedule) -> Iterator[Violation]:
         yield Violation("buffer_groups", f"must be at least the batch, {batch}", why, (least, None))
     elif buffer < admitted and schedule.order == "in_order":
         why = (
-            "a group would be issued whenever the buffer has room, with the weights of that moment, so that "
+            "a group would be issued whenever the buffer has room, with the weights of that moment. So "
             "the engines' speed would decide which weights these are"
         )
         rule = f"must be (max_staleness + 1) x batch, {admitted}, when the order is in_order"

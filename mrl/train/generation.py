@@ -237,8 +237,8 @@ class Generation:
     def _settled(self) -> bool | None:
         if self._is_ahead_in_order and self._fleet.none_ready and self._dispatcher.lacks_engines:
             why = (
-                f"no engine is left, and responses are to be made by the weights of step {self._buffer.step}, which "
-                "the ranks do not hold any more"
+                f"no engine is left, and responses are to be made by the weights of step {self._buffer.step}; "
+                "the ranks do not hold them any more"
             )
             raise concerning(LostWeights(why), *self._responder.engines.names)
         waits_for_tokens = self._gives_back and self._dispatcher.under_way

@@ -266,7 +266,7 @@ def _check_same_adapters(identity: RunIdentity, manifest: Manifest, folder: Path
     if now and now["base"]["digest"] != then["base"]["digest"]:
         raise ConfigError(
             f"model.path: {now['base']['path']} has other weights than the model that the adapters in {folder} were "
-            f"trained on; their digests differ; give {then['base']['path']}"
+            f"trained on, by its digest; give the weights that {then['base']['path']} had then"
         )
 
 

@@ -40,10 +40,13 @@ def allow_tiles() -> None:
 
     vLLM's attention in bfloat16 uses them whether or not anybody asked, and dies by SIGILL if nobody did. oneDNN asks
     with its first product that uses them, which a prompt of one token need not have. Private in torch 2.11 and 2.13:
-    `torch.cpu._init_amx`.
+    `torch.cpu._init_amx`. Raises RuntimeError where Linux refuses.
     """
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        raise RuntimeError(
+            "Linux does not let this process use AMX tiles (arch_prctl ARCH_REQ_XCOMP_PERM), and vLLM would; "
+            "allow it in the container, or set rollout.dtype: float32"
+        )
 
 
 class CpuWorker(CPUWorker):

@@ -67,6 +67,6 @@ class EngineScheduler:
         if emptied is not True and self._settings.arguments.get("enable_prefix_caching", True):
             raise Interrupted(
                 f"{self._settings.name}: vLLM did not empty its prefix cache within {DROP_S:g} s (it answered "
-                f"{emptied}); it still holds what other weights computed; see "
+                f"{emptied}). So it still holds what other weights computed; see "
                 f"logs/{log_name(self._settings.name)}.log in the run directory"
             )

@@ -132,11 +132,14 @@ def test_a_worker_may_use_tiles_before_any_product(module):
 
 def test_a_worker_without_tiles_asks_for_none(module, monkeypatch):
     asked = []
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(1))
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(1) or True)
     for has_some, times in ((False, 0), (True, 1)):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_some=has_some: has_some)
         module.CpuWorker()
         assert len(asked) == times
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
+    with pytest.raises(RuntimeError, match="AMX tiles"):
+        module.CpuWorker()
 
 
 def held(worker) -> tuple[int, int]:

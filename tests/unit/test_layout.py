@@ -228,7 +228,7 @@ def test_a_chunk_without_any_weight_is_refused_with_the_nearest_cuts(stages, chu
     """The first has the embedding and the last the head; one between them would have no parameters at all."""
     degrees = {"world_size": stages, PIPELINE: stages, CHUNKS: chunks, LISTED: listed}
     (found,) = check_train_layout(degrees, Facts().with_layers(4))
-    assert found.field == LISTED and "0 for none but the first and the last" in found.rule
+    assert found.field == LISTED and "only the first and the last may be 0" in found.rule
     assert found.allowed == nearest
 
 

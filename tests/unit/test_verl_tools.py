@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +23,7 @@ from mrl.environments.verl_environment import verl_environment
 from mrl.environments.verl_tool_config import GSM8K, SANDBOX, SEARCH_R1, VERL_TOOLS, read_tool_config
 from mrl.errors import ConfigError
 from mrl.reward.resolve import load_module
+from mrl.reward.verl_modules import default_score
 from mrl.train.preflight import plug_in_lines, plug_ins
 
 SCHEMA = {
@@ -122,41 +124,74 @@ def test_verls_judge_of_gsm8k_has_a_stand_in(tmp_path):
     assert [each.parts["calc_gsm8k_reward"] for each in replies] == [0.0, 1.0, 1.0, 0.0]
 
 
+REWARD = "reward.custom_reward_function.path"
 SHAPED = """from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.gsm8k import compute_score as judged
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, method="strict"):
     shaped = judged(solution_str, ground_truth, method, 0.1, 2.0) + 0.5 * ("<tool_call>" in solution_str)
-    return {"score": shaped, "plain": default_compute_score(data_source, solution_str, ground_truth)}
+    return {"score": shaped, "plain": default_compute_score(data_source, solution_str, ground_truth, None, "url")}
 """
 
 
 @pytest.mark.parametrize(
-    ("said", "method", "shaped", "plain"),
+    ("said", "truth", "method", "shaped", "plain"),
     [
-        ("so #### 1,234", "strict", 2.0, 1.0),
-        ("<tool_call> #### 7", "strict", 0.6, 0.0),
-        ("it is 1234", "strict", 0.0, 0.0),
-        ("it is 1234 .", "flexible", 2.0, 0.0),
-        ("none", "flexible", 0.0, 0.0),
+        ("so #### 1,234", "1234", "strict", 2.0, 1.0),
+        ("<tool_call> #### 7", "1234", "strict", 0.6, 0.0),
+        ("it is 1234", "1234", "strict", 0.0, 0.0),
+        ("#### 1000", "1,000", "strict", 0.1, 0.0),
+        ("it is 1234 .", "1234", "flexible", 2.0, 0.0),
+        ("no number.", "5", "flexible", 0.1, 0.0),
+        ("none", "1234", "flexible", 0.0, 0.0),
     ],
 )
-def test_a_reward_may_use_verls_scores(tmp_path, said, method, shaped, plain):
+def test_a_reward_may_use_verls_scores(tmp_path, said, truth, method, shaped, plain):
     """As verl's examples shape the reward of gsm8k; values are those of its compute_score."""
     (tmp_path / "shaped.py").write_text(SHAPED)
-    module = load_module(tmp_path / "shaped.py", "reward.custom_reward_function.path")
-    assert module.compute_score("openai/gsm8k", said, "1234", method=method) == {
-        "score": pytest.approx(shaped), "plain": plain,
-    }  # fmt: skip
+    scored = load_module(tmp_path / "shaped.py", REWARD).compute_score("openai/gsm8k", said, truth, method=method)
+    assert scored == {"score": pytest.approx(shaped), "plain": plain}
 
 
-def test_a_module_of_verl_that_is_not_replaced_is_named(tmp_path):
-    (tmp_path / "other.py").write_text("from verl.utils.reward_score import prime_code")
-    with pytest.raises(ConfigError, match="cannot import name 'prime_code'"):
-        load_module(tmp_path / "other.py", "reward.custom_reward_function.path")
-    (tmp_path / "far.py").write_text("import verl.workers.fsdp_workers")
-    with pytest.raises(ConfigError, match=r"No module named 'verl\.workers'"):
-        load_module(tmp_path / "far.py", "reward.custom_reward_function.path")
+@pytest.mark.parametrize("source", ["math", "math_dapo", "aime2024"])
+def test_verls_default_judges_a_source_by_the_rule_that_verl_takes(source):
+    assert default_score(source, "Answer: 6", "5") == {"score": -1.0, "acc": False, "pred": "6"}
+    for unknown in ("gsm8k", "exact_match", "multiple_choice", "codecontests"):
+        with pytest.raises(NotImplementedError):
+            default_score(unknown, "5", "5")
+
+
+def loaded_apart(folder: Path, text: str) -> str:
+    """Loads the text as a reward's file in a process of its own; what it prints, or the refusal."""
+    (folder / "own.py").write_text(text)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom mrl.errors import ConfigError\n"
+        "from mrl.reward.resolve import load_module\n"
+        f"try:\n    load_module(Path(sys.argv[1]), {REWARD!r})\nexcept ConfigError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder / "own.py")], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_verl_that_the_file_brings_is_taken(tmp_path):
+    gsm8k = tmp_path / "checkout" / "verl" / "utils" / "reward_score"
+    gsm8k.mkdir(parents=True)
+    (gsm8k / "gsm8k.py").write_text("def compute_score(*_):\n    return 42.0\n")
+    text = "import sys\nsys.path.insert(0, CHECKOUT)\n" + "from verl.utils.reward_score.gsm8k import compute_score\n"
+    text = text.replace("CHECKOUT", repr(str(tmp_path / "checkout")))
+    assert loaded_apart(tmp_path, text + "print(compute_score('', ''))") == "42.0"
+    other = text.replace(".gsm8k import compute_score", ".math_dapo import compute_score")
+    assert loaded_apart(tmp_path, other).endswith("No module named 'verl.utils.reward_score.math_dapo'")
+
+
+def test_a_module_of_verl_that_is_not_replaced_is_named_with_those_that_are(tmp_path):
+    said = loaded_apart(tmp_path, "from verl.utils.reward_score import prime_code")
+    assert "cannot import name 'prime_code'" in said and "of verl mrl replaces only" in said
+    said = loaded_apart(tmp_path, "import verl.workers.fsdp_workers")
+    assert "No module named 'verl.workers'" in said and "verl.utils.reward_score.gsm8k" in said
+    looked = "import importlib.util\nprint(importlib.util.find_spec('verl').name)\nimport verl"
+    assert loaded_apart(tmp_path, looked) == "verl"
 
 
 @pytest.mark.skipif(bool(fault()), reason="this machine cannot confine a program")
@@ -216,7 +251,10 @@ REFUSED = {
     "of MCP": ("tools: [{class_name: a.B, config: {type: mcp}}]", "is of type mcp"),
     "nowhere": ("tools: [{class_name: nowhere.B, config: {}}]", "no file was found for the module nowhere"),
     "no such class": ("tools: [{class_name: mine.classes.Nobody}]", "has no attribute 'Nobody'"),
-    "needs verl": ("tools: [{class_name: needs.A, config: {}}]", "needs verl.utils.dataset of verl"),
+    "needs verl": (
+        "tools: [{class_name: needs.A, config: {}}]",
+        "needs verl.utils.dataset, .*of verl mrl",
+    ),
     "no schema": ("tools: [{class_name: plain.A, config: {}}]", "has no tool_schema"),
     "odd schema": (
         yaml.safe_dump({"tools": [{"class_name": "mine.classes.Old", "tool_schema": SCHEMA | {"function": 1}}]}),
