@@ -31,7 +31,7 @@ def test_a_cache_that_is_too_small_is_told_by_its_peak_and_by_preemptions(tmp_pa
         "expected": [[t.name, t.shape] for t in tensor_specs(spec)],
     }  # fmt: skip
     idle, one, many = run_engine("engine_pressure.py", tmp_path, job, 1, 200)
-    assert idle == {"tokens": 0, "cache_share": 0, "cache_peak": 0, "preemptions": 0}
+    assert idle == {"tokens": 0, "cache_share": 0, "cache_peak": 0, "preemptions": 0, "all_act": False}
     assert one["tokens"] == one["asked"] == 200 and one["preemptions"] == 0
     assert 1 / BLOCKS <= one["cache_peak"] <= 3 / BLOCKS
     assert many["tokens"] - one["tokens"] == many["asked"] == 200 * ASKED, "what was dropped is not lost"
