@@ -102,7 +102,7 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
             raise ConfigError(
                 f"rollout.num_engines = {rollout.num_engines} engines of {rollout.workers_per_engine} workers do not "
                 f"fit: only {len(places)} of {rollout.num_engines * rollout.workers_per_engine} workers found a device "
-                f"on {cluster.nodes} x {per_node}. Of them {size} each have to share a node; give fewer engines or "
+                f"on {cluster.nodes} x {per_node}, where {size} have to share a node; give fewer engines or "
                 "more nodes"
             )
         places += [cluster.place(first + i) for i in range(size)]

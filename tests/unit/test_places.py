@@ -57,7 +57,7 @@ def test_a_data_parallel_rank_of_a_wide_engine_stays_on_its_node():
             RolloutLayout(2, tensor=4),
             ClusterShape(2, 6),
             3,
-            "only 4 of 8 workers .* Of them 4 each have to share a node",
+            "only 4 of 8 workers .* where 4 have to share a node",
         ),
     ],
 )
