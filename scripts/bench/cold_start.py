@@ -195,6 +195,8 @@ def main() -> None:
     parser.add_argument("--colocated", action="store_true", help="the preset whose engines and ranks share devices")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if not (ROOT / "tiny-world").is_dir():
+        parser.error("tiny-world/ is not there: make it with scripts/make_tiny_world.py --out tiny-world --seed 0")
     preset = f"{PRESETS}/{'cpu-colocated' if args.colocated else 'cpu'}.yaml"
     result = {"preset": preset, "rounds": args.rounds} | measure(args.before, args.rounds, preset)
     if args.json:
