@@ -33,6 +33,11 @@ class Acting:
             self._session = self._pool.session(self._environment, self._row, self._seed, made)
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether the environment, if there is one, can be restored by repeating its actions."""
+        return self._environment not in self._pool.offer.unrepeatable
+
+    @property
     def ready(self) -> "Future[CallAnswer] | None":
         """A future that ends when the environment has begun; None without environment."""
         if self._session is None:

@@ -134,6 +134,8 @@ class AgentPartner:
 
     # --- the conversation's side
 
+    can_go_on = False  # what the agent has done cannot be repeated
+
     @property
     def leaves(self) -> asyncio.Future:
         """Future that is done once the client has hung up whose request is being sampled."""

@@ -6,8 +6,9 @@
 
 Each request has exactly the token ids of the row so far. Sampled tokens are never decoded and tokenized again. While
 tools work, the engine answers other requests. A row's environment starts while the first turn is sampled. A response
-can be held, at a border of the weights or because the engine gave it back. Any engine can continue it later. Its
-environment is rebuilt by repeating the calls in the row.
+can be held: at a border of the weights, because the engine gave it back, or because vLLM's processes died, which costs
+the turn that they sampled. Any engine can continue it later. Its environment is rebuilt by repeating the calls in the
+row.
 
 This file connects other parts: mrl.schedule.conversation decides, mrl.data.dialects reads and writes,
 mrl.environments acts, mrl.schedule.segments joins. The model talks with a partner (partners.py): tools and
@@ -19,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -30,6 +32,7 @@ from mrl.data.samples import STOP_REASONS, Samples, with_outcome
 from mrl.environments.acting import Acting
 from mrl.environments.environment_pool import EnvironmentPool
 from mrl.environments.tool import TurnsSpec
+from mrl.errors import LostProcess
 from mrl.flow.agents import Agents
 from mrl.flow.call_reader import CallReader, DialectReader
 from mrl.flow.partners import Line, Partner, ToolPartner
@@ -39,6 +42,8 @@ from mrl.schedule.segments import joined
 from mrl.vllm.requests import Request, Sampling
 
 _NONE: Mapping[int, Samples] = MappingProxyType({})
+_LOST = (LostProcess, ConnectionError)  # what an engine raises once processes of it are gone
+LAST_S = 1.0  # how long tools may still answer once the engine is lost
 
 
 class Generates(Protocol):
@@ -101,20 +106,27 @@ class Conversations:
 
         A held response is yielded as far as it got. One that was ended yields nothing. `kept` maps a sample_id to the
         row that its response continues. Raises what the engine raises, and EnvironmentFault where no process for tools
-        starts.
+        starts. The loss of an engine is raised after all that could be held.
         """
-        tasks = [self._started(engine, request, sampling, kept.get(request.sample_id)) for request in requests]
+        losses: list[Exception] = []
+        begin = partial(self._started, engine, sampling, losses)
+        tasks = [begin(request, kept.get(request.sample_id)) for request in requests]
         try:
             for task in asyncio.as_completed(map(_unless_ended, tasks)):
                 made = await task
+                if losses:
+                    asyncio.get_running_loop().call_later(LAST_S, _cancel, tasks)
                 if made is not None:
                     yield made
         finally:
-            for task in tasks:
-                task.cancel()
+            _cancel(tasks)
+        if losses:
+            raise losses[0]
 
-    def _started(self, engine: Generates, request: Request, sampling: Sampling, kept: Samples | None) -> asyncio.Task:
-        task = asyncio.create_task(self._whole(engine, request, sampling, kept))
+    def _started(
+        self, engine: Generates, sampling: Sampling, losses: list[Exception], request: Request, kept: Samples | None
+    ) -> asyncio.Task:
+        task = asyncio.create_task(self._whole(engine, request, sampling, losses, kept))
         self._under_way[task] = request.handle
         task.add_done_callback(self._under_way.pop)
         return task
@@ -130,10 +142,16 @@ class Conversations:
         if ended:
             await asyncio.wait(ended)
 
-    async def _whole(self, engine: Generates, request: Request, sampling: Sampling, kept: Samples | None) -> Samples:
+    async def _whole(
+        self, engine: Generates, request: Request, sampling: Sampling, losses: list[Exception], kept: Samples | None
+    ) -> Samples | None:
+        """Returns the response. `losses` gets the error of a lost engine; None where nothing new can be held then."""
         partner = self._partner(request, sampling, kept)
         try:
-            return await self._talked(engine, request, sampling, partner, kept)
+            return await self._talked(engine, request, sampling, partner, losses, kept)
+        except _LOST as error:
+            losses.append(error)
+            return None
         finally:
             partner.close()
 
@@ -158,7 +176,13 @@ class Conversations:
         return Conversation(budgets, border, tokens=tokens, turn=int(kept.turn_counts[0]), acted_s=acted_s)
 
     async def _talked(
-        self, engine: Generates, request: Request, sampling: Sampling, partner: Partner, kept: Samples | None
+        self,
+        engine: Generates,
+        request: Request,
+        sampling: Sampling,
+        partner: Partner,
+        losses: list[Exception],
+        kept: Samples | None,
     ) -> Samples:
         talk = self._begun(request, sampling, kept)
         with self._counted():
@@ -167,8 +191,15 @@ class Conversations:
             return await self._unspoken(engine, request, sampling)
         while talk.state is ConversationState.SAMPLING:
             asked = partner.asked(talk, line)
-            async with self._gate.slot(is_first=line.made is kept):
-                more = await _unless_left(_added(engine, asked, line, sampling), partner.leaves)
+            try:
+                async with self._gate.slot(is_first=line.made is kept):
+                    more = await _unless_left(_added(engine, asked, line, sampling), partner.leaves)
+            except _LOST as error:
+                if line.made is kept or request.max_tokens is None or not partner.can_go_on:
+                    raise
+                losses.append(error)
+                talk = talk.held()
+                break
             if more is None:
                 talk, line = partner.left(talk)
             else:
@@ -211,7 +242,12 @@ class Conversations:
         self._pool.close()
 
 
-async def _unless_ended(task: asyncio.Task[Samples]) -> Samples | None:
+def _cancel(tasks: Sequence[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
+
+
+async def _unless_ended(task: asyncio.Task[Samples | None]) -> Samples | None:
     await asyncio.wait([task])
     if task.cancelled():
         return None

@@ -21,6 +21,7 @@ from mrl.flow.response_store import in_blocks
 
 SHARE = 0.01  # longest wait as a share of a response's time: an engine's free slot stays empty that much longer
 HELD_S = 2.0  # longest wait
+ERROR_S = 2.0  # longest wait of an error for other calls: a lost engine's conversations are still handed over
 MANY = 20  # rows; their numbers take less than the kilobyte that Ray sends inline with an answer
 
 
@@ -42,6 +43,7 @@ class Outbox:
         self._calls: dict[int, float] = {}  # calls under way, with the time.monotonic of their start
         self._ended: set[int] = set()
         self._error: Exception | None = None
+        self._error_at = math.inf  # time.monotonic at which the error is reported
         self._held: list[Samples] = []
         self._routed = False
         self._until = math.inf  # time.monotonic until which responses are held
@@ -63,14 +65,19 @@ class Outbox:
         try:
             yield
         except Exception as error:
-            self._error = self._error or error
+            self._fail(error)
         except asyncio.CancelledError:
-            self._error = self._error or Interrupted(f"call {number} was cancelled before all of it was answered")
+            self._fail(Interrupted(f"call {number} was cancelled before all of it was answered"))
             raise
         finally:
             del self._calls[number]
             self._ended.add(number)
             self._changed.set()
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+            self._error_at = time.monotonic() + ERROR_S
 
     def add(self, number: int, batch: Samples, routed: bool) -> None:
         """Adds responses to a call. `routed` says whether routes were asked for."""
@@ -86,15 +93,14 @@ class Outbox:
         """Returns what finished, once it was held long enough.
 
         `awaited` are calls that the client knows to be under way; they may not have begun here. Raises the error of a
-        call, after the responses before it.
+        call, after the responses before it, and after other calls unless these take long.
         """
         self._is_asked = True
         try:
             while not self._is_due(awaited):
                 self._changed.clear()
-                left_s = None
-                if self._held:
-                    left_s = max(0.0, self._until - time.monotonic())
+                due = self._until if self._held else self._error_at
+                left_s = None if due == math.inf else max(0.0, due - time.monotonic())
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), left_s)
         finally:
@@ -104,7 +110,9 @@ class Outbox:
         return self._tell()
 
     def _is_due(self, awaited: Collection[int]) -> bool:
-        if self._error or not (self._calls or set(awaited) - self._ended):
+        if self._error:
+            return bool(self._held) or not self._calls or time.monotonic() >= self._error_at
+        if not (self._calls or set(awaited) - self._ended):
             return True
         many = sum(map(len, self._held)) >= MANY
         return bool(self._held) and (many or time.monotonic() >= self._until)

@@ -97,6 +97,10 @@ class Partner(Protocol):
     def leaves(self) -> asyncio.Future | None:
         """Future that is done once nobody waits for what is sampled. None where that cannot happen."""
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the conversation can be held between two turns, and continue at another engine."""
+
     async def begin(self, line: Line) -> Line | None:
         """Returns the first request to the engine. None where there is none, and the conversation has failed."""
 
@@ -147,6 +151,11 @@ class ToolPartner:
         self._kept = kept
         self._turn = np.zeros(0, np.int32)  # sampled tokens of the last turn
         self._calls: list[ToolCall] = []  # calls in that turn
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the row has no environment that cannot be restored."""
+        return self._acting.is_repeatable
 
     async def begin(self, line: Line) -> Line:
         """Starts the environment without waiting for it, and repeats what was done to it before."""

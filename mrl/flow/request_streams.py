@@ -167,16 +167,30 @@ class RequestStreams:
         """Returns all responses that have come back. It waits for the first, and rests a little after the previous
         take.
 
-        Returns nothing where an engine was lost that the run can do without; `follow` then reports it. Raises
-        Interrupted where the run cannot do without it, because it died or produced no token for too long.
+        Where an engine was lost that the run can do without, returns what was told before; `follow` then reports it.
+        Raises Interrupted where the run cannot do without it, because it died or produced no token for too long.
         """
         try:
             return self._taken(timeout_s)
         except LostProcess as error:
             asked = {engine_of(name): serving.epoch for name, serving in self._serving.items()}
+            arrived = self._rescued()
             if not self._fleet.loses(error, asked):
                 raise
+            return arrived
+
+    def _rescued(self) -> list[FinishedResponses]:
+        """Returns responses whose blocks are complete, before their engine's process is ended."""
+        if not self._coming:
             return []
+        every = list(self._coming)
+        rescued = []
+        for ref in ray.wait(every, num_returns=len(every), timeout=REST_S, fetch_local=False)[0]:
+            arrived = self._coming.pop(ref)
+            with suppress(MrlError, ray.exceptions.RayError):
+                unwrap(ref, arrived.engine, PHASE)
+                rescued.append(arrived)
+        return rescued
 
     def _taken(self, timeout_s: float) -> list[FinishedResponses]:
         self.progress.check(self.waiting_for)

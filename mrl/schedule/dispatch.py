@@ -218,20 +218,23 @@ class Dispatcher:
 
         `context` counts tokens of the whole response that were not sampled; at a border they may pass it. Returns the
         group, or None for a withdrawn request. In order, a request that is interrupted before its border begins again
-        with 0 tokens. Continued, it would have other bits.
+        with 0 tokens, because continued it would have other bits. A conversation comes back between two turns instead.
         """
         if request not in self.under_way:
             return None
         sent = self._back(request)
         if tokens > sent.max_tokens + context:
             raise ValueError(f"{sent.engine} made {tokens} tokens, of {sent.max_tokens} asked for: {sent}")
-        if sent.is_whole and not stopped and 0 < tokens < sent.max_tokens:
+        if sent.is_whole and not stopped and not context and 0 < tokens < sent.max_tokens:
             raise ValueError(
                 f"{sent.engine} gave {tokens} tokens, neither all nor none of {sent.max_tokens} "
                 f"up to the boundary: {sent}"
             )
-        length = sent.kept + tokens
-        group = self.buffer.add(sent.number, sent.index, tokens, stopped or length >= self.buffer.schedule.max_tokens)
+        schedule = self.buffer.schedule
+        has_ended = stopped or sent.kept + tokens >= schedule.max_tokens
+        if not has_ended and not schedule.continues_kept:
+            tokens = 0
+        group = self.buffer.add(sent.number, sent.index, tokens, has_ended)
         if group.is_whole:
             del self._of_group[group.number]
         elif not group.ended[sent.index]:

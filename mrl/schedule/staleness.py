@@ -73,6 +73,14 @@ class Schedule:
         return self.max_staleness == 0 and self.order == "in_order"
 
     @property
+    def continues_kept(self) -> bool:
+        """Tells whether a response may continue after tokens that an earlier request made.
+
+        Without partial rollouts these could have other weights, unless no token outlives its step.
+        """
+        return self.partial_rollouts or self.is_synchronous
+
+    @property
     def admitted(self) -> int:
         """Limit of live groups by staleness alone."""
         return (self.max_staleness + 1) * self.batch

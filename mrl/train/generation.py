@@ -451,7 +451,7 @@ class Generation:
             group = self._dispatcher.answered(request, length - sent.kept, not truncated, context)
             self._came += length - sent.kept
             has_ended = group.ended[sent.index]
-            if length or has_ended:
+            if group.lengths[sent.index] or has_ended:
                 self._groups.add(group, sent.index, arrived.samples.row(row))
             if has_ended:
                 prompt, _ = self._prompts[sent.number]

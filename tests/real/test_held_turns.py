@@ -33,7 +33,10 @@ TOOLS = '''"""A tool and an environment that a test can stop at a point: the fir
 
 import os
 import random
+import signal
 import time
+
+import psutil
 
 from mrl.environments.builtin import calculator as compute
 from mrl.environments.environment import Environment, Reply
@@ -61,8 +64,23 @@ def calculator(expression: str) -> str:
     Args:
         expression: a product
     """
+    with open(os.path.join(FOLDER, "calls"), "a") as calls:
+        calls.write(expression + "\\n")
     at("a tool works")
+    kill_the_engine()
     return compute(expression)
+
+
+def kill_the_engine():
+    """Once, at the sixth call, where a test wants that."""
+    with open(os.path.join(FOLDER, "calls")) as calls:
+        is_late = len(calls.readlines()) >= 6
+    if is_late and os.path.exists(os.path.join(FOLDER, "kills")) and noted("kills.reached"):
+        for parent in psutil.Process().parents()[:3]:
+            for one in parent.children(recursive=True):
+                if "EngineCore" in " ".join(one.cmdline()):
+                    return os.kill(one.pid, signal.SIGKILL)
+        raise RuntimeError("it has no engine")
 
 
 class Sum(Environment):
@@ -183,6 +201,26 @@ def renewed(folder: Path) -> None:
     """An empty folder in its place."""
     shutil.rmtree(folder)
     folder.mkdir()
+
+
+@pytest.mark.parametrize("schedule", ["sync", "partial"])
+def test_an_engine_that_dies_while_tools_work_costs_turns_and_no_call(world, tools, tmp_path, schedule):
+    """Tools are called as often as in the run that nobody disturbed: no conversation begins again."""
+    own = schedule_of(tools)
+    if schedule == "sync":
+        own = {key: value for key, value in own.items() if key not in ASYNCHRONOUS}
+        own |= {"trainer__schedule": "sync", "trainer__total_training_steps": 2}
+    calls = {}
+    for name in ("whole", "dying"):
+        renewed(tools / "notes")
+        if name == "dying":
+            (tools / "notes" / "kills").touch()
+        process = started(world, tmp_path / name, own)
+        assert finish(process, tmp_path / name) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
+        calls[name] = sorted((tools / "notes" / "calls").read_text().split())
+    assert " is lost: " in (tmp_path / "dying.log").read_text()
+    check_same(tmp_path / "dying", tmp_path / "whole", f"checkpoints/step-{own['trainer__total_training_steps']}")
+    assert calls["dying"] == calls["whole"]
 
 
 @pytest.mark.parametrize("points", KILLS, ids=["as it goes", "as it goes on"])

@@ -4,8 +4,11 @@ import asyncio
 import itertools
 import json
 import threading
+import time
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import environment_classes
 import numpy as np
@@ -17,7 +20,7 @@ from segment_checks import check_routes
 from mrl.data.dialects import dialect_of
 from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, UNJUDGED, Sample, Samples, packed
 from mrl.environments.tool import ToolsSpec, TurnsSpec
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, LostProcess
 from mrl.flow.conversations import Conversations
 from mrl.flow.scoring import outcomes
 from mrl.reward.builtin_rules import environment
@@ -540,6 +543,89 @@ def test_an_engine_that_fails_ends_all_of_it(talks):
 
     with pytest.raises(RuntimeError, match="asleep"):
         asyncio.run(_one(talks, Broken(), SAMPLING))
+
+
+class Dying(Engine):
+    """Its processes die at a request, after which it answers none."""
+
+    def __init__(self, *said: str, at: int):
+        super().__init__(*said)
+        self.at = at
+
+    async def generate(self, requests, sampling):
+        if len(self.asked) >= self.at:
+            self.asked.append(requests[0])
+            raise LostProcess("engine-0: vLLM's process below it died")
+        async for batch in super().generate(requests, sampling):
+            yield batch
+
+
+def until_lost(talks: Conversations, engine: Engine, *requests: Request, kept=MappingProxyType({})) -> list[Samples]:
+    """What is held of them; the loss comes behind it."""
+
+    async def run() -> list[Samples]:
+        held = []
+        with pytest.raises(LostProcess, match="below it died"):
+            async for batch in talks.generate(engine, requests, SAMPLING, kept):
+                held.append(batch)
+        return held
+
+    return asyncio.run(run())
+
+
+def test_an_engine_that_dies_costs_the_turn_that_it_sampled(talks):
+    said = "First " + called("calculator", expression="12*34"), called("calculator", expression="1+1"), "It is 408."
+    undisturbed = whole(talks, Engine(*said))
+    request = Request(7, PROMPT, 11, prompt_id=3, group_id=2, max_tokens=SAMPLING.max_tokens)
+    assert until_lost(talks, Dying(*said, at=0), request) == [], "nothing was sampled"
+    for at in (1, 2):
+        (held,) = until_lost(talks, Dying(*said, at=at), request)
+        assert held.turn_counts.tolist() == [at + 1] and held.truncated.all() and not held.sampled[-1]
+        nothing_new = until_lost(talks, Dying(*said, at=0), request, kept={7: held})
+        assert nothing_new == [], "its former row is held where it was"
+        other = Engine(*said)
+        rest = replace(request, max_tokens=SAMPLING.max_tokens - int(held.response_lengths[0]))
+        (made,) = asyncio.run(_kept_on(talks, other, rest, {7: held}))
+        assert_same(made, undisturbed)
+        assert len(other.asked) == 3 - at, "the turns before are not sampled again"
+
+
+async def _kept_on(talks, engine, request, kept) -> list[Samples]:
+    return [batch async for batch in talks.generate(engine, [request], SAMPLING, kept)]
+
+
+def test_a_response_that_validation_asks_for_is_never_held(talks):
+    said = called("calculator", expression="12*34"), "It is 408."
+    assert until_lost(talks, Dying(*said, at=1), Request(7, PROMPT, 11, prompt_id=3)) == []
+
+
+class DyingBesideOneThatHangs(Dying):
+    """The response 8 calls a tool that hangs."""
+
+    async def generate(self, requests, sampling):
+        calls = Engine(called("hangs")) if requests[0].sample_id == 8 else super()
+        async for batch in calls.generate(requests, sampling):
+            yield batch
+
+
+def test_after_a_loss_tools_have_a_moment_to_answer_and_no_more():
+    requests = [Request(n, PROMPT, 11, prompt_id=3, max_tokens=SAMPLING.max_tokens) for n in (7, 8)]
+    said = called("calculator", expression="1+1"), "It is 2."
+    talks = Conversations(spec(timeout_s=500.0, max_seconds=600.0), TOKENS)
+    held = until_lost(talks, Dying(*said, at=2), *requests)
+    assert sorted(int(made.sample_id[0]) for made in held) == [7, 8]
+    begun = time.monotonic()
+    (held,) = until_lost(talks, DyingBesideOneThatHangs(*said, at=1), *requests)
+    assert held.sample_id.tolist() == [7] and time.monotonic() - begun < 60
+    talks.close()
+
+
+def test_an_environment_that_cannot_be_repeated_begins_again_with_its_response(games):
+    request = Request(7, PROMPT, 11, prompt_id=3, max_tokens=SAMPLING.max_tokens)
+    engine = partial(Dying, called("climb", steps=1), "There.", at=1)
+    (held,) = until_lost(games, engine(), replace(request, row=row(environment="Stairs")))
+    assert held.turn_counts.tolist() == [2]
+    assert until_lost(games, engine(), replace(request, row=row(environment="Forgetful"))) == []
 
 
 def test_reasons_of_conversations_are_reasons_of_rows():

@@ -99,10 +99,31 @@ def test_in_order_context_that_stands_at_a_border_goes_beyond_it_and_nothing_els
     sent = made.assignments()[1]
     made.answered(sent.request, 5, stopped=False, context=3)
     assert sent.number not in [each.number for each in made.assignments()], "it waits for the next weights"
-    for tokens, context, why in ((4, 0, "of 3 asked for"), (7, 3, "of 3 asked for"), (2, 1, "neither all nor none")):
+    for tokens, context, why in ((4, 0, "of 3 asked for"), (7, 3, "of 3 asked for"), (2, 0, "neither all nor none")):
         made = dispatcher(rules)
         with pytest.raises(ValueError, match=why):
             made.answered(made.assignments()[1].request, tokens, stopped=False, context=context)
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({"max_staleness": 0}, 4),
+        ({"max_staleness": 0, "order": "ready_first"}, 0),
+        ({}, 0),
+        ({"partial_rollouts": True, "segment_tokens": 6}, 4),
+        ({"order": "ready_first"}, 0),
+        ({"order": "ready_first", "partial_rollouts": True}, 4),
+    ],
+)
+def test_a_conversation_of_a_lost_engine_goes_on_after_its_last_turn_where_tokens_may_be_kept(rules, kept):
+    """By hand: 3 sampled tokens and 1 of context, of 10, or of 6 up to the border."""
+    made = dispatcher(schedule(batch=1, responses=1, **rules))
+    sent = made.assignments()[0]
+    group = made.answered(sent.request, 4, stopped=False, context=1)
+    assert group.lengths == [kept] and not group.ended[0]
+    again = next(each for each in made.assignments() if each.number == sent.number)
+    assert (again.kept, again.max_tokens) == (kept, (6 if "segment_tokens" in rules else 10) - kept)
 
 
 def test_no_more_than_the_window_is_under_way_and_who_is_due_first_goes_first():

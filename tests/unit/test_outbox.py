@@ -9,7 +9,7 @@ import pytest
 from mrl.data.samples import Sample, SampleRows, packed
 from mrl.errors import Interrupted
 from mrl.flow import outbox
-from mrl.flow.outbox import HELD_S, MANY, SHARE, Outbox, Outboxes
+from mrl.flow.outbox import ERROR_S, HELD_S, MANY, SHARE, Outbox, Outboxes
 
 
 class Clock(asyncio.SelectorEventLoop):
@@ -112,6 +112,28 @@ def test_an_error_is_raised_after_what_came_before_it(clock):
         assert told.ended == ()  # so the client goes on asking, and hears of the error
         with pytest.raises(Interrupted, match="put to sleep"):
             await box.told((0,))
+
+    clock.run_until_complete(run())
+
+
+@pytest.mark.parametrize(("seconds", "is_told"), [(ERROR_S / 2, True), (ERROR_S * 2, False)])
+def test_an_error_waits_for_other_calls_but_not_for_long(clock, seconds, is_told):
+    box = Outbox()
+
+    async def fails():
+        with box.call(0):
+            raise Interrupted("the engine is lost")
+
+    async def run():
+        calls = [asyncio.create_task(each) for each in (fails(), a_call(box, 1, {5: seconds}))]
+        begun = clock.time()
+        if is_told:
+            told = await box.told([0, 1])
+            assert SampleRows.from_bytes(told.rows).sample_id.tolist() == [5] and told.ended == ()
+        with pytest.raises(Interrupted, match="is lost"):
+            await box.told([0, 1])
+        assert clock.time() - begun == pytest.approx(min(seconds, ERROR_S))
+        await asyncio.wait(calls)
 
     clock.run_until_complete(run())
 

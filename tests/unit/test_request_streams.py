@@ -221,6 +221,30 @@ def test_of_a_lost_engine_nothing_is_awaited_and_the_one_started_for_it_is_asked
     assert taken(streams) == [("a", [0, 1])] and fleet.were_late == []
 
 
+def test_what_an_engine_told_before_it_was_lost_is_taken(engine, ray):
+    """Its front end tells what it holds and makes the blocks; then comes the loss."""
+    worker = engine()
+    streams = streams_of(a=worker)
+    streams._fleet.does_without = True
+    streams.send("a", requests(0), Sampling(1.0, LONG, ()))
+    worker.lets.set()
+    worker.runs()
+    blocks, worker.blocks = worker.blocks, Method(lambda *given: waits_for(blocks._answer(*given)))
+    coming = []
+
+    def waits_for(refs):
+        coming.append(refs[0])
+        refs[0].there = False
+        return refs
+
+    assert taken(streams) == [] and streams.waiting_for == ["a"]
+    coming[0].there = True
+    streams.send("a", requests(1), Sampling(1.0, LONG, ()))
+    worker.dies = LostProcess("engine a died")
+    worker.runs()
+    assert taken(streams) == [("a", [0])] and streams._fleet.asked == [("engine a died", {"a": 0})]
+
+
 def test_what_an_engine_says_after_it_was_taken_for_lost_is_dropped_and_counted(engine, ray):
     hung, after = engine(), engine()
     streams, sampling = streams_of(a=hung), Sampling(1.0, LONG, ())

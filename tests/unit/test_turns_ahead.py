@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from mrl.data.dialects import dialect_of
 from mrl.data.samples import CALL_REASONS, STOP_REASONS, Sample, Samples, packed
 from mrl.environments.builtin import GuessTheNumber, calculator
 from mrl.environments.tool import ToolsSpec, TurnsSpec
+from mrl.errors import LostProcess
 from mrl.flow.conversations import Conversations
 from mrl.flow.request_streams import FinishedResponses
 from mrl.record.metrics import PhaseTimer
@@ -181,6 +183,60 @@ def test_speed_changes_no_bit_and_each_token_is_of_the_weights_that_its_row_name
         check_answers(each)
     spans = [int(each.span_counts.max()) for each in rows]
     assert max(spans) == (3 if schedule == "in order, partial" else 1)
+
+
+class Dying(Model):
+    """Answers some requests of a conversation, and is lost at the next."""
+
+    def __init__(self, version: int, turns: int):
+        super().__init__(version)
+        self.turns = turns
+
+    async def generate(self, requests, sampling):
+        if not self.turns:
+            raise LostProcess("engine-0 died")
+        self.turns -= 1
+        async for batch in super().generate(requests, sampling):
+            yield batch
+
+
+class TalkingUntilLost(Talking):
+    """Every other request is lost in its first, second or third turn; what is held of it comes back."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.held = self.continued = 0
+
+    def talked(self, request, kept):
+        self.continued += bool(kept)
+        lost = self.sent % 2 and self._until_lost(request, kept)
+        if not lost:
+            return super().talked(request, kept)
+        self.held += 1
+        return replace(lost[0], call_seconds=0 * lost[0].call_seconds, turn_seconds=0 * lost[0].turn_seconds)
+
+    def _until_lost(self, request, kept) -> list[Samples]:
+        made = []
+
+        async def until_lost():
+            sampling = Sampling(1.0, LONGEST, (END,))
+            async for batch in self.talks.generate(Dying(self.version, self.sent // 2 % 3), [request], sampling, kept):
+                made.append(batch)
+
+        with suppress(LostProcess):
+            asyncio.run(until_lost())
+        return made
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", *SCHEDULES])
+def test_lost_engines_cost_turns_and_no_bit(schedule):
+    """Without partial rollouts a response that would outlive its step begins again."""
+    lost = World(0, [*TALKS, *SCHEDULES.get(schedule, [])], engines=TalkingUntilLost)
+    whole = World(0, [*TALKS, *SCHEDULES.get(schedule, [])], engines=Talking)
+    assert_same(lost.steps(4), whole.steps(4))
+    assert lost.engines.held >= 10
+    goes_on = schedule in ("synchronous", "in order, partial")
+    assert lost.engines.continued >= lost.engines.held if goes_on else lost.engines.continued == 0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
