@@ -218,7 +218,7 @@ class Dispatcher:
 
         `context` counts tokens of the whole response that were not sampled; at a border they may pass it. Returns the
         group, or None for a withdrawn request. In order, a request that is interrupted before its border begins again
-        with 0 tokens, because continued it would have other bits. A conversation comes back between two turns instead.
+        with 0 tokens. Continued, it would have other bits. A conversation comes back between two turns instead.
         """
         if request not in self.under_way:
             return None
