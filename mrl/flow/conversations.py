@@ -6,9 +6,9 @@
 
 Each request has exactly the token ids of the row so far. Sampled tokens are never decoded and tokenized again. While
 tools work, the engine answers other requests. A row's environment starts while the first turn is sampled. A response
-can be held: at a border of the weights, because the engine gave it back, or because vLLM's processes died. Then the turn
-that they sampled is lost. Any engine can continue the response later. Its environment is rebuilt by repeating the calls
-in the row.
+can be held: at a border of the weights, because the engine gave it back, or because vLLM's processes died. Then the
+turn that they sampled is lost. Any engine can continue the response later. Its environment is rebuilt by repeating the
+calls in the row.
 
 This file connects other parts: mrl.schedule.conversation decides, mrl.data.dialects reads and writes,
 mrl.environments acts, mrl.schedule.segments joins. The model talks with a partner (partners.py): tools and
