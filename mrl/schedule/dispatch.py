@@ -13,7 +13,7 @@ answer to a withdrawn request is recognised.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,6 +130,7 @@ class Dispatcher:
         self.alone: set[int] = set()  # groups of which one response runs at a time
         self.under_way: dict[int, Assignment] = {}
         self._of_group: dict[int, set[int]] = defaultdict(set)  # running requests
+        self._held: dict[str, set[int]] = defaultdict(set)  # groups with responses handed over unfinished
         self._ready = ReadyLine()
         self._ahead = AheadLine()
         self._requests = 0
@@ -238,6 +239,8 @@ class Dispatcher:
         if group.is_whole:
             del self._of_group[group.number]
         elif not group.ended[sent.index]:
+            if tokens < sent.max_tokens:
+                self._held[sent.engine].add(sent.number)
             self._line_up(group, sent.index)
         return group
 
@@ -293,11 +296,23 @@ class Dispatcher:
         Returns its requests, each of which is issued again.
         """
         self.loads.lose(engine)
+        self._held.pop(engine, None)
         requests = [request for request, sent in self.under_way.items() if sent.engine == engine]
         lost = [self._back(request) for request in requests]
         for sent in lost:
             self._line_up(self.buffer.groups[sent.number], sent.index)
         return lost
+
+    def at(self, engines: Collection[str]) -> list[int]:
+        """Returns the numbers of groups that these engines generate, or handed over unfinished by these weights.
+
+        A conversation is handed over by an engine that dies, perhaps of the conversation.
+        """
+        numbers = {sent.number for sent in self.under_way.values() if sent.engine in engines}
+        for engine in engines:
+            numbers |= self._held.get(engine, set())
+        groups = self.buffer.groups
+        return sorted(number for number in numbers if number in groups and not groups[number].is_whole)
 
     def join(self, engine: str) -> None:
         """Adds an engine that holds the current weights."""
@@ -330,6 +345,7 @@ class Dispatcher:
                 f"by these weights {len(self.under_way)} requests are under way, "
                 f"{len(self._ready)} have to go on{waiting}"
             )
+        self._held.clear()
         stale = self.buffer.advance()
         ended = [sent for number in stale for sent in self._taken_back(number)]
         self.loads.forget_prefixes()

@@ -78,6 +78,5 @@ class EngineLosses:
 
     def _unfinished(self, engines: Sequence[str]) -> list[Unfinished]:
         """Returns the unfinished groups of these engines."""
-        numbers = sorted({sent.number for sent in self._dispatcher.under_way.values() if sent.engine in engines})
         groups = self._dispatcher.buffer.groups
-        return [Unfinished(n, self._prompts[n][0].prompt_id, groups[n].tokens) for n in numbers]
+        return [Unfinished(n, self._prompts[n][0].prompt_id, groups[n].tokens) for n in self._dispatcher.at(engines)]

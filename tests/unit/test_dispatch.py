@@ -126,6 +126,31 @@ def test_a_conversation_of_a_lost_engine_goes_on_after_its_last_turn_where_token
     assert (again.kept, again.max_tokens) == (kept, (6 if "segment_tokens" in rules else 10) - kept)
 
 
+def test_who_was_handed_over_by_a_lost_engine_is_suspected_like_who_was_generating_there():
+    """Group 0 is handed over between two turns, 1 is at its border, and 2 is still generating."""
+    made = dispatcher(schedule(batch=1, responses=1, partial_rollouts=True, segment_tokens=6, max_staleness=2))
+    sent = {each.number: each for each in made.assignments()}
+    assert [sent[number].engine for number in range(3)] == ["a", "b", "a"]
+    made.answered(sent[0].request, 4, stopped=False, context=1)
+    made.answered(sent[1].request, 6, stopped=False)
+    assert made.at(["a"]) == [0, 2] and made.at(["b"]) == [] and made.at(["a", "b"]) == [0, 2]
+    made.lose("a")
+    assert made.at(["a"]) == []
+
+
+def test_who_was_handed_over_for_an_update_is_not_suspected_after_it():
+    made = dispatcher(schedule(batch=1, responses=1, order="ready_first", partial_rollouts=True))
+    sent = {each.engine: each for each in made.assignments()}
+    made.answered(sent["a"].request, 6, stopped=False)
+    assert made.at(["a"]) == [sent["a"].number]
+    made.answered(sent["b"].request, 3, stopped=True)
+    made.buffer.finish(sent["b"].number)
+    made.take()
+    made.advance()
+    assert sent["a"].number in made.buffer.groups
+    assert made.at(["a"]) == []
+
+
 def test_no_more_than_the_window_is_under_way_and_who_is_due_first_goes_first():
     made = dispatcher(schedule(concurrency=3))
     sent = made.assignments()
