@@ -7,7 +7,7 @@
 Each request has exactly the token ids of the row so far. Sampled tokens are never decoded and tokenized again. While
 tools work, the engine answers other requests. A row's environment starts while the first turn is sampled. A response
 can be held: at a border of the weights, because the engine gave it back, or because vLLM's processes died. Then the
-turn that they sampled is lost. Any engine can continue the response later. Its environment is rebuilt by repeating the
+turn under way is lost. Any engine can continue the response later. Its environment is rebuilt by repeating the
 calls in the row.
 
 This file connects other parts: mrl.schedule.conversation decides, mrl.data.dialects reads and writes,
@@ -20,10 +20,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -32,18 +32,18 @@ from mrl.data.samples import STOP_REASONS, Samples, with_outcome
 from mrl.environments.acting import Acting
 from mrl.environments.environment_pool import EnvironmentPool
 from mrl.environments.tool import TurnsSpec
-from mrl.errors import LostProcess
 from mrl.flow.agents import Agents
 from mrl.flow.call_reader import CallReader, DialectReader
 from mrl.flow.partners import Line, Partner, ToolPartner
 from mrl.flow.turn_gate import TurnGate
 from mrl.schedule.conversation import Budgets, Conversation, ConversationState, Stop
 from mrl.schedule.segments import joined
+from mrl.vllm.engine_calls import DEATH
 from mrl.vllm.requests import Request, Sampling
 
 _NONE: Mapping[int, Samples] = MappingProxyType({})
-_LOST = (LostProcess, ConnectionError)  # what an engine raises once processes of it are gone
-LAST_S = 1.0  # how long tools may still answer once the engine is lost
+Returned = TypeVar("Returned")
+LAST_S = 1.0  # how long tools and environments may still answer once the engine is lost
 
 
 class Generates(Protocol):
@@ -51,6 +51,20 @@ class Generates(Protocol):
 
     def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[Samples]:
         """Yields responses as they finish."""
+
+
+class EngineLoss:
+    """The loss of an engine, from the first conversation on that notices it."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.over = asyncio.get_running_loop().create_future()  # done LAST_S later: nothing is awaited any more
+
+    def note(self, error: Exception) -> None:
+        """Remembers the first error of a lost engine."""
+        if self.error is None:
+            self.error = error
+            asyncio.get_running_loop().call_later(LAST_S, self.over.set_result, None)
 
 
 class Conversations:
@@ -93,6 +107,7 @@ class Conversations:
             raise
         self._under_way: dict[asyncio.Task, int | None] = {}  # task -> handle of its request
         self._waiting = 0  # tasks that wait for tools or environments
+        self._losses: WeakKeyDictionary[Generates, EngineLoss] = WeakKeyDictionary()
 
     @property
     def all_act(self) -> bool:
@@ -108,25 +123,21 @@ class Conversations:
         row that its response continues. Raises what the engine raises, and EnvironmentFault where no process for tools
         starts. The loss of an engine is raised after all that could be held.
         """
-        losses: list[Exception] = []
-        begin = partial(self._started, engine, sampling, losses)
-        tasks = [begin(request, kept.get(request.sample_id)) for request in requests]
+        loss = self._losses.setdefault(engine, EngineLoss())
+        tasks = [self._started(engine, request, sampling, kept.get(request.sample_id)) for request in requests]
         try:
             for task in asyncio.as_completed(map(_unless_ended, tasks)):
                 made = await task
-                if losses:
-                    asyncio.get_running_loop().call_later(LAST_S, _cancel, tasks)
                 if made is not None:
                     yield made
         finally:
-            _cancel(tasks)
-        if losses:
-            raise losses[0]
+            for task in tasks:
+                task.cancel()
+        if loss.error is not None:
+            raise loss.error
 
-    def _started(
-        self, engine: Generates, sampling: Sampling, losses: list[Exception], request: Request, kept: Samples | None
-    ) -> asyncio.Task:
-        task = asyncio.create_task(self._whole(engine, request, sampling, losses, kept))
+    def _started(self, engine: Generates, request: Request, sampling: Sampling, kept: Samples | None) -> asyncio.Task:
+        task = asyncio.create_task(self._whole(engine, request, sampling, kept))
         self._under_way[task] = request.handle
         task.add_done_callback(self._under_way.pop)
         return task
@@ -143,15 +154,12 @@ class Conversations:
             await asyncio.wait(ended)
 
     async def _whole(
-        self, engine: Generates, request: Request, sampling: Sampling, losses: list[Exception], kept: Samples | None
+        self, engine: Generates, request: Request, sampling: Sampling, kept: Samples | None
     ) -> Samples | None:
-        """Returns the response. `losses` gets the error of a lost engine; None where nothing new can be held then."""
+        """Returns the response. None where the engine was lost and it has no turn more than the row it continues."""
         partner = self._partner(request, sampling, kept)
         try:
-            return await self._talked(engine, request, sampling, partner, losses, kept)
-        except _LOST as error:
-            losses.append(error)
-            return None
+            return await self._talked(engine, request, sampling, partner, kept)
         finally:
             partner.close()
 
@@ -176,54 +184,61 @@ class Conversations:
         return Conversation(budgets, border, tokens=tokens, turn=int(kept.turn_counts[0]), acted_s=acted_s)
 
     async def _talked(
-        self,
-        engine: Generates,
-        request: Request,
-        sampling: Sampling,
-        partner: Partner,
-        losses: list[Exception],
-        kept: Samples | None,
-    ) -> Samples:
+        self, engine: Generates, request: Request, sampling: Sampling, partner: Partner, kept: Samples | None
+    ) -> Samples | None:
         talk = self._begun(request, sampling, kept)
         with self._counted():
-            line = await partner.begin(Line(request, kept))
+            line = await _unless_done(partner.begin(Line(request, kept)), self._losses[engine].over)
         if line is None:
             return await self._unspoken(engine, request, sampling)
         while talk.state is ConversationState.SAMPLING:
-            asked = partner.asked(talk, line)
-            try:
-                async with self._gate.slot(is_first=line.made is kept):
-                    more = await _unless_left(_added(engine, asked, line, sampling), partner.leaves)
-            except _LOST as error:
-                if line.made is kept or request.max_tokens is None or not partner.can_go_on:
-                    raise
-                losses.append(error)
-                talk = talk.held()
-                break
-            if more is None:
-                talk, line = partner.left(talk)
-            else:
-                line = more
-                talk = partner.sampled(talk, line, asked)
-            with self._counted():
-                talk = await partner.acted(talk)
-            if talk.state is ConversationState.TELLING:
-                talk, line = partner.told(talk, line)
+            after = await self._turn(engine, sampling, partner, talk, line, is_first=line.made is kept)
+            if after is None:
+                is_new = line.made is not kept and request.max_tokens is not None and partner.can_go_on
+                return _row(partner, talk.held(), line) if is_new else None
+            talk, line = after
         with self._counted():
-            talk = await partner.ended(talk)
+            ended = await _unless_done(partner.ended(talk), self._losses[engine].over)
+        if ended is None:
+            return None
         if line.made is None:
             return await self._unspoken(engine, request, sampling)
-        made = partner.whole(talk, line)
-        record = partner.record
-        made = with_outcome(made, record.calls, record.rewards, record.parts, talk.acting_s)
-        return _with_stop(made, Stop.LENGTH if talk.state is ConversationState.HELD else talk.stop)
+        return _row(partner, ended, line)
 
-    async def _unspoken(self, engine: Generates, request: Request, sampling: Sampling) -> Samples:
+    async def _turn(
+        self, engine: Generates, sampling: Sampling, partner: Partner, talk: Conversation, line: Line, is_first: bool
+    ) -> tuple[Conversation, Line] | None:
+        """Returns conversation and response after one more turn. None where the engine was lost during it."""
+        asked = partner.asked(talk, line)
+        try:
+            async with self._gate.slot(is_first=is_first):
+                more = await _unless_done(_added(engine, asked, line, sampling), partner.leaves)
+        except DEATH as error:
+            self._losses[engine].note(error)
+            return None
+        if more is None:
+            talk, line = partner.left(talk)
+        else:
+            line = more
+            talk = partner.sampled(talk, line, asked)
+        with self._counted():
+            acted = await _unless_done(partner.acted(talk), self._losses[engine].over)
+        if acted is None:
+            return None
+        if acted.state is ConversationState.TELLING:
+            return partner.told(acted, line)
+        return acted, line
+
+    async def _unspoken(self, engine: Generates, request: Request, sampling: Sampling) -> Samples | None:
         """Returns the row of a conversation that failed before it began. It has one token, because every row needs a
-        version.
+        version. None where the engine was lost.
         """
-        async with self._gate.slot(is_first=True):
-            line = await _added(engine, replace(request, max_tokens=1), Line(request), sampling)
+        try:
+            async with self._gate.slot(is_first=True):
+                line = await _added(engine, replace(request, max_tokens=1), Line(request), sampling)
+        except DEATH as error:
+            self._losses[engine].note(error)
+            return None
         return _with_stop(with_outcome(line.made, [()], [0.0], {}, 0.0), Stop.ENVIRONMENT)
 
     @contextmanager
@@ -242,11 +257,6 @@ class Conversations:
         self._pool.close()
 
 
-def _cancel(tasks: Sequence[asyncio.Task]) -> None:
-    for task in tasks:
-        task.cancel()
-
-
 async def _unless_ended(task: asyncio.Task[Samples | None]) -> Samples | None:
     await asyncio.wait([task])
     if task.cancelled():
@@ -254,14 +264,14 @@ async def _unless_ended(task: asyncio.Task[Samples | None]) -> Samples | None:
     return task.result()
 
 
-async def _unless_left(added: Coroutine[Any, Any, Line], leaves: asyncio.Future | None) -> Line | None:
-    """Returns what the engine adds, or None once nobody waits for it. The engine then stops."""
-    if leaves is None:
-        return await added
-    task = asyncio.ensure_future(added)
+async def _unless_done(call: Coroutine[Any, Any, Returned], end: asyncio.Future | None) -> Returned | None:
+    """Returns what the call returns, or None once `end` is done. The call is then cancelled."""
+    if end is None:
+        return await call
+    task = asyncio.ensure_future(call)
     try:
-        if not leaves.done():
-            await asyncio.wait([task, leaves], return_when=asyncio.FIRST_COMPLETED)
+        if not end.done():
+            await asyncio.wait([task, end], return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not task.done():
             task.cancel()
@@ -269,6 +279,13 @@ async def _unless_left(added: Coroutine[Any, Any, Line], leaves: asyncio.Future 
     if task.cancelled():
         return None
     return task.result()
+
+
+def _row(partner: Partner, talk: Conversation, line: Line) -> Samples:
+    made = partner.whole(talk, line)
+    record = partner.record
+    made = with_outcome(made, record.calls, record.rewards, record.parts, talk.acting_s)
+    return _with_stop(made, Stop.LENGTH if talk.state is ConversationState.HELD else talk.stop)
 
 
 async def _added(engine: Generates, asked: Request, line: Line, sampling: Sampling) -> Line:

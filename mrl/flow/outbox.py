@@ -18,10 +18,11 @@ from typing import NamedTuple
 from mrl.data.samples import SampleRows, Samples
 from mrl.errors import Interrupted
 from mrl.flow.response_store import in_blocks
+from mrl.vllm.engine_calls import DEATH
 
 SHARE = 0.01  # longest wait as a share of a response's time: an engine's free slot stays empty that much longer
 HELD_S = 2.0  # longest wait
-ERROR_S = 2.0  # longest wait of an error for other calls: a lost engine's conversations are still handed over
+LOSS_S = 2.0  # longest wait of an engine's loss for other calls, whose conversations are still handed over
 MANY = 20  # rows; their numbers take less than the kilobyte that Ray sends inline with an answer
 
 
@@ -77,7 +78,7 @@ class Outbox:
     def _fail(self, error: Exception) -> None:
         if self._error is None:
             self._error = error
-            self._error_at = time.monotonic() + ERROR_S
+            self._error_at = time.monotonic() + (LOSS_S if isinstance(error, DEATH) else 0.0)
 
     def add(self, number: int, batch: Samples, routed: bool) -> None:
         """Adds responses to a call. `routed` says whether routes were asked for."""
@@ -93,7 +94,7 @@ class Outbox:
         """Returns what finished, once it was held long enough.
 
         `awaited` are calls that the client knows to be under way; they may not have begun here. Raises the error of a
-        call, after the responses before it, and after other calls unless these take long.
+        call, after the responses before it; that of a lost engine after other calls too, unless these take long.
         """
         self._is_asked = True
         try:

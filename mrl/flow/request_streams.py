@@ -12,7 +12,7 @@ come back wait for more, for a hundredth of their own time, and are taken togeth
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from mrl.flow.engine_progress import EngineProgress
 from mrl.flow.outbox import FinishedRows
 from mrl.flow.response_store import ResponseBlock, ResponseStore
 from mrl.remote.calls import LostPeer, blame, unwrap
+from mrl.remote.process_logs import processes_of
 from mrl.vllm.requests import Request, Sampling, engine_of
 
 REST_S = 0.5  # longest rest between two takes; each take costs the driver a few milliseconds
@@ -121,9 +122,9 @@ class RequestStreams:
             self._of_lost[ref] = (engine, epoch)
         self._coming = {ref: arrived for ref, arrived in self._coming.items() if arrived.engine != engine}
 
-    def _there(self, refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
+    def _there(self, refs: list[ray.ObjectRef], timeout_s: float = 0.0) -> list[ray.ObjectRef]:
         if refs:
-            return ray.wait(refs, num_returns=len(refs), timeout=0.0, fetch_local=False)[0]
+            return ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)[0]
         return []
 
     def _count_late(self, ref: ray.ObjectRef, engine: str, epoch: int) -> None:
@@ -174,18 +175,21 @@ class RequestStreams:
             return self._taken(timeout_s)
         except LostProcess as error:
             asked = {engine_of(name): serving.epoch for name, serving in self._serving.items()}
-            arrived = self._rescued()
+            arrived = self._rescued({engine_of(name) for name in processes_of(error)})
             if not self._fleet.loses(error, asked):
                 raise
             return arrived
 
-    def _rescued(self) -> list[FinishedResponses]:
-        """Returns responses whose blocks are complete, before their engine's process is ended."""
-        if not self._coming:
-            return []
-        every = list(self._coming)
+    def _rescued(self, lost: Collection[str]) -> list[FinishedResponses]:
+        """Returns what lost engines have told, of all their ranks, before their processes are ended."""
+        for ref in self._there([ref for ref, name in self._asked.items() if engine_of(name) in lost], REST_S):
+            engine = self._asked.pop(ref)
+            with suppress(MrlError, ray.exceptions.RayError):
+                told = FinishedRows(*unwrap(ref, engine, PHASE))
+                if told.sizes:
+                    self._fetch(engine, told)
         rescued = []
-        for ref in ray.wait(every, num_returns=len(every), timeout=REST_S, fetch_local=False)[0]:
+        for ref in self._there([ref for ref, made in self._coming.items() if engine_of(made.engine) in lost], REST_S):
             arrived = self._coming.pop(ref)
             with suppress(MrlError, ray.exceptions.RayError):
                 unwrap(ref, arrived.engine, PHASE)

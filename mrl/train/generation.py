@@ -280,8 +280,8 @@ class Generation:
     def given_up(self, state: TrainState) -> TrainState:
         """Ends generation. Returns the state with all live groups, even if engines never held its weights.
 
-        Unfinished responses continue from their last border with the weights of `state`. In order, these may be newer
-        than in a run without a lost engine.
+        Unfinished responses continue from their last border or turn with the weights of `state`. In order, these may be
+        newer than in a run without a lost engine.
         """
         self.close()
         if state.ahead is not None or not state.step:

@@ -13,6 +13,8 @@ from mrl.vllm.requests import log_name
 WATCH_S = 1.0  # between two checks whether vLLM's processes live
 _EXIT_S = 0.2  # after vLLM says that it stops, until the exit that caused it has been seen
 
+DEATH = (LostProcess, ConnectionError)  # what a call raises once processes of the engine are gone
+
 
 class EngineCalls:
     """An AsyncLLM, once it is started, and the guarded way to call it."""
@@ -27,6 +29,7 @@ class EngineCalls:
         self._on_death = on_death
         self._watch: ProcessWatch | None = None
         self._has_peers = False
+        self._has_waited = False  # for an exit to be seen
 
     def watch(self, has_peers: bool) -> None:
         """Sees a death at once from here on. With `has_peers` it distinguishes its own from that of another rank of the
@@ -105,7 +108,8 @@ class EngineCalls:
 
     def _death(self) -> Exception:
         log = f"see logs/{log_name(self._name)}.log in the run directory"
-        if self._watch is not None and not self._watch.lost:
+        if self._watch is not None and not self._watch.lost and not self._has_waited:
+            self._has_waited = True
             time.sleep(_EXIT_S)
         lost = None
         if self._watch is not None:

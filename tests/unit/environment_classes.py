@@ -59,6 +59,7 @@ class Trouble(Environment):
     def reset(self, row, seed):
         self.row = row["extra_info"]
         self.counted = 0
+        time.sleep(self.row.get("begins_after", 0))
         self.note("begun")
         if self.row.get("begins") is False:
             raise OSError("no board")

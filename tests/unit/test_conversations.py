@@ -600,23 +600,39 @@ def test_a_response_that_validation_asks_for_is_never_held(talks):
 
 
 class DyingBesideOneThatHangs(Dying):
-    """The response 8 calls a tool that hangs."""
+    """The response 8 has a turn, and then calls a tool that hangs."""
+
+    def __init__(self, *said: str, at: int):
+        super().__init__(*said, at=at)
+        self.other = Engine(called("calculator", expression="1+1"), called("hangs"))
 
     async def generate(self, requests, sampling):
-        calls = Engine(called("hangs")) if requests[0].sample_id == 8 else super()
+        calls = self.other if requests[0].sample_id == 8 else super()
         async for batch in calls.generate(requests, sampling):
             yield batch
 
 
 def test_after_a_loss_tools_have_a_moment_to_answer_and_no_more():
     requests = [Request(n, PROMPT, 11, prompt_id=3, max_tokens=SAMPLING.max_tokens) for n in (7, 8)]
-    said = called("calculator", expression="1+1"), "It is 2."
+    said = called("calculator", expression="1+1"), called("sleeps", seconds=0.2), "It is 2."
     talks = Conversations(spec(timeout_s=500.0, max_seconds=600.0), TOKENS)
     held = until_lost(talks, Dying(*said, at=2), *requests)
     assert sorted(int(made.sample_id[0]) for made in held) == [7, 8]
     begun = time.monotonic()
-    (held,) = until_lost(talks, DyingBesideOneThatHangs(*said, at=1), *requests)
-    assert held.sample_id.tolist() == [7] and time.monotonic() - begun < 60
+    held = until_lost(talks, DyingBesideOneThatHangs(*said, at=2), *requests)
+    assert {int(made.sample_id[0]): made.turn_counts.tolist() for made in held} == {7: [3], 8: [2]}
+    assert time.monotonic() - begun < 60
+    talks.close()
+
+
+def test_a_conversation_is_handed_over_before_its_environment_has_begun():
+    tools = ToolsSpec(("calculator",), str(Path(environment_classes.__file__)), environments=("Trouble",))
+    talks = Conversations(replace(spec(timeout_s=500.0), tools=tools), TOKENS)
+    talked = row(environment="Trouble", begins_after=300)
+    request = Request(7, PROMPT, 11, prompt_id=3, max_tokens=SAMPLING.max_tokens, row=talked)
+    begun = time.monotonic()
+    (held,) = until_lost(talks, Dying(called("calculator", expression="1+1"), "It is 2.", at=1), request)
+    assert held.turn_counts.tolist() == [2] and time.monotonic() - begun < 60
     talks.close()
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mrl.data.samples import Sample, SampleRows, packed
-from mrl.errors import Interrupted
+from mrl.errors import Interrupted, LostProcess
 from mrl.flow import outbox
-from mrl.flow.outbox import ERROR_S, HELD_S, MANY, SHARE, Outbox, Outboxes
+from mrl.flow.outbox import HELD_S, LOSS_S, MANY, SHARE, Outbox, Outboxes
 
 
 class Clock(asyncio.SelectorEventLoop):
@@ -116,13 +116,13 @@ def test_an_error_is_raised_after_what_came_before_it(clock):
     clock.run_until_complete(run())
 
 
-@pytest.mark.parametrize(("seconds", "is_told"), [(ERROR_S / 2, True), (ERROR_S * 2, False)])
-def test_an_error_waits_for_other_calls_but_not_for_long(clock, seconds, is_told):
+@pytest.mark.parametrize(("seconds", "is_told"), [(LOSS_S / 2, True), (LOSS_S * 2, False)])
+def test_a_loss_waits_for_other_calls_but_not_for_long(clock, seconds, is_told):
     box = Outbox()
 
     async def fails():
         with box.call(0):
-            raise Interrupted("the engine is lost")
+            raise LostProcess("the engine is lost")
 
     async def run():
         calls = [asyncio.create_task(each) for each in (fails(), a_call(box, 1, {5: seconds}))]
@@ -130,9 +130,9 @@ def test_an_error_waits_for_other_calls_but_not_for_long(clock, seconds, is_told
         if is_told:
             told = await box.told([0, 1])
             assert SampleRows.from_bytes(told.rows).sample_id.tolist() == [5] and told.ended == ()
-        with pytest.raises(Interrupted, match="is lost"):
+        with pytest.raises(LostProcess, match="is lost"):
             await box.told([0, 1])
-        assert clock.time() - begun == pytest.approx(min(seconds, ERROR_S))
+        assert clock.time() - begun == pytest.approx(min(seconds, LOSS_S))
         await asyncio.wait(calls)
 
     clock.run_until_complete(run())

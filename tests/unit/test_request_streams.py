@@ -13,6 +13,7 @@ from mrl.flow import request_streams
 from mrl.flow.outbox import Outboxes
 from mrl.flow.request_streams import REST_S, RequestStreams
 from mrl.flow.response_store import BLOCK_BYTES
+from mrl.remote.process_logs import concerning
 from mrl.vllm.requests import Request, Sampling
 
 LONG = BLOCK_BYTES  # tokens
@@ -102,7 +103,7 @@ def engine():
 def ray(monkeypatch):
     def unwrap(ref, name, phase):
         if isinstance(ref.value, Exception):
-            raise ref.value
+            raise concerning(ref.value, name)
         return ref.value
 
     waits = []
@@ -243,6 +244,44 @@ def test_what_an_engine_told_before_it_was_lost_is_taken(engine, ray):
     worker.dies = LostProcess("engine a died")
     worker.runs()
     assert taken(streams) == [("a", [0])] and streams._fleet.asked == [("engine a died", {"a": 0})]
+
+
+def test_what_a_peer_of_the_lost_rank_has_told_is_taken(engine, ray):
+    lost, peer = engine(), engine()
+    streams = streams_of(**{"engine 0 rank 0": lost, "engine 0 rank 1": peer})
+    streams._fleet.does_without = True
+    streams.send("engine 0 rank 0", requests(0), Sampling(1.0, LONG, ()))
+    streams.send("engine 0 rank 1", requests(1), Sampling(1.0, LONG, ()))
+    peer.lets.set()
+    peer.runs()
+    lost.dies = LostProcess("its process died")
+    lost.lets.set()
+    lost.runs()
+    assert taken(streams) == [("engine 0 rank 1", [1])]
+
+
+def test_another_engine_that_fails_beside_a_lost_one_is_not_forgotten(engine, ray):
+    """Its blocks fail while the loss is handled: the next take says so."""
+    lost, other = engine(), engine()
+    streams = streams_of(a=lost, b=other)
+    streams._fleet.does_without = True
+    streams.send("b", requests(1), Sampling(1.0, LONG, ()))
+    other.lets.set()
+    other.runs()
+    blocks = Ref(there=False)
+    other.blocks = Method(lambda *given: [blocks, Ref()])
+    assert taken(streams) == []
+    streams.send("a", requests(0), Sampling(1.0, LONG, ()))
+    lost.dies = LostProcess("its process died")
+    lost.lets.set()
+    lost.runs()
+    blocks.value = Interrupted("the object store is full")
+    blocks.there = True
+    assert taken(streams) == [] and streams.waiting_for == ["a", "b"]
+    del streams._fleet.there["a"]
+    streams.follow()
+    with pytest.raises(Interrupted, match="is full"):
+        taken(streams)
 
 
 def test_what_an_engine_says_after_it_was_taken_for_lost_is_dropped_and_counted(engine, ray):
