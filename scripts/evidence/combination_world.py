@@ -36,6 +36,13 @@ COMMON = (
     "num_key_value_heads", "max_position_embeddings", "eos_token_id", "pad_token_id", "initializer_range",
 )  # fmt: skip
 
+# vLLM's CPU kernel has no other latent than 512 and 64
+LATENT = dict(
+    num_experts_per_tok=4, moe_intermediate_size=64, n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1,
+    n_group=4, topk_group=2, routed_scaling_factor=1.5, q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32,
+    qk_rope_head_dim=64, v_head_dim=32, num_mtp_layers=0,
+)  # fmt: skip
+
 
 def make_world(folder: Path, calling: make_tool_world.Calling = CALLING) -> Path:
     """Models and data in `folder`, which is returned; nothing where they are there.
@@ -57,13 +64,8 @@ def make_world(folder: Path, calling: make_tool_world.Calling = CALLING) -> Path
         **common, **experts, head_dim=32, n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1,
         routed_scaling_factor=1.5, attention_bias=True, use_qk_norm=True, num_mtp_layers=0,
     )  # fmt: skip
-    # vLLM's CPU kernel has no other latent than 512 and 64; transformers would repeat keys of fewer heads
-    latent = DeepseekV3Config(
-        **common | {"num_key_value_heads": usual["num_attention_heads"]}, num_experts_per_tok=4, qk_nope_head_dim=32,
-        moe_intermediate_size=64, n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1, n_group=4,
-        topk_group=2, routed_scaling_factor=1.5, q_lora_rank=32, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=32,
-        num_mtp_layers=0,
-    )  # fmt: skip
+    # transformers would repeat keys of fewer heads
+    latent = DeepseekV3Config(**common | LATENT | {"num_key_value_heads": usual["num_attention_heads"]})
     delta = Qwen3NextConfig(
         **common, **experts, num_experts=8, shared_expert_intermediate_size=128, norm_topk_prob=True, head_dim=32,
         full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16,
