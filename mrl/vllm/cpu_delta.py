@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.vllm.cpu_sigmoid import of_whole_registers
+from mrl.vllm.cpu_batch_invariance import of_whole_registers
 
 _NORM_EPS = 1e-6  # for queries and keys, as in mrl/megatron/gated_delta.py
 # there is one value a head, and torch computes values behind the last whole register with another function

@@ -28,7 +28,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from mrl.platforms import gloo_device
 from mrl.platforms.process_memory import give_back_heap, note_baseline
-from mrl.vllm import cpu_sigmoid
+from mrl.vllm import cpu_batch_invariance
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 from mrl.vllm.sleeping import NAN, clear, poison
 
@@ -70,7 +70,7 @@ class CpuWorker(CPUWorker):
         self.memory_asleep = {}
         self.unpacked_layers = []
         get_model_architecture(self.model_config)  # imports the model's module
-        cpu_sigmoid.install()
+        cpu_batch_invariance.install()
         if self.model_config.use_mla:
             from mrl.vllm.cpu_latent import install
 

@@ -91,3 +91,41 @@ def test_nothing_is_replaced_in_a_process_that_has_imported_vllm():
     ).stdout
     assert "has imported vllm" in answer
     assert answer.strip().endswith("True")
+
+
+LINEAR = """
+import sys
+import torch
+from torch import nn
+from vllm.model_executor.layers import utils
+from mrl.vllm.cpu_batch_invariance import install
+from mrl.vllm.cpu_worker import allow_tiles
+
+allow_tiles()
+torch.manual_seed(0)
+halves = torch.randn(256, 64), torch.randn(64, 64).bfloat16()
+weight = nn.Parameter(halves[0].repeat(1, 2).bfloat16(), requires_grad=False)
+tokens = torch.cat([halves[1], -halves[1]], 1)
+
+
+def is_invariant():
+    layer = nn.Module()
+    layer.weight = weight
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    whole = layer.cpu_linear(tokens, weight, None)
+    return all(torch.equal(layer.cpu_linear(tokens[:n], weight, None), whole[:n]) for n in range(1, 65))
+
+
+before = is_invariant()
+install()
+print(torch.cpu._is_amx_tile_supported(), before, is_invariant())
+"""
+
+
+def test_a_linear_in_bfloat16_has_the_same_bits_for_any_number_of_tokens():
+    """All sums are 0, so that what is left of the order of their products is seen. Without mrl AMX breaks it."""
+    answer = subprocess.run(
+        [sys.executable, "-c", LINEAR], cwd=ROOT, capture_output=True, text=True, timeout=END_S, check=True
+    ).stdout
+    has_tiles, before, after = (word == "True" for word in answer.split()[-3:])
+    assert after and before is not has_tiles

@@ -74,14 +74,17 @@ def module(monkeypatch):
     """mrl.vllm.cpu_worker as it is where vLLM is the stand-in."""
     vllm = {
         "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace(SpinCondition=SpinCondition)},
-        "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": dispatch},
+        "vllm.model_executor.layers.utils": {
+            "dispatch_cpu_unquantized_gemm": dispatch,
+            "check_cpu_sgl_kernel": lambda n, k, dtype: False,
+        },
         "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda layer: PACKED},
         "vllm.model_executor.model_loader.utils": {"get_model_architecture": lambda config: None},
         "vllm.v1.worker.cpu_worker": {"CPUWorker": CPUWorker},
     }
     for name, members in vllm.items():
         for part in [name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)]:
-            monkeypatch.setitem(sys.modules, part, SimpleNamespace(__path__=[]))
+            monkeypatch.setitem(sys.modules, part, SimpleNamespace(__name__=part, __path__=[]))
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
     spec = importlib.util.spec_from_file_location(
         "cpu_worker_here", Path(engine_state.__file__).with_name("cpu_worker.py")

@@ -1,9 +1,12 @@
-"""Sigmoids of the CPU engine: the bits of a token do not depend on how many are beside it."""
+"""Sigmoids of the CPU engine: the bits of a token do not depend on how many are beside it.
+
+Linears: tests/real/test_cpu_patches.py.
+"""
 
 import pytest
 import torch
 
-from mrl.vllm.cpu_sigmoid import of_whole_registers
+from mrl.vllm.cpu_batch_invariance import of_whole_registers
 
 sigmoid = of_whole_registers(torch.Tensor.sigmoid)
 
