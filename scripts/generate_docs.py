@@ -276,14 +276,24 @@ def efficiency() -> str:
         _MADE,
         "# Efficiency of an update\n",
         "What makes an update of a mixture of experts faster, where it is from, and what refuses it before a run. "
-        "Sources are of Megatron-core 0.16.1; what refuses is the same in 0.17.0. Nobody has measured these here: no "
-        "machine with devices was there. `mrl plan` counts time or memory where the last column says so, and nothing "
+        "Sources are of Megatron-core 0.16.1; what refuses is the same in 0.17.0. What an "
+        "H100 said of updates is in [evidence](evidence.md). `mrl plan` counts time or memory where the last column says so, and nothing "
         "for the others.\n",
         "| switch | set by | from | refused | presets | the plan counts |",
         "|---|---|---|---|---|---|",
     ]
-    return "\n".join([*page, *map(_efficiency_row, _source("efficiency")), "", _DEEPEP, ""])
+    return "\n".join([*page, *map(_efficiency_row, _source("efficiency")), "", _TOKENS, "", _DEEPEP, ""])
 
+
+_TOKENS = (
+    "**Few tokens a micro-batch wait for the host.** On the H100 that was measured, with the 16 experts that a rank of "
+    "EP8 has, a layer of 30B took the host as long to launch for 8,192 tokens as for 16,384. So tokens a second rose "
+    "with `actor.ppo_max_token_len_per_gpu` up to 32,768, and computing activations again for room may be cheaper "
+    "than small micro-batches. The plan counts products, not launches. Slow hosts launch slowly: `launch_us` of "
+    "`scripts/hardware/run.sh cuda actor_by_tokens` tells. `NVTE_USE_CUTLASS_GROUPED_GEMM: \"1\"` among `env_vars` of "
+    "the runtime environment makes grouped products one kernel on Hopper; no preset sets it, because its numbers were "
+    "not yet held against Hugging Face's."
+)
 
 _DEEPEP = (
     "**DeepEP has no pinned build here.** `scripts/install.sh` builds what its rows name, and DeepEP is in none. "

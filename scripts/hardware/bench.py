@@ -1,8 +1,12 @@
 """Whole updates of a slice of a real model: MFU beside the ceiling of the same run (scripts/bench/actor.py)."""
 
 import argparse
+import os
+import time
 
 from checks import Figures, Machine, actor_bench, check
+
+CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"  # one kernel for a grouped product, where its weights are in bfloat16
 
 
 @check()
@@ -20,7 +24,30 @@ def actor_of_eight(machine: Machine) -> Figures:
     return _measured(machine, 16)
 
 
-def _measured(machine: Machine, experts: int | None) -> Figures:
-    options = {"device": machine.device, "layers": None, "tokens": None, "micro_batches": 4, "recompute": "full",
+@check()
+def actor_by_tokens(machine: Machine) -> Figures:
+    """16 layers of the same, by tokens of a micro-batch: few take the host as long to launch as many. `CUTLASS` is an
+    environment variable that the caller may set.
+    """
+    machine.needs_accelerator("room for it")
+    rows = [_measured(machine, 16, layers=16, tokens=tokens) for tokens in (8192, 16384, 32768)]
+    return {"launch_us": _launch_us(machine.device), "cutlass": os.environ.get(CUTLASS, "0"), "rows": rows}
+
+
+def _launch_us(device: str) -> float:
+    """Returns the host's microseconds for the smallest kernel."""
+    import torch
+
+    one = torch.zeros(8, device=device)
+    launches = 20_000
+    one.add_(1)
+    began = time.perf_counter()
+    for _ in range(launches):
+        one.add_(1)
+    return (time.perf_counter() - began) / launches * 1e6
+
+
+def _measured(machine: Machine, experts: int | None, layers: int | None = None, tokens: int | None = None) -> Figures:
+    options = {"device": machine.device, "layers": layers, "tokens": tokens, "micro_batches": 4, "recompute": "full",
                "experts": experts}  # fmt: skip
     return actor_bench().measure(argparse.Namespace(**options))
