@@ -3,7 +3,8 @@
 * `RotaryEmbedding.forward_cpu`: its kernel rotates parts of wider rows wrongly, without an error. Latent attention
   passes only such parts. Angles that yarn stretches are computed by torch already.
 * `torch.bmm`, and `layer.cpu_linear` of the projection that makes keys and values: MKL computes few rows differently
-  from many. The result of a token would depend on how many others are computed. So few rows are padded.
+  from many. The result of a token would depend on how many others are computed. So few rows are padded, and in 16
+  bits rows are computed in blocks of one size.
 * `split_decodes_and_prefills`: a prompt of one token is computed as a prompt or as decoding, depending on what stands
   before it in the batch. Here it is always a prompt.
 """
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mrl.vllm.cpu_batch_invariance import ROWS, of_blocks
 
 LEAST_ROWS = 16  # MKL computes 4 rows and more in one way, as the module's test shows
 
@@ -51,8 +54,10 @@ def bmm_of_many_rows(bmm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(bmm)
     def of_many(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
         rows = left.shape[1]
-        many = left if rows >= LEAST_ROWS else F.pad(left, (0, 0, 0, LEAST_ROWS - rows))
-        answer = bmm(many.contiguous(), right)[:, :rows]
+        block = ROWS if left.element_size() == 2 else max(rows, LEAST_ROWS)
+        filled = F.pad(left, (0, 0, 0, -rows % block))
+        blocks = [bmm(part.contiguous(), right) for part in filled.split(block, 1)]
+        answer = torch.cat(blocks, 1)[:, :rows]
         if out is None:
             return answer
         return out.copy_(answer)
@@ -64,7 +69,10 @@ def linear_of_many_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
     """Multiplies [rows, in] to [rows, out]. The bits do not depend on the number of rows."""
     missing = LEAST_ROWS - len(x)
     many = F.pad(x, (0, 0, 0, missing)) if missing > 0 else x.contiguous()
-    return F.linear(many, weight, bias)[: len(x)]
+    return _linear(weight, many, bias)[: len(x)]
+
+
+_linear = of_blocks(lambda weight, rows, bias: F.linear(rows, weight, bias))
 
 
 def _with_linear_of_many_rows(process: Callable[..., None]) -> Callable[..., None]:

@@ -283,7 +283,7 @@ class VllmEngine:
             raise EnvironmentFault(
                 f"{self.settings.name}: {differing} of {len(requests)} prompts gave other bits in another order"
                 f"{' and beside other prompts of the other ranks' if self.settings.data_ranks > 1 else ''}; "
-                "on CPU keep chunked prefill off (rollout.enable_chunked_prefill)"
+                "on CPU keep chunked prefill off (rollout.enable_chunked_prefill), and try model.dtype: float32"
             )
 
     @asynccontextmanager

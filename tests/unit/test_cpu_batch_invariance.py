@@ -6,7 +6,7 @@ Linears: tests/real/test_cpu_patches.py.
 import pytest
 import torch
 
-from mrl.vllm.cpu_batch_invariance import of_whole_registers
+from mrl.vllm.cpu_batch_invariance import ROWS, of_blocks, of_whole_registers
 
 sigmoid = of_whole_registers(torch.Tensor.sigmoid)
 
@@ -35,3 +35,19 @@ def test_strides_are_minded_and_nothing_is_fine():
     values = torch.randn(9, 6)
     assert torch.equal(sigmoid(values.T), sigmoid(values).T)
     assert sigmoid(values[:0]).shape == (0, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_16_bits_are_multiplied_in_blocks_of_one_size(dtype):
+    seen = []
+
+    def product(weight, rows, bias):
+        seen.append(len(rows))
+        return rows @ weight + bias
+
+    weight = torch.randn(6, 5).to(dtype)
+    bias = torch.randn(5).to(dtype)
+    for shape in ((1, 6), (2, 20, 6), (ROWS, 6), (0, 6)):
+        rows = torch.randn(shape).to(dtype)
+        torch.testing.assert_close(of_blocks(product)(weight, rows, bias), rows @ weight + bias)
+    assert dtype is torch.float32 or set(seen) <= {ROWS, 0}

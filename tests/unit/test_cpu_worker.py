@@ -74,6 +74,7 @@ def module(monkeypatch):
     """mrl.vllm.cpu_worker as it is where vLLM is the stand-in."""
     vllm = {
         "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace(SpinCondition=SpinCondition)},
+        "vllm._custom_ops": {"onednn_mm": lambda weight, rows, bias: rows},
         "vllm.model_executor.layers.utils": {
             "dispatch_cpu_unquantized_gemm": dispatch,
             "check_cpu_sgl_kernel": lambda n, k, dtype: False,
