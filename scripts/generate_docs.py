@@ -276,8 +276,8 @@ def efficiency() -> str:
         _MADE,
         "# Efficiency of an update\n",
         "What makes an update of a mixture of experts faster, where it is from, and what refuses it before a run. "
-        "Sources are of Megatron-core 0.16.1; what refuses is the same in 0.17.0. What an "
-        "H100 said of updates is in [evidence](evidence.md). `mrl plan` counts time or memory where the last column says so, and nothing "
+        "Sources are of Megatron-core 0.16.1; what refuses is the same in 0.17.0. What an H100 said of updates is in "
+        "[evidence](evidence.md). `mrl plan` counts time or memory where the last column says so, and nothing "
         "for the others.\n",
         "| switch | set by | from | refused | presets | the plan counts |",
         "|---|---|---|---|---|---|",
