@@ -290,7 +290,7 @@ _TOKENS = (
     "EP8 has, a layer of 30B took the host as long to launch for 8,192 tokens as for 16,384. So tokens a second rose "
     "with `actor.ppo_max_token_len_per_gpu` up to 32,768, and computing activations again for room may be cheaper "
     "than small micro-batches. The plan counts products, not launches. Slow hosts launch slowly: `launch_us` of "
-    '`scripts/hardware/run.sh cuda actor_by_tokens` tells. `NVTE_USE_CUTLASS_GROUPED_GEMM: "1"` among `env_vars` of '
+    '`scripts/hardware/run.sh cuda actor_8k` tells. `NVTE_USE_CUTLASS_GROUPED_GEMM: "1"` among `env_vars` of '
     "the runtime environment makes grouped products one kernel on Hopper; no preset sets it, because its numbers were "
     "not yet held against Hugging Face's."
 )

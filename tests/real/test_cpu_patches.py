@@ -94,7 +94,6 @@ def test_nothing_is_replaced_in_a_process_that_has_imported_vllm():
 
 
 LINEAR = """
-import sys
 import torch
 from torch import nn
 from vllm.model_executor.layers import utils
