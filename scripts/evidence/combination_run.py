@@ -151,7 +151,11 @@ class RowRun:
         # a run that was to have fewer steps did not generate ahead for more
         if code or not promised or (self._finishes and self.row["schedule"] != "sync"):
             return
-        whole = self._whole(words)
+        self.be_the_undisturbed(steps)
+
+    def be_the_undisturbed(self, steps: int = STEPS) -> None:
+        """Has the metrics and the last checkpoint of a run of as many steps that nobody disturbed, bit by bit."""
+        whole = self._whole(self._arguments(self.row, steps))
         found, expected = read_metrics(self.run / METRICS), read_metrics(whole / METRICS)
         self._must_be_none(metrics_difference(found, expected))
         folders = (folder / "checkpoints" / f"step-{steps}" for folder in (whole, self.run))

@@ -91,6 +91,7 @@ def comparable(run_dir: Path, without: tuple[str, ...]) -> list[dict]:
     ]
 
 
+@pytest.mark.long
 def test_partial_rollouts_mix_versions_within_the_bound_train_and_go_on_after_a_signal(world, tmp_path):
     """The checkpoint of the signal is written while groups that it has are finished, and trained on. Every token but a
     response's last has the route that the version which computed it chose.

@@ -37,7 +37,6 @@ SHARED = {
     "actor__optimizer_offload": True,
 }  # fmt: skip
 KINDS = {"sync": {}, "one step off": ONE_OFF, "two off, partial": PARTIAL, "colocated": SHARED}
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in KINDS if name != "sync"]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +105,8 @@ def assert_same(found: Path, expected: Path, steps: int = STEPS) -> None:
     assert counted == [0, 0]
 
 
-@pytest.mark.parametrize("kind", ["sync", *LONG])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_only_engine_is_killed_and_the_run_has_the_bits_of_the_undisturbed_one(world, undisturbed, tmp_path, kind):
     found = disturbed(world, tmp_path / "killed", signal.SIGKILL, **KINDS[kind])
     assert_same(found, undisturbed(kind))

@@ -103,7 +103,7 @@ def transformers_says_what_the_engines_said(folder: Path, samples: list[dict]) -
 
 
 @pytest.mark.real
-def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
+def test_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
     """Of GRPO with a KL to the start, replayed routes and a token budget: all that a resumed run has to have again."""
     settings = dict(
         trainer__total_training_steps=STEPS, trainer__save_freq=1, trainer__test_freq=2, rollout__n=4,
@@ -115,14 +115,7 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
     check_the_run_of_a_recipe(metrics(whole))
 
     process = train(world, broken, *GRPO, trainer__resume_mode="auto", **settings)  # there is no run yet: it begins one
-    wait_for_step(process, broken, 1)
-    process.send_signal(signal.SIGTERM)
-    assert finish(process, broken, END_S) == 5, broken.with_suffix(".log").read_text()[-3000:]
-    saved = len(metrics(broken)) - 1
-    assert 1 <= saved < STEPS and (broken / "checkpoints" / f"step-{saved}" / "manifest.json").exists()
-
-    process = train(world, broken, *GRPO, trainer__resume_mode="auto", **settings)  # as a scheduler starts it again
-    wait_for_step(process, broken, saved + 1)
+    wait_for_step(process, broken, 2)
     started = [(p, p.name()) for p in psutil.Process(process.pid).children(recursive=True)]
     check_that_they_come_from_one_server([p for p, name in started if name.startswith("VLLM")])
     check_what_is_listened_on(started)

@@ -1,0 +1,66 @@
+"""Features beside each other: rows of the table of combinations in which every schedule, every end and everything that
+follows stands.
+
+Each is held to the invariants of scripts/evidence/combination_run.py: exit codes, bits of the undisturbed run, every
+response in one step, staleness, verified syncs, log-probs of transformers, nothing left behind.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from world import make_world
+
+EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
+sys.path[:0] = [str(EVIDENCE), str(EVIDENCE.parent)]
+
+from combination_axes import AXES, SETTINGS, refusal  # noqa: E402
+from combination_run import THEN, RowRun  # noqa: E402
+from combinations import row_of  # noqa: E402
+from own_memory import is_possible  # noqa: E402
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not is_possible(), reason="a shared memory of one's own needs root or namespaces of users"),
+]
+UNDISTURBED = "undisturbed"  # equals the run that finishes
+# each with what follows beside its own
+ROWS = {
+    "sync | separate | TP2 | TP2 EP2 | Qwen3-MoE | none | one | GRPO | off | R2 | KL | off | float32 | meanwhile | "
+    "engine lost | report": (UNDISTURBED, "other schedule"),
+    "in order, partial | separate | two | PP2 | Qwen3-MoE | none | one | GSPO | token | R3 | none | off | float32 | "
+    "meanwhile | SIGTERM | resume": ("convert",),
+    "one step off | separate | two | DP2 | Qwen3-MoE | LoRA | one | DAPO with filtering | off | off | none | on | "
+    "float32 | waits | SIGKILL | other layout": ("eval",),
+    "ready first | separate | DP2 EP2 | CP2 | Qwen3-MoE | none | one | PPO with a critic | off | off | none | off | "
+    "bfloat16 | meanwhile | rank lost | other schedule": (),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = make_world(tmp_path_factory.mktemp("world"), prompts=64)
+    (folder / "Qwen3-MoE").symlink_to(folder / "model")
+    return folder
+
+
+def test_every_schedule_end_and_what_follows_is_there():
+    rows = [row_of(text) for text in ROWS]
+    schedules = {key for row in rows for key in SETTINGS["schedule"][row["schedule"]].values()}
+    assert {"one_step_off", "bounded", "ready_first"} <= schedules and "sync" in {row["schedule"] for row in rows}
+    assert {row["end"] for row in rows} | {"finished"} == set(AXES["end"]), "the undisturbed run is one that finishes"
+    assert {row["then"] for row in rows} | {name for more in ROWS.values() for name in more} == {*THEN, UNDISTURBED}
+
+
+@pytest.mark.parametrize("text", ROWS, ids=lambda text: f"{text.split(' | ')[0]}-{text.split(' | ')[-2]}")
+def test_a_row_holds(world, tmp_path, text):
+    row = row_of(text)
+    assert refusal(row, world) is None
+    run = RowRun(0, row, world, tmp_path / "row", tmp_path / "wholes")
+    run.do()
+    for name in ROWS[text]:
+        if name == UNDISTURBED:
+            run.be_the_undisturbed()
+        else:
+            THEN[name](run)
+    assert run.problems == []
