@@ -15,6 +15,11 @@ _ACTOR_ALONE = (
     "only the actor is counted; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
 )
 
+_DEEPEP = (
+    "with DeepEP, which has no pinned build here "
+    "(--set model.override_transformer_config.moe_token_dispatcher_type=flex)"
+)
+
 
 def add(commands) -> None:
     """Registers the command."""
@@ -129,9 +134,10 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.plan.plan_inputs import device_for
     from mrl.platforms.versions import MEGATRON
     from mrl.tools.first_config import usual_config
-    from mrl.tools.run_search import run_report
+    from mrl.tools.run_search import run_report, settings_between
     from mrl.tools.search import search
     from mrl.tools.search_report import search_problem, search_report
+    from mrl.tools.switches import with_switches
 
     if options.config is not None:
         config = _resolved(options).config
@@ -159,7 +165,8 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     run = None
     if planned:
         run = run_report(config, problem, result)
-    return search_report(config, problem, options.top, planned, result) | {"run": run, "notes": notes}
+    report = search_report(config, problem, options.top, planned, result)
+    return report | {"switches": settings_between(config, with_switches(config, model)), "run": run, "notes": notes}
 
 
 def _model(path: str):
@@ -371,6 +378,8 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
         )
         yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"
         yield f"       {row['why']}"
+        if row["deepep_seconds"] is not None:
+            yield f"       {_DEEPEP}: {row['deepep_seconds']:.2f} s"
     if result["left_out"]:
         reasons = "; ".join(f"{why} ({count})" for why, count in result["left_out"].items())
         yield f"faster ones left out, with which the plan of the whole configuration does not fit: {reasons}"
@@ -379,6 +388,8 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
             f"{name} {count}" for name, count in result["too_large"].items()
         )
     yield from result["engines"]
+    if result["switches"]:
+        yield "counted with: " + " ".join(f"--set {setting}" for setting in result["switches"])
     if run := result["run"]:
         yield (
             f"whole steps, without their sync: {run['seconds']:.3g} s as it is; with engines and micro-batches too "
@@ -386,3 +397,5 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
         )
         if run["settings"]:
             yield "  " + " ".join(f"--set {setting}" for setting in run["settings"])
+        if run["deepep_seconds"] is not None:
+            yield f"  {_DEEPEP}: {run['deepep_seconds']:.3g} s"

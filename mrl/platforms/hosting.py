@@ -6,7 +6,7 @@ MindSpeed core_r0.16.0 and CANN 9.1.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mrl.errors import EnvironmentFault
@@ -74,6 +74,26 @@ _CUDA_ENGINE_ARGUMENTS = {"moe_backend": "triton"}
 _CPU_EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
+# Keys that make an update faster, at the cost of nothing. Those of experts are refused for dense models by a rule.
+_OVERLAPS = {
+    "actor.override_ddp_config.overlap_grad_reduce": True,  # beside the backward of the last micro-batch
+    "actor.override_ddp_config.overlap_param_gather": True,  # beside the next forward
+}
+_CUDA_SWITCHES = _OVERLAPS | {
+    "model.override_transformer_config.apply_rope_fusion": True,
+    "model.override_transformer_config.moe_permute_fusion": True,
+}
+# Two are defaults already, but MindSpeed replaces the experts' product and exchange only where it is told so. Its
+# documentation has both overlaps for Megatron's optimizer (docs/features/async-ddp-param-gather.md).
+_NPU_SWITCHES = _OVERLAPS | {
+    "model.override_transformer_config.use_flash_attn": True,
+    "model.override_transformer_config.use_fused_rotary_pos_emb": True,
+    "model.override_transformer_config.moe_grouped_gemm": True,
+    "model.override_transformer_config.moe_token_dispatcher_type": "alltoall",
+    "model.override_transformer_config.moe_permute_fusion": True,
+}
+
+
 @dataclass(frozen=True)
 class Hosting:
     """One kind of device, as the process that starts others on it needs it."""
@@ -88,6 +108,9 @@ class Hosting:
     # Megatron's switches of fused MoE kernels that the update can use there. Transformer Engine brings them. MindSpeed
     # core_r0.16.0 has a permutation of its own under that name (core/fusions/fused_moe_permute.py), but no router.
     moe_fusions: tuple[str, ...] = ()
+    # What `mrl init` writes, presets have, and `mrl plan --search` counts with (mrl/tools/switches.py). A CPU has none:
+    # the kernels are not there, and exchanges beside computing would take its cores.
+    switches: Mapping[str, Any] = field(default_factory=dict, hash=False)
     # vLLM's argument linear_backend of engines in FP8. By default it takes kernels there that repack words, or round
     # scales to powers of two. Then what engines hold could not be compared with what they were sent.
     fp8_backend: str = ""
@@ -188,6 +211,7 @@ _HOSTING = {
         checks_batch_order=False,
         memory_reach="node",
         moe_fusions=("moe_permute_fusion", "moe_router_fusion"),
+        switches=_CUDA_SWITCHES,
         has_flex_dispatcher=True,
         fp8_backend="cutlass",
     ),
@@ -199,6 +223,7 @@ _HOSTING = {
         orders_devices=False,
         interleaves_stages=False,
         moe_fusions=("moe_permute_fusion",),
+        switches=_NPU_SWITCHES,
     ),
 }
 

@@ -38,6 +38,7 @@ from mrl.tools.search_report import (
     search_problem,
     usual_batch,
 )
+from mrl.tools.switches import missing_switches, with_switches
 from mrl.units import GIB
 
 # on a CPU
@@ -118,6 +119,7 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
     against = _Against()
     for adam in _places_of_adam(count):
         ways = [_usual(path, model, count, tensor) | adam for tensor in sizes]
+        ways = [values | missing_switches(RunConfig.model_validate(nested(values)), model) for values in ways]
         configs = [RunConfig.model_validate(nested(values | data)) for values in ways]
         # of the actor alone: the same for engines of every size
         problem = search_problem(configs[0], model, count.device, count.total, count.per_node, MEGATRON)
@@ -139,7 +141,7 @@ def usual_config(path: str, model: ModelSpec, device: Device, devices: int) -> R
     per_node = min(devices, device.devices_per_node)
     count = DeviceCount(device, -(-devices // per_node), per_node)
     values = _usual(path, model, count, 1) | {"actor.layout.world_size": devices, "rollout.num_engines": devices}
-    return RunConfig.model_validate(nested(values))
+    return with_switches(RunConfig.model_validate(nested(values)), model)
 
 
 def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, count: DeviceCount) -> dict[str, Any]:

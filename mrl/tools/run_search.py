@@ -27,6 +27,7 @@ from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.times import phase_seconds
 from mrl.tools.search import RECOMPUTE, Candidate, SearchProblem, SearchResult, best_fit
 from mrl.tools.search_report import problem_with, run_with
+from mrl.tools.switches import DEEPEP, missing_switches, sends_once_a_node
 
 _SHARES = (0.88, 0.8, 0.7, 0.6)  # of a device's memory, for an engine that has it alone
 _SEQUENCES = (256, 512, 1024)
@@ -60,9 +61,14 @@ def step_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, fl
 
 
 def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult) -> WholeRun | None:
-    """Returns the fastest run that fits and breaks no rule, for devices, batch and limits of `config`."""
+    """Returns the fastest run that fits and breaks no rule, for devices, batch and limits of `config`.
+
+    It has all switches that `mrl init` writes.
+    """
     model = problem.model
     device = problem.device
+    switches = missing_switches(config, model)
+    config = with_values(config, switches)
     actors = heapq.nsmallest(_ACTORS, _actors(config, problem, result), key=lambda found: found[0])
     if not actors:
         return None
@@ -73,7 +79,7 @@ def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult)
     engines = list(islice(fitting, _ENGINES))
     pairs = sorted(product(range(len(actors)), range(len(engines))), key=lambda p: actors[p[0]][0] + engines[p[1]][0])
     for actor, engine in pairs[:_TRIED]:
-        settings = actors[actor][1] | engines[engine][1]
+        settings = switches | actors[actor][1] | engines[engine][1]
         found = with_values(config, settings)
         if not violations(ResolvedConfig(found, {}), model) and _fits(found, model, device):
             return WholeRun(found, settings, sum(step_of(found, model, device).values()))
@@ -81,12 +87,28 @@ def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult)
 
 
 def run_report(config: RunConfig, problem: SearchProblem, result: SearchResult) -> dict[str, Any] | None:
-    """Returns the seconds of a step with `config`, those of the fastest run, and the changes; None if nothing fits."""
+    """Returns the seconds of a step with `config`, those of the fastest run, and the changes; None if nothing fits.
+
+    `deepep_seconds` are those of the fastest run with DeepEP, where that would spare traffic.
+    """
     best = fastest_run(config, problem, result)
     if best is None:
         return None
-    seconds = sum(step_of(config, problem.model, problem.device).values())
-    return {"seconds": seconds, "best_seconds": best.seconds, "settings": settings_between(config, best.config)}
+    return {
+        "seconds": sum(step_of(config, problem.model, problem.device).values()),
+        "best_seconds": best.seconds,
+        "deepep_seconds": _deepep_seconds(best, problem),
+        "settings": settings_between(config, best.config),
+    }
+
+
+def _deepep_seconds(best: WholeRun, problem: SearchProblem) -> float | None:
+    layout = best.config.actor.layout
+    expert_ranks = layout.expert_model_parallel_size * layout.expert_tensor
+    spread = sends_once_a_node(problem.device.platform, expert_ranks, problem.per_node)
+    if problem.work.once_a_node or not spread:
+        return None
+    return sum(step_of(with_values(best.config, DEEPEP), problem.model, problem.device).values())
 
 
 def settings_between(config: RunConfig, other: RunConfig) -> list[str]:

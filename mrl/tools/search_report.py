@@ -39,6 +39,7 @@ from mrl.tools.search import (
     search,
     unlike_stages,
 )
+from mrl.tools.switches import sends_once_a_node, with_switches
 from mrl.units import GIB
 
 _TRIED = 100  # plans of whole runs at most
@@ -60,7 +61,11 @@ def usual_batch(devices: int) -> tuple[int, int]:
 def search_problem(
     config: RunConfig, model: ModelSpec, device: Device, devices: int, per_node: int, megatron: str
 ) -> SearchProblem:
-    """Returns the actor's work in `config` on so many devices. Its own layout does not matter."""
+    """Returns the actor's work in `config` on so many devices, with the switches that `mrl init` writes.
+
+    Its own layout does not matter.
+    """
+    config = with_switches(config, model)
     micro_of = partial(update_micro_batch, config)
     micro = micro_of(TrainLayout.build({"world_size": devices}, model))
     return SearchProblem(
@@ -124,12 +129,23 @@ def _row(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dic
         "micro_batch": vars(problem.work_in(candidate.layout).micro),
         "micro_batches": candidate.micro_batches,
         "seconds": candidate.seconds.total,
+        "deepep_seconds": _deepep_seconds(problem, candidate),
         "parts": vars(candidate.seconds),
         "bytes": candidate.phase.total,
         "device_bytes": candidate.phase.device_bytes,
         "terms": candidate.phase.terms,
         "why": candidate.reasons(problem.per_node),
     }
+
+
+def _deepep_seconds(problem: SearchProblem, candidate: Candidate) -> float | None:
+    """Returns the seconds of an update with DeepEP; None where it changes nothing, or is on already."""
+    layout = candidate.layout
+    spread = sends_once_a_node(problem.device.platform, layout.expert * layout.expert_tensor, problem.per_node)
+    if problem.work.once_a_node or not spread:
+        return None
+    other = replace(problem, work=replace(problem.work, once_a_node=True))
+    return _with_recompute(other, candidate, candidate.recompute).seconds.total
 
 
 def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
@@ -182,7 +198,7 @@ def fastest_that_fit(
         if memory["fits"]:
             shown.append(replace(candidate, phase=planned_phase(memory)))
             continue
-        recomputed = _recomputed(problem, candidate)
+        recomputed = _with_recompute(problem, candidate, RECOMPUTE[-1])  # it saves most
         memory = _planned(config, problem, recomputed)
         if memory["fits"]:
             heapq.heappush(waiting, (recomputed.order, next(number), recomputed, memory))
@@ -208,14 +224,14 @@ def _planned(config: RunConfig, problem: SearchProblem, candidate: Candidate) ->
         return {"fits": False, "refused": str(error)}
 
 
-def _recomputed(problem: SearchProblem, candidate: Candidate) -> Candidate:
-    """Returns the candidate's layout with the recomputation that saves most."""
+def _with_recompute(problem: SearchProblem, candidate: Candidate, recompute: Recompute) -> Candidate:
+    """Returns the candidate's layout with this recomputation."""
     states = [
         stage_state(problem.model, candidate.layout, pp, problem.precision, lora=problem.lora)
         for pp in unlike_stages(problem.model, candidate.layout)
     ]
     return candidate_of(
-        problem, candidate.degrees, candidate.layout, RECOMPUTE[-1], candidate.phase, heaviest_stage(states)
+        problem, candidate.degrees, candidate.layout, recompute, candidate.phase, heaviest_stage(states)
     )
 
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,22 @@ from typing import Any
 import pytest
 import yaml
 
+from mrl.cli.main import main
+from mrl.cli.plan import search_lines
 from mrl.config.load import load_config
 from mrl.config.rules import violations
+from mrl.config.schema import RunConfig, with_values
 from mrl.errors import EnvironmentFault
 from mrl.model import planning_model_spec
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for
 from mrl.plan.times import actor_seconds
 from mrl.platforms import layers
+from mrl.platforms.hosting import get_hosting
 from mrl.platforms.layers import check_dispatcher
+from mrl.platforms.versions import MEGATRON
+from mrl.tools.search_report import search_problem, search_report
+from mrl.tools.switches import missing_switches
 
 ROOT = Path(__file__).parents[2]
 PRESETS = ROOT / "parallel_configs"
@@ -25,6 +34,7 @@ MOE, DENSE = PRESETS / "qwen3-30b-a3b" / "h100-4x8.yaml", PRESETS / "qwen3-8b" /
 A2 = PRESETS / "qwen3-30b-a3b" / "a2-4x8.yaml"
 TRANSFORMER = "model.override_transformer_config."
 DISPATCHER = TRANSFORMER + "moe_token_dispatcher_type=flex"
+DEEPEP_SET = f"--set {DISPATCHER}"
 
 
 def refused(preset: Path, *overrides: str) -> dict[str, str]:
@@ -85,6 +95,74 @@ def test_a_rank_without_the_dispatchers_package_says_so_before_it_builds_a_model
         check_dispatcher({"moe_token_dispatcher_type": "flex"})
     check_dispatcher({"moe_token_dispatcher_type": "alltoall"})
     check_dispatcher({})
+
+
+# --- what mrl init writes and mrl plan --search counts with -----------------------------------------------------------
+
+ON_CLUSTERS = [path for path in sorted(PRESETS.glob("*/*.yaml")) if not path.stem.startswith("cpu")]
+
+
+def switches_in(config: RunConfig) -> dict[str, Any]:
+    """Fields of Megatron and MindSpeed that are on, without what is computed again."""
+    given = {TRANSFORMER + name: value for name, value in config.model.override_transformer_config.items()}
+    given |= {f"actor.override_ddp_config.{name}": value for name, value in config.actor.override_ddp_config.items()}
+    return {key: value for key, value in given.items() if value and not key.startswith(TRANSFORMER + "recompute_")}
+
+
+def without_switches(config: RunConfig) -> RunConfig:
+    return with_values(config, dict.fromkeys(switches_in(config)))
+
+
+@pytest.mark.parametrize("path", ON_CLUSTERS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_preset_has_the_switches_that_init_writes_and_no_other(path):
+    """One that is off in a preset says why on its line."""
+    config = load_config(path).config
+    model = planning_model_spec(config.model.path)[0]
+    assert missing_switches(without_switches(config), model) == switches_in(config)
+    off = [line for line in path.read_text(encoding="utf-8").splitlines() if re.match(r" +\w+: false", line)]
+    names = {key.rpartition(".")[2] for key in get_hosting(config.cluster.device).switches}
+    assert all("  # " in line for line in off if line.split(":")[0].strip() in names)
+
+
+def test_a_switch_that_is_refused_or_given_is_not_added():
+    config, model = load_config(MOE).config, planning_model_spec("Qwen/Qwen3-30B-A3B")[0]
+    given = with_values(without_switches(config), {"actor.override_ddp_config.overlap_grad_reduce": False})
+    assert set(missing_switches(given, model)) == {
+        TRANSFORMER + "apply_rope_fusion",
+        TRANSFORMER + "moe_permute_fusion",
+    }
+    assert missing_switches(with_values(config, {"cluster.device": "cpu"}), model) == {}
+
+
+def test_a_search_counts_with_the_switches_and_says_so(capsys):
+    """The update of every layout is as with them written, and what is found sets them."""
+    off = [f"{key}=null" for key in switches_in(load_config(MOE).config)]
+    without, with_them = searched(capsys, *off), searched(capsys)
+    assert [row["seconds"] for row in without["layouts"]] == [row["seconds"] for row in with_them["layouts"]]
+    assert len(without["switches"]) == len(off) and with_them["switches"] == []
+    assert set(without["switches"]) <= set(without["run"]["settings"])
+    assert without["run"]["best_seconds"] == pytest.approx(with_them["run"]["best_seconds"])
+    assert f"counted with: --set {without['switches'][0]}" in "\n".join(search_lines(without))
+
+
+def test_a_search_names_the_seconds_of_deepep_where_experts_span_nodes():
+    config, model = load_config(MOE).config, planning_model_spec("Qwen/Qwen3-30B-A3B")[0]
+    problem = search_problem(config, model, device_for(config), 32, 4, MEGATRON)
+    report = search_report(config, problem, 10_000)
+    ranks = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    for row in report["layouts"]:
+        spans = math.prod(row["degrees"].get(key, 1) for key in ranks) > 4
+        assert spans == (row["deepep_seconds"] is not None)
+        assert not spans or row["deepep_seconds"] <= row["seconds"]
+    faster = [row for row in report["layouts"] if row["deepep_seconds"] and row["deepep_seconds"] < row["seconds"]]
+    lines = "\n".join(search_lines(report | {"layouts": faster[:1], "switches": [], "run": None}))
+    assert f"with DeepEP, which has no pinned build here ({DEEPEP_SET}): {faster[0]['deepep_seconds']:.2f} s" in lines
+
+
+def searched(capsys, *overrides: str) -> dict[str, Any]:
+    settings = [word for override in overrides for word in ("--set", override)]
+    main(["plan", "--search", str(MOE), "--json", "--top", "5", *settings])
+    return json.loads(capsys.readouterr().out)
 
 
 # --- docs/efficiency.md -----------------------------------------------------------------------------------------------

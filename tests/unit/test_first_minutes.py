@@ -12,8 +12,11 @@ from small_model import SIZES
 from mrl.cli import init as init_command
 from mrl.cli.completion import script
 from mrl.cli.main import GROUPS, main, make_parser
+from mrl.cli.validate import check_config
 from mrl.cli.versions import version_lines
 from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.config.yaml_tree import nested
 from mrl.errors import ConfigError
 from mrl.model import planning_model_spec
 from mrl.plan.memory import memory_section
@@ -45,6 +48,16 @@ def mrl(capfd, tmp_path, monkeypatch):
 
 # --- init
 
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+MINDSPEED = {"use_flash_attn": True, "use_fused_rotary_pos_emb": True}
+# by device, and whether the model has experts: what presets for it have
+SWITCHES = {
+    ("cuda", False): OVERLAPS | {"apply_rope_fusion": True},
+    ("cuda", True): OVERLAPS | {"apply_rope_fusion": True, "moe_permute_fusion": True},
+    ("npu", False): OVERLAPS | MINDSPEED,
+    ("npu", True): OVERLAPS | MINDSPEED
+    | {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": True},
+}  # fmt: skip
 ANSWERS = ("--model", "Qwen/Qwen3-30B-A3B", "--devices", "8 x h200", "--data", "train.jsonl")
 
 
@@ -89,9 +102,27 @@ def test_models_and_devices_of_every_kind_get_one_that_fits(tmp_path, model, dev
     spec, count = planning_model_spec(model)[0], parse_devices(devices)
     first = first_config(model, spec, count, {"data.train_files": ["a.parquet"]})
     (tmp_path / "first.yaml").write_text("\n".join(init_command._lines(first, "first.yaml")))
-    config = load_config(tmp_path / "first.yaml").config
+    resolved = load_config(tmp_path / "first.yaml")
+    config = resolved.config
     assert first.recipe == recipe and config.actor.layout.world_size == count.total
+    assert check_config(resolved)[0] == [] and switches_of(config) == SWITCHES[count.device.platform, spec.is_moe]
     assert memory_section(PlanInputs.of(config, spec, device_for(config)))["fits"]
+
+
+def switches_of(config) -> dict:
+    """Under the names of Megatron and MindSpeed, without what is computed again."""
+    given = config.model.override_transformer_config | config.actor.override_ddp_config
+    return {name: value for name, value in given.items() if not name.startswith("recompute_")}
+
+
+def test_a_switch_that_the_family_refuses_is_not_written():
+    """Megatron's fused rotation of latent attention knows yarn alone, which Moonlight has not."""
+    spec = planning_model_spec("moonshotai/Moonlight-16B-A3B")[0]
+    first = first_config(
+        "moonshotai/Moonlight-16B-A3B", spec, parse_devices("8 x h100-80g"), {"data.train_files": ["a"]}
+    )
+    written = switches_of(RunConfig.model_validate(nested(first.values)))
+    assert written == {name: True for name in SWITCHES["cuda", True] if name != "apply_rope_fusion"}
 
 
 def refused(model: str, devices: str, **data) -> str:
@@ -132,6 +163,7 @@ def test_a_small_model_of_ones_own_gets_one_for_cpus(mrl, tmp_path):
     config = load_config("sub/my.yaml").config
     assert code == 0 and (config.cluster.device, config.model.dtype) == ("cpu", "float32")
     assert not config.actor.offloaded, "on a CPU the device is the host"
+    assert switches_of(config) == {}
     assert config.reward.function == "exact_match" and "docs/rewards.md" in Path("sub/my.yaml").read_text()
     assert config.data.max_prompt_length + config.data.max_response_length <= SIZES["max_position_embeddings"]
 
