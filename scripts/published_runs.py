@@ -27,6 +27,7 @@ from mrl.plan.times import phase_seconds
 from mrl.reshard.plan import ReshardPlan
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "source" / "published_runs.yaml"
+HALF = "half"  # of the limit: the length is unknown, and taken as a plan takes it
 _ENDS = {f"actor.layout.num_layers_in_{end}_pipeline_stage": 11 for end in ("first", "last")}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _OFFLOADED = dict.fromkeys(("actor.param_offload", "actor.grad_offload", "actor.optimizer_offload"), True)
@@ -119,6 +120,71 @@ _BASES: dict[str, dict[str, Any]] = {
     },
 }
 _BASES["zoo-235b"] = _BASES["pai-235b"]  # on H100
+_CPU_ADAM = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+_VERL = _OFFLOADED | {  # limits of its scripts for DAPO-Math-17k
+    "model.path": "Qwen3-30B-A3B",
+    "data.max_prompt_length": 2048,
+    "data.max_response_length": 8192,
+    "actor.ppo_micro_batch_size_per_gpu": 1,
+    "actor.ppo_max_token_len_per_gpu": 10240,
+    "cluster.placement": "colocated",
+}
+# verl/experimental/fully_async_policy/shell/grpo_30b_a3b_base_math_megatron_96_32.sh
+_BASES["verl-30b"] = _VERL | {
+    "model.override_transformer_config": {"moe_token_dispatcher_type": "flex"},
+    "algorithm.use_kl_loss": True,
+    "algorithm.kl_loss_coef": 0.001,
+    "ref.param_offload": True,
+    "actor.optim.override_optimizer_config": _CPU_ADAM,
+    "actor.layout.world_size": 128,
+    "actor.layout.tensor_model_parallel_size": 2,
+    "actor.layout.context_parallel_size": 2,
+    "actor.layout.expert_model_parallel_size": 8,
+    "actor.ppo_mini_batch_size": 128,
+    "rollout.tensor_model_parallel_size": 4,
+    "rollout.num_engines": 32,
+    "rollout.n": 16,
+    "rollout.max_num_seqs": 256,
+    "rollout.gpu_memory_utilization": 0.7,
+    "rollout.enforce_eager": True,
+    "data.train_batch_size": 512,
+    "cluster.nnodes": 16,
+}
+# examples/gspo_trainer/test_gspo_qwen30b_a3b_ep.sh, with the batch of verl-project/verl#5609
+_BASES["verl-30b-16"] = _VERL | {
+    "model.override_transformer_config": _FULL,
+    "actor.log_prob_max_token_len_per_gpu": 30720,
+    "actor.layout.world_size": 16,
+    "actor.layout.tensor_model_parallel_size": 4,
+    "actor.layout.expert_model_parallel_size": 4,
+    "actor.ppo_mini_batch_size": 32,
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.num_engines": 16,
+    "rollout.n": 8,
+    "rollout.gpu_memory_utilization": 0.8,
+    "data.train_batch_size": 32,
+    "cluster.nnodes": 2,
+}
+# docs/advance/v1_async_trainer.md; what it leaves open as in examples/grpo_trainer/run_qwen3_5_35b_megatron.sh
+_BASES["verl-35b"] = _VERL | {
+    "model.path": "Qwen3.5-35B-A3B",
+    "model.override_transformer_config": _FULL,
+    "data.max_response_length": 32768,
+    "actor.optim.override_optimizer_config": _CPU_ADAM,
+    "actor.ppo_max_token_len_per_gpu": 34816,  # the longest sample; theirs is over two context ranks, refused here
+    "actor.layout.world_size": 32,
+    "actor.layout.tensor_model_parallel_size": 2,
+    "actor.layout.pipeline_model_parallel_size": 2,
+    "actor.layout.expert_model_parallel_size": 4,
+    "actor.ppo_mini_batch_size": 16,
+    "rollout.tensor_model_parallel_size": 4,
+    "rollout.num_engines": 8,
+    "rollout.n": 8,  # tokens/s times seconds, over 64 prompts of a step and the mean length
+    "rollout.max_num_seqs": 256,
+    "rollout.gpu_memory_utilization": 0.6,
+    "data.train_batch_size": 64,
+    "cluster.nnodes": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -161,7 +227,7 @@ def _predicted(row: dict[str, Any], assumed: Assumptions) -> dict[str, float]:
     phases = phase_seconds(inputs, batch, engine_of(inputs))
     if "phase" in row:
         return {row["phase"]: phases[row["phase"]]}
-    passes = 2  # grpo_math_1B.yaml: a KL term, so log-probs of a reference beside the old ones
+    passes = row.get("passes", 2)  # grpo_math_1B.yaml: a KL term, so log-probs of a reference beside the old ones
     return phases | {"log_prob": passes * phases["log_prob"]}
 
 
@@ -196,11 +262,15 @@ def inputs_of(row: dict[str, Any], assumed: Assumptions = USUAL) -> PlanInputs:
         nested({"cluster.device": "cuda", "cluster.n_gpus_per_node": 8} | _BASES[row["base"]] | row.get("set", {}))
     )
     pretraining = row["base"].startswith(("pai", "zoo"))
-    lengths = {"response_share": row.get("response", config.data.max_response_length) / config.data.max_response_length}
+    limits, lengths = config.data, {}
+    if row.get("response") != HALF:
+        lengths["response_share"] = row.get("response", limits.max_response_length) / limits.max_response_length
+    if "prompt" in row:
+        lengths["prompt_share"] = row["prompt"] / limits.max_prompt_length
     if pretraining:  # balanced, and Megatron's own loss reads logits in 16 bits; what NeMo-RL's does is not known
         lengths |= {"prompt_share": 1.0, "expert_load": 1.0, "logit_passes": 3.0}
     assumed = replace(assumed, **lengths)
-    device = _H800 if row["base"].startswith("pai") else find_device("h100-80g")
+    device = _H800 if row["base"].startswith("pai") else find_device(row.get("device", "h100-80g"))
     return PlanInputs.of(config, known_spec(config.model.path), device, assumed)
 
 

@@ -168,7 +168,7 @@ class Assumptions:
 
     # Share of the peak that a matrix product reaches. Memory traffic between products, exchanges and waits are counted
     # beside it. One value fits all published updates (docs/predictions.md): pre-training on H100 and H800, 176 to 302
-    # TFLOP/s. The ladder's rung `products` measures it.
+    # TFLOP/s. The ladder's rung `grouped_products` measures it.
     compute_share: float = 0.45
     # Share of the peak that the output layer reaches, one large product.
     head_share: float = 0.65
@@ -179,7 +179,7 @@ class Assumptions:
     logit_passes: float = 11.0
     # Share of the peak for an engine's tokens where computing takes longer than reading weights.
     prefill_mfu: float = 0.3
-    # Share of the memory's rate for reading weights, caches and activations. It fits published decode steps.
+    # Share of the memory's rate for reading weights, caches and activations: kernels that read in order lose a quarter.
     decode_memory_share: float = 0.75
     # Seconds of vLLM's host for a decode step, and for each of its sequences: scheduler, sampler's rows, output. They
     # fit steps with many and with few sequences (docs/predictions.md); the ladder's rung `decode` measures both.
@@ -187,8 +187,10 @@ class Assumptions:
     sequence_host: float = 60e-6
     # Seconds of a step beside its phases: rewards, batches, advantages. NVIDIA-NeMo/RL#959 has 3, 3, 4 and 8 s.
     rest: float = 3.0
-    # Least seconds of the host for one layer in one forward pass: a layer of experts waits for its counts.
-    moe_launch: float = 1e-3
+    # Least seconds of the host for one layer in one forward pass: a layer of experts waits for its counts. One H100's
+    # host, with 8 us a launch, took 6e-3: log_prob_s of actor_8k in docs/results/hardware/h100.jsonl, of which 34 ms a
+    # micro-batch are the head's. With more than 2e-3 Megatron-MoE-ModelZoo's updates could not be as fast.
+    moe_launch: float = 2e-3
     dense_launch: float = 0.3e-3
     # A 400 Gb/s adapter reaches 46 of 50 GB/s.
     link_share: float = 0.92
@@ -218,7 +220,7 @@ _FASTER = {
     "decode_memory_share": 0.85,
     "step_host": 1e-3,
     "sequence_host": 30e-6,
-    "moe_launch": 0.6e-3,
+    "moe_launch": 1e-3,
     "link_share": 0.95,
     "expert_load": 1.1,
     "rest": 1.0,
@@ -231,7 +233,7 @@ _SLOWER = {
     "decode_memory_share": 0.55,
     "step_host": 3e-3,
     "sequence_host": 90e-6,
-    "moe_launch": 1.5e-3,
+    "moe_launch": 6e-3,
     "link_share": 0.7,
     "expert_load": 1.5,
     "rest": 8.0,
