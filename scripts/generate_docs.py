@@ -32,6 +32,7 @@ from mrl.config.schema import OTHER_LAYOUTS, RunConfig, Section, leaf, schema_ke
 from mrl.config.section import notes_of, section_of
 from mrl.config.yaml_tree import dump_value
 from mrl.plan.devices import USUAL, faster, slower
+from mrl.platforms.hosting import get_hosting
 from mrl.record.spec import all_metrics, metric_spec
 from mrl.tools.import_verl.handlers import HANDLERS
 from mrl.tools.import_verl.keys import ROWS
@@ -282,14 +283,30 @@ def efficiency() -> str:
         "| switch | set by | from | refused | presets | the plan counts |",
         "|---|---|---|---|---|---|",
     ]
-    return "\n".join([*page, *map(_efficiency_row, _source("efficiency")), "", _TOKENS, "", _DEEPEP, ""])
+    rows = map(_efficiency_row, _source("efficiency"))
+    return "\n".join([*page, *rows, "", _switches_of_devices(), "", _TOKENS, "", _DEEPEP, ""])
+
+
+def _switches_of_devices() -> str:
+    lists = []
+    for device in ("cuda", "npu", "cpu"):
+        names = [f"`{key.rpartition('.')[2]}`" for key in get_hosting(device).switches]
+        lists.append(f"{device}: {', '.join(names) or 'none, since exchanges beside computing would take its cores'}")
+    return (
+        "**`mrl init` writes what is always a gain.** Presets have the same, and `mrl plan --search` counts every "
+        f"layout with it. {'; '.join(lists)}. What a rule refuses for a model is left out. DeepEP is not among them: "
+        "where experts span nodes, the search names its seconds beside a layout's."
+    )
 
 
 _TOKENS = (
     "**Few tokens a micro-batch wait for the host.** On the H100 that was measured, with the 16 experts that a rank of "
     "EP8 has, a layer of 30B took the host as long to launch for 8,192 tokens as for 16,384. So tokens a second rose "
     "with `actor.ppo_max_token_len_per_gpu` up to 32,768, and computing activations again for room may be cheaper "
-    "than small micro-batches. The plan counts products, not launches. Slow hosts launch slowly: `launch_us` of "
+    "than small micro-batches. That host is the one of a plan's high prediction; the expected one has a third of its "
+    "seconds. Presets have micro-batches of one longest sample. Two gain at most 1.5 % of an update by the plan where "
+    "they fit (`--set actor.ppo_max_token_len_per_gpu=20480`). Elsewhere all activations have to be computed again, "
+    "which costs 8 to 30 %, also with that host. Slow hosts launch slowly: `launch_us` of "
     '`scripts/hardware/run.sh cuda actor_8k` tells. `NVTE_USE_CUTLASS_GROUPED_GEMM: "1"` among `env_vars` of '
     "the runtime environment makes grouped products one kernel on Hopper; no preset sets it, because its numbers were "
     "not yet held against Hugging Face's."

@@ -179,23 +179,29 @@ def ours(case: Case, args: argparse.Namespace, folder: Path, model: Path) -> lis
     """Metrics of each step after the first. The best layout found for two cores: two data-parallel ranks with a core
     each, and an engine, in turn.
     """
-    settings = {
-        "model.path": model, "data.train_files": args.world / "data" / "train.parquet", "data.val_files": [],
-        "data.train_batch_size": case.prompts, "data.max_prompt_length": PROMPT_TOKENS,
-        "data.max_response_length": case.tokens, "rollout.n": N,
-        "actor.ppo_mini_batch_size": case.prompts // UPDATES, "actor.optim.lr": 1e-5, "actor.optim.lr_warmup_steps": 0,
-        "actor.layout.world_size": 2, "actor.layout.tensor_model_parallel_size": 1,
-        "actor.layout.expert_model_parallel_size": 1, "actor.layout.sequence_parallel": False,
-        "cluster.n_gpus_per_node": 3, "cluster.cpus_per_actor": 0.5, "cluster.cpus_per_engine": 1,
-        "trainer.deterministic": False, "trainer.total_training_steps": args.steps, "trainer.val_before_train": False,
-        "trainer.test_freq": -1, "trainer.save_freq": -1,
-    }  # fmt: skip
+    settings = settings_of(case, args.world, model, args.steps)
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={as_text(value)}")]
     command = ["mrl", "train", str(PRESET), "--run-dir", str(folder), *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
     if ended.returncode:
         raise SystemExit(f"mrl ended with {ended.returncode}:\n{ended.stdout[-1500:]}{ended.stderr[-3000:]}")
     return [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > 1]
+
+
+def settings_of(case: Case, world: Path, model: Path, steps: int) -> dict[str, Any]:
+    """What our side's run sets beside the preset. Old log-probs are a pass of their own, as TRL computes them."""
+    return {
+        "model.path": model, "data.train_files": world / "data" / "train.parquet", "data.val_files": [],
+        "data.train_batch_size": case.prompts, "data.max_prompt_length": PROMPT_TOKENS,
+        "data.max_response_length": case.tokens, "rollout.n": N,
+        "algorithm.anchor": "recompute",
+        "actor.ppo_mini_batch_size": case.prompts // UPDATES, "actor.optim.lr": 1e-5, "actor.optim.lr_warmup_steps": 0,
+        "actor.layout.world_size": 2, "actor.layout.tensor_model_parallel_size": 1,
+        "actor.layout.expert_model_parallel_size": 1, "actor.layout.sequence_parallel": False,
+        "cluster.n_gpus_per_node": 3, "cluster.cpus_per_actor": 0.5, "cluster.cpus_per_engine": 1,
+        "trainer.deterministic": False, "trainer.total_training_steps": steps, "trainer.val_before_train": False,
+        "trainer.test_freq": -1, "trainer.save_freq": -1,
+    }  # fmt: skip
 
 
 def as_text(value: Any) -> str:

@@ -16,20 +16,21 @@ from waits import FULL, OF_EXPERTS
 
 pytestmark = pytest.mark.real
 
-ROWS = 12
+ROWS, LAYERS, MICRO = 12, 4, 3
 CONTEXT, EXPERTS = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
 CASES = {
     "dense, context parallel": ("dense", CONTEXT, {}),
     "dense, context parallel, recomputed": ("dense", CONTEXT, FULL),
     "experts, context parallel": ("moe", CONTEXT | EXPERTS, {}),
-    "experts, recomputed": ("moe", EXPERTS, FULL),
+    "experts, context parallel, recomputed": ("moe", CONTEXT | EXPERTS, FULL),
     "experts alone recomputed": ("moe", EXPERTS, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
 }
-# a rank holds several experts, so chunks of all ranks are sorted; sizes come as lists on the CPU
+# Reads of a layer's forward pass, and of its backward pass, which exchanges tokens as well. A rank holds several
+# experts, so chunks of all ranks are sorted; sizes come as lists on the CPU.
 WITH_EXPERTS = {
-    "moe/experts.py:forward", "moe/moe_utils.py:permute", "moe/moe_utils.py:sort_chunks_by_idxs",
-    "moe/router.py:gating", "platforms/cpu_patches.py:_plain",
-    "tensor_parallel/mappings.py:forward",
+    "moe/experts.py:forward": (1, 0), "moe/moe_utils.py:permute": (2, 0), "moe/router.py:gating": (1, 0),
+    "moe/moe_utils.py:sort_chunks_by_idxs": (6, 0), "platforms/cpu_patches.py:_plain": (6, 6),
+    "tensor_parallel/mappings.py:forward": (3, 3),
 }  # fmt: skip
 
 
@@ -47,7 +48,11 @@ def reads(tmp_path_factory) -> list[dict[str, dict[str, int]]]:
 def _config(path: str, layout: dict[str, int], overrides: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": {"path": path, "dtype": "float32", "override_transformer_config": overrides},
-        "actor": {"layout": {"world_size": 2} | layout, "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": 3},
+        "actor": {
+            "layout": {"world_size": 2} | layout,
+            "ppo_mini_batch_size": ROWS,
+            "ppo_micro_batch_size_per_gpu": MICRO,
+        },
         "rollout": {"n": 1},
         "data": {"train_batch_size": ROWS},
         "cluster": {"device": "cpu"},
@@ -61,5 +66,10 @@ def test_nothing_is_read_where_there_are_no_experts(reads, name):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("experts")])
 def test_of_experts_is_read_what_has_a_name_and_a_reason(reads, name):
-    assert set(OF_EXPERTS) >= WITH_EXPERTS
-    assert [set(rank[name]) for rank in reads] == [WITH_EXPERTS] * 2
+    """Counts are exact: log-probs and an update are two forward passes of each layer, recomputation a third."""
+    assert OF_EXPERTS.keys() >= WITH_EXPERTS.keys()
+    _, layout, recomputed = CASES[name]
+    samples = ROWS if CONTEXT.items() <= layout.items() else ROWS // 2  # of a rank
+    passes, of_layers = 3 if recomputed else 2, LAYERS * samples // MICRO
+    reads_of = {site: of_layers * (passes * forward + back) for site, (forward, back) in WITH_EXPERTS.items()}
+    assert [rank[name] for rank in reads] == [reads_of] * 2

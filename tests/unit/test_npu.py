@@ -20,8 +20,8 @@ from small_model import SIZES
 from mrl.config.load import load_config
 from mrl.config.rules import notes, violations
 from mrl.errors import EnvironmentFault
-from mrl.model import model_spec
-from mrl.platforms import get_platform
+from mrl.model import model_spec, planning_model_spec
+from mrl.platforms import get_platform, npu_mindspeed, prepare_process
 from mrl.platforms.hosting import environment_faults, get_hosting
 from mrl.platforms.versions import ASCEND_CONFIG, ASCEND_VARIABLES
 
@@ -124,6 +124,33 @@ def test_mindspeed_is_told_sizes_and_overrides_and_nothing_else_of_the_layout(tm
         ("swap_optimizer", True), ("tensor_model_parallel_size", 2), ("use_distributed_optimizer", True),
         ("use_flash_attn", True),
     ], done.stderr  # fmt: skip
+
+
+OF_EXPERTS = {  # grouped products, exchange, permutation and rotary embedding in kernels
+    "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": True,
+    "use_fused_rotary_pos_emb": True,
+}  # fmt: skip
+ASCEND = sorted((ROOT / "parallel_configs").glob("*/a[23]-*.yaml"))
+
+
+@pytest.mark.parametrize("path", ASCEND, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_mindspeed_is_told_the_kernels_of_experts_by_every_ascend_preset_of_such_a_model(path, monkeypatch):
+    """Tells it as a rank does, with the preset's own words and no others."""
+    told = []
+    monkeypatch.setitem(sys.modules, npu_mindspeed.ADAPTOR, types.SimpleNamespace(repatch=told.append))
+    for refusal in ("refuse_beside_vllm", "_refuse_too_late"):  # other tests of this process import what they like
+        monkeypatch.setattr(npu_mindspeed, refusal, lambda: None)
+    config = load_config(path).config
+    prepare_process(config.cluster.device, config.actor.layout.model_dump(), config.model.override_transformer_config)
+    (said,) = told
+    assert said["use_flash_attn"] is True
+    if planning_model_spec(config.model.path)[0].is_moe:
+        assert {name: said.get(name) for name in OF_EXPERTS} == OF_EXPERTS
+
+
+def test_there_are_ascend_presets_of_experts_on_both_machines():
+    of_experts = [path for path in ASCEND if planning_model_spec(load_config(path).config.model.path)[0].is_moe]
+    assert {path.stem.split("-")[0] for path in of_experts} == {"a2", "a3"} and len(of_experts) >= 4
 
 
 def test_megatron_itself_is_given_its_own_fields_only(tmp_path):

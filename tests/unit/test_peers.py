@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.load import load_config
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -46,3 +48,14 @@ def test_rounds_begin_with_the_two_sides_in_turn(peers):
 def test_goals_of_both_cases_are_those_of_the_table_of_claims(peers):
     """As fast at 3 tokens, twice as fast at 300 (docs/source/claims.yaml)."""
     assert {case.name: case.goal for case in peers.CASES} == {"short": 1.0, "long": 2.0}
+
+
+def test_our_side_computes_old_log_probs_in_a_pass_of_its_own_and_makes_as_many_updates(peers):
+    for case in peers.CASES:
+        settings = peers.settings_of(case, Path("world"), Path("model"), 6)
+        assert settings["algorithm.anchor"] == "recompute"  # said, whatever the preset's recipe says
+        given = [f"{key}={peers.as_text(value)}" for key, value in settings.items()]
+        config = load_config(peers.PRESET, None, given).config
+        assert config.algorithm.anchor == "recompute" and config.updates_per_step == peers.UPDATES
+        assert config.data.train_batch_size * config.rollout.n == case.prompts * peers.N
+        assert config.data.max_response_length == case.tokens

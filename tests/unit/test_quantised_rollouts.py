@@ -32,6 +32,7 @@ from mrl.plan.plan_inputs import device_for
 from mrl.plan.run_plan import reshard_plan_of
 from mrl.plan.sync_times import reshard_summary
 from mrl.platforms.versions import MEGATRON
+from mrl.reshard import quantise
 from mrl.reshard.digest import merged
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.proof import verify
@@ -157,6 +158,36 @@ def test_engines_get_the_words_and_scales_of_whole_tensors_and_both_sides_have_t
                 moved = shards_of(setup, rank, weights)
                 for key, tensor in held.items():
                     tensor.copy_(moved[key])
+
+
+def counted(monkeypatch, name: str, calls: list) -> None:
+    """Writes down where in memory the block lies that each call of a quantising function is given."""
+    function = getattr(quantise, name)
+
+    def counting(values, *arguments):
+        calls.append((values.data_ptr(), values.shape))
+        return function(values, *arguments)
+
+    monkeypatch.setattr(quantise, name, counting)
+
+
+def test_a_rank_finds_scales_once_for_all_engines_and_makes_words_once_a_box_that_it_packs(monkeypatch):
+    """Digests of what was sent make none again."""
+    scales, words = [], []
+    counted(monkeypatch, "block_scales", scales)
+    counted(monkeypatch, "words_of", words)
+    found = []
+    for engines in (1, 2):
+        scales.clear(), words.clear()
+        setup = setup_for({"world_size": 1}, {"num_engines": engines}, dtype="bfloat16", fp8_block=SMALL)
+        with World(setup, hf_weights(setup, dtype=torch.bfloat16)) as world:
+            assert world.sync(1).errors() == []
+            packed = [copy for message in world.senders[0].plan.sends(0) for copy in message.copies]
+        assert len(set(scales)) == len(scales) >= len(quantised_tensors(setup.model))
+        assert len(words) == sum(copy.dtype == "float8_e4m3fn" for copy in packed)
+        found.append((len(scales), len(words)))
+    (of_one, words_of_one), (of_two, words_of_two) = found
+    assert of_two == of_one and words_of_two == 2 * words_of_one
 
 
 def test_a_scale_of_one_worker_that_changes_on_the_way_is_found_and_named():
