@@ -22,8 +22,8 @@ ROWS = {
         "test_weights_in_flight", "test_rehearse",
     ),
     "runs": (
-        "test_combinations", "test_runs", "test_colocated", "test_bad_input", "test_lost_worker", "test_engines_back", "test_ahead_runs",
-        "test_dp_runs",
+        "test_combinations", "test_runs", "test_colocated", "test_bad_input", "test_lost_worker", "test_engines_back",
+        "test_ahead_runs", "test_dp_runs",
         "test_eval", "test_full_disk",
         "test_glm_run", "test_hybrid_run", "test_latent_run", "test_lora_run", "test_offload_run", "test_recipes",
         "test_submit",
