@@ -293,9 +293,9 @@ def _switches_of_devices() -> str:
         names = [f"`{key.rpartition('.')[2]}`" for key in get_hosting(device).switches]
         lists.append(f"{device}: {', '.join(names) or 'none, since exchanges beside computing would take its cores'}")
     return (
-        "**`mrl init` writes what is always a gain.** Presets have the same, and `mrl plan --search` counts every "
-        f"layout with it. {'; '.join(lists)}. What a rule refuses for a model is left out. DeepEP is not among them: "
-        "where experts span nodes, the search names its seconds beside a layout's."
+        "**`mrl init` writes what costs nothing, by its documentation.** Presets have the same. `mrl plan --search` "
+        f"counts the overlaps in every layout. {'; '.join(lists)}. What a rule refuses for a model is left out. "
+        "DeepEP is not among them: where experts span nodes, the search names its seconds beside a layout's."
     )
 
 
@@ -303,10 +303,11 @@ _TOKENS = (
     "**Few tokens a micro-batch wait for the host.** On the H100 that was measured, with the 16 experts that a rank of "
     "EP8 has, a layer of 30B took the host as long to launch for 8,192 tokens as for 16,384. So tokens a second rose "
     "with `actor.ppo_max_token_len_per_gpu` up to 32,768, and computing activations again for room may be cheaper "
-    "than small micro-batches. That host is the one of a plan's high prediction; the expected one has a third of its "
-    "seconds. Presets have micro-batches of one longest sample. Two gain at most 1.5 % of an update by the plan where "
-    "they fit (`--set actor.ppo_max_token_len_per_gpu=20480`). Elsewhere all activations have to be computed again, "
-    "which costs 8 to 30 %, also with that host. Slow hosts launch slowly: `launch_us` of "
+    "than small micro-batches. That host is the one of a plan's high prediction; the expected one has half of its "
+    "seconds. Presets have micro-batches of one longest sample. By the plan two gain at most 1.5 % of an update where "
+    "they fit as they are (`--set actor.ppo_max_token_len_per_gpu=20480`), and lose where pipelines get fewer of them. "
+    "With more recomputation they mostly lose, but with a slow host they may win: try both. Slow hosts launch slowly: "
+    "`launch_us` of "
     '`scripts/hardware/run.sh cuda actor_8k` tells. `NVTE_USE_CUTLASS_GROUPED_GEMM: "1"` among `env_vars` of '
     "the runtime environment makes grouped products one kernel on Hopper; no preset sets it, because its numbers were "
     "not yet held against Hugging Face's."

@@ -188,8 +188,9 @@ class Assumptions:
     # Seconds of a step beside its phases: rewards, batches, advantages. NVIDIA-NeMo/RL#959 has 3, 3, 4 and 8 s.
     rest: float = 3.0
     # Least seconds of the host for one layer in one forward pass: a layer of experts waits for its counts. One H100's
-    # host, with 8 us a launch, took 6e-3: log_prob_s of actor_8k in docs/results/hardware/h100.jsonl, of which 34 ms a
-    # micro-batch are the head's. With more than 2e-3 Megatron-MoE-ModelZoo's updates could not be as fast.
+    # host, with 8 us a launch, took 4.5e-3 at most: log_prob_s of actor_16k without the head's, and layer_s of actor_8k
+    # with CUTLASS (docs/results/hardware/h100.jsonl). With more than 2e-3 Megatron-MoE-ModelZoo's updates could not be
+    # as fast.
     moe_launch: float = 2e-3
     dense_launch: float = 0.3e-3
     # A 400 Gb/s adapter reaches 46 of 50 GB/s.
@@ -233,7 +234,7 @@ _SLOWER = {
     "decode_memory_share": 0.55,
     "step_host": 3e-3,
     "sequence_host": 90e-6,
-    "moe_launch": 6e-3,
+    "moe_launch": 4.5e-3,
     "link_share": 0.7,
     "expert_load": 1.5,
     "rest": 8.0,

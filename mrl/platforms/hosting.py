@@ -74,7 +74,7 @@ _CUDA_ENGINE_ARGUMENTS = {"moe_backend": "triton"}
 _CPU_EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-# Keys that make an update faster, at the cost of nothing. Those of experts are refused for dense models by a rule.
+# What makes an update faster and costs nothing, by its documentation. Rules refuse some of it for some models.
 _OVERLAPS = {
     "actor.override_ddp_config.overlap_grad_reduce": True,  # beside the backward of the last micro-batch
     "actor.override_ddp_config.overlap_param_gather": True,  # beside the next forward
@@ -109,7 +109,7 @@ class Hosting:
     # core_r0.16.0 has a permutation of its own under that name (core/fusions/fused_moe_permute.py), but no router.
     moe_fusions: tuple[str, ...] = ()
     # What `mrl init` writes, presets have, and `mrl plan --search` counts with (mrl/tools/switches.py). A CPU has none:
-    # the kernels are not there, and exchanges beside computing would take its cores.
+    # there are no such kernels, and exchanges beside computing would take its cores.
     switches: Mapping[str, Any] = field(default_factory=dict, hash=False)
     # vLLM's argument linear_backend of engines in FP8. By default it takes kernels there that repack words, or round
     # scales to powers of two. Then what engines hold could not be compared with what they were sent.

@@ -17,8 +17,13 @@ DEEPEP = {"model.override_transformer_config.moe_token_dispatcher_type": FLEX}
 
 
 def missing_switches(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
-    """Returns the device's switches that the configuration says nothing about and no rule refuses."""
+    """Returns the device's switches that the configuration says nothing about and no rule refuses.
+
+    Those of the model need kernels that plain layers of torch do not have.
+    """
     table = get_hosting(config.cluster.device).switches
+    if config.model.allow_torch_layers:
+        table = {key: value for key, value in table.items() if not key.startswith("model.")}
     missing = {key: value for key, value in table.items() if leaf(config, key) is None}
     while missing:
         broken = violations(ResolvedConfig(with_values(config, missing), {}), model)

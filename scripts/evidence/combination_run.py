@@ -1,6 +1,7 @@
 """One row of combinations.py: a run of a few tiny steps, its end, what follows, and what must hold of all of it."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,8 @@ REFUSED = (2, 3)
 NOT_REPEATED = ("ready first", "ready first, partial")  # schedules that no two runs repeat
 LEFT_OUT = ("turns/left_out", "train/not_finite_share")  # metrics of responses that no step has
 STALENESS = {"sync": 0, "one step off": 1}  # others: 2
-BFLOAT16_STEP = 2.0**-7  # between neighbours at most, of a number's size
-ROUNDINGS = 32  # of a model, where a token is further off than the bound
+OFF = 2.0**-7  # share of a weight: two roundings to bfloat16, as a layer's results are rounded several times
+ROUNDINGS = 32  # of a model, where a response is further off than the bound
 # of a token, engine against transformers; words of FP8 have three bits behind the point
 LOG_PROB_BOUND = {"float32": 1e-4, "bfloat16": 0.15, "bfloat16, engines in FP8": 1.0}
 
@@ -46,6 +48,7 @@ class RowRun:
     world: Path
     folder: Path
     wholes: Path  # undisturbed runs, which rows share
+    has_own_memory: bool = True  # of commands; where it is not possible, what they leave there is not looked for
     problems: list[str] = field(default_factory=list)
     seconds: list[list] = field(default_factory=list)  # each command of it with its seconds
 
@@ -94,13 +97,16 @@ class RowRun:
         began = time.monotonic()
         with log.open("w") as file, OwnMemory() as memory:
             process = subprocess.Popen(
-                memory.command(command), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                memory.command(command) if self.has_own_memory else command, cwd=ROOT,
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)},
             )  # fmt: skip
-            below = self._watch(process, end)
-            if process.poll() is None:
-                self.problems.append(f"mrl {words[0]}: not done after {RUN_S:.0f} s")
-                process.kill()
+            try:
+                below = self._watch(process, end)
+                if process.poll() is None:
+                    self.problems.append(f"mrl {words[0]}: not done after {RUN_S:.0f} s")
+            finally:
+                _end_with_all_below(process)
             code = process.wait()
             self._must_be_gone(words[0], below)
             held = memory.left() + sorted(set(os.listdir(temporary)) - before)
@@ -276,11 +282,11 @@ THEN: Mapping[str, Callable[[RowRun], None]] = {
 def largest_difference(
     model: Path, samples: Sequence[Mapping[str, Any]], version: int, dtypes: Sequence[str], bound: float
 ) -> float:
-    """Returns the largest difference of an engine's log-probs of its own tokens of that version from the nearest of
-    transformers' dtypes, in nats.
+    """Returns how far an engine's log-probs of its own tokens of that version are from transformers', in nats.
 
-    In 16 bits a router's choice between two experts can turn by a rounding, and does in transformers' own. So a token
-    that is further off than `bound` is read again with weights that are rounded otherwise; the nearest counts.
+    The nearest of the dtypes counts for each token; infinity for what is no number. In 16 bits a rounding can turn a
+    router's choice between two experts. So a response that is further off than `bound` is read again with weights a
+    little off, and the nearest reading of it counts.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -290,16 +296,19 @@ def largest_difference(
     for sample in samples:
         own = torch.tensor([made == version for made in token_versions(sample)])
         said = torch.tensor(sample["rollout_log_probs"])[own]
-        nearest = torch.stack([(_log_probs(one, sample)[own] - said).abs() for one in readers.values()]).amin(0)
-        if len(dtypes) > 1 and float(nearest.max()) > bound:
-            for read in _rounded_otherwise(readers["float32"], sample):
-                nearest = torch.minimum(nearest, (read[own] - said).abs())
-        worst = max(worst, float(nearest.max()))
+        nearest = torch.stack([(log_probs(one, sample)[own] - said).abs() for one in readers.values()]).amin(0)
+        found = float(nearest.max())
+        if math.isnan(found):
+            return math.inf
+        if len(dtypes) > 1 and found > bound:
+            readings = _rounded_otherwise(readers["float32"], sample)
+            found = min(found, *(float((read[own] - said).abs().max()) for read in readings))
+        worst = max(worst, found)
     return worst
 
 
 def _rounded_otherwise(reader: Any, sample: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields `_log_probs` of a reader in float32, each time with every weight within a rounding to bfloat16."""
+    """Yields `log_probs` of a reader in float32, each time with every weight off by at most OFF of its size."""
     import torch
 
     weights = [weight.detach().clone() for weight in reader.parameters()]
@@ -308,14 +317,14 @@ def _rounded_otherwise(reader: Any, sample: Mapping[str, Any]) -> Iterator[Any]:
         with torch.no_grad():
             for weight, known in zip(reader.parameters(), weights, strict=True):
                 off = torch.rand(known.shape, generator=numbers) * 2 - 1
-                weight.copy_(known * (1 + BFLOAT16_STEP * off))
-        yield _log_probs(reader, sample)
+                weight.copy_(known * (1 + OFF * off))
+        yield log_probs(reader, sample)
     with torch.no_grad():
         for weight, known in zip(reader.parameters(), weights, strict=True):
             weight.copy_(known)
 
 
-def _log_probs(reader: Any, sample: Mapping[str, Any]) -> Any:
+def log_probs(reader: Any, sample: Mapping[str, Any]) -> Any:
     """What a model of transformers says of a response; float32 [tokens]."""
     import torch
 
@@ -385,6 +394,14 @@ def _lines(run: Path) -> list[str]:
 def _checkpoints(run: Path) -> list[int]:
     whole = (run / "checkpoints").glob("step-*/manifest.json")
     return sorted(int(path.parent.name.removeprefix("step-")) for path in whole)
+
+
+def _end_with_all_below(process: subprocess.Popen) -> None:
+    """Ends a command that is still there, whatever interrupted the wait for it."""
+    if process.poll() is None:
+        for one in [*_below(process.pid), psutil.Process(process.pid)]:
+            with suppress(psutil.Error):
+                one.kill()
 
 
 def _below(pid: int) -> list[psutil.Process]:

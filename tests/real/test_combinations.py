@@ -1,5 +1,5 @@
-"""Features beside each other: rows of the table of combinations in which every schedule, every end and everything that
-follows stands.
+"""Features beside each other: rows of the table of combinations with every end and everything that follows, and each
+value of trainer.schedule and trainer.order.
 
 Each is held to the invariants of scripts/evidence/combination_run.py: exit codes, bits of the undisturbed run, every
 response in one step, staleness, verified syncs, log-probs of transformers, nothing left behind.
@@ -15,14 +15,13 @@ EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 sys.path[:0] = [str(EVIDENCE), str(EVIDENCE.parent)]
 
 from combination_axes import AXES, SETTINGS, refusal  # noqa: E402
-from combination_run import THEN, RowRun  # noqa: E402
+from combination_run import GONE_S, RUN_S, THEN, RowRun  # noqa: E402
 from combinations import row_of  # noqa: E402
 from own_memory import is_possible  # noqa: E402
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(not is_possible(), reason="a shared memory of one's own needs root or namespaces of users"),
-]
+from mrl.record.run_dir import METRICS, read_metrics  # noqa: E402
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(4 * (RUN_S + GONE_S))]
 UNDISTURBED = "undisturbed"  # equals the run that finishes
 # each with what follows beside its own
 ROWS = {
@@ -56,11 +55,20 @@ def test_every_schedule_end_and_what_follows_is_there():
 def test_a_row_holds(world, tmp_path, text):
     row = row_of(text)
     assert refusal(row, world) is None
-    run = RowRun(0, row, world, tmp_path / "row", tmp_path / "wholes")
+    run = RowRun(0, row, world, tmp_path / "row", tmp_path / "wholes", has_own_memory=is_possible())
     run.do()
+    assert run.problems == []
     for name in ROWS[text]:
         if name == UNDISTURBED:
             run.be_the_undisturbed()
         else:
             THEN[name](run)
     assert run.problems == []
+    if row["end"] == "engine lost":
+        check_that_an_engine_was_missed(read_metrics(run.run / METRICS))
+
+
+def check_that_an_engine_was_missed(rows: list[dict]) -> None:
+    """It was lost in a step, and came back."""
+    lost, restarted = (sum(step.get(f"fleet/{name}", 0) for step in rows) for name in ("lost", "restarted"))
+    assert lost == restarted == 1 or rows[-1]["trainer/restarts"] == 1

@@ -6,6 +6,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 sys.path[:0] = [str(EVIDENCE), str(EVIDENCE.parent)]
@@ -22,7 +24,8 @@ from combination_axes import (  # noqa: E402
     refusal,
     settings,
 )
-from combination_run import EXIT_CODES, LEFT_OUT, THEN, lost_or_twice, token_versions  # noqa: E402
+from combination_run import EXIT_CODES, LEFT_OUT, THEN, largest_difference, lost_or_twice, token_versions  # noqa: E402
+from combination_run import log_probs as read_log_probs  # noqa: E402
 from combination_world import make_tool_world, make_world  # noqa: E402
 from combinations import results, row_of, still_to_do, stored, words  # noqa: E402
 from covering import Array, Contradiction, Rules, covering_array, most_first, wanted  # noqa: E402
@@ -133,6 +136,23 @@ def test_each_token_is_of_the_version_whose_span_it_stands_in():
     assert token_versions({"response_ids": [7, 7, 7], "weight_version": spans}) == [3, 3, 4]
     context = {"response_ids": [7, 7, 7], "sampled": [True, False, True], "weight_version": spans[:1]}
     assert token_versions(context) == [3, None, 3]
+
+
+def test_log_probs_of_other_weights_are_off_and_a_rounding_is_not(world, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(world / "Qwen3-MoE", dtype=torch.float32)
+    sample = {"prompt_ids": [5, 6, 7], "response_ids": [8, 9, 10, 11], "weight_version": [SPAN]}
+    sample["rollout_log_probs"] = read_log_probs(model, sample).tolist()
+    sixteen = ("float32", "bfloat16")
+    assert largest_difference(world / "Qwen3-MoE", [sample], 3, ("float32",), 1e-4) < 1e-5
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight.neg_()
+    model.save_pretrained(tmp_path / "other")
+    assert largest_difference(tmp_path / "other", [sample], 3, sixteen, 1e-3) > 1e-2
+    sample["rollout_log_probs"][2] = float("nan")
+    assert largest_difference(world / "Qwen3-MoE", [sample], 3, sixteen, 0.15) == float("inf")
+
+
+SPAN = {"first_token": 0, "version": 3}
 
 
 def record(steps: int = 3, groups: int = 2, responses: int = 4) -> tuple[list[dict], dict[int, list[dict]]]:
