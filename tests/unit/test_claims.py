@@ -240,6 +240,7 @@ def test_goals_that_were_missed_stand_on_the_page_with_figure_and_reason():
         "with routes",
         "Sizes",
         "50 cycles",
+        "continuous integration, in which",
         "two longest samples",
         "quantised once",
         "Mutants",
