@@ -42,6 +42,7 @@ PIECES = {
     "critics": ("test_critic",),
     "distillation": ("test_distillation", "test_distillation_run"),
     "runs": (
+        "test_runs",
         "test_eval",
         "test_glm_run",
         "test_hybrid_run",

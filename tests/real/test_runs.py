@@ -63,6 +63,7 @@ def exported(run_dir: Path, folder: Path) -> dict:
 
 
 @pytest.mark.real
+@pytest.mark.long
 def test_three_steps_on_tp2_pp2_ep2_with_two_engines(world, tmp_path):
     run_dir = tmp_path / "run"
     layout = dict(
