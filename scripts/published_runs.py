@@ -262,7 +262,8 @@ def inputs_of(row: dict[str, Any], assumed: Assumptions = USUAL) -> PlanInputs:
         nested({"cluster.device": "cuda", "cluster.n_gpus_per_node": 8} | _BASES[row["base"]] | row.get("set", {}))
     )
     pretraining = row["base"].startswith(("pai", "zoo"))
-    limits, lengths = config.data, {}
+    limits = config.data
+    lengths = {}
     if row.get("response") != HALF:
         lengths["response_share"] = row.get("response", limits.max_response_length) / limits.max_response_length
     if "prompt" in row:

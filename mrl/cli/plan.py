@@ -15,11 +15,6 @@ _ACTOR_ALONE = (
     "only the actor is counted; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
 )
 
-_DEEPEP = (
-    "with DeepEP, which has no pinned build here "
-    "(--set model.override_transformer_config.moe_token_dispatcher_type=flex)"
-)
-
 
 def add(commands) -> None:
     """Registers the command."""
@@ -379,7 +374,7 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
         yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"
         yield f"       {row['why']}"
         if row["deepep_seconds"] is not None:
-            yield f"       {_DEEPEP}: {row['deepep_seconds']:.2f} s"
+            yield f"       {_with_deepep()}: {row['deepep_seconds']:.2f} s"
     if result["left_out"]:
         reasons = "; ".join(f"{why} ({count})" for why, count in result["left_out"].items())
         yield f"faster ones left out, with which the plan of the whole configuration does not fit: {reasons}"
@@ -398,4 +393,11 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
         if run["settings"]:
             yield "  " + " ".join(f"--set {setting}" for setting in run["settings"])
         if run["deepep_seconds"] is not None:
-            yield f"  {_DEEPEP}: {run['deepep_seconds']:.3g} s"
+            yield f"  {_with_deepep()}: {run['deepep_seconds']:.3g} s"
+
+
+def _with_deepep() -> str:
+    from mrl.tools.switches import DEEPEP
+
+    settings = " ".join(f"--set {key}={value}" for key, value in DEEPEP.items())
+    return f"with DeepEP, which has no pinned build here ({settings})"

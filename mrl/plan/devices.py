@@ -182,7 +182,7 @@ class Assumptions:
     # Share of the memory's rate for reading weights, caches and activations: kernels that read in order lose a quarter.
     decode_memory_share: float = 0.75
     # Seconds of vLLM's host for a decode step, and for each of its sequences: scheduler, sampler's rows, output. They
-    # fit steps with many and with few sequences (docs/predictions.md); the ladder's rung `decode` measures both.
+    # fit steps with many and with few sequences (docs/predictions.md). The ladder's rung `decode` measures the first.
     step_host: float = 2e-3
     sequence_host: float = 60e-6
     # Seconds of a step beside its phases: rewards, batches, advantages. NVIDIA-NeMo/RL#959 has 3, 3, 4 and 8 s.

@@ -38,7 +38,7 @@ from mrl.tools.search_report import (
     search_problem,
     usual_batch,
 )
-from mrl.tools.switches import missing_switches, with_switches
+from mrl.tools.switches import missing_switches
 from mrl.units import GIB
 
 # on a CPU
@@ -141,7 +141,7 @@ def usual_config(path: str, model: ModelSpec, device: Device, devices: int) -> R
     per_node = min(devices, device.devices_per_node)
     count = DeviceCount(device, -(-devices // per_node), per_node)
     values = _usual(path, model, count, 1) | {"actor.layout.world_size": devices, "rollout.num_engines": devices}
-    return with_switches(RunConfig.model_validate(nested(values)), model)
+    return RunConfig.model_validate(nested(values))
 
 
 def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, count: DeviceCount) -> dict[str, Any]:

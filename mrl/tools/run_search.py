@@ -27,7 +27,7 @@ from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.times import phase_seconds
 from mrl.tools.search import RECOMPUTE, Candidate, SearchProblem, SearchResult, best_fit
 from mrl.tools.search_report import problem_with, run_with
-from mrl.tools.switches import DEEPEP, missing_switches, sends_once_a_node
+from mrl.tools.switches import DEEPEP, deepep_would_spare, missing_switches
 
 _SHARES = (0.88, 0.8, 0.7, 0.6)  # of a device's memory, for an engine that has it alone
 _SEQUENCES = (256, 512, 1024)
@@ -104,9 +104,7 @@ def run_report(config: RunConfig, problem: SearchProblem, result: SearchResult) 
 
 def _deepep_seconds(best: WholeRun, problem: SearchProblem) -> float | None:
     layout = best.config.actor.layout
-    expert_ranks = layout.expert_model_parallel_size * layout.expert_tensor
-    spread = sends_once_a_node(problem.device.platform, expert_ranks, problem.per_node)
-    if problem.work.once_a_node or not spread:
+    if not deepep_would_spare(problem, layout.expert_model_parallel_size * layout.expert_tensor):
         return None
     return sum(step_of(with_values(best.config, DEEPEP), problem.model, problem.device).values())
 

@@ -39,7 +39,7 @@ from mrl.tools.search import (
     search,
     unlike_stages,
 )
-from mrl.tools.switches import sends_once_a_node, with_switches
+from mrl.tools.switches import deepep_would_spare, with_switches
 from mrl.units import GIB
 
 _TRIED = 100  # plans of whole runs at most
@@ -141,8 +141,7 @@ def _row(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dic
 def _deepep_seconds(problem: SearchProblem, candidate: Candidate) -> float | None:
     """Returns the seconds of an update with DeepEP; None where it changes nothing, or is on already."""
     layout = candidate.layout
-    spread = sends_once_a_node(problem.device.platform, layout.expert * layout.expert_tensor, problem.per_node)
-    if problem.work.once_a_node or not spread:
+    if not deepep_would_spare(problem, layout.expert * layout.expert_tensor):
         return None
     other = replace(problem, work=replace(problem.work, once_a_node=True))
     return _with_recompute(other, candidate, candidate.recompute).seconds.total

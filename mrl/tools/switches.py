@@ -11,6 +11,7 @@ from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, leaf, with_values
 from mrl.model import ModelSpec
 from mrl.platforms.hosting import get_hosting
+from mrl.tools.search import SearchProblem
 
 # Not among a device's switches, because its package has no pinned build: docs/efficiency.md
 DEEPEP = {"model.override_transformer_config.moe_token_dispatcher_type": FLEX}
@@ -39,6 +40,11 @@ def with_switches(config: RunConfig, model: ModelSpec) -> RunConfig:
     return with_values(config, missing_switches(config, model))
 
 
-def sends_once_a_node(device: str, expert_ranks: int, per_node: int) -> bool:
-    """Tells whether DeepEP would spare traffic: it sends a token to each node once, whose experts then share it."""
-    return expert_ranks > per_node and get_hosting(device).has_flex_dispatcher
+def deepep_would_spare(problem: SearchProblem, expert_ranks: int) -> bool:
+    """Tells whether DeepEP would spare traffic: it sends a token to each node once, whose experts then share it.
+
+    False where it is on already.
+    """
+    if problem.work.once_a_node or not get_hosting(problem.device.platform).has_flex_dispatcher:
+        return False
+    return expert_ranks > problem.per_node

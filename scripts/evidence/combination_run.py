@@ -33,7 +33,7 @@ REFUSED = (2, 3)
 NOT_REPEATED = ("ready first", "ready first, partial")  # schedules that no two runs repeat
 LEFT_OUT = ("turns/left_out", "train/not_finite_share")  # metrics of responses that no step has
 STALENESS = {"sync": 0, "one step off": 1}  # others: 2
-OFF = 2.0**-7  # share of a weight: two roundings to bfloat16, as a layer's results are rounded several times
+NOISE = 2.0**-7  # share of a weight: two roundings to bfloat16, as a layer's results are rounded several times
 ROUNDINGS = 32  # of a model, where a response is further off than the bound
 # of a token, engine against transformers; words of FP8 have three bits behind the point
 LOG_PROB_BOUND = {"float32": 1e-4, "bfloat16": 0.15, "bfloat16, engines in FP8": 1.0}
@@ -301,14 +301,14 @@ def largest_difference(
         if math.isnan(found):
             return math.inf
         if len(dtypes) > 1 and found > bound:
-            readings = _rounded_otherwise(readers["float32"], sample)
+            readings = _with_noise(readers["float32"], sample)
             found = min(found, *(float((read[own] - said).abs().max()) for read in readings))
         worst = max(worst, found)
     return worst
 
 
-def _rounded_otherwise(reader: Any, sample: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields `log_probs` of a reader in float32, each time with every weight off by at most OFF of its size."""
+def _with_noise(reader: Any, sample: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields `log_probs` of a reader in float32, each time with every weight off by at most NOISE of its size."""
     import torch
 
     weights = [weight.detach().clone() for weight in reader.parameters()]
@@ -317,7 +317,7 @@ def _rounded_otherwise(reader: Any, sample: Mapping[str, Any]) -> Iterator[Any]:
         with torch.no_grad():
             for weight, known in zip(reader.parameters(), weights, strict=True):
                 off = torch.rand(known.shape, generator=numbers) * 2 - 1
-                weight.copy_(known * (1 + OFF * off))
+                weight.copy_(known * (1 + NOISE * off))
         yield log_probs(reader, sample)
     with torch.no_grad():
         for weight, known in zip(reader.parameters(), weights, strict=True):

@@ -48,7 +48,8 @@ def test_further_runs_are_there_and_most_lie_between_low_and_high(runs):
     assert all(run.low <= run.expected <= run.high for run in runs.values())
     steps = {name: run for name, run in runs.items() if "phase" not in run.row}
     between = {name for name, run in steps.items() if run.low <= run.row["seconds"] <= run.high}
-    assert {name for name in steps if name.startswith("NeMo-RL")} <= between
+    of_nemo = {name for name in steps if name.startswith("NeMo-RL")}
+    assert len(of_nemo) >= 7 and of_nemo <= between
     assert len(between) > len(steps) / 2 and all("missed" in steps[name].row for name in set(steps) - between)
 
 
