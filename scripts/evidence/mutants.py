@@ -31,9 +31,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from queue import Queue
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = Path(__file__).with_name("mutants")
@@ -42,6 +43,8 @@ COMMAND = "scripts/evidence/mutants.sh"
 CODE = ("mrl", "tests/unit")  # what results depend on, beside the mutants themselves
 _SOME_FAILED = 1  # exit code of pytest
 LIMIT_S = 900  # of one run of pytest; a mutant that never ends is seen
+FORKS = get_context("forkserver")  # what takes long to import is imported once, and nothing of mrl
+HEAVY = ["pytest", "hypothesis", "ray", "torch", "torch._dynamo", "transformers", "megatron.core.models.gpt"]
 OWN_NAME = re.compile(r"mrl(?:\.\w+)+")
 
 
@@ -185,19 +188,32 @@ class Copy:
 
     def pytest(self, files: Iterable[str], *arguments: str, limit_s: float | None = None) -> tuple[int, str]:
         """Exit code and output. A run that takes longer than it may has code -1."""
-        tests = [f"tests/unit/{file}" for file in files]
-        command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", *arguments, *tests]
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=os.environ | {"PYTHONPATH": str(self.folder)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-            return process.returncode, output
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return -1, ""
+        words = ["-q", "-W", "ignore", "-p", "no:cacheprovider", *arguments]
+        words += [f"tests/unit/{file}" for file in files]
+        with NamedTemporaryFile() as output:
+            process = FORKS.Process(target=_in_copy, args=(self.folder, words, output.name))
+            process.start()
+            process.join(limit_s)
+            ended = process.exitcode is not None
+            if not ended:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.join()
+            return process.exitcode if ended else -1, Path(output.name).read_text(errors="replace")
+
+
+def _in_copy(folder: Path, words: list[str], output: str) -> None:
+    """Runs pytest in this process, which has imported nothing of mrl yet."""
+    import pytest
+
+    os.setsid()
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    own = str(Path(__file__).parent)  # tests have modules of the same names
+    sys.path[:] = [str(folder), *(path for path in sys.path if path != own)]
+    file = os.open(output, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.exit(int(pytest.main(words)))
 
 
 @dataclass(frozen=True)
@@ -224,14 +240,15 @@ def baseline(copy: Copy, files: list[str]) -> Baseline:
 def judged(copy: Copy, mutant: Mutant, modules: dict[str, Named], known: Baseline) -> dict:
     """The row of a mutant: which test sees it, if any does."""
     began = time.monotonic()
+    own = mutant.module.rpartition(".")[2]
     row = {"file": mutant.file, "why": mutant.why, "key": mutant.key, "result": "survived", "by": ""}
     with copy.mutated(mutant):
         for stage, files in stages(mutant, modules):
             if not files:
                 continue
-            quick_first = sorted(files, key=lambda file: known.seconds.get(file, 0.0))
+            own_first = sorted(files, key=lambda file: (own not in file, known.seconds.get(file, 0.0)))
             left_out = [f"--deselect={test}" for test in known.left_out]
-            code, output = copy.pytest(quick_first, "-x", *left_out, limit_s=LIMIT_S)
+            code, output = copy.pytest(own_first, "-x", *left_out, limit_s=LIMIT_S)
             if code:
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
                 row |= {"result": "killed", "stage": stage, "by": failed[1] if failed else f"exit code {code}"}
@@ -295,6 +312,7 @@ def chosen(listed: list[Mutant], words: list[str], rows: dict[str, dict], code: 
 
 
 def main() -> None:
+    FORKS.set_forkserver_preload(HEAVY)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--list", action="store_true")

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from machine import times_slower
 
 from mrl.megatron.balance import balanced_parts, even_fit, first_fit, imbalance, sequence_costs, without_empty
 from mrl.megatron.batching import RowLengths, Splitter, trained_rows
@@ -52,7 +53,7 @@ def cut(kind: str, rows: int, ranks: int, max_tokens: int):
 def test_a_step_of_8192_long_responses_is_cut_in_less_than_a_second(ranks, max_tokens):
     begun = time.process_time()
     lengths, splitter, shares = cut("near the limit", 8192, ranks, max_tokens)
-    assert time.process_time() - begun < 1.0
+    assert time.process_time() - begun < 1.0 * times_slower()
     assert {len(rank) for rank in shares} == {8192 // ranks}, "no two of them fit together"
     assert splitter.imbalance(RowLengths(lengths), shares) < 1e-6
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from machine import times_slower
 
 from mrl.cli.main import main
 from mrl.cli.validate import check_config
@@ -938,7 +939,7 @@ def test_importing_imports_nothing_heavy():
         "import sys, time; start = time.process_time()\n"
         "from mrl.cli.main import main\n"
         f"main(['import-verl', {str(SCRIPTS / 'dapo_32b_fsdp.sh')!r}])\n"
-        "spent = time.process_time() - start; assert spent < 2, spent\n"
+        f"spent = time.process_time() - start; assert spent < {2 * times_slower()}, spent\n"
         "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & "
         "set(sys.modules); assert not heavy, heavy"
     )

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import pytest
+from machine import times_slower
 
 from mrl.platforms.collective_trail import Entry, RankGroup, Trail
 from mrl.remote.missing_ranks import missing_ranks, stand
@@ -259,4 +260,4 @@ def test_hundreds_of_ranks_that_all_remember_thousands_are_compared_in_seconds()
     began = time.process_time()
     found = missing_ranks(trails)
     assert found.ranks == (77,)
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 3 * times_slower()

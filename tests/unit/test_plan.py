@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from machine import times_slower
 from small_model import SIZES, write_model
 
 from mrl.cli.main import main
@@ -149,7 +150,9 @@ def test_the_largest_models_of_other_attention_are_planned_on_256_devices_in_sec
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    assert float(done.stderr.strip().splitlines()[-1]) < 3  # 1.5 to 2.5 beside a load of 20 on two cores
+    assert (
+        float(done.stderr.strip().splitlines()[-1]) < 3 * times_slower()
+    )  # 1.5 to 2.5 beside a load of 20 on two cores
     plan = json.loads(done.stdout)
     assert len(plan["layout"]["ranks"]) == 256
     assert plan["reshard"]["bytes_moved"] == plan["reshard"]["bytes_required"]
@@ -170,7 +173,7 @@ def test_the_largest_model_is_planned_on_128_devices_in_three_seconds_without_he
     seconds, heavy = done.stderr.strip().splitlines()[-1].split(" ", 1)
     plan = json.loads(done.stdout)
     assert heavy == "[]"
-    assert float(seconds) < 3  # 1.2 to 1.8 on one core, a third of it imports
+    assert float(seconds) < 3 * times_slower()  # 1.2 to 1.8 on one core, a third of it imports
     assert {"layout", "batch", "memory", "reshard", "hash", "seconds"} <= set(plan)
     sync = plan["reshard"]
     assert {

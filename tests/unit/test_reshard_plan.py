@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from machine import times_slower
 from reshard_cases import QWEN3_30B, QWEN3_235B, TRAIN_235B, Pair, bytes_of_a_worker, random_pairs
 from test_reshard_source import MODELS
 
@@ -40,7 +41,7 @@ def test_qwen3_235b_on_128_ranks_is_planned_in_two_seconds_and_twenty_megabytes(
     plan = plan_reshard(QWEN3_235B, TRAIN_235B, rollout, dialect="cuda", dtype="bfloat16")
     seconds = time.process_time() - begun
     summary = reshard_summary(plan)
-    assert seconds < 2
+    assert seconds < 2 * times_slower()
     assert len(json.dumps(plan.to_json())) < 20e6
     assert plan.bytes_required == plan.bytes_moved == 128 * needed
     assert summary["received_bytes"] == [needed] * 128

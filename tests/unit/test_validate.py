@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from machine import times_slower
 from small_model import SIZES, write_model
 
 from mrl.cli.main import main
@@ -327,7 +328,7 @@ def test_it_answers_in_under_a_second_and_imports_nothing_heavy():
         "import sys, time; start = time.process_time()\n"
         "from mrl.cli.main import main\n"
         f"main(['validate', {str(PRESETS / 'qwen3-235b-a22b' / 'h100-16x8.yaml')!r}])\n"
-        "spent = time.process_time() - start; assert spent < 1, spent\n"
+        f"spent = time.process_time() - start; assert spent < {times_slower()}, spent\n"
         "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & "
         "set(sys.modules); assert not heavy, heavy"
     )
