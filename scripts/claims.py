@@ -442,8 +442,23 @@ def _origin(result: Result, as_of: str | None) -> list[str]:
     return [name, age(result.stamps(), result.sources, as_of)]
 
 
+_PARTS = {
+    "compute": "computing",
+    "tensor": "exchange of tensor parallelism",
+    "expert": "exchange of experts",
+    "context": "exchange of context parallelism",
+    "pipeline": "sends between stages",
+    "data": "gradients and weights over replicas",
+    "bubble": "waits of the pipeline",
+    "host": "the host, a decode step",
+    "layers": "the least time of its kernels",
+    "exchange": "exchange between workers",
+    "reading": "reading weights and caches",
+}
+
+
 def _presets(table: dict[str, Any]) -> str:
-    """Each preset's step before and now, beside the planner's best, and the phase that most of it is."""
+    """Each preset's step before and now, beside the planner's best, and what holds it."""
     known = results(table)
     before = known["presets_before"].data()["seconds"]
     rows = []
@@ -454,8 +469,18 @@ def _presets(table: dict[str, Any]) -> str:
         fast, usual, slow = (f"{rate:,.0f}" for rate in row["tokens_per_s_and_device"])
         was = f"{before[name]:,.0f}" if name in before else ""
         cells = [name, was, f"{seconds:,.0f}", f"{row['best_seconds']:,.0f}", f"{row['over_best']:.2f}"]
-        rows.append([*cells, f"{slow}, {usual}, {fast}", f"{longest.replace('_', '-')}, {share:.0f} %"])
-    heads = ["preset", "before", "now", "best", "now over best", "tokens/s a device: low, expected, high", "most of it"]
+        part, of_it = next(iter(row["longest_parts"].items()))
+        most = f"{longest.replace('_', '-')}, {share:.0f} %; {of_it:.0%} of that {_PARTS[part]}"
+        rows.append([*cells, f"{slow}, {usual}, {fast}", most])
+    heads = [
+        "preset",
+        "before",
+        "now",
+        "best",
+        "now over best",
+        "tokens/s a device: low, expected, high",
+        "what holds it",
+    ]
     return markdown(heads, rows)
 
 

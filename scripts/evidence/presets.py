@@ -7,6 +7,7 @@ Seconds are predictions of a step without its sync.
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.model import planning_model_spec
 from mrl.plan.devices import USUAL, faster, slower
+from mrl.plan.generation_times import decode_step, sequences_together
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.step_work import mean_lengths
-from mrl.plan.times import phase_seconds
+from mrl.plan.times import actor_seconds, phase_seconds
 from mrl.platforms.versions import MEGATRON
 from mrl.tools.run_search import fastest_run, step_of
 from mrl.tools.search import search
@@ -58,8 +60,23 @@ def row_of(name: str) -> dict[str, Any]:
         "over_best": round(seconds / best.seconds, 3),
         "best": best.settings,
         "reason": reason_of(name),
+        "longest_parts": parts_of(config, max(now, key=now.get)),
         **_throughput(config),
     }
+
+
+def parts_of(config: RunConfig, phase: str) -> dict[str, float]:
+    """Shares of a phase, the largest first; of generation those of a decode step with all sequences at half length."""
+    inputs = PlanInputs.of(config, planning_model_spec(config.model.path)[0], device_for(config))
+    batch, engine = batch_plan(config, inputs.train), engine_of(inputs)
+    if phase == "generation":
+        lengths = mean_lengths(config, inputs.assumptions)
+        together = sequences_together(inputs, batch, engine)
+        seconds = asdict(decode_step(inputs, engine, together, lengths.prompt + lengths.response / 2))
+    else:
+        seconds = asdict(actor_seconds(inputs, batch)[phase == "update"])
+    whole = sum(seconds.values())
+    return {part: round(seconds[part] / whole, 3) for part in sorted(seconds, key=lambda part: -seconds[part])}
 
 
 def _throughput(config: RunConfig) -> dict[str, list[float]]:

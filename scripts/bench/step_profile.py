@@ -1,0 +1,277 @@
+"""Where the time of a step goes: stacks of the driver, a rank and an engine's processes, sampled while they work.
+
+    python scripts/bench/step_profile.py [--case short|long|plain|plane] [--seconds 20] [--stacks FOLDER] [--json]
+
+`short` and `long` are our side of scripts/bench/peers.py, 512 answers of 3 tokens and 128 of 300; `plain` is the tiny
+preset as it stands, whose step scripts/compare_commits.py times; `plane` is the driver of scripts/bench/data_plane.py
+while 8,192 responses are generated at its pace, told from 4,096. py-spy 0.4.3, in an environment of its own (.venv-spy,
+made here once), looks at one process after the other, a hundred times a second, at threads that are on a processor. A
+sample counts for the part (PARTS) whose function is the innermost in its stack. `busy_s`: a step's seconds of processor
+by that; `step_s` is the median step of the same run before py-spy looks, and `looked_at_s` while it does. Needs
+tiny-world/ (scripts/make_tiny_world.py).
+"""
+
+import argparse
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from data_plane import FULL
+from data_plane import RATE as RATE_OF_RESPONSES
+from data_plane import words_of as words_of_plane
+from peers import CASES, PRESET, ROOT, as_text, settings_of, world_model
+
+from mrl.record.run_dir import METRICS, read_metrics
+
+ENVIRONMENT = ROOT / ".venv-spy"
+PIN = "py-spy==0.4.3"
+RATE = 100
+FEW, MOST = 6, 100_000  # steps that are left alone; more than any look takes
+LIMIT_S = 300.0
+BEGUN_S = 25.0  # until the engines of data_plane.py answer
+DRIVER, RANK, ENGINE, CORE, WORKER, SCORER = "driver", "rank", "engine", "vLLM's core", "vLLM's worker", "scorer"
+TITLES = {
+    RANK: "ray::ActorWorker",
+    ENGINE: "ray::EngineWorker",
+    CORE: "VLLM::EngineCore",
+    WORKER: "VLLM::Worker",
+    SCORER: "ray::Scorer",
+}
+# functions by file and name, of each part of a process
+PARTS: dict[str, dict[str, tuple[str, ...]]] = {
+    DRIVER: {
+        "Ray's calls": ("actor.py:_actor_method_call", "actor.py:_remote", "calls.py:ask"),
+        "values put and fetched": ("worker.py:put_object", "worker.py:get_objects", "serialization.py:serialize",
+            "serialization.py:deserialize_objects"),
+        "answers taken in": ("generation.py:_take_in", "request_streams.py:take", "dispatch.py:answered"),
+        "requests sent": ("generation.py:_send_assignments", "dispatch.py:assignments"),
+        "scores": ("scoring.py:forward", "scoring.py:collect", "judged_groups.py:collect"),
+        "advantages and metrics": ("loop.py:weigh_samples",),
+        "rows for ranks": ("step_batch.py:__init__",),
+        "weight sync": ("loop.py:sync_engines",),
+        "samples' file and metrics": ("loop.py:end_line", "views.py:_serve"),
+    },
+    RANK: {
+        "attention forward": ("attention.py:forward",),
+        "experts forward": ("moe_layer.py:forward",),
+        "other layers forward": ("gpt_model.py:forward",),
+        "backward": ("graph.py:_engine_run_backward",),
+        "loss and log-probs": ("forward.py:forward_step", "forward.py:loss_pass", "forward.py:log_prob_pass"),
+        "micro-batches": ("rank_batch.py:do", "actor.py:_update_once", "actor.py:_gradients"),
+        "gradients' exchange": ("finalize_model_grads.py:finalize_model_grads",
+            "param_and_grad_buffer.py:start_grad_sync", "param_and_grad_buffer.py:finish_grad_sync"),
+        "optimizer": ("optimizer.py:step",),
+        "weight sync": ("workers.py:send_weights",),
+    },
+    ENGINE: {
+        "requests made": ("async_llm.py:add_request", "completions.py:sampling_parameters"),
+        "requests sent": ("core_client.py:add_request_async",),
+        "tokens taken in": ("async_llm.py:output_handler", "core_client.py:process_outputs_socket"),
+        "answers made": ("engine.py:_complete", "engine.py:_final_output", "engine.py:_put_completion"),
+        "answers told": ("outbox.py:_tell", "outbox.py:told", "workers.py:told"),
+        "Ray's arguments": ("worker.py:deserialize_objects", "serialization.py:serialize"),
+        "the event loop": ("threading.py:run",),
+    },
+    CORE: {
+        "schedule": ("scheduler.py:schedule",),
+        "tokens entered": ("scheduler.py:update_from_output",),
+        "requests received": ("core.py:process_input_sockets", "core.py:_process_input_queue"),
+        "tokens sent": ("core.py:process_output_sockets",),
+        "worker asked and heard": ("multiproc_executor.py:collective_rpc", "multiproc_executor.py:result"),
+        "weight sync": ("core.py:_invoke_utility_method",),
+    },
+    WORKER: {
+        "attention": ("qwen3_moe.py:Qwen3MoeAttention.forward",),
+        "experts": ("qwen3_moe.py:Qwen3MoeSparseMoeBlock.forward",),
+        "other layers": ("qwen3_moe.py:Qwen3MoeForCausalLM.forward",),
+        "batches made": ("gpu_model_runner.py:execute_model",),
+        "sampling": ("gpu_model_runner.py:sample_tokens", "gpu_worker.py:sample_tokens", "sampler.py:forward"),
+        "core heard and answered": ("multiproc_executor.py:worker_busy_loop",),
+        "weight sync": ("v0_common.py:answer",),
+    },
+    SCORER: {},
+}  # fmt: skip
+# a thread is said to work where it naps between looks, or waits within Ray
+WAITS = ("cpu_worker.py:wait", "worker.py:main_loop", "worker.py:wait", "threading.py:wait", "selectors.py:select")
+FRAME = re.compile(r"^(?P<name>.*) \((?P<file>[^()]*?)(?::\d+)?\)$")
+
+
+@dataclass(frozen=True)
+class Look:
+    """Samples of one process: stacks with their counts, over so many seconds."""
+
+    stacks: Counter[tuple[str, ...]]
+    seconds: float
+
+    def shares(self, parts: dict[str, tuple[str, ...]]) -> Counter[str]:
+        """Seconds on a processor, over the seconds looked, of each part and of what is none's."""
+        named = {function: part for part, functions in parts.items() for function in functions}
+        found: Counter[str] = Counter()
+        for stack, count in self.stacks.items():
+            if any(key in WAITS for key in _keys(stack[-1])):
+                continue
+            inner = (named[key] for frame in reversed(stack) for key in _keys(frame) if key in named)
+            found[next(inner, "all else")] += count
+        return Counter({part: count / RATE / self.seconds for part, count in found.items()})
+
+
+def _keys(frame: str) -> Iterator[str]:
+    """How PARTS may name it: by its file and function, the class before that or not."""
+    if found := FRAME.match(frame):
+        file, name = Path(found["file"]).name, found["name"]
+        yield f"{file}:{name}"
+        yield f"{file}:{name.rpartition('.')[2]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=["short", "long", "plain", "plane"])
+    parser.add_argument("--seconds", type=float, default=20.0, help="that each process is looked at")
+    parser.add_argument("--stacks", type=Path, help="keep what was sampled there")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = {}
+    for case in options.case or ["short", "long", "plain", "plane"]:
+        with tempfile.TemporaryDirectory() as folder:
+            run = profile_of_plane if case == "plane" else profile
+            found[case] = run(case, Path(folder), options)
+        print(*lines(case, found[case]), sep="\n", file=sys.stderr, flush=True)
+    if options.json:
+        print(json.dumps(found, indent=1))
+
+
+def lines(case: str, found: dict[str, Any]) -> Iterator[str]:
+    """What a case came to."""
+    yield f"{case}: a step takes {found['step_s']:.3f} s, looked at {found['looked_at_s']:.3f} s"
+    for role, parts in found["busy_s"].items():
+        told = ", ".join(f"{part} {seconds:.3f}" for part, seconds in parts.items())
+        yield f"  {role} {sum(parts.values()):.3f}: {told}"
+
+
+def spy() -> Path:
+    """The program, in an environment that is made where it is missing."""
+    program = ENVIRONMENT / "bin" / "py-spy"
+    if not program.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+        subprocess.run([str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "-q", PIN], check=True)
+    return program
+
+
+def profile(case: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs the case until each of its processes was looked at."""
+    with running(case, folder) as (run, metrics):
+        wait_for(run, metrics, FEW)
+        alone = len(read_metrics(metrics))
+        looks = {}
+        for role, process in processes(run).items():
+            looks[role] = looked(process.pid, options.seconds, folder / f"{case} {role}", options.stacks)
+        steps = [row["timing_s/step"] for row in read_metrics(metrics)]
+    looked_at = median(steps[alone:])
+    return {
+        "step_s": round(median(steps[1:alone]), 3),
+        "looked_at_s": round(looked_at, 3),
+        "busy_s": {role: in_order(look.shares(PARTS[role]), looked_at) for role, look in looks.items()},
+    }
+
+
+def in_order(shares: Counter[str], step_s: float) -> dict[str, float]:
+    """Seconds of a step, the largest first."""
+    return {part: round(share * step_s, 3) for part, share in shares.most_common()}
+
+
+def words_of(case: str, folder: Path) -> list[str]:
+    """Overrides of the tiny preset."""
+    endless = {"trainer.total_training_steps": MOST, "trainer.save_freq": -1, "trainer.test_freq": -1}
+    own = {case.name: case for case in CASES}.get(case)
+    world = ROOT / "tiny-world"
+    if own is not None:
+        endless = settings_of(own, world, world_model(own, world, folder), MOST)
+    return [word for key, value in endless.items() for word in ("--set", f"{key}={as_text(value)}")]
+
+
+@contextmanager
+def running(case: str, folder: Path) -> Iterator[tuple[psutil.Popen, Path]]:
+    """The run's process and the file of its metrics; it is ended as a user would."""
+    command = ["mrl", "train", str(PRESET), "--run-dir", str(folder / "run"), *words_of(case, folder)]
+    with (folder / "log").open("wb") as log:
+        run = psutil.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield run, folder / "run" / METRICS
+        except RuntimeError as error:
+            raise SystemExit(f"{error}:\n{(folder / 'log').read_text()[-3000:]}") from None
+        finally:
+            if run.poll() is None:
+                run.send_signal(signal.SIGTERM)
+            run.wait(LIMIT_S)
+
+
+def wait_for(run: psutil.Popen, metrics: Path, steps: int) -> None:
+    """Until so many are over. Raises RuntimeError where the run ends before, or takes too long."""
+    until = time.monotonic() + LIMIT_S
+    while not metrics.exists() or len(read_metrics(metrics)) < steps:
+        if run.poll() is not None or time.monotonic() > until:
+            raise RuntimeError(f"no {steps} steps")
+        time.sleep(0.2)
+
+
+def processes(run: psutil.Popen) -> dict[str, psutil.Process]:
+    """The first of each role."""
+    found = {DRIVER: run}
+    for child in run.children(recursive=True):
+        title = " ".join(child.cmdline())
+        for role, begin in TITLES.items():
+            if title.startswith(begin):
+                found.setdefault(role, child)
+    return found
+
+
+def profile_of_plane(case: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The driver while its engines answer; what it takes for a whole step's responses."""
+    generation = FULL / RATE_OF_RESPONSES
+    run = psutil.Popen(words_of_plane("now", FULL // 2, False), cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        time.sleep(BEGUN_S)
+        look = looked(run.pid, 2 * options.seconds, folder / case, options.stacks)
+        run.wait(LIMIT_S)
+    finally:
+        if run.poll() is None:
+            run.kill()
+    busy = in_order(look.shares(PARTS[DRIVER]), generation)
+    return {"step_s": generation, "looked_at_s": generation, "busy_s": {DRIVER: busy}}
+
+
+def looked(pid: int, seconds: float, file: Path, kept: Path | None) -> Look:
+    """Samples a process for so long, and keeps the stacks where they are asked for."""
+    words = ["record", "--nonblocking", "--format", "raw", "--rate", str(RATE), "--duration", str(int(seconds))]
+    command = [str(spy()), *words, "--pid", str(pid), "--output", str(file)]
+    subprocess.run(command, check=True, capture_output=True, timeout=seconds + LIMIT_S)
+    if kept:
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, kept)
+    return Look(read(file.read_text()), seconds)
+
+
+def read(text: str) -> Counter[tuple[str, ...]]:
+    """Stacks of py-spy's raw form, a line each: frames from the outermost, and how often they were seen."""
+    found: Counter[tuple[str, ...]] = Counter()
+    for line in text.splitlines():
+        stack, _, count = line.rpartition(" ")
+        found[tuple(stack.split(";"))] += int(count)
+    return found
+
+
+if __name__ == "__main__":
+    main()
