@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,predictions,known_problems,evidence}.md from the
+"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,predictions,profiles,known_problems,evidence}.md from the
 schema, the spec tables, docs/source and docs/results, and the measured figures that other pages mark.
 
     python scripts/generate_docs.py [--check]     with --check writes nothing and exits 1 when a page is out of date
@@ -40,6 +40,7 @@ from mrl.tools.import_verl.keys import ROWS
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
 import claims  # noqa: E402
+import profiles  # noqa: E402
 
 SOURCE = ROOT / "docs" / "source"
 VERL_SCRIPTS = ROOT / "docs" / "results" / "verl_scripts.json"  # scripts/evidence/verl_scripts.py
@@ -458,6 +459,7 @@ PAGES = {
     "tuning": tuning,
     "efficiency": efficiency,
     "predictions": predictions,
+    "profiles": lambda: f"{_MADE}{profiles.page()}",
     "known_problems": known_problems,
     "evidence": evidence,
 }

@@ -56,6 +56,7 @@ def counted(data: dict[str, Any], entry: dict[str, Any]) -> tuple[list[str], Row
     rows = []
     for side in ("ranks", "engine"):
         parts = {name.partition(".")[2]: value for name, value in processor.items() if name.startswith(f"{side}.")}
+        parts.pop("complete", None)  # processing and digests of the engine, which stand beside it
         told = ", ".join(f"{part} {seconds:.3f}" for part, seconds in sorted(parts.items(), key=lambda row: -row[1]))
         rows.append([side, f"{sum(parts.values()):.3f}", told])
     return ["side", "seconds of a processor, a sync", "of which"], rows
