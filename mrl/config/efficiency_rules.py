@@ -49,7 +49,20 @@ def _kernels_of_device(config: RunConfig, model: ModelSpec) -> Iterator[Violatio
             yield Violation(f"{_TRANSFORMER}.{name}", f"must be false on {device}", _NO_TE, (False,))
 
 
+def _recomputes_activations(config: RunConfig) -> bool:
+    """Tells whether activations of experts are among the modules that are computed again."""
+    given = config.model.override_transformer_config
+    return given.get("recompute_granularity") == "selective" and "moe_act" in (given.get("recompute_modules") or ())
+
+
 EFFICIENCY_RULES = (
+    RuleRow(
+        f"{_TRANSFORMER}.recompute_modules",
+        lambda c, m: _recomputes_activations(c) and not m.is_moe,
+        "must not name moe_act, and the model is dense",
+        "Megatron refuses it without experts",
+        ("core_attn", "layernorm", "mlp"),
+    ),
     RuleRow(
         _DISPATCHER,
         lambda c, m: _is_flex(c, m) and not get_hosting(c.cluster.device).has_flex_dispatcher,

@@ -290,8 +290,8 @@ class Activations:
         return round(tokens * intermediate * copies * self.bytes)
 
     def _mlp(self) -> dict[str, int]:
-        # the norm's output is the input of the projection
-        norm = {"mlp norm": self._norm() + self._hidden()}
+        # its output is the input of the projection that it belongs to, so that "layernorm" computes neither again
+        norm = {"projection norm": self._norm() + self._hidden()}
         return norm | {"mlp": self._gated(self.tokens, self.model.intermediate_size // self.layout.tensor, 2)}
 
     def _moe(self) -> dict[str, int]:

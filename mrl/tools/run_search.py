@@ -25,7 +25,7 @@ from mrl.plan.devices import Device
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.times import phase_seconds
-from mrl.tools.search import RECOMPUTE, Candidate, SearchProblem, SearchResult, best_fit
+from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit, recomputes
 from mrl.tools.search_report import problem_with, run_with
 from mrl.tools.switches import DEEPEP, deepep_would_spare, missing_switches
 
@@ -170,9 +170,10 @@ def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candid
 
     Engines may leave less memory than the search counts.
     """
-    for first in range(len(RECOMPUTE)):
-        found = best_fit(problem, candidate.degrees, candidate.layout, RECOMPUTE[first:])
-        if isinstance(found, Candidate) and (first == 0 or found.recompute == RECOMPUTE[first]):
+    ways = recomputes(problem.model)
+    for first, recompute in enumerate(ways):
+        found = best_fit(problem, candidate.degrees, candidate.layout, ways[first:])
+        if isinstance(found, Candidate) and (first == 0 or found.recompute == recompute):
             yield found
 
 

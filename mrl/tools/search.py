@@ -27,8 +27,14 @@ from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
 from mrl.units import GIB
 
-# cheaper ways first; experts are most of the memory, but absent in dense models
-RECOMPUTE = (Recompute(), Recompute("selective", modules=("moe",)), Recompute("full"))
+# cheaper ways first
+_RECOMPUTE_EXPERTS = (
+    Recompute(),
+    Recompute("selective", modules=("layernorm", "moe_act")),
+    Recompute("selective", modules=("moe",)),
+    Recompute("full"),
+)
+_RECOMPUTE_DENSE = (Recompute(), Recompute("selective", modules=("mlp",)), Recompute("full"))
 _NOTATIONS = tuple(
     {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
     for embedding, loss in product((False, True), repeat=2)
@@ -197,8 +203,13 @@ def _pipelines(
             )
 
 
+def recomputes(model: ModelSpec) -> tuple[Recompute, ...]:
+    """Returns the ways of recomputation that are tried, the cheapest first."""
+    return _RECOMPUTE_EXPERTS if model.is_moe else _RECOMPUTE_DENSE
+
+
 def best_fit(
-    problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, ways: Iterable[Recompute] = RECOMPUTE
+    problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, ways: Iterable[Recompute] = ()
 ) -> Candidate | Phase:
     """Returns the layout with the first recomputation that fits, or the phase that is too large in every case."""
     states = {
@@ -210,7 +221,7 @@ def best_fit(
     fullest = Phase("train", on_device, problem.device.usable)
     if not fullest.fits:
         return fullest
-    for recompute in ways:
+    for recompute in ways or recomputes(problem.model):
         fullest = fullest_phase(problem, layout, recompute, states)
         if fullest.fits:
             return candidate_of(problem, degrees, layout, recompute, fullest, heaviest)

@@ -30,12 +30,12 @@ from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, precision_of, sync_budget, update_micro_batch
 from mrl.plan.times import overlap_of, sample_work
 from mrl.tools.search import (
-    RECOMPUTE,
     Candidate,
     SearchProblem,
     SearchResult,
     candidate_of,
     heaviest_stage,
+    recomputes,
     search,
     unlike_stages,
 )
@@ -197,7 +197,7 @@ def fastest_that_fit(
         if memory["fits"]:
             shown.append(replace(candidate, phase=planned_phase(memory)))
             continue
-        recomputed = _with_recompute(problem, candidate, RECOMPUTE[-1])  # it saves most
+        recomputed = _with_recompute(problem, candidate, recomputes(problem.model)[-1])  # it saves most
         memory = _planned(config, problem, recomputed)
         if memory["fits"]:
             heapq.heappush(waiting, (recomputed.order, next(number), recomputed, memory))

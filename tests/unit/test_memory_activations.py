@@ -100,6 +100,19 @@ def test_recomputing_more_keeps_less(name):
     assert kept[-1] == none.model.num_layers * 8192 * none.model.hidden_size * 2  # the input of every layer
 
 
+def test_norms_are_computed_again_where_they_are_no_part_of_a_projection():
+    """Megatron's own condition; those of dense layers are."""
+
+    def spared(name: str) -> int:
+        none = activations(known_spec(name), BIG)
+        norms = replace(none, recompute=Recompute("selective", modules=("layernorm",)))
+        kinds = (LayerKind(none.model.is_moe),)
+        return none.chunk(kinds)[0] - norms.chunk(kinds)[0]
+
+    assert spared("Qwen3-8B") == 0
+    assert spared("Qwen3-30B-A3B") >= 8192 * known_spec("Qwen3-30B-A3B").hidden_size * 2
+
+
 def test_recomputing_in_larger_groups_keeps_fewer_inputs_and_brings_more_back():
     one, four = (replace(activations(DENSE), recompute=Recompute("full", num_layers=n)) for n in (1, 4))
     assert one.chunk((LayerKind(False),) * 8)[0] == 4 * four.chunk((LayerKind(False),) * 8)[0]

@@ -15,14 +15,14 @@ from mrl.config.rules import violations
 from mrl.model import forward_flops_per_token, known_spec
 from mrl.model.layout import TrainLayout, check_train_layout, is_legal_layout
 from mrl.model.precision import BF16
-from mrl.plan.activations import MicroBatchShape
+from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
 from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, recompute_of
 from mrl.plan.times import PassWork, micro_batch_count, pipeline_slots, update_seconds
 from mrl.tools.first_config import usual_config
-from mrl.tools.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
+from mrl.tools.search import SearchProblem, SearchResult, fullest_phase, legal_layouts, recomputes, search
 from mrl.tools.search_report import fastest_that_fit, run_with, search_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +75,7 @@ def every_legal_layout(name: str, world: int) -> set[TrainLayout]:
 def cheapest_that_fits(case: SearchProblem, layout: TrainLayout):
     """(predicted seconds, bytes, recomputation) without any shortcut; None where nothing fits."""
     states = {pp: stage_state(case.model, layout, pp, BF16) for pp in range(layout.pipeline)}
-    for recompute in RECOMPUTE:
+    for recompute in recomputes(case.model):
         phase = fullest_phase(case, layout, recompute, states)
         if phase.fits:
             heaviest = max(states.values(), key=lambda s: s.parameters + s.gradients + s.optimizer)
@@ -178,7 +178,7 @@ def test_the_bubble_shrinks_with_virtual_stages_and_micro_batches():
     for more in ({}, {VPP: 2}, {VPP: 4}):
         layout = TrainLayout.build({"world_size": 4, PP: 4} | more, model)
         state = stage_state(model, layout, 0)
-        seconds = update_seconds(case.work, layout, case.device, 8, state, RECOMPUTE[0], case.assumptions)
+        seconds = update_seconds(case.work, layout, case.device, 8, state, Recompute(), case.assumptions)
         shares.append(seconds.bubble / (seconds.total - seconds.bubble))
         count = micro_batch_count(case.work, layout)
         steady = seconds.compute + seconds.tensor + seconds.expert + seconds.context + seconds.pipeline
@@ -233,7 +233,7 @@ def test_with_a_configuration_only_layouts_are_shown_that_fit_by_its_whole_plan(
     model, device = known_spec("Qwen3-30B-A3B"), find_device("h100-80g")
 
     def fullest(row: dict) -> dict:
-        recompute = next(way for way in RECOMPUTE if str(way) == row["recompute"])
+        recompute = next(way for way in recomputes(model) if str(way) == row["recompute"])
         return memory_section(PlanInputs.of(run_with(config, row["degrees"], recompute), model, device))
 
     assert not all(fullest(row)["fits"] for row in without)
@@ -301,20 +301,20 @@ def test_a_bad_request_is_refused(capsys, arguments, said):
 
 
 def test_of_what_is_computed_again_the_least_that_fits_is_taken():
-    """On the same devices nothing, experts alone, or all, as micro-batches grow."""
+    """On the same devices nothing, what costs no product, experts alone, or all, as micro-batches grow."""
     taken = []
-    for tokens in (4_096, 20_480, 65_536):
+    for tokens in (4_096, 14_336, 20_480, 65_536):
         case = problem("Qwen3-30B-A3B", 32)
         case = replace(case, work=replace(case.work, micro=MicroBatchShape(1, tokens, tokens // 2)))
         layout = TrainLayout.build({"world_size": 32, TP: 2, EP: 8}, case.model)
         states = {pp: stage_state(case.model, layout, pp, case.precision) for pp in range(layout.pipeline)}
-        taken.append(next(r for r in RECOMPUTE if fullest_phase(case, layout, r, states).fits))
-    assert taken == list(RECOMPUTE)
+        taken.append(next(r for r in recomputes(case.model) if fullest_phase(case, layout, r, states).fits))
+    assert taken == list(recomputes(case.model))
 
 
 def test_a_candidates_recomputation_is_what_its_configuration_says():
     config = load_config(ROOT / "parallel_configs" / "qwen3-30b-a3b" / "h100-4x8.yaml").config
-    for recompute in RECOMPUTE:
+    for recompute in recomputes(known_spec("Qwen3-30B-A3B")):
         changed = run_with(config, {"world_size": 32, EP: 8}, recompute)
         assert recompute_of(changed) == recompute
         assert violations(ResolvedConfig(changed, {}), known_spec("Qwen3-30B-A3B")) == []

@@ -19,7 +19,7 @@ from mrl.plan.plan_inputs import PlanInputs, device_for
 from mrl.plan.run_plan import plan_of
 from mrl.platforms.versions import MEGATRON
 from mrl.tools.run_search import differing, fastest_run, settings_between, step_of
-from mrl.tools.search import RECOMPUTE, search
+from mrl.tools.search import recomputes, search
 from mrl.tools.search_report import run_with, search_problem
 from mrl.units import GIB
 
@@ -184,10 +184,10 @@ def test_a_plan_says_of_every_layout_found_what_the_search_said(name, capsys):
     config = load_config(ROOT / "parallel_configs" / f"{name}.yaml").config
     searched = _answer(capsys, "--search", str(ROOT / "parallel_configs" / f"{name}.yaml"), "--top", "3")
     assert len(searched["layouts"]) == 3
+    model = planning_model_spec(config.model.path)[0]
     for row in searched["layouts"]:
-        (recompute,) = [way for way in RECOMPUTE if str(way) == row["recompute"]]
-        of_row = run_with(config, row["degrees"], recompute)
-        plan = plan_of(of_row, planning_model_spec(config.model.path)[0], device_for(config))
+        (recompute,) = [way for way in recomputes(model) if str(way) == row["recompute"]]
+        plan = plan_of(run_with(config, row["degrees"], recompute), model, device_for(config))
         assert row["seconds"] * searched["updates"] == pytest.approx(plan["times"]["phase_seconds"]["update"])
         assert row["bytes"] == _fullest(plan)["bytes"]
     now = sum(step_of(config, planning_model_spec(config.model.path)[0], device_for(config)).values())

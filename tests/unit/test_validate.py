@@ -241,6 +241,10 @@ def test_a_dense_model_has_no_experts_to_configure():
     base, model = PRESETS / "qwen3-8b" / "h100-1x8.yaml", known_spec("Qwen3-8B")
     assert set(found([TRANSFORMER + "moe_router_dtype=fp32"], base, model)) == {TRANSFORMER + "moe_router_dtype"}
     assert set(found(["actor.router_replay=R2"], base, model)) == {"actor.router_replay"}
+    selective = [TRANSFORMER + "recompute_granularity=selective"]
+    modules = TRANSFORMER + "recompute_modules"
+    assert set(found([*selective, modules + "=[moe_act, mlp]"], base, model)) == {modules}
+    assert found([*selective, modules + "=[mlp]"], base, model) == {}
 
 
 def test_the_reference_model_has_no_layout_of_its_own():
