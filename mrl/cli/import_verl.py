@@ -176,6 +176,7 @@ def _searched(out, translated):
     from mrl.tools.import_verl.script_model import Chosen
     from mrl.tools.search import search
     from mrl.tools.search_report import search_problem
+    from mrl.tools.switches import missing_switches
 
     try:
         config = _loaded(out.to_yaml()).config
@@ -190,6 +191,7 @@ def _searched(out, translated):
     for candidate in search(problem).fitting[:_TRIED]:
         imported = translated(Chosen({k: v for k, v in candidate.degrees.items() if k != "world_size"}, why))
         _recompute(imported, candidate.recompute, device.name)
+        _switches(imported, missing_switches(_loaded(imported.to_yaml()).config, model), device.name)
         text = imported.to_yaml()
         if not _checked(None, text)[0] and memory_section(PlanInputs.of(_loaded(text).config, model, device))["fits"]:
             return imported
@@ -201,11 +203,17 @@ def _searched(out, translated):
 
 def _recompute(out, recompute, device: str) -> None:
     """Adds the recompute that a searched layout assumes. A script with recompute of its own is left as it is."""
-    key = "model.override_transformer_config.recompute_"
-    if recompute.granularity != "full" or f"{key}granularity" in out.values:
+    section = "model.override_transformer_config."
+    if f"{section}recompute_granularity" in out.values:
         return
-    for name, value in (("granularity", "full"), ("method", recompute.method), ("num_layers", recompute.num_layers)):
-        out.put("chosen", "", key + name, value, f"without it the layout does not fit {device}")
+    for name, value in recompute.settings.items():
+        out.put("chosen", "", section + name, value, f"without it the layout does not fit {device}")
+
+
+def _switches(out, missing: dict[str, Any], device: str) -> None:
+    """Adds the switches with which the search counted."""
+    for key, value in missing.items():
+        out.put("chosen", "", key, value, f"updates on {device} are faster with it")
 
 
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:

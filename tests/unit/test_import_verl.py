@@ -22,6 +22,7 @@ from mrl.tools.import_verl.keys import ROWS, row_of
 from mrl.tools.import_verl.report import KINDS
 from mrl.tools.import_verl.translate import import_overrides, import_script
 from mrl.tools.import_verl.verl_command import hydra_value
+from mrl.tools.switches import missing_switches
 
 SCRIPTS = Path(__file__).parent / "verl_scripts"
 LAYOUT, LOSS, OPTIM, CORRECTION = (
@@ -227,6 +228,18 @@ def test_without_a_preset_the_layout_is_searched_for_and_fits(capsys, tmp_path):
     code, plan, _ = run(capsys, "plan", str(file), "--json")
     phases = json.loads(plan)["memory"]["phases"]
     assert code == 0 and all(phase["fits"] for phase in phases.values())
+    config, model = load_config(file).config, planning_model_spec("Qwen/Qwen3-14B")[0]
+    assert config.actor.override_ddp_config["overlap_grad_reduce"], "as the search counted"
+    assert missing_switches(config, model) == {}
+
+
+def test_what_a_searched_layout_computes_again_is_written_of_every_kind(capsys, tmp_path):
+    """Where the script says nothing, and computing all of it again would be slower."""
+    file = tmp_path / "out.yaml"
+    words = [*FSDP_14B[:4], "data.max_response_length=30720"]
+    assert run(capsys, "import-verl", *words, "--search", "-o", str(file))[0] == 0
+    given = load_config(file).config.model.override_transformer_config
+    assert (given["recompute_granularity"], given["recompute_modules"]) == ("selective", ["mlp"])
 
 
 def test_search_wins_over_the_preset_where_it_is_asked_for(capsys):
