@@ -4,6 +4,7 @@ checkpoints that say it in one file, as they once did, are read.
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ from mrl.checkpoint.manifest import (
 from mrl.checkpoint.rank_load import TensorLoader
 from mrl.checkpoint.rank_parameters import RankParameter
 from mrl.checkpoint.step_folders import newest_checkpoint
+from mrl.checkpoint.stored_boxes import Boxes
 from mrl.checkpoint.tensor_names import may_hold, tensor_names
-from mrl.errors import DamagedCheckpoint
+from mrl.errors import DamagedCheckpoint, EnvironmentFault
 from mrl.model import model_spec
 from mrl.model.boxes import Box
 from mrl.model.layout import TrainLayout
@@ -70,6 +72,19 @@ def saved(folder, model, layout, hf, parts: int = 1):
         ranks.append(RankFiles(tuple(entries[rank]), {name: file_facts(folder / name)}, FACTS))
     write_manifest(folder, a_manifest(1, tuple(ranks)))
     return folder
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_local_tensor_of_which_a_part_is_missing_is_not_whole(missing):
+    whole = Box(((0, 3), (0, 4)))
+    pieces = (Piece("model.norm.weight", whole, whole),)
+    parts = [
+        StoredTensor(f"rank-{rank:05d}.safetensors", "master/0.0.norm", MASTER, (3, 4), flat, pieces)
+        for rank, flat in enumerate([(0, 5), (5, 7), (7, 12)])
+    ]
+    Boxes(parts).check_whole(Path("step"))
+    with pytest.raises(EnvironmentFault, match="norm is stored in parts that do not add up"):
+        Boxes(parts[:missing] + parts[missing + 1 :]).check_whole(Path("step"))
 
 
 @pytest.mark.parametrize("seed", range(2))
