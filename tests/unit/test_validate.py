@@ -237,6 +237,25 @@ def test_shared_experts_are_recomputed_or_overlap_an_exchange():
     assert "never measured" in of_up_projections.why and "mla_up_proj" not in of_up_projections.allowed
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "pipeline_parallel_size: 2", "prefill_context_parallel_size: 2", "decode_context_parallel_size: 2",
+        "speculative_config: {method: ngram}",
+    ],
+)  # fmt: skip
+def test_engines_that_record_routes_see_those_of_all_layers_and_tokens(argument):
+    key = "rollout.engine_kwargs.vllm." + argument.partition(":")[0]
+    given = f"rollout.engine_kwargs={{vllm: {{{argument}}}}}"
+
+    def rules(overrides: list[str]) -> list[str]:
+        config = load_config(BASE, overrides=overrides)
+        return [each.rule for each in violations(config, MODEL) if each.field == key]
+
+    assert any("with actor.router_replay R3" in rule for rule in rules(["actor.router_replay=R3", given]))
+    assert not any("R3" in rule for rule in rules([given]))
+
+
 def test_a_dense_model_has_no_experts_to_configure():
     base, model = PRESETS / "qwen3-8b" / "h100-1x8.yaml", known_spec("Qwen3-8B")
     assert set(found([TRANSFORMER + "moe_router_dtype=fp32"], base, model)) == {TRANSFORMER + "moe_router_dtype"}
