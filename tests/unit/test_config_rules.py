@@ -212,6 +212,12 @@ def test_a_correction_without_a_level_is_not_ignored_silently(name, value, defau
     assert found.rule == "needs algorithm.rollout_correction.level"
 
 
+@pytest.mark.parametrize(("low", "fields"), [(2.0, ["low"]), (1.5, ["low"]), (1.0, []), (0.5, [])])
+def test_a_band_of_a_correction_is_not_empty_and_holds_1(low, fields):
+    given = f"algorithm.rollout_correction={{level: token, mode: mask, low: {low}, high: 2.0}}"
+    assert [v.field.rpartition(".")[2] for v in broken(given)] == fields
+
+
 def test_a_reference_cut_by_tokens_needs_a_limit_that_an_actor_cut_by_samples_has_not():
     assert only("ref.log_prob_use_dynamic_bsz=true").field == "ref.log_prob_max_token_len_per_gpu"
     assert broken("ref.log_prob_use_dynamic_bsz=true", "ref.log_prob_max_token_len_per_gpu=4096") == []

@@ -50,6 +50,13 @@ def test_what_runs_is_legal_and_its_bound_is_said(overrides):
     assert schedule_of(config.config).max_staleness == staleness
 
 
+def test_a_segment_is_shorter_than_the_longest_response():
+    longest = resolved([]).config.data.max_response_length
+    for tokens, refused in ((longest, True), (longest - 1, False)):
+        found = violations(resolved([*PARTIAL, f"trainer.segment_tokens={tokens}"]), MODEL)
+        assert ("trainer.segment_tokens" in {v.field for v in found}) == refused
+
+
 def test_routes_of_the_engine_go_with_responses_that_end_at_a_version():
     replayed = [*PARTIAL, "actor.router_replay=R3"]
     assert [v for v in violations(resolved(replayed), MODEL) if v.field == "actor.router_replay"] == []
