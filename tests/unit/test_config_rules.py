@@ -212,9 +212,19 @@ def test_a_correction_without_a_level_is_not_ignored_silently(name, value, defau
     assert found.rule == "needs algorithm.rollout_correction.level"
 
 
-@pytest.mark.parametrize(("low", "fields"), [(2.0, ["low"]), (1.5, ["low"]), (1.0, []), (0.5, [])])
-def test_a_band_of_a_correction_is_not_empty_and_holds_1(low, fields):
-    given = f"algorithm.rollout_correction={{level: token, mode: mask, low: {low}, high: 2.0}}"
+@pytest.mark.parametrize(
+    ("low", "high", "fields"),
+    [
+        (2.0, 2.0, ["low"]),
+        (1.5, 2.0, ["low"]),
+        (1.0, 1.0, ["low"]),
+        (0.4, 0.5, ["high"]),
+        (1.0, 2.0, []),
+        (0.5, 1.0, []),
+    ],
+)
+def test_a_band_of_a_correction_is_not_empty_and_holds_1(low, high, fields):
+    given = f"algorithm.rollout_correction={{level: token, mode: mask, low: {low}, high: {high}}}"
     assert [v.field.rpartition(".")[2] for v in broken(given)] == fields
 
 
