@@ -116,7 +116,7 @@ def test_norms_are_computed_again_where_they_are_no_part_of_a_projection():
 def test_recomputing_in_larger_groups_keeps_fewer_inputs_and_brings_more_back():
     one, four = (replace(activations(DENSE), recompute=Recompute("full", num_layers=n)) for n in (1, 4))
     assert one.chunk((LayerKind(False),) * 8)[0] == 4 * four.chunk((LayerKind(False),) * 8)[0]
-    assert four.chunk((LayerKind(False),) * 8)[1] == 4 * one.chunk((LayerKind(False),) * 8)[1]
+    assert four.chunk((LayerKind(False),) * 8)[1] == 4 * one.chunk((LayerKind(False),) * 8)[1] > 0
 
 
 @pytest.mark.parametrize("axis", [TP, CP])

@@ -166,9 +166,15 @@ def test_rows_that_a_critic_has_on_a_host_are_without_routes():
     assert of_routes("algorithm.adv_estimator=gae", BESIDE[2][0]) == of_routes() > 0
 
 
-@pytest.mark.parametrize("preset", ["qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8", "qwen3-8b/h100-1x8", TINY])
-def test_what_all_ranks_copy_for_a_save_is_a_checkpoint(preset, tiny_model):
-    inputs = inputs_of(preset, *[tiny_model] * (preset == TINY))
+@pytest.mark.parametrize(
+    ("preset", "layout"),
+    [
+        ("qwen3-30b-a3b/h100-4x8", ""), ("qwen3-235b-a22b/h100-16x8", ""), ("qwen3-8b/h100-1x8", ""), (TINY, ""),
+        ("qwen3-8b/h100-1x8", "context_parallel_size=2"), ("qwen3-30b-a3b/h100-4x8", "context_parallel_size=4"),
+    ],
+)  # fmt: skip
+def test_what_all_ranks_copy_for_a_save_is_a_checkpoint(preset, layout, tiny_model):
+    inputs = inputs_of(preset, *[tiny_model] * (preset == TINY), *[f"actor.layout.{layout}"] * bool(layout))
     copied = sum(save_bytes(inputs))
     assert copied == pytest.approx(checkpoint_bytes(inputs.model, inputs.config.model.dtype) - BESIDE_TENSORS, rel=0.01)
 

@@ -76,6 +76,13 @@ def run_json(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(("end", "fullest"), [("first", 1), ("last", 0)])
+def test_a_phase_tells_of_the_stage_with_most_bytes(end, fullest):
+    """Of 36 layers the other stage has 30."""
+    layout = {"world_size": 8, PP: 2, f"num_layers_in_{end}_pipeline_stage": 6}
+    assert memory_for("Qwen3-8B", layout, "h100-80g")["phases"]["train"]["stage"] == fullest
+
+
 BIG = "Qwen3-235B-A22B"
 # Layouts that others have published for the 235B model. verl leaves the experts' tensor degree out on A3, which
 # Megatron takes as TP.

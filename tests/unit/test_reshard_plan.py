@@ -19,9 +19,10 @@ from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.plan.devices import Starts, SyncRates
 from mrl.plan.sync_times import Link, launch_seconds, reshard_summary
+from mrl.reshard.faults import PlanFault
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import plan_reshard
-from mrl.reshard.schedule import level
+from mrl.reshard.schedule import level, make_schedule
 from mrl.units import GIB, MIB
 
 TP8, EP128 = RolloutLayout(16, 8), RolloutLayout(1, 4, 32, 128)
@@ -232,6 +233,33 @@ def test_summary_predicts_each_round_by_its_busiest_device_and_each_step_by_its_
         "bound_seconds",
         "hash",
     }
+
+
+def test_a_rank_that_sends_more_than_a_worker_receives_digests_it_all():
+    """One rank and four engines; it sends to each what each receives, but for the one on its device."""
+    model = MODELS["qwen3"]
+    plan = plan_reshard(
+        model, TrainLayout.build({"world_size": 1}, model), RolloutLayout(4), dialect="cpu", dtype="float32"
+    )
+    summary = reshard_summary(plan, Link(), SyncRates(digest=500.0, finalise=250.0, read_back=125.0))
+    assert summary["sent_bytes"][0] > max(summary["received_bytes"])
+    assert summary["seconds_of"]["digest"] == pytest.approx(summary["sent_bytes"][0] / 500.0)
+    assert summary["seconds_of"]["finalise"] == pytest.approx(max(summary["received_bytes"]) / 250.0)
+
+
+def test_bytes_that_no_round_brings_are_a_fault_of_the_plan(monkeypatch):
+    def without_a_round(*given):
+        rounds, loads = make_schedule(*given)
+        received = loads.received.copy()
+        received[:, 0] = 0
+        return rounds, replace(loads, received=received)
+
+    model = MODELS["qwen3"]
+    given = (model, TrainLayout.build({"world_size": 2}, model), RolloutLayout(1))
+    plan_reshard(*given, dialect="cpu", dtype="float32", budget_bytes=MIB)
+    monkeypatch.setattr("mrl.reshard.plan.make_schedule", without_a_round)
+    with pytest.raises(PlanFault, match=r"rounds bring \d+ of \d+ bytes"):
+        plan_reshard(*given, dialect="cpu", dtype="float32", budget_bytes=MIB)
 
 
 # Of a layer: tensors of experts that a worker has, copies that bring them, and copies of everything else. A copy has at
