@@ -83,6 +83,7 @@ def test_dapo_with_most_switches_on_leaves_a_mark_of_each(tmp_path):
     assert not [entry for entry in answer["not_exercised"] if entry["why"].startswith("no mark of it")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(RUN_S + 60)
 def test_a_script_of_verl_rehearses_as_it_is_imported(tmp_path):
     """A dense model on four ranks, TP2 and two replicas, and two engines of TP2 on the same devices."""
