@@ -194,7 +194,8 @@ def in_order(shares: Counter[str], step_s: float) -> dict[str, float]:
 
 def words_of(case: str, folder: Path) -> list[str]:
     """Overrides of the tiny preset."""
-    endless = {"trainer.total_training_steps": MOST, "trainer.save_freq": -1, "trainer.test_freq": -1}
+    endless: dict[str, Any] = {"trainer.total_training_steps": MOST}
+    endless |= {"trainer.save_freq": -1, "trainer.test_freq": -1, "trainer.val_before_train": False}
     own = {case.name: case for case in CASES}.get(case)
     world = ROOT / "tiny-world"
     if own is not None:
