@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,predictions,profiles,known_problems,evidence}.md from the
-schema, the spec tables, docs/source and docs/results, and the measured figures that other pages mark.
+"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,predictions,profiles,known_problems,evidence}.md from
+the schema, the spec tables, docs/source and docs/results, and the measured figures that other pages mark.
 
     python scripts/generate_docs.py [--check]     with --check writes nothing and exits 1 when a page is out of date
     python scripts/generate_docs.py --ages        renews docs/evidence.md for its ages, which make no page out of date
