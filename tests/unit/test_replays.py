@@ -350,6 +350,39 @@ def test_groups_with_log_probs_that_are_no_numbers_begin_anew(tmp_path, capsys):
     assert "log-probs that are no numbers" in capsys.readouterr().out
 
 
+def left_by(tmp_path, *numbers):
+    """The spool of a start that goes back to weights 2 and finds these groups of them."""
+    first = Spool(tmp_path / "spool", Files())
+    first.serve(by(2), most=2)
+    for number in numbers:
+        first.put(group(number))
+    first.note()
+    again = Spool(tmp_path / "spool", Writer(), origin=by(2))
+    again.serve(by(2), most=2)
+    assert again.left.keys() == set(numbers)
+    return again
+
+
+def test_a_group_that_an_earlier_start_left_is_written_by_nobody_again(tmp_path):
+    again = left_by(tmp_path, 4)
+    there = again.left[4]
+    again.put(group(4))
+    assert again._writer.under_way == 0 and not again.left
+    assert again.pinned([4]) == {4: there} and there.path.exists()
+
+
+def test_a_group_that_is_given_up_leaves_its_place_and_its_line_says_nothing(tmp_path, capsys):
+    """Two groups are kept at most."""
+    again = left_by(tmp_path, 4, 5)
+    again.give_up([4])
+    again.put(group(6))
+    again._writer.facts({"6": again._files[6].under_way})
+    again.note()
+    capsys.readouterr()
+    assert Spool(tmp_path / "spool", Files(), origin=by(2)).left.keys() == {5, 6}
+    assert capsys.readouterr().out == "", "nobody is told of a file that was removed"
+
+
 def with_version(row, version):
     samples = row.read()
     return InMemory.whole(replace(samples, span_versions=samples.span_versions * 0 + version))
