@@ -454,6 +454,7 @@ _PARTS = {
     "layers": "the least time of its kernels",
     "exchange": "exchange between workers",
     "reading": "reading weights and caches",
+    "prompts": "prompts",
 }
 
 
@@ -470,7 +471,7 @@ def _presets(table: dict[str, Any]) -> str:
         was = f"{before[name]:,.0f}" if name in before else ""
         cells = [name, was, f"{seconds:,.0f}", f"{row['best_seconds']:,.0f}", f"{row['over_best']:.2f}"]
         part, of_it = next(iter(row["longest_parts"].items()))
-        most = f"{longest.replace('_', '-')}, {share:.0f} %; {of_it:.0%} of that {_PARTS[part]}"
+        most = f"{longest.replace('_', '-')}, {share:.0f} %; of that {100 * of_it:.0f} % {_PARTS[part]}"
         rows.append([*cells, f"{slow}, {usual}, {fast}", most])
     heads = [
         "preset",

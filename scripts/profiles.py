@@ -43,10 +43,10 @@ def sampled(data: dict[str, Any], entry: dict[str, Any]) -> tuple[list[str], Row
     for role, parts in data[entry["case"]]["busy_s"].items():
         whole = sum(parts.values())
         shown = {part: seconds for part, seconds in parts.items() if seconds >= LEAST * whole}
-        told = [f"{part} {seconds:.3f}" for part, seconds in shown.items()]
-        if rest := whole - sum(shown.values()):
-            told.append(f"{len(parts) - len(shown)} smaller {rest:.3f}")
-        rows.append([role, f"{whole:.3f}", ", ".join(told)])
+        told = [f"{part} {seconds:.2f}" for part, seconds in shown.items()]
+        if len(shown) < len(parts):
+            told.append(f"{len(parts) - len(shown)} smaller {whole - sum(shown.values()):.2f}")
+        rows.append([role, f"{whole:.2f}", ", ".join(told)])
     return ["process", "seconds of a processor, a step", "of which"], rows
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mrl.errors import ConfigError, MrlError
 
 # most layouts of the search that are tried, fastest first, until one breaks no rule and fits
 _TRIED = 50
+_TRANSFORMER = "model.override_transformer_config"
 
 
 def add(commands) -> None:
@@ -188,10 +190,14 @@ def _searched(out, translated):
         config, model, device, config.actor.layout.world_size, config.cluster.n_gpus_per_node, MEGATRON
     )
     why = f"the fastest that fits {device.name} (mrl plan --search)"
-    for candidate in search(problem).fitting[:_TRIED]:
+    has_own = any(key.startswith(f"{_TRANSFORMER}.recompute_") for key in out.values)
+    for candidate, recompute in _tried(problem, search(problem).fitting[:_TRIED], has_own):
         imported = translated(Chosen({k: v for k, v in candidate.degrees.items() if k != "world_size"}, why))
-        _recompute(imported, candidate.recompute, device.name)
-        _switches(imported, missing_switches(_loaded(imported.to_yaml()).config, model), device.name)
+        if not has_own:
+            settings = {f"{_TRANSFORMER}.{name}": value for name, value in recompute.settings.items()}
+            _choose(imported, settings, f"{device.name} is too small without it")
+        switches = missing_switches(_loaded(imported.to_yaml()).config, model)
+        _choose(imported, switches, f"updates on {device.name} are faster with it")
         text = imported.to_yaml()
         if not _checked(None, text)[0] and memory_section(PlanInputs.of(_loaded(text).config, model, device))["fits"]:
             return imported
@@ -201,19 +207,20 @@ def _searched(out, translated):
     return None
 
 
-def _recompute(out, recompute, device: str) -> None:
-    """Adds the recompute that a searched layout assumes. A script with recompute of its own is left as it is."""
-    section = "model.override_transformer_config."
-    if f"{section}recompute_granularity" in out.values:
-        return
-    for name, value in recompute.settings.items():
-        out.put("chosen", "", section + name, value, f"without it the layout does not fit {device}")
+def _tried(problem, fitting, has_own: bool) -> Iterator[tuple[Any, Any]]:
+    """Yields layouts with the recomputation that the search found, and with more; a script's own stays as it is."""
+    from mrl.tools.search import stronger
+
+    for candidate in fitting:
+        yield candidate, candidate.recompute
+        if not has_own:
+            yield from ((candidate, way) for way in stronger(problem, candidate.recompute))
 
 
-def _switches(out, missing: dict[str, Any], device: str) -> None:
-    """Adds the switches with which the search counted."""
-    for key, value in missing.items():
-        out.put("chosen", "", key, value, f"updates on {device} are faster with it")
+def _choose(out, values: dict[str, Any], why: str) -> None:
+    """Adds what a searched layout needs or counts with."""
+    for key, value in values.items():
+        out.put("chosen", "", key, value, why)
 
 
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:

@@ -49,19 +49,31 @@ def _kernels_of_device(config: RunConfig, model: ModelSpec) -> Iterator[Violatio
             yield Violation(f"{_TRANSFORMER}.{name}", f"must be false on {device}", _NO_TE, (False,))
 
 
-def _recomputes_activations(config: RunConfig) -> bool:
-    """Tells whether activations of experts are among the modules that are computed again."""
+def _recomputes(config: RunConfig, name: str) -> bool:
+    """Tells whether a module is among those that are computed again."""
     given = config.model.override_transformer_config
-    return given.get("recompute_granularity") == "selective" and "moe_act" in (given.get("recompute_modules") or ())
+    modules = given.get("recompute_modules")
+    return given.get("recompute_granularity") == "selective" and isinstance(modules, list) and name in modules
 
 
 EFFICIENCY_RULES = (
     RuleRow(
         f"{_TRANSFORMER}.recompute_modules",
-        lambda c, m: _recomputes_activations(c) and not m.is_moe,
+        lambda c, m: _recomputes(c, "moe_act") and not m.is_moe,
         "must not name moe_act, and the model is dense",
         "Megatron refuses it without experts",
-        ("core_attn", "layernorm", "mlp"),
+        ("core_attn", "mlp"),
+    ),
+    RuleRow(
+        f"{_TRANSFORMER}.recompute_modules",
+        lambda c, _: (
+            c.model.override_transformer_config.get("fp8")
+            and c.model.override_transformer_config.get("fp8_recipe") in (None, "delayed")
+            and (_recomputes(c, "moe_act") or _recomputes(c, "layernorm"))
+        ),
+        "must name neither moe_act nor layernorm with fp8",
+        "Megatron refuses them with delayed scaling, its default",
+        ("core_attn", "mlp", "moe", "shared_experts"),
     ),
     RuleRow(
         _DISPATCHER,

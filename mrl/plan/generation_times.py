@@ -11,7 +11,7 @@ Workers cut tensors, with two all-reduces a layer over `tensor`. Or experts are 
 Then tokens of all its data-parallel ranks are gathered and their results scattered, once a layer each.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from mrl.model import expert_share
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token, state_bytes_per_sequence
@@ -70,7 +70,12 @@ def sequences_together(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemor
 
 
 def generation_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> float:
-    """Predicts the seconds for all samples of a step: full batches, then the last one.
+    """Predicts the seconds for all samples of a step."""
+    return sum(generation_parts(inputs, batch, engine).values())
+
+
+def generation_parts(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
+    """Predicts the seconds for all samples of a step by what they are spent on: full batches, then the last one.
 
     Sequences of the last batch end one by one, up to the longest.
     """
@@ -79,9 +84,11 @@ def generation_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemor
     together = sequences_together(inputs, batch, engine)
     longest = inputs.config.data.max_response_length
     context = lengths.prompt + lengths.response / 2
-    full = (given - together) / together * lengths.response * decode_step(inputs, engine, together, context).total
-    left = max(1.0, together * lengths.response / longest)
-    return full + longest * decode_step(inputs, engine, left, context).total + _prefill(inputs, batch, lengths.prompt)
+    steps = (given - together) / together * lengths.response
+    full = asdict(decode_step(inputs, engine, together, context))
+    last = asdict(decode_step(inputs, engine, max(1.0, together * lengths.response / longest), context))
+    decoding = {part: steps * full[part] + longest * last[part] for part in full}
+    return decoding | {"prompts": _prefill(inputs, batch, lengths.prompt)}
 
 
 def _prefill(inputs: PlanInputs, batch: BatchPlan, prompt: float) -> float:

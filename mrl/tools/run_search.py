@@ -25,7 +25,7 @@ from mrl.plan.devices import Device
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.times import phase_seconds
-from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit, recomputes
+from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit
 from mrl.tools.search_report import problem_with, run_with
 from mrl.tools.switches import DEEPEP, deepep_would_spare, missing_switches
 
@@ -170,7 +170,7 @@ def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candid
 
     Engines may leave less memory than the search counts.
     """
-    ways = recomputes(problem.model)
+    ways = problem.recomputes
     for first, recompute in enumerate(ways):
         found = best_fit(problem, candidate.degrees, candidate.layout, ways[first:])
         if isinstance(found, Candidate) and (first == 0 or found.recompute == recompute):

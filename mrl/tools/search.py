@@ -27,7 +27,7 @@ from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
 from mrl.units import GIB
 
-# cheaper ways first
+# cheaper ways first; the plan counts matrix products alone, so that norms and activations cost it nothing
 _RECOMPUTE_EXPERTS = (
     Recompute(),
     Recompute("selective", modules=("layernorm", "moe_act")),
@@ -66,10 +66,16 @@ class SearchProblem:
     lora: Lora | None = None  # adapters that are trained instead of the weights
     dropout: bool = False  # of the adapters' inputs
     fp8_block: int = 0  # rows and columns of blocks that no rank may cut, see ranks_block
+    computes_in_fp8: bool = False  # the ranks' layers
 
     @property
     def model(self) -> ModelSpec:
         return self.work.model
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """The ways of recomputation that are tried, the cheapest first."""
+        return recomputes(self.model, self.computes_in_fp8)
 
     def work_in(self, layout: TrainLayout) -> PassWork:
         """Returns the work with a layout's micro-batches. Budgets of a device grow with context parallelism."""
@@ -203,9 +209,19 @@ def _pipelines(
             )
 
 
-def recomputes(model: ModelSpec) -> tuple[Recompute, ...]:
-    """Returns the ways of recomputation that are tried, the cheapest first."""
-    return _RECOMPUTE_EXPERTS if model.is_moe else _RECOMPUTE_DENSE
+def recomputes(model: ModelSpec, in_fp8: bool = False) -> tuple[Recompute, ...]:
+    """Returns the ways of recomputation that are tried, the cheapest first.
+
+    Megatron refuses norms and activations where layers compute in FP8 by its default recipe.
+    """
+    ways = _RECOMPUTE_EXPERTS if model.is_moe else _RECOMPUTE_DENSE
+    return tuple(way for way in ways if not (in_fp8 and "layernorm" in way.modules))
+
+
+def stronger(problem: SearchProblem, recompute: Recompute) -> tuple[Recompute, ...]:
+    """Returns the ways that are tried after this one, because they spare more memory."""
+    ways = problem.recomputes
+    return ways[ways.index(recompute) + 1 :]
 
 
 def best_fit(
@@ -221,7 +237,7 @@ def best_fit(
     fullest = Phase("train", on_device, problem.device.usable)
     if not fullest.fits:
         return fullest
-    for recompute in ways or recomputes(problem.model):
+    for recompute in ways or problem.recomputes:
         fullest = fullest_phase(problem, layout, recompute, states)
         if fullest.fits:
             return candidate_of(problem, degrees, layout, recompute, fullest, heaviest)

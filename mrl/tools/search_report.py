@@ -35,8 +35,8 @@ from mrl.tools.search import (
     SearchResult,
     candidate_of,
     heaviest_stage,
-    recomputes,
     search,
+    stronger,
     unlike_stages,
 )
 from mrl.tools.switches import deepep_would_spare, with_switches
@@ -83,6 +83,7 @@ def search_problem(
         lora=config.actor.lora.adapters,
         dropout=config.actor.lora.dropout > 0,
         fp8_block=ranks_block(config),
+        computes_in_fp8=bool(config.model.override_transformer_config.get("fp8")),
     )
 
 
@@ -197,10 +198,12 @@ def fastest_that_fit(
         if memory["fits"]:
             shown.append(replace(candidate, phase=planned_phase(memory)))
             continue
-        recomputed = _with_recompute(problem, candidate, recomputes(problem.model)[-1])  # it saves most
-        memory = _planned(config, problem, recomputed)
-        if memory["fits"]:
-            heapq.heappush(waiting, (recomputed.order, next(number), recomputed, memory))
+        for way in stronger(problem, candidate.recompute):
+            recomputed = _with_recompute(problem, candidate, way)
+            memory = _planned(config, problem, recomputed)
+            if memory["fits"]:
+                heapq.heappush(waiting, (recomputed.order, next(number), recomputed, memory))
+                break
         else:
             left_out[_too_large(memory)] += 1
     return shown, left_out

@@ -5,10 +5,10 @@
 `short` and `long` are our side of scripts/bench/peers.py, 512 answers of 3 tokens and 128 of 300; `plain` is the tiny
 preset as it stands, whose step scripts/compare_commits.py times; `plane` is the driver of scripts/bench/data_plane.py
 while 8,192 responses are generated at its pace, told from 4,096. py-spy 0.4.3, in an environment of its own (.venv-spy,
-made here once), looks at one process after the other, a hundred times a second, at threads that are on a processor. A
-sample counts for the part (PARTS) whose function is the innermost in its stack. `busy_s`: a step's seconds of processor
-by that; `step_s` is the median step of the same run before py-spy looks, and `looked_at_s` while it does. Needs
-tiny-world/ (scripts/make_tiny_world.py).
+made here once), looks at one process after the other, a hundred times a second, for three steps at least. A sample
+counts for the part (PARTS) whose function is the innermost in its stack. `busy_s` are a step's seconds of processor, as
+the system counts them of the process, divided among parts as samples are. `step_s` is the median step of the same run
+before py-spy looks, and `looked_at_s` while it does. Needs tiny-world/ (scripts/make_tiny_world.py).
 """
 
 import argparse
@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +40,9 @@ from mrl.record.run_dir import METRICS, read_metrics
 ENVIRONMENT = ROOT / ".venv-spy"
 PIN = "py-spy==0.4.3"
 RATE = 100
-FEW, MOST = 6, 100_000  # steps that are left alone; more than any look takes
+FEW, MOST = 4, 100_000  # steps that are left alone; more than any look takes
 LIMIT_S = 300.0
+LEAST_STEPS = 3
 BEGUN_S = 25.0  # until the engines of data_plane.py answer
 DRIVER, RANK, ENGINE, CORE, WORKER, SCORER = "driver", "rank", "engine", "vLLM's core", "vLLM's worker", "scorer"
 TITLES = {
@@ -111,13 +113,13 @@ FRAME = re.compile(r"^(?P<name>.*) \((?P<file>[^()]*?)(?::\d+)?\)$")
 
 @dataclass(frozen=True)
 class Look:
-    """Samples of one process: stacks with their counts, over so many seconds."""
+    """Samples of one process: stacks with their counts, and the share of the time that it was on a processor."""
 
     stacks: Counter[tuple[str, ...]]
-    seconds: float
+    busy: float
 
     def shares(self, parts: dict[str, tuple[str, ...]]) -> Counter[str]:
-        """Seconds on a processor, over the seconds looked, of each part and of what is none's."""
+        """What of the time each part was on a processor, and what is no part's."""
         named = {function: part for part, functions in parts.items() for function in functions}
         found: Counter[str] = Counter()
         for stack, count in self.stacks.items():
@@ -125,7 +127,7 @@ class Look:
                 continue
             inner = (named[key] for frame in reversed(stack) for key in _keys(frame) if key in named)
             found[next(inner, "all else")] += count
-        return Counter({part: count / RATE / self.seconds for part, count in found.items()})
+        return Counter({part: self.busy * count / found.total() for part, count in found.items()})
 
 
 def _keys(frame: str) -> Iterator[str]:
@@ -139,7 +141,7 @@ def _keys(frame: str) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=["short", "long", "plain", "plane"])
-    parser.add_argument("--seconds", type=float, default=20.0, help="that each process is looked at")
+    parser.add_argument("--seconds", type=float, default=20.0, help="that each process is looked at, at least")
     parser.add_argument("--stacks", type=Path, help="keep what was sampled there")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -175,9 +177,10 @@ def profile(case: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     with running(case, folder) as (run, metrics):
         wait_for(run, metrics, FEW)
         alone = len(read_metrics(metrics))
+        seconds = max(options.seconds, LEAST_STEPS * median(row["timing_s/step"] for row in read_metrics(metrics)[1:]))
         looks = {}
         for role, process in processes(run).items():
-            looks[role] = looked(process.pid, options.seconds, folder / f"{case} {role}", options.stacks)
+            looks[role] = looked(process, seconds, folder / f"{case} {role}", options.stacks)
         steps = [row["timing_s/step"] for row in read_metrics(metrics)]
     looked_at = median(steps[alone:])
     return {
@@ -216,7 +219,10 @@ def running(case: str, folder: Path) -> Iterator[tuple[psutil.Popen, Path]]:
         finally:
             if run.poll() is None:
                 run.send_signal(signal.SIGTERM)
-            run.wait(LIMIT_S)
+            try:
+                run.wait(LIMIT_S)
+            except psutil.TimeoutExpired:
+                run.kill()
 
 
 def wait_for(run: psutil.Popen, metrics: Path, steps: int) -> None:
@@ -229,13 +235,15 @@ def wait_for(run: psutil.Popen, metrics: Path, steps: int) -> None:
 
 
 def processes(run: psutil.Popen) -> dict[str, psutil.Process]:
-    """The first of each role."""
+    """The first of each role. Raises RuntimeError where a role has none."""
     found = {DRIVER: run}
     for child in run.children(recursive=True):
         title = " ".join(child.cmdline())
         for role, begin in TITLES.items():
             if title.startswith(begin):
                 found.setdefault(role, child)
+    if missing := TITLES.keys() - found.keys():
+        raise RuntimeError(f"no process is {' or '.join(sorted(missing))}")
     return found
 
 
@@ -245,8 +253,9 @@ def profile_of_plane(case: str, folder: Path, options: argparse.Namespace) -> di
     run = psutil.Popen(words_of_plane("now", FULL // 2, False), cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         time.sleep(BEGUN_S)
-        look = looked(run.pid, 2 * options.seconds, folder / case, options.stacks)
-        run.wait(LIMIT_S)
+        look = looked(run, 2 * options.seconds, folder / case, options.stacks)
+        if run.wait(LIMIT_S):
+            raise SystemExit(f"scripts/bench/data_plane.py ended with {run.returncode}")
     finally:
         if run.poll() is None:
             run.kill()
@@ -254,15 +263,17 @@ def profile_of_plane(case: str, folder: Path, options: argparse.Namespace) -> di
     return {"step_s": generation, "looked_at_s": generation, "busy_s": {DRIVER: busy}}
 
 
-def looked(pid: int, seconds: float, file: Path, kept: Path | None) -> Look:
+def looked(process: psutil.Process, seconds: float, file: Path, kept: Path | None) -> Look:
     """Samples a process for so long, and keeps the stacks where they are asked for."""
-    words = ["record", "--nonblocking", "--format", "raw", "--rate", str(RATE), "--duration", str(int(seconds))]
-    command = [str(spy()), *words, "--pid", str(pid), "--output", str(file)]
+    words = ["record", "--nonblocking", "--format", "raw", "--rate", str(RATE), "--duration", str(ceil(seconds))]
+    command = [str(spy()), *words, "--pid", str(process.pid), "--output", str(file)]
+    began, used = time.monotonic(), sum(process.cpu_times()[:2])
     subprocess.run(command, check=True, capture_output=True, timeout=seconds + LIMIT_S)
+    busy = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - began)
     if kept:
         kept.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, kept)
-    return Look(read(file.read_text()), seconds)
+    return Look(read(file.read_text()), busy)
 
 
 def read(text: str) -> Counter[tuple[str, ...]]:

@@ -7,10 +7,10 @@ The mutants are in scripts/evidence/mutants/ROOM.toml: a file, a text that stand
 instead, and why that is wrong; with `equivalent`, why nobody can see it. One whose text is not there exactly once is
 stale and ends the script before anything runs.
 
-Each is put into a clone of the committed tree. First the unit tests run whose files name the mutated module, then, if
-all of them pass, those whose helpers do and those that name another module of its package, until the first that fails.
-Tests that fail without any mutant are left out, and named in the results: such as hold seconds on a machine that others
-use. Results go to docs/results/mutants.json after each, so that what was interrupted goes on.
+Each is put into a clone of the committed tree. First those unit tests run whose files name the mutated module, the
+module's own before all others. Then come those whose helpers name it, and those that name another module of its
+package, until one fails. Tests that fail without any mutant are left out, and named in the results: such as hold
+seconds on a machine that others use. Results go to docs/results/mutants.json after each: what was interrupted goes on.
 """
 
 import argparse
@@ -28,22 +28,28 @@ import xml.etree.ElementTree as xml
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import Queue
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import TemporaryDirectory
+from threading import Lock
 
 ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = Path(__file__).with_name("mutants")
 RESULTS = ROOT / "docs" / "results" / "mutants.json"
 COMMAND = "scripts/evidence/mutants.sh"
 CODE = ("mrl", "tests/unit")  # what results depend on, beside the mutants themselves
-_SOME_FAILED = 1  # exit code of pytest
+_SOME_FAILED, _INTERRUPTED, _NONE_RAN = 1, 2, 5  # exit codes of pytest
+_TOO_LONG = -1
+_STARTING = Lock()
 LIMIT_S = 900  # of one run of pytest; a mutant that never ends is seen
-FORKS = get_context("forkserver")  # what takes long to import is imported once, and nothing of mrl
+# what takes long to import is imported once, and nothing of mrl; Ray reads then what the tests' conftest sets too late
+FORKS = get_context("forkserver")
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 HEAVY = ["pytest", "hypothesis", "ray", "torch", "torch._dynamo", "transformers", "megatron.core.models.gpt"]
 OWN_NAME = re.compile(r"mrl(?:\.\w+)+")
 
@@ -187,21 +193,30 @@ class Copy:
         os.utime(path, (self._changes * 10, self._changes * 10))
 
     def pytest(self, files: Iterable[str], *arguments: str, limit_s: float | None = None) -> tuple[int, str]:
-        """Exit code and output. A run that takes longer than it may has code -1."""
+        """Exit code and output; _TOO_LONG where it takes longer than it may. Whatever it started has ended.
+
+        The process writes its code itself: what multiprocessing tells of it is wrong at times, where two threads ask.
+        Raises RuntimeError where it wrote none.
+        """
         words = ["-q", "-W", "ignore", "-p", "no:cacheprovider", *arguments]
         words += [f"tests/unit/{file}" for file in files]
-        with NamedTemporaryFile() as output:
-            process = FORKS.Process(target=_in_copy, args=(self.folder, words, output.name))
-            process.start()
-            process.join(limit_s)
-            ended = process.exitcode is not None
-            if not ended:
+        with TemporaryDirectory() as told:
+            output, code = Path(told, "output"), Path(told, "code")
+            process = FORKS.Process(target=_in_copy, args=(self.folder, words, output, code))
+            with _STARTING:
+                process.start()
+            is_over = wait([process.sentinel], limit_s)
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.join()
-            return process.exitcode if ended else -1, Path(output.name).read_text(errors="replace")
+            said = output.read_text(errors="replace")
+            if not is_over:
+                return _TOO_LONG, said
+            if not code.exists():
+                raise RuntimeError(f"a run of pytest died:\n{said[-4000:]}")
+            return int(code.read_text()), said
 
 
-def _in_copy(folder: Path, words: list[str], output: str) -> None:
+def _in_copy(folder: Path, words: list[str], output: Path, code: Path) -> None:
     """Runs pytest in this process, which has imported nothing of mrl yet."""
     import pytest
 
@@ -210,10 +225,11 @@ def _in_copy(folder: Path, words: list[str], output: str) -> None:
     os.environ["PYTHONPATH"] = str(folder)
     own = str(Path(__file__).parent)  # tests have modules of the same names
     sys.path[:] = [str(folder), *(path for path in sys.path if path != own)]
-    file = os.open(output, os.O_WRONLY)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.exit(int(pytest.main(words)))
+    ended = int(pytest.main(words))
+    code.write_text(str(ended))
 
 
 @dataclass(frozen=True)
@@ -237,6 +253,18 @@ def baseline(copy: Copy, files: list[str]) -> Baseline:
     return Baseline(dict(seconds), re.findall(r"^FAILED (\S+)", output, re.M))
 
 
+def seen_by(code: int, output: str) -> str:
+    """The test that failed; empty where none did. Raises RuntimeError for a run that says nothing of the mutant."""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    if code == _TOO_LONG:
+        return f"{LIMIT_S} seconds without an end"
+    if code in (_SOME_FAILED, _INTERRUPTED) and failed:
+        return failed[1]
+    if code in (0, _NONE_RAN):
+        return ""
+    raise RuntimeError(f"pytest ended with {code}:\n{output[-4000:]}")
+
+
 def judged(copy: Copy, mutant: Mutant, modules: dict[str, Named], known: Baseline) -> dict:
     """The row of a mutant: which test sees it, if any does."""
     began = time.monotonic()
@@ -249,9 +277,8 @@ def judged(copy: Copy, mutant: Mutant, modules: dict[str, Named], known: Baselin
             own_first = sorted(files, key=lambda file: (own not in file, known.seconds.get(file, 0.0)))
             left_out = [f"--deselect={test}" for test in known.left_out]
             code, output = copy.pytest(own_first, "-x", *left_out, limit_s=LIMIT_S)
-            if code:
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
-                row |= {"result": "killed", "stage": stage, "by": failed[1] if failed else f"exit code {code}"}
+            if by := seen_by(code, output):
+                row |= {"result": "killed", "stage": stage, "by": by}
                 break
     if mutant.equivalent:
         row |= {"equivalent": mutant.equivalent, "result": "equivalent" if row["result"] == "survived" else "killed"}

@@ -17,7 +17,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.model import planning_model_spec
 from mrl.plan.devices import USUAL, faster, slower
-from mrl.plan.generation_times import decode_step, sequences_together
+from mrl.plan.generation_times import generation_parts
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.step_work import mean_lengths
 from mrl.plan.times import actor_seconds, phase_seconds
@@ -66,13 +66,11 @@ def row_of(name: str) -> dict[str, Any]:
 
 
 def parts_of(config: RunConfig, phase: str) -> dict[str, float]:
-    """Shares of a phase, the largest first; of generation those of a decode step with all sequences at half length."""
+    """Shares of a phase, the largest first."""
     inputs = PlanInputs.of(config, planning_model_spec(config.model.path)[0], device_for(config))
-    batch, engine = batch_plan(config, inputs.train), engine_of(inputs)
+    batch = batch_plan(config, inputs.train)
     if phase == "generation":
-        lengths = mean_lengths(config, inputs.assumptions)
-        together = sequences_together(inputs, batch, engine)
-        seconds = asdict(decode_step(inputs, engine, together, lengths.prompt + lengths.response / 2))
+        seconds = generation_parts(inputs, batch, engine_of(inputs))
     else:
         seconds = asdict(actor_seconds(inputs, batch)[phase == "update"])
     whole = sum(seconds.values())

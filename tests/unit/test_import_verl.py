@@ -240,6 +240,10 @@ def test_what_a_searched_layout_computes_again_is_written_of_every_kind(capsys, 
     assert run(capsys, "import-verl", *words, "--search", "-o", str(file))[0] == 0
     given = load_config(file).config.model.override_transformer_config
     assert (given["recompute_granularity"], given["recompute_modules"]) == ("selective", ["mlp"])
+    own = "model.override_transformer_config.recompute_modules=[core_attn]"
+    run(capsys, "import-verl", *words, "--search", "--set", own, "-o", str(file))
+    kept = load_config(file).config.model.override_transformer_config
+    assert kept["recompute_modules"] == ["core_attn"] and "recompute_granularity" not in kept, "the user's own stay"
 
 
 def test_search_wins_over_the_preset_where_it_is_asked_for(capsys):

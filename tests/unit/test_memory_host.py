@@ -174,7 +174,10 @@ def test_rows_that_a_critic_has_on_a_host_are_without_routes():
     ],
 )  # fmt: skip
 def test_what_all_ranks_copy_for_a_save_is_a_checkpoint(preset, layout, tiny_model):
-    inputs = inputs_of(preset, *[tiny_model] * (preset == TINY), *[f"actor.layout.{layout}"] * bool(layout))
+    overrides = [tiny_model] if preset == TINY else []
+    if layout:
+        overrides.append(f"actor.layout.{layout}")
+    inputs = inputs_of(preset, *overrides)
     copied = sum(save_bytes(inputs))
     assert copied == pytest.approx(checkpoint_bytes(inputs.model, inputs.config.model.dtype) - BESIDE_TENSORS, rel=0.01)
 

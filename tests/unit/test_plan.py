@@ -157,9 +157,8 @@ def test_the_largest_models_of_other_attention_are_planned_on_256_devices_in_sec
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    assert (
-        float(done.stderr.strip().splitlines()[-1]) < 3 * times_slower()
-    )  # 1.5 to 2.5 beside a load of 20 on two cores
+    seconds = float(done.stderr.strip().splitlines()[-1])
+    assert seconds < 3 * times_slower()  # 1.5 to 2.5 beside a load of 20 on two cores
     plan = json.loads(done.stdout)
     assert len(plan["layout"]["ranks"]) == 256
     assert plan["reshard"]["bytes_moved"] == plan["reshard"]["bytes_required"]

@@ -22,7 +22,7 @@ from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, recompute_of
 from mrl.plan.times import PassWork, micro_batch_count, pipeline_slots, update_seconds
 from mrl.tools.first_config import usual_config
-from mrl.tools.search import SearchProblem, SearchResult, fullest_phase, legal_layouts, recomputes, search
+from mrl.tools.search import SearchProblem, SearchResult, fullest_phase, legal_layouts, recomputes, search, stronger
 from mrl.tools.search_report import fastest_that_fit, run_with, search_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -310,6 +310,14 @@ def test_of_what_is_computed_again_the_least_that_fits_is_taken():
         states = {pp: stage_state(case.model, layout, pp, case.precision) for pp in range(layout.pipeline)}
         taken.append(next(r for r in recomputes(case.model) if fullest_phase(case, layout, r, states).fits))
     assert taken == list(recomputes(case.model))
+
+
+def test_what_does_not_fit_the_whole_plan_is_tried_with_the_next_recomputation():
+    case = problem("Qwen3-30B-A3B", 32)
+    none, norms, experts, everything = recomputes(case.model)
+    assert stronger(case, none) == (norms, experts, everything) and stronger(case, everything) == ()
+    in_fp8 = replace(case, computes_in_fp8=True)
+    assert in_fp8.recomputes == (none, experts, everything), "Megatron refuses norms there"
 
 
 def test_a_candidates_recomputation_is_what_its_configuration_says():

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts" / "bench"))
 
-from step_profile import CORE, PARTS, RANK, RATE, Look, in_order, read  # noqa: E402
+from step_profile import CORE, PARTS, RANK, Look, in_order, read  # noqa: E402
 
 STACKS = """\
 main (mrl);do (mrl/flow/rank_batch.py:31);Attention.forward (core/transformer/attention.py:9);bmm (torch/x.py:1) 30
@@ -22,20 +22,14 @@ main (mrl);do (mrl/flow/rank_batch.py:31);Worker.main_loop (ray/_private/worker.
 
 
 def test_a_sample_counts_for_its_innermost_part_and_waits_for_none():
-    look = Look(read(STACKS), seconds=10.0)
-    shares = look.shares(PARTS[RANK])
-    assert shares == pytest.approx(
-        {
-            part: count / RATE / 10
-            for part, count in {"attention forward": 40, "micro-batches": 6, "all else": 3}.items()
-        }
-    )
-    assert in_order(shares, 200.0) == {"attention forward": 8.0, "micro-batches": 1.2, "all else": 0.6}, "RATE is 100"
+    shares = Look(read(STACKS), busy=0.49).shares(PARTS[RANK])
+    assert shares == pytest.approx({"attention forward": 0.40, "micro-batches": 0.06, "all else": 0.03})
+    assert in_order(shares, 20.0) == {"attention forward": 8.0, "micro-batches": 1.2, "all else": 0.6}
 
 
 def test_classes_tell_functions_of_one_file_apart():
     stacks = read("loop (core.py:1);Other.step (x.py:1) 5\nloop (core.py:1);Scheduler.schedule (a/scheduler.py:2) 7")
-    assert Look(stacks, 1.0).shares(PARTS[CORE]) == pytest.approx({"schedule": 7 / RATE, "all else": 5 / RATE})
+    assert Look(stacks, 0.6).shares(PARTS[CORE]) == pytest.approx({"schedule": 0.35, "all else": 0.25})
 
 
 PACKAGES = (

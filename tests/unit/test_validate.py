@@ -237,6 +237,17 @@ def test_shared_experts_are_recomputed_or_overlap_an_exchange():
     assert "never measured" in of_up_projections.why and "mla_up_proj" not in of_up_projections.allowed
 
 
+def test_norms_and_activations_are_not_computed_again_in_fp8_that_is_scaled_late():
+    """Megatron's configuration raises for both; a recipe that scales at once has no such limit."""
+    modules = TRANSFORMER + "recompute_modules"
+    given = [TRANSFORMER + "recompute_granularity=selective", modules + "=[layernorm, moe_act]"]
+    given += [TRANSFORMER + "recompute_method=null", TRANSFORMER + "recompute_num_layers=null"]
+    in_fp8 = [*given, TRANSFORMER + "fp8=e4m3"]
+    assert modules not in found(given)
+    assert found(in_fp8)[modules].allowed == ("core_attn", "mlp", "moe", "shared_experts")
+    assert modules not in found([*in_fp8, TRANSFORMER + "fp8_recipe=blockwise"])
+
+
 @pytest.mark.parametrize(
     "argument",
     [
