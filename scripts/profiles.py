@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from claims import markdown
+from claims import load, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -26,10 +26,19 @@ def page() -> str:
 def section(entry: dict[str, Any]) -> list[str]:
     """One profile: its goals, its table, and what was tried."""
     data = json.loads((RESULTS / entry["result"]).read_text(encoding="utf-8"))
-    found = [f"## {entry['title']}\n", f"Goal: {'; '.join(entry['goals'])}.\n", _origin(entry, data) + "\n"]
+    goals = "; ".join(map(_goal, entry["goals"]))
+    found = [f"## {entry['title']}\n", f"Missed: {goals}.\n", _origin(entry, data) + "\n"]
     heads, rows = TABLES[entry["table"]](data, entry)
     found += [markdown(heads, rows) + "\n", entry["reading"].strip() + "\n", "Tried:\n"]
     return [*found, *(f"* {text}" for text in entry["tried"]), ""]
+
+
+def _goal(begin: str) -> str:
+    """A missed goal and its bound. Raises ValueError unless one claim that is missed begins so."""
+    missed = [claim for claim in load()["measured"] if "missed" in claim and claim["claim"].startswith(begin)]
+    if len(missed) != 1:
+        raise ValueError(f"docs/source/profiles.yaml: {len(missed)} missed goals begin with {begin!r}")
+    return f"{begin} ({missed[0]['bound']})"
 
 
 def _origin(entry: dict[str, Any], data: dict[str, Any]) -> str:

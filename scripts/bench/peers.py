@@ -61,7 +61,7 @@ def main() -> None:
     if args.json and (changed := changes()):
         parser.error(f"commit these first, results name a commit:\n{changed}")
     stamp = facts("python scripts/bench/peers.py")  # the load is that before both sides make their own
-    python = trl_python()
+    python = programs(ENVIRONMENT, PINS) / "python"
     found = {}
     for case in CASES:
         if args.case in (None, case.name):
@@ -72,14 +72,14 @@ def main() -> None:
         args.json.write_text(json.dumps(stamp | {"pins": PINS} | found, indent=1) + "\n")
 
 
-def trl_python() -> Path:
-    """The interpreter of TRL's environment, which is made where it is missing."""
-    python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / ".made").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *PINS], check=True)
-        (ENVIRONMENT / ".made").touch()
-    return python
+def programs(environment: Path, pins: tuple[str, ...]) -> Path:
+    """The folder of an environment's programs. The environment is made where it is missing."""
+    folder = environment / "bin"
+    if not (environment / ".made").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+        subprocess.run([str(folder / "python"), "-m", "pip", "install", "-q", *pins], check=True)
+        (environment / ".made").touch()
+    return folder
 
 
 def compared(case: Case, args: argparse.Namespace, folder: Path, python: Path) -> dict[str, Any]:
@@ -179,13 +179,17 @@ def ours(case: Case, args: argparse.Namespace, folder: Path, model: Path) -> lis
     """Metrics of each step after the first. The best layout found for two cores: two data-parallel ranks with a core
     each, and an engine, in turn.
     """
-    settings = settings_of(case, args.world, model, args.steps)
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={as_text(value)}")]
-    command = ["mrl", "train", str(PRESET), "--run-dir", str(folder), *words]
+    command = train_command(folder, settings_of(case, args.world, model, args.steps))
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
     if ended.returncode:
         raise SystemExit(f"mrl ended with {ended.returncode}:\n{ended.stdout[-1500:]}{ended.stderr[-3000:]}")
     return [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > 1]
+
+
+def train_command(folder: Path, settings: dict[str, Any]) -> list[str]:
+    """Trains the tiny preset with these settings."""
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={as_text(value)}")]
+    return ["mrl", "train", str(PRESET), "--run-dir", str(folder), *words]
 
 
 def settings_of(case: Case, world: Path, model: Path, steps: int) -> dict[str, Any]:

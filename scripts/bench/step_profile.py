@@ -33,7 +33,7 @@ import psutil
 from data_plane import FULL
 from data_plane import RATE as RATE_OF_RESPONSES
 from data_plane import words_of as words_of_plane
-from peers import CASES, PRESET, ROOT, as_text, settings_of, world_model
+from peers import CASES, ROOT, programs, settings_of, train_command, world_model
 
 from mrl.record.run_dir import METRICS, read_metrics
 
@@ -163,15 +163,6 @@ def lines(case: str, found: dict[str, Any]) -> Iterator[str]:
         yield f"  {role} {sum(parts.values()):.3f}: {told}"
 
 
-def spy() -> Path:
-    """The program, in an environment that is made where it is missing."""
-    program = ENVIRONMENT / "bin" / "py-spy"
-    if not program.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-        subprocess.run([str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "-q", PIN], check=True)
-    return program
-
-
 def profile(case: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Runs the case until each of its processes was looked at."""
     with running(case, folder) as (run, metrics):
@@ -195,21 +186,20 @@ def in_order(shares: Counter[str], step_s: float) -> dict[str, float]:
     return {part: round(share * step_s, 3) for part, share in shares.most_common()}
 
 
-def words_of(case: str, folder: Path) -> list[str]:
-    """Overrides of the tiny preset."""
-    endless: dict[str, Any] = {"trainer.total_training_steps": MOST}
-    endless |= {"trainer.save_freq": -1, "trainer.test_freq": -1, "trainer.val_before_train": False}
-    own = {case.name: case for case in CASES}.get(case)
+def endless(case: str, folder: Path) -> dict[str, Any]:
+    """Settings of the tiny preset with which a case runs until it is ended."""
     world = ROOT / "tiny-world"
-    if own is not None:
-        endless = settings_of(own, world, world_model(own, world, folder), MOST)
-    return [word for key, value in endless.items() for word in ("--set", f"{key}={as_text(value)}")]
+    for own in CASES:
+        if own.name == case:
+            return settings_of(own, world, world_model(own, world, folder), MOST)
+    settings: dict[str, Any] = {"trainer.total_training_steps": MOST, "trainer.val_before_train": False}
+    return settings | {"trainer.save_freq": -1, "trainer.test_freq": -1}
 
 
 @contextmanager
 def running(case: str, folder: Path) -> Iterator[tuple[psutil.Popen, Path]]:
     """The run's process and the file of its metrics; it is ended as a user would."""
-    command = ["mrl", "train", str(PRESET), "--run-dir", str(folder / "run"), *words_of(case, folder)]
+    command = train_command(folder / "run", endless(case, folder))
     with (folder / "log").open("wb") as log:
         run = psutil.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -266,7 +256,7 @@ def profile_of_plane(case: str, folder: Path, options: argparse.Namespace) -> di
 def looked(process: psutil.Process, seconds: float, file: Path, kept: Path | None) -> Look:
     """Samples a process for so long, and keeps the stacks where they are asked for."""
     words = ["record", "--nonblocking", "--format", "raw", "--rate", str(RATE), "--duration", str(ceil(seconds))]
-    command = [str(spy()), *words, "--pid", str(process.pid), "--output", str(file)]
+    command = [str(programs(ENVIRONMENT, (PIN,)) / "py-spy"), *words, "--pid", str(process.pid), "--output", str(file)]
     began, used = time.monotonic(), sum(process.cpu_times()[:2])
     subprocess.run(command, check=True, capture_output=True, timeout=seconds + LIMIT_S)
     busy = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - began)

@@ -72,7 +72,8 @@ def parts_of(config: RunConfig, phase: str) -> dict[str, float]:
     if phase == "generation":
         seconds = generation_parts(inputs, batch, engine_of(inputs))
     else:
-        seconds = asdict(actor_seconds(inputs, batch)[phase == "update"])
+        log_probs, update = actor_seconds(inputs, batch)
+        seconds = asdict({"log_prob": log_probs, "update": update}[phase])
     whole = sum(seconds.values())
     return {part: round(seconds[part] / whole, 3) for part in sorted(seconds, key=lambda part: -seconds[part])}
 
