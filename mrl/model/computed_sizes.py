@@ -1,5 +1,6 @@
 """Sizes of the trained model's computation, which both the computation and the plan of its memory read."""
 
+from mrl.model.hf_config import ModelSpec
 from mrl.units import MIB
 
 # Bytes of one chunk of float32 logits on accelerators (mrl/megatron/logprob.py). Two tensors of this size exist at a
@@ -9,3 +10,16 @@ LOGIT_CHUNK = 256 * MIB
 # sequences share a call only with sequences of equal length.
 ATTENTION_LENGTHS = (16, 24, 32, 48, 64, 96, 128)
 DELTA_CHUNK = 64  # tokens of a sequence that gated delta attention (mrl/megatron/gated_delta.py) updates together
+
+
+def delta_float32(m: ModelSpec) -> int:
+    """Returns the float32 elements that chunks of gated delta attention keep a token in one layer, over all tensor
+    ranks.
+
+    A value head has queries, keys, and keys times their rate, twice each. Then come the solved and written values, and
+    five rows of a matrix between the chunk's tokens. The last is a share of the state before the chunk.
+    """
+    keys = m.linear_key_head_dim
+    values = m.linear_value_head_dim
+    of_head = 7 * keys + 3 * values + 5 * DELTA_CHUNK + -(-keys * values // DELTA_CHUNK)
+    return m.linear_num_value_heads * of_head

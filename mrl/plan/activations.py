@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mrl.model import ModelSpec
 from mrl.model.adapters import Lora
-from mrl.model.computed_sizes import ATTENTION_LENGTHS, DELTA_CHUNK, LOGIT_CHUNK
+from mrl.model.computed_sizes import ATTENTION_LENGTHS, DELTA_CHUNK, LOGIT_CHUNK, delta_float32
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
@@ -31,17 +31,19 @@ _PER_PREDICTED_TOKEN = 78
 # bytes of a value head: steps that compute its rate, decay and step, and the divisors of norms and lengths
 _OF_A_RATE = 10 * _F32
 
-# terms below that a module of Megatron's recompute_modules drops
+# Terms below that a module of Megatron's recompute_modules drops. Of a norm the input stays then, as large as its
+# output. A norm that belongs to a projection is no module of its own for "layernorm".
 _DROPPED = {
     "core_attn": ("attention internals",),
     "moe_act": ("expert activation",),
-    "layernorm": ("mlp norm",),
-    "mlp": ("mlp", "mlp adapters"),
+    "layernorm": ("input norm", "mlp norm"),
+    "mlp": ("projection norm", "mlp", "mlp adapters"),
     "moe": (
         "router",
         "dispatch",
         "expert input",
         "expert projection",
+        "expert probabilities",
         "expert activation",
         "expert adapters",
         "shared experts",
@@ -212,7 +214,8 @@ class Activations:
         chunks = -(-self.micro.length // DELTA_CHUNK)
         chunked = self.micro.rows * chunks * DELTA_CHUNK
         return {
-            "attention norm": self._norm() + self._hidden(),
+            "input norm": self._norm(),
+            "attention input": self._hidden(),
             "convolution": convolution,
             "linear heads": self.tokens * heads * (of_head + _OF_A_RATE),
             "linear states": chunked * delta_float32(m) // self.layout.tensor * _F32,
@@ -235,7 +238,8 @@ class Activations:
         rotary = 4 * (s if self.micro.packed else self.micro.length // self.layout.context) * m.qk_rope_head_dim
         core = self.attended * queries * m.head_dim + keys_and_values + s * queries * m.v_head_dim
         return {
-            "attention norm": self._norm() + self._hidden(),
+            "input norm": self._norm(),
+            "attention input": self._hidden(),
             "query, key, value": latents + rotary * self.bytes,
             "core attention": core * self.bytes,
             "attention internals": self.attended * queries * _F32
@@ -290,9 +294,11 @@ class Activations:
         return round(tokens * intermediate * copies * self.bytes)
 
     def _mlp(self) -> dict[str, int]:
-        # its output is the input of the projection that it belongs to, so that "layernorm" computes neither again
-        norm = {"projection norm": self._norm() + self._hidden()}
-        return norm | {"mlp": self._gated(self.tokens, self.model.intermediate_size // self.layout.tensor, 2)}
+        return {
+            "projection norm": self._norm(),
+            "mlp input": self._hidden(),
+            "mlp": self._gated(self.tokens, self.model.intermediate_size // self.layout.tensor, 2),
+        }
 
     def _moe(self) -> dict[str, int]:
         m = self.model
@@ -304,16 +310,16 @@ class Activations:
         inner = m.moe_intermediate_size // self.layout.expert_tensor
         projection = round(self.expert_tokens * inner * 2 * self.bytes)
         return {
-            "mlp norm": self._norm() + self._hidden(),
+            "mlp norm": self._norm(),
+            "mlp input": self._hidden(),
             "router": s * (k * _INT64 + probabilities * _F32),
             # routing map, probabilities, order of rows
             "dispatch": s * (m.num_experts * (1 + _F32) + k * _INT64),
             "expert input": round(self.expert_tokens * m.hidden_size * self.bytes),
             # gate and up, from which the activation is recomputed
             "expert projection": projection,
-            "expert activation": self._gated(self.expert_tokens, inner, 3)
-            + round(self.expert_tokens * _F32)
-            - projection,
+            "expert probabilities": round(self.expert_tokens * _F32),
+            "expert activation": self._gated(self.expert_tokens, inner, 3) - projection,
             "shared experts": self._shared(),
         }
 
@@ -472,19 +478,6 @@ class Activations:
         if pp != self.layout.pipeline - 1:
             return layer
         return max(layer, self._logit_chunks() + (self.tokens + self.predicted) * self.model.hidden_size * self.bytes)
-
-
-def delta_float32(m: ModelSpec) -> int:
-    """Returns the float32 elements that chunks of gated delta attention keep a token in one layer, over all tensor
-    ranks.
-
-    A value head has queries, keys, and keys times their rate, twice each. Then come the solved and written values, and
-    five rows of a matrix between the chunk's tokens. The last is a share of the state before the chunk.
-    """
-    keys = m.linear_key_head_dim
-    values = m.linear_value_head_dim
-    of_head = 7 * keys + 3 * values + 5 * DELTA_CHUNK + -(-keys * values // DELTA_CHUNK)
-    return m.linear_num_value_heads * of_head
 
 
 def in_flight(layout: TrainLayout, pp: int, micro_batches: int) -> list[int]:

@@ -21,9 +21,10 @@ from mrl.config.lora_rules import reference_is_the_base
 from mrl.config.schema import RunConfig
 from mrl.model import ModelSpec, forward_flops_per_token, module_flops_per_token
 from mrl.model.adapters import Lora
+from mrl.model.computed_sizes import delta_float32
 from mrl.model.layout import TrainLayout
 from mrl.model.precision import Precision
-from mrl.plan.activations import MicroBatchShape, Recompute, delta_float32
+from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import Assumptions, Device
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
 from mrl.plan.generation_times import generation_seconds

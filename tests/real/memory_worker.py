@@ -5,8 +5,8 @@ See test_memory_truth.
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from padded import read_batch
@@ -19,48 +19,40 @@ from mrl.megatron.actor import MegatronActor
 
 
 class SavedTensors:
-    """Bytes of the storages that autograd keeps for the backward pass, those in `excluded` left out."""
+    """Bytes of the storages that autograd keeps for the backward pass, those in `excluded` left out.
+
+    Megatron empties the storage of an output that it will compute again, while autograd keeps the tensor: a storage
+    counts with what it has whenever something is saved.
+    """
 
     def __init__(self, excluded: set[int]) -> None:
-        self.excluded, self.references, self.live, self.peak, self.total = excluded, Counter(), 0, 0, 0
+        self.excluded = excluded
+        self.kept: WeakSet[_Kept] = WeakSet()
+        self.peak = 0
 
     def __enter__(self) -> "SavedTensors":
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor
-        )
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error) -> None:
         self._hooks.__exit__(*error)
 
-    def add(self, storage: int, nbytes: int) -> None:
-        if storage not in self.excluded:
-            self.references[storage] += 1
-            self._move(nbytes * (self.references[storage] == 1))
-
-    def drop(self, storage: int, nbytes: int) -> None:
-        if storage not in self.excluded:
-            self.references[storage] -= 1
-            self._move(-nbytes * (self.references[storage] == 0))
-
-    def _move(self, nbytes: int) -> None:
-        self.live += nbytes
-        self.total += max(nbytes, 0)
-        self.peak = max(self.peak, self.live)
+    def _keep(self, tensor: torch.Tensor) -> "_Kept":
+        kept = _Kept(tensor)
+        if kept.storage.data_ptr() not in self.excluded:
+            self.kept.add(kept)
+            sizes = {one.storage._cdata: one.storage.nbytes() for one in self.kept}
+            self.peak = max(self.peak, sum(sizes.values()))
+        return kept
 
 
 class _Kept:
-    """A saved tensor, counted from the moment it is saved until autograd lets it go."""
+    """A saved tensor, until autograd lets it go."""
 
-    def __init__(self, counter: SavedTensors, tensor: torch.Tensor) -> None:
-        self.counter, self.tensor = counter, tensor
-        storage = tensor.untyped_storage()
-        self.key = storage.data_ptr(), storage.nbytes()
-        counter.add(*self.key)
-
-    def __del__(self) -> None:
-        self.counter.drop(*self.key)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.storage = tensor.untyped_storage()
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

@@ -55,6 +55,22 @@ LAYOUTS = {
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}, "bfloat16", {}),
     "moe-tp4-of-2-kv-heads": ("moe", 4, {TP: 4, EP: 2}, "float32", {}),
 }
+# name -> (the layout, modules that are recomputed)
+MODULES = {
+    "moe-tp1-norms": ("moe-tp1", ["layernorm"]),
+    "dense-tp1-norms": ("dense-tp1", ["layernorm"]),
+    "next-tp1-norms": ("next-tp1", ["layernorm"]),
+    "moe-tp1-activation": ("moe-tp1", ["moe_act"]),
+    "moe-tp2-ep2-activation-and-norms": ("moe-tp2-ep2", ["moe_act", "layernorm"]),
+    "moe-dp2-experts": ("moe-dp2", ["moe"]),
+    "dense-tp1-mlp": ("dense-tp1", ["mlp"]),
+    "dense-tp2-mlp-and-attention": ("dense-tp2", ["mlp", "core_attn"]),
+    "shared-tp2-shared-experts": ("shared-tp2", ["shared_experts"]),
+}
+LAYOUTS |= {
+    name: (*LAYOUTS[layout][:4], {"recompute_granularity": "selective", "recompute_modules": modules})
+    for name, (layout, modules) in MODULES.items()
+}
 # an Adam on the host, without and with float32 weights on the device beside; shares below 1 are met to one tensor, much
 # in a tiny model
 ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
@@ -160,7 +176,8 @@ def _element_bytes(layout: str) -> int:
 
 
 def _recompute(layout: str) -> Recompute:
-    return Recompute(LAYOUTS[layout][4].get("recompute_granularity"))
+    given = LAYOUTS[layout][4]
+    return Recompute(given.get("recompute_granularity"), modules=tuple(given.get("recompute_modules", ["core_attn"])))
 
 
 def _reports(folder, name: str) -> list[dict]:
