@@ -29,12 +29,12 @@ ROWS = {
     "engine lost | report": (UNDISTURBED, "other schedule"),
     "in order, partial | separate | two | PP2 | Qwen3-MoE | none | one | GSPO | token | R3 | none | off | float32 | "
     "meanwhile | SIGTERM | resume": ("convert",),
-    "one step off | separate | two | DP2 | Qwen3-MoE | LoRA | one | DAPO with filtering | off | off | none | on | "
+    "one step off | separate | TP2 | DP2 | Qwen3-MoE | LoRA | one | GRPO | off | off | none | on | "
     "float32 | waits | SIGKILL | other layout": ("eval",),
-    "ready first | separate | DP2 EP2 | CP2 | Qwen3-MoE | none | one | PPO with a critic | off | off | none | off | "
-    "bfloat16 | meanwhile | rank lost | other schedule": (),
+    "ready first | separate | TP2 | TP2 | Qwen3-MoE | none | one | DAPO with filtering | off | off | none | off | "
+    "float32 | meanwhile | rank lost | other schedule": (),
 }
-LONG = ("one step off", "ready first")
+LONG = ()
 
 
 @pytest.fixture(scope="module")
