@@ -34,7 +34,6 @@ ROWS = {
     "ready first | separate | TP2 | TP2 | Qwen3-MoE | none | one | DAPO with filtering | off | off | none | off | "
     "float32 | meanwhile | rank lost | other schedule": (),
 }
-LONG = ()
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +51,13 @@ def test_every_schedule_end_and_what_follows_is_there():
     assert {row["then"] for row in rows} | {name for more in ROWS.values() for name in more} == {*THEN, UNDISTURBED}
 
 
-def cases() -> list:
-    """All rows, named by schedule and end; those for which no shorter test went are long."""
-    found = []
-    for text in ROWS:
-        schedule, *_, end, _ = text.split(" | ")
-        marks = [pytest.mark.long] if schedule in LONG else []
-        found.append(pytest.param(text, id=f"{schedule}-{end}", marks=marks))
-    return found
+def name_of(text: str) -> str:
+    """Schedule and end of a row."""
+    schedule, *_, end, _ = text.split(" | ")
+    return f"{schedule}-{end}"
 
 
-@pytest.mark.parametrize("text", cases())
+@pytest.mark.parametrize("text", ROWS, ids=name_of)
 def test_a_row_holds(world, tmp_path, text):
     row = row_of(text)
     assert refusal(row, world) is None
