@@ -34,7 +34,6 @@ PIECES = {
     "rehearsals": ("test_rehearse",),
     "ranks": ("test_dp2", "test_dp_runs", "test_overlap"),
     "rows": ("test_rows",),
-    "combinations": ("test_combinations",),
     "restarts": ("test_rank_restart", "test_engines_back", "test_supervised", "test_late_ranks"),
     "turns": ("test_turns",),
     "held_turns": ("test_held_turns",),
