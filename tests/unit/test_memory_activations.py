@@ -102,7 +102,7 @@ def test_recomputing_more_keeps_less(name):
 
 
 def test_norms_are_computed_again_where_they_are_no_part_of_a_projection():
-    """Megatron's own condition; those of dense layers are. A norm's input and its scales are dropped, or its output."""
+    """Megatron's own condition; those of dense layers are. Of a norm its input alone is kept then."""
 
     def spared(name: str) -> int:
         none = activations(known_spec(name), BIG)
