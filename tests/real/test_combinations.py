@@ -22,6 +22,7 @@ from own_memory import is_possible  # noqa: E402
 from mrl.record.run_dir import METRICS, read_metrics  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(4 * (RUN_S + GONE_S))]
+EARLY = 1  # the number of a row whose end comes 0.13 s behind the line of step 2: two steps need what it loses
 UNDISTURBED = "undisturbed"  # equals the run that finishes
 # each with what follows beside its own
 ROWS = {
@@ -61,7 +62,7 @@ def name_of(text: str) -> str:
 def test_a_row_holds(world, tmp_path, text):
     row = row_of(text)
     assert refusal(row, world) is None
-    run = RowRun(0, row, world, tmp_path / "row", tmp_path / "wholes", has_own_memory=is_possible())
+    run = RowRun(EARLY, row, world, tmp_path / "row", tmp_path / "wholes", has_own_memory=is_possible())
     run.do()
     assert run.problems == []
     for name in ROWS[text]:
@@ -75,6 +76,7 @@ def test_a_row_holds(world, tmp_path, text):
 
 
 def check_that_an_engine_was_missed(rows: list[dict]) -> None:
-    """It was lost in a step, and came back."""
+    """It was lost in a step, and came back if a later step needed it."""
     lost, restarted = (sum(step.get(f"fleet/{name}", 0) for step in rows) for name in ("lost", "restarted"))
-    assert lost == restarted == 1 or rows[-1]["trainer/restarts"] == 1
+    needed = 0 if rows[-1]["fleet/lost"] else 1
+    assert (lost, restarted) == (1, needed) or rows[-1]["trainer/restarts"] == 1
