@@ -51,8 +51,8 @@ class Device:
     name: str
     platform: str  # cluster.device
     memory: int  # bytes
-    reserved: int  # bytes of context, communicators and the allocator's unused rest (an estimate)
-    context: int  # bytes that a second process takes for its context, beside its tensors (an estimate)
+    reserved: int  # bytes of the allocator's unused rest; on CPU of imports (an estimate)
+    context: int  # bytes that a process takes for its context, beside its tensors (an estimate)
     pair: int  # bytes of a communicator of two processes (an estimate; on NPUs twice P2P_HCCL_BUFFSIZE as mrl sets it)
     # bytes of a communicator of a process group (an estimate; on NPUs twice HCCL_BUFFSIZE as launch/ sets it, on GPUs a
     # ring of 24 channels, each with the buffers of three protocols: 4 MiB, 4.7 and 0.5)
@@ -74,17 +74,19 @@ class Device:
     network_collective: float  # the same between nodes
     starts: "Starts"
     communicators: int = 0  # bytes of a configuration's weight syncs: `pair` for each pair of processes
-    communicators_of_ranks: int = 0  # bytes of its further models: `group` for each process group
+    communicators_of_ranks: int = 0  # bytes of its models' ranks: `group` for each process group
 
     @property
     def usable(self) -> int:
         """Bytes that a plan may fill on a device with a rank."""
-        return self.usable_by_engine - self.communicators_of_ranks
+        return self.memory - self.reserved - self.communicators - self.context - self.communicators_of_ranks
 
     @property
     def usable_by_engine(self) -> int:
-        """Bytes that a plan may fill on a device with an engine alone."""
-        return self.memory - self.reserved - self.communicators
+        """Bytes that a plan may fill on a device with an engine alone, which has outside its tensors what it keeps
+        asleep.
+        """
+        return self.memory - self.reserved - self.communicators - self.asleep
 
 
 @cache

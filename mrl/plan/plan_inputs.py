@@ -73,13 +73,13 @@ class PlanInputs:
         assumptions: Assumptions = USUAL,
         held_out_prompts: int | None = None,
     ) -> "PlanInputs":
-        """Makes the inputs. Memory for communicators of weight syncs and further models is reserved on the device.
+        """Makes the inputs. Memory for communicators of weight syncs and of ranks is reserved on the device.
 
         `held_out_prompts`: those of data.val_files, where they were read. Raises ConfigError for an illegal layout.
         """
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
         pairs = device.pair and device.pair * most_pairs(config)
-        groups = device.group and device.group * other_groups(config, model)
+        groups = device.group and device.group * process_groups(config, model, train)
         held_out = _held_out_prompts(config, held_out_prompts)
         device = replace(device, communicators=pairs, communicators_of_ranks=groups)
         return cls(config, model, device, assumptions, train, rollout_layout(config.rollout), held_out)
@@ -274,8 +274,8 @@ def of_reference(config: RunConfig) -> RunConfig:
 # number of pairs cannot be reduced. In layouts that spread experts over all ranks, each rank holds some that no other
 # has. Every engine needs them.
 #
-# A teacher has process groups of its own on the actor's ranks. So has a critic in a layout of its own. Each group of
-# several ranks gets a communicator at its first collective. The actor's are in `Device.reserved`.
+# The actor has process groups, which its reference uses too. A teacher has groups of its own on the actor's ranks. So
+# has a critic in a layout of its own. Each group of several ranks gets a communicator at its first collective.
 
 # Axes of the groups in which Megatron's ranks of one model meet (parallel_state.py); each group has its communicator.
 _PASSES = (("tp",), ("cp",), ("pp",))
@@ -284,23 +284,23 @@ _EXPERT_PASSES = (("ep",), ("etp",), ("etp", "ep"))
 _EXPERT_UPDATES = (("edp",),)
 
 
-def other_groups(config: RunConfig, model: ModelSpec) -> int:
-    """Returns the process groups of several ranks that a rank has for the teacher and the critic, beside the actor's.
+def process_groups(config: RunConfig, model: ModelSpec, actor: TrainLayout) -> int:
+    """Returns the process groups of several ranks that a rank has for the actor, the teacher and the critic.
 
-    A critic in the actor's layout uses the actor's. Returns 0 for illegal layouts, which other code reports.
+    A critic in the actor's layout uses the actor's. Illegal layouts of the others count as none; other code reports
+    them.
     """
-    count = 0
+    count = groups_of(actor, model.is_moe, is_trained=True)
     try:
         teacher = teacher_of(config, lambda path: planning_model_spec(path)[0])
-        if teacher is not None:
-            count += groups_of(teacher.layout, teacher.model.is_moe, is_trained=False)
         critic = config.of_critic
-        if critic is not None:
-            layout = TrainLayout.build(critic.actor.layout.model_dump(), model)
-            if layout != TrainLayout.build(config.actor.layout.model_dump(), model):
-                count += groups_of(layout, model.is_moe, is_trained=True)
+        layout = critic and TrainLayout.build(critic.actor.layout.model_dump(), model)
     except MrlError:
-        return 0
+        return count
+    if teacher is not None:
+        count += groups_of(teacher.layout, teacher.model.is_moe, is_trained=False)
+    if layout is not None and layout != actor:
+        count += groups_of(layout, model.is_moe, is_trained=True)
     return count
 
 

@@ -1,5 +1,5 @@
-"""Pairs of a rank and a worker that NCCL or HCCL serves have a communicator each, and so has each process group of a
-teacher, and of a critic in a layout of its own; the plan leaves room for those of the fullest device.
+"""Pairs of a rank and a worker that NCCL or HCCL serves have a communicator each, and so has each process group of the
+actor, of a teacher, and of a critic in a layout of its own; the plan leaves room for those of the fullest device.
 """
 
 import json
@@ -11,8 +11,9 @@ from test_memory_host import inputs_of
 
 from mrl.config.load import load_config
 from mrl.model import planning_model_spec
+from mrl.model.layout import TrainLayout
 from mrl.plan.devices import find_device
-from mrl.plan.plan_inputs import most_pairs, other_groups
+from mrl.plan.plan_inputs import most_pairs, process_groups
 from mrl.platforms.hosting import get_hosting
 from mrl.units import MIB
 
@@ -44,7 +45,7 @@ def test_the_fullest_device_has_a_pair_for_each_peer_that_is_out_of_reach(asked)
 
 def test_what_they_take_is_not_planned_with_and_is_counted_once():
     inputs, device = inputs_of("qwen3-235b-a22b/h100-16x8"), find_device("h100-80g")
-    assert inputs.device.usable == device.usable - 240 * 16 * MIB
+    assert inputs.device.usable == device.usable - 240 * 16 * MIB - OF_ACTOR["qwen3-235b-a22b/h100-16x8"] * device.group
     again = type(inputs).of(inputs.config, inputs.model, inputs.device)
     assert again.device == inputs.device
 
@@ -56,7 +57,7 @@ def test_on_npus_a_pair_takes_what_mrl_sets(name):
         assert find_device(name).pair == 2 * int(environment["P2P_HCCL_BUFFSIZE"]) * MIB
 
 
-# ---------------------------------------------------------------- process groups of a second model
+# ---------------------------------------------------------------- process groups
 
 NAMES = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model", "etp": "expert_tensor"}
 
@@ -67,18 +68,41 @@ def layout(ranks: int, **degrees: int) -> str:
 
 def groups(preset: str, *settings: str) -> int:
     config = load_config(ROOT / "parallel_configs" / f"{preset}.yaml", None, list(settings)).config
-    return other_groups(config, planning_model_spec(config.model.path)[0])
+    model = planning_model_spec(config.model.path)[0]
+    return process_groups(config, model, TrainLayout.build(config.actor.layout.model_dump(), model))
+
+
+# Counted by hand from the groups of Megatron's that have several ranks
+OF_ACTOR = {
+    "qwen2.5-3b/a2-1x8": 3,  # tensor ranks, replicas, and all ranks for the gradient's norm
+    "qwen3-32b/a3-4x16": 4,  # and stages
+    # replicas, all ranks, experts' all-to-all, and the gather of their counts over experts and their tensor ranks,
+    # which has a group too
+    "qwen3-30b-a3b/h100-1x8": 4,
+    "qwen3-30b-a3b/h100-4x8": 5,  # and experts' replicas
+    "qwen3-235b-a22b/h200-1x8-lora": 2,  # stages and all ranks: every expert is whole on its rank
+    "qwen3-235b-a22b/h100-16x8": 7,  # all of them but context and cut experts
+}
+
+
+@pytest.mark.parametrize("preset", OF_ACTOR)
+def test_an_actor_has_a_communicator_for_each_of_its_groups_of_several_ranks(preset):
+    inputs = inputs_of(preset)
+    device = find_device(inputs.device.name)
+    assert device.group > 0 and groups(preset) == OF_ACTOR[preset]
+    pairs = device.pair * most_pairs(inputs.config)
+    assert device.usable - inputs.device.usable == OF_ACTOR[preset] * device.group + pairs
+    assert device.usable_by_engine - inputs.device.usable_by_engine == pairs, "its ranks alone have them"
 
 
 TEACHER = ("distillation.enabled=true", "distillation.teacher_model.model_path=Qwen/Qwen3-235B-A22B")
 DENSE_TEACHER = ("distillation.enabled=true", "distillation.teacher_model.model_path=Qwen/Qwen3-32B")
 CRITIC = ("algorithm.adv_estimator=gae",)
 OF_TEACHER, OF_CRITIC = "distillation.teacher_model.layout=", "critic.layout="
-# Counted by hand from the groups of Megatron's that have several ranks
-GROUPS = {
+GROUPS = {  # beside the actor's
     (): 0,
     CRITIC: 0,  # in the actor's groups
-    # experts' all-to-all, and the gather of their counts over experts and their tensor ranks, which has a group too
+    # experts' all-to-all, and the gather of their counts
     (*TEACHER, OF_TEACHER + layout(ranks=8, ep=8)): 2,
     (*TEACHER, OF_TEACHER + layout(ranks=8, tp=4, ep=8)): 3,  # the tensor ranks' too
     (*TEACHER, OF_TEACHER + layout(ranks=8, tp=2, pp=2, cp=2)): 3,  # experts are whole on each rank
@@ -94,7 +118,8 @@ GROUPS = {
 
 @pytest.mark.parametrize("asked", GROUPS)
 def test_a_model_beside_the_actor_has_its_groups_of_several_ranks(asked):
-    assert groups("qwen3-30b-a3b/h100-1x8", *asked) == GROUPS[asked]
+    preset = "qwen3-30b-a3b/h100-1x8"
+    assert groups(preset, *asked) == OF_ACTOR[preset] + GROUPS[asked]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +129,7 @@ def test_each_group_of_a_second_model_has_a_communicator_in_the_plan(preset, dev
     ranks = 16 if "16" in preset else 8
     own = (*TEACHER, OF_TEACHER + layout(ranks=ranks, tp=4, ep=8))
     plain, taught = inputs_of(preset), inputs_of(preset, *own)
-    assert groups(preset, *own) == 3 and find_device(device).group > 0
+    assert groups(preset, *own) == groups(preset) + 3
     more = 3 * find_device(device).group
     assert plain.device.usable - taught.device.usable == more
     assert plain.device.usable_by_engine == taught.device.usable_by_engine, "its ranks alone have them"
