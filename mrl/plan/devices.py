@@ -83,9 +83,7 @@ class Device:
 
     @property
     def usable_by_engine(self) -> int:
-        """Bytes that a plan may fill on a device with an engine alone, which has outside its tensors what it keeps
-        asleep.
-        """
+        """Bytes that a plan may fill on a device with an engine alone. It needs those of a sleeping one besides."""
         return self.memory - self.reserved - self.communicators - self.asleep
 
 

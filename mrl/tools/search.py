@@ -22,6 +22,7 @@ from mrl.plan.activations import Activations, MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, Device
 from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.plan.model_state import StateBytes, layer_kinds, layers_alike, stage_state
+from mrl.plan.plan_inputs import groups_of
 from mrl.plan.times import Overlap, PassSeconds, PassWork, micro_batch_count, update_seconds
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
@@ -76,6 +77,11 @@ class SearchProblem:
     def recomputes(self) -> tuple[Recompute, ...]:
         """The ways of recomputation that are tried, the cheapest first."""
         return recomputes(self.model, self.computes_in_fp8)
+
+    def device_in(self, layout: TrainLayout) -> Device:
+        """Returns the device with the communicators of a layout's process groups."""
+        groups = groups_of(layout, self.model.is_moe, is_trained=True)
+        return replace(self.device, communicators_of_ranks=self.device.group * groups)
 
     def work_in(self, layout: TrainLayout) -> PassWork:
         """Returns the work with a layout's micro-batches. Budgets of a device grow with context parallelism."""
@@ -228,6 +234,7 @@ def best_fit(
     problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, ways: Iterable[Recompute] = ()
 ) -> Candidate | Phase:
     """Returns the layout with the first recomputation that fits, or the phase that is too large in every case."""
+    problem = replace(problem, device=problem.device_in(layout))
     states = {
         pp: stage_state(problem.model, layout, pp, problem.precision, lora=problem.lora)
         for pp in unlike_stages(problem.model, layout)

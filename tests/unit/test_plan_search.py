@@ -72,12 +72,19 @@ def every_legal_layout(name: str, world: int) -> set[TrainLayout]:
     return layouts
 
 
+def groups_of_several_ranks(layout: TrainLayout) -> int:
+    """Of a model with experts."""
+    dense = (layout.tensor, layout.context, layout.pipeline, layout.context * layout.data, layout.world_size)
+    experts = (layout.expert, layout.expert_tensor, layout.expert * layout.expert_tensor, layout.expert_data)
+    return sum(ranks > 1 for ranks in dense + experts)
+
+
 def cheapest_that_fits(case: SearchProblem, layout: TrainLayout):
     """(predicted seconds, bytes, recomputation) without any shortcut; None where nothing fits."""
     states = {pp: stage_state(case.model, layout, pp, BF16) for pp in range(layout.pipeline)}
     for recompute in recomputes(case.model):
         phase = fullest_phase(case, layout, recompute, states)
-        if phase.fits:
+        if phase.total <= phase.device_bytes - case.device.group * groups_of_several_ranks(layout):
             heaviest = max(states.values(), key=lambda s: s.parameters + s.gradients + s.optimizer)
             seconds = update_seconds(
                 case.work_in(layout), layout, case.device, case.per_node, heaviest, recompute, case.assumptions
