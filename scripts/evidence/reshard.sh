@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The claim "a weight sync costs a fraction of an export, and little memory": scripts/bench/reshard.py on this machine.
-# Writes docs/results/reshard.json.   scripts/evidence/reshard.sh
+# The claim "a weight sync costs a fraction of an export, and little memory": scripts/bench/reshard.py on this machine, beside the sync of an earlier
+# commit in the same rounds. Writes docs/results/reshard.json.   scripts/evidence/reshard.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python scripts/evidence/stamp.py --clean
-python scripts/bench/reshard.py --json | python scripts/evidence/stamp.py docs/results/reshard.json scripts/evidence/reshard.sh
+python scripts/bench/reshard.py --before 9e4de84 --json | python scripts/evidence/stamp.py docs/results/reshard.json scripts/evidence/reshard.sh
 cat docs/results/reshard.json
