@@ -590,7 +590,7 @@ def child(side: str, responses: int, routes: bool, turns: int) -> None:
 
 def store_bytes(routes: bool) -> int:
     """Of an object store."""
-    return 4 * 1024**3 if routes else 1024**3
+    return 14 * 1024**3 if routes else 1024**3
 
 
 def words_of(side: str, responses: int, routes: bool, turns: int = 1) -> list[str]:
