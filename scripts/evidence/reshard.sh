@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python scripts/evidence/stamp.py --clean
-python scripts/bench/reshard.py --before 9e4de84 --json | python scripts/evidence/stamp.py docs/results/reshard.json scripts/evidence/reshard.sh
+python scripts/bench/reshard.py --before ddb6a8de --json | python scripts/evidence/stamp.py docs/results/reshard.json scripts/evidence/reshard.sh
 cat docs/results/reshard.json
