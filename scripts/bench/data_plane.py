@@ -577,7 +577,7 @@ def child(side: str, responses: int, routes: bool, turns: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "samples").mkdir()
         own = dict(
-            num_cpus=2, include_dashboard=False, object_store_memory=store_bytes(routes), _temp_dir=folder,
+            num_cpus=2, include_dashboard=False, object_store_memory=store_bytes(responses, routes), _temp_dir=folder,
         )  # fmt: skip
         address = os.environ.get("RAY_ADDRESS", "local")
         ray.init(address, log_to_driver=False, logging_level="error", **(own if address == "local" else {}))
@@ -588,9 +588,9 @@ def child(side: str, responses: int, routes: bool, turns: int) -> None:
             ray.shutdown()
 
 
-def store_bytes(routes: bool) -> int:
-    """Of an object store."""
-    return 14 * 1024**3 if routes else 1024**3
+def store_bytes(responses: int, routes: bool) -> int:
+    """Of an object store: with routes a response takes 6 MB in the mean."""
+    return max(4 * 1024**3, responses * 7_000_000) if routes else 1024**3
 
 
 def words_of(side: str, responses: int, routes: bool, turns: int = 1) -> list[str]:
@@ -619,7 +619,7 @@ def run_nodes(responses: int, routes: bool) -> dict:
     from ray_nodes import RayNodes
 
     with tempfile.TemporaryDirectory(prefix="mrl-plane-", dir="/tmp") as folder, network(2, Path(folder)) as net:
-        rays = RayNodes(net, (2, 2), ("--object-store-memory", str(store_bytes(routes))))
+        rays = RayNodes(net, (2, 2), ("--object-store-memory", str(store_bytes(responses, routes))))
         rays.start()
         net.shape(LINK)
         command = ["env", f"--chdir={ROOT}", *words_of("now", responses, routes)]
