@@ -34,7 +34,7 @@ PY
     touch "$venv/.complete"
 fi
 status=0
-"$venv/bin/python" -m pytest -q --junitxml "$work/junit.xml" -m "not long" tests/real/test_parity.py tests/real/test_routes.py \
+"$venv/bin/python" -m pytest -q --junitxml "$work/junit.xml" -n 2 --dist loadfile -m "not long" tests/real/test_parity.py tests/real/test_routes.py \
     tests/real/test_policies.py tests/real/test_checkpoint.py tests/real/test_torch_dist.py || status=$?
 "$venv/bin/python" - "$work/junit.xml" docs/results/ascend_pair.json <<'PY'
 import importlib.metadata as meta, json, sys
