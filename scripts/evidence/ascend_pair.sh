@@ -23,7 +23,7 @@ OF_THE_DEVICE = ("torch-npu", "vllm-ascend", "triton-ascend")
 def told(install_requires: list[str], extras_require: dict[str, list[str]], **_: object) -> None:
     row = [wanted for wanted in extras_require["npu"] if not wanted.startswith(OF_THE_DEVICE)]
     tools = [wanted for wanted in extras_require["dev"] if wanted.startswith("pytest")]
-    print(*install_requires, *row, *tools, sep="\n")
+    print(*install_requires, *row, *tools, "einops==0.8.2", sep="\n")  # the last comes with vLLM elsewhere
 
 
 setuptools.setup = told
