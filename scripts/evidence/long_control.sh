@@ -13,7 +13,7 @@ runs=${1:?a folder for the runs}
 train() { # name, seed, further settings
     [ ! -e "$runs/$1-$2.done" ] || return 0
     mrl train parallel_configs/long-moe/cpu.yaml --run-dir "$runs/$1-$2" --set trainer.seed="$2" --set trainer.save_freq=10 \
-        --set trainer.resume_mode=auto --set trainer.total_training_steps=30 \
+        --set trainer.resume_mode=auto \
         --set reward.custom_reward_function.path=scripts/evidence/random_reward.py "${@:3}"
     touch "$runs/$1-$2.done"
 }
