@@ -11,6 +11,7 @@ import torch.distributed as dist
 from padded import in_rows, read_batch
 from ranks import agree_on_port
 from safetensors.torch import load_file, save_file
+from whole_models import of_text
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
@@ -32,7 +33,7 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
 
 
 def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -> None:
-    original = load_file(Path(actor.config.model.path) / "model.safetensors")
+    original = of_text(load_file(Path(actor.config.model.path) / "model.safetensors"))
     exported = _exported(actor)
     report = {
         "export_names_equal": sorted(exported) == sorted(original),

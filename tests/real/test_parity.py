@@ -26,6 +26,7 @@ from tiny_models import (
     tiny_shared,
 )
 from torch import Tensor
+from whole_models import of_text
 
 from mrl.data.samples import Sample
 
@@ -272,7 +273,7 @@ def _case(name: str, references: dict[str, Reference]) -> dict:
 
 def _reference(model, path: Path) -> Reference:
     model_path = save(model, path)
-    start = load_file(model_path / "model.safetensors")
+    start = of_text(load_file(model_path / "model.safetensors"))
     batch = _samples(model.config.vocab_size)
     with torch.no_grad():
         log_probs, entropy = _token_outputs(model, batch)
@@ -393,7 +394,7 @@ def _checkpoint_names(model, tensors: dict[str, Tensor], path: Path) -> dict[str
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
     model.save_pretrained(path / "renamed")
-    return load_file(path / "renamed" / "model.safetensors")
+    return of_text(load_file(path / "renamed" / "model.safetensors"))
 
 
 def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

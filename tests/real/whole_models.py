@@ -58,3 +58,21 @@ def _stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     stored["model.visual.pos_embed.weight"] = torch.randn(6, 8, generator=random)  # in float32, whatever the others are
     stored["mtp.norm.weight"] = torch.zeros(64, dtype=dtype)
     return stored
+
+
+def of_text(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under the names of the text model: transformers 5.5 stores one of Qwen3.5 as its part of a whole one."""
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.replace("model.language_model.", "model.", 1)
+        if name.endswith("experts.gate_up_proj"):
+            for number, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                prefix = f"{name.removesuffix('gate_up_proj')}{number}"
+                found |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            prefix = name.removesuffix("down_proj")
+            found |= {f"{prefix}{number}.down_proj.weight": down for number, down in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
