@@ -129,7 +129,7 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
             allows = partial(_is_legal, config, model, against.broken)
             best, left_out = fastest_that_fit(config, problem, result, 1, allows)
             for candidate in best:
-                found = values | _layout(candidate) | _faster(config, problem, result, count)
+                found = values | (_faster(config, problem, result, count) or _layout(candidate))
                 planned = _as_planned(_written(result, found, candidate), found | data, problem)
                 return FirstConfig(recipe, found | data, planned.reasons(count.per_node))
             against.left_out += left_out
@@ -147,7 +147,7 @@ def usual_config(path: str, model: ModelSpec, device: Device, devices: int) -> R
 def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, count: DeviceCount) -> dict[str, Any]:
     """Returns the keys of the fastest whole step, which also considers engines and micro-batches.
 
-    Returns None on a CPU, whose engines have no share of a device.
+    Returns none on a CPU, whose engines have no share of a device.
     """
     best = None
     if count.device.platform != "cpu":

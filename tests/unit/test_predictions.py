@@ -107,7 +107,7 @@ def test_a_rung_that_an_assumption_names_reports_the_fields_it_names(row):
 
 def test_what_is_said_of_an_engines_host_is_what_is_stored():
     """The stored check had two and six layers: `sequence_us` is of two, `step_s` of six, `layer_us` of one sequence."""
-    found = next(line for line in stored() if line["check"] == "decode")
+    found = next(line for line in stored() if line["check"] == "decode" and line["device"] == "cuda")
     one, many = (found["step_s"][batch] for batch in ("1", "256"))
     said = {row["name"]: row.get("measured", "") for row in ASSUMPTIONS}
     assert f"{(one - 6e-6 * found['layer_us']) * 1e3:.1f}e-3" in said["step_host"]
