@@ -57,7 +57,6 @@ class Device:
     # bytes of a communicator of a process group (an estimate; on NPUs twice HCCL_BUFFSIZE as launch/ sets it, on GPUs a
     # ring of 24 channels, each with the buffers of three protocols: 4 MiB, 4.7 and 0.5)
     group: int
-    asleep: int  # bytes that a sleeping engine keeps beside its buffers: context, graphs, communicators (an estimate)
     flops: float  # dense bf16 operations per second; a multiply-add counts as two
     memory_rate: float  # bytes per second
     node_rate: float  # bytes per second to a device of the same node
@@ -78,13 +77,13 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Bytes that a plan may fill on a device with a rank."""
-        return self.memory - self.reserved - self.communicators - self.context - self.communicators_of_ranks
+        """Bytes that a plan may fill on a device with a rank, without that rank's context and communicators."""
+        return self.usable_by_engine - self.context - self.communicators_of_ranks
 
     @property
     def usable_by_engine(self) -> int:
-        """Bytes that a plan may fill on a device with an engine alone. It needs those of a sleeping one besides."""
-        return self.memory - self.reserved - self.communicators - self.asleep
+        """Bytes that a plan may fill on a device with an engine alone, which has its context among them."""
+        return self.memory - self.reserved - self.communicators
 
 
 @cache
@@ -144,7 +143,6 @@ def _device(name: str, row: dict) -> Device:
         context=row["context_mib"] * MIB,
         pair=row["pair_mib"] * MIB,
         group=row["group_mib"] * MIB,
-        asleep=row["asleep_mib"] * MIB,
         flops=row["bf16_tflops"] * 1e12,
         memory_rate=row["memory_gb_per_s"] * 1e9,
         node_rate=row["node_link_gb_per_s"] * 1e9,

@@ -29,6 +29,7 @@ from mrl.plan.plan_inputs import (
     BatchPlan,
     PlanInputs,
     batch_plan,
+    engine_groups,
     engine_of,
     of_reference,
     precision_of,
@@ -260,11 +261,13 @@ def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
     graphs = 0
     if not (inputs.config.rollout.enforce_eager or inputs.device.platform == "cpu"):
         graphs = GRAPHS
+    groups = engine_groups(inputs.rollout, inputs.model.is_moe)
+    outside = inputs.device.context + inputs.device.group * groups + engine.buffers
     return EngineBytes(
         weights=engine.weights,
         working_set=engine.working_set + graphs,
         cache=engine.cache,
         sync_staging=staging + 2 * engine.largest_module,
-        asleep=inputs.device.asleep + engine.buffers,
-        context=inputs.device.context + engine.buffers,
+        asleep=outside + graphs,
+        outside=outside,
     )

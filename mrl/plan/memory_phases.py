@@ -95,7 +95,7 @@ _ROWS = (
     Term("engine_working_set", ENGINE, "a smaller rollout.max_num_batched_tokens or max_num_seqs"),
     Term("kv_cache", ENGINE, "a smaller rollout.gpu_memory_utilization"),
     Term("engine_asleep", ENGINE, _APART),
-    Term("engine_context", ENGINE, _APART),
+    Term("engine_outside", ENGINE, _APART),
     Term("sync_staging", ACTOR, _SMALLER_BUDGET),
     Term("engine_staging", ENGINE, _SMALLER_BUDGET),
     Term("staging", host_cure=_SMALLER_BUDGET),
@@ -118,7 +118,7 @@ _VALUES = "values"
 _CRITIC = "critic"
 # phases before the update, in which the actor's parameters are on the device
 _LOG_PROBS = ("log_prob", "ref", "teacher", _VALUES, _CRITIC, "rollout_to_log_prob")
-_UNTRACKED = ("engine_asleep", "engine_context")
+_UNTRACKED = ("engine_asleep", "engine_outside")
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ class EngineBytes:
     working_set: int
     cache: int
     sync_staging: int
-    asleep: int  # stays on the device while the engine sleeps: context, graphs, buffers
-    context: int = 0  # a second process's context outside the engine's share, and the engine's buffers
+    asleep: int  # stays on the device while the engine sleeps: `outside` and graphs
+    outside: int = 0  # outside the engine's share: its context, communicators and buffers
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class PhaseBytes:
 
     * `holders`: bytes of "actor" (a rank's process) and "engine" (a worker's process); 0 for one that has none.
     * `untracked`: bytes of the engine outside any tensor: context, graphs and communicators.
-    * `available`: bytes that a plan may fill, without contexts and the allocator's rest.
+    * `available`: bytes that a plan may fill, without a rank's context and communicators, and the allocator's rest.
     * `host`: host memory of the process of each kind that has most, in every phase from the first save on.
     """
 
@@ -341,10 +341,9 @@ def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
 def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
     """Returns generation and sync on a device that only an engine uses."""
     usable = device.usable_by_engine
-    return [
-        Phase("rollout", _awake(engine), usable),
-        Phase("rollout_sync", {"engine_weights": engine.weights, "engine_staging": engine.sync_staging}, usable),
-    ]
+    outside = _outside(engine)
+    syncing = {"engine_weights": engine.weights, "engine_staging": engine.sync_staging}
+    return [Phase("rollout", _awake(engine) | outside, usable), Phase("rollout_sync", syncing | outside, usable)]
 
 
 def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> list[Phase]:
@@ -356,9 +355,7 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
     """
     asleep = {"engine_asleep": engine.asleep}
     rest = _at_rest(actor)
-    context = {}
-    if engine.context:
-        context = {"engine_context": engine.context}
+    outside = _outside(engine)
     terms_of = _actor_terms(actor)
     phases = [Phase(name, terms | asleep, device.usable) for name, terms in terms_of.items() if name != "sync"]
     syncing = (
@@ -372,8 +369,8 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
     )
     phases += [
         Phase("train_to_sync", syncing, device.usable),
-        Phase("sync_to_rollout", rest | _awake(engine) | context, device.usable),
-        Phase("rollout", rest | _awake(engine) | context, device.usable),
+        Phase("sync_to_rollout", rest | _awake(engine) | outside, device.usable),
+        Phase("rollout", rest | _awake(engine) | outside, device.usable),
     ]
     if actor.scores_old or actor.has_reference or actor.teacher.parameters or actor.critic:
         first = _scoring_reference if actor.has_reference and not actor.scores_old else _scoring
@@ -483,6 +480,12 @@ def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
         | _beside(actor)
         | _samples(0, actor.samples.recorded_routes)
     )
+
+
+def _outside(engine: EngineBytes) -> dict[str, int]:
+    if not engine.outside:
+        return {}
+    return {"engine_outside": engine.outside}
 
 
 def _awake(engine: EngineBytes) -> dict[str, int]:

@@ -275,13 +275,15 @@ def of_reference(config: RunConfig) -> RunConfig:
 # has. Every engine needs them.
 #
 # The actor has process groups, which its reference uses too. A teacher has groups of its own on the actor's ranks. So
-# has a critic in a layout of its own. Each group of several ranks gets a communicator at its first collective.
+# has a critic in a layout of its own. Each group of several ranks gets a communicator at its first collective. Workers
+# of an engine have theirs before vLLM measures what memory is left (v1/worker/gpu_worker.py), outside of its share.
 
 # Axes of the groups in which Megatron's ranks of one model meet (parallel_state.py); each group has its communicator.
 _PASSES = (("tp",), ("cp",), ("pp",))
 _UPDATES = (("cp", "dp"),)  # beside one of all ranks, for the gradient's norm
 _EXPERT_PASSES = (("ep",), ("etp",), ("etp", "ep"))
 _EXPERT_UPDATES = (("edp",),)
+_ROUTING = (("tp", "cp", "dp"),)  # counts of the routers' metrics
 
 
 def process_groups(config: RunConfig, model: ModelSpec, actor: TrainLayout) -> int:
@@ -290,7 +292,7 @@ def process_groups(config: RunConfig, model: ModelSpec, actor: TrainLayout) -> i
     A critic in the actor's layout uses the actor's. Illegal layouts of the others count as none; other code reports
     them.
     """
-    count = groups_of(actor, model.is_moe, is_trained=True)
+    count = actor_groups(actor, model)
     try:
         teacher = teacher_of(config, lambda path: planning_model_spec(path)[0])
         critic = config.of_critic
@@ -304,15 +306,38 @@ def process_groups(config: RunConfig, model: ModelSpec, actor: TrainLayout) -> i
     return count
 
 
+def actor_groups(layout: TrainLayout, model: ModelSpec) -> int:
+    """Returns the process groups of several ranks that a rank has for the actor.
+
+    Besides those of its passes and updates, these are the group of all processes, and for tied embeddings that of the
+    first stage and the last.
+    """
+    shared = model.tie_word_embeddings and layout.pipeline > 1
+    return groups_of(layout, model.is_moe, is_trained=True) + (layout.world_size > 1) + shared
+
+
 def groups_of(layout: TrainLayout, is_moe: bool, is_trained: bool) -> int:
     """Returns the process groups of several ranks in which a rank of one model meets others."""
     dense = _PASSES + _UPDATES * is_trained
+    if is_moe:
+        dense += _ROUTING * is_trained
     sizes = [len(layout.dense_group(0, *axes)) for axes in dense]
     if is_moe:
         experts = _EXPERT_PASSES + _EXPERT_UPDATES * is_trained
         sizes += [len(layout.expert_group(0, *axes)) for axes in experts]
     if is_trained:
         sizes.append(layout.world_size)
+    return sum(size > 1 for size in sizes)
+
+
+def engine_groups(layout: RolloutLayout, is_moe: bool) -> int:
+    """Returns the process groups of several workers in which a worker of an engine meets others.
+
+    vLLM makes one for experts wherever a model has some (distributed/parallel_state.py).
+    """
+    sizes = [layout.tensor, layout.data]
+    if is_moe:
+        sizes.append(layout.workers_per_engine)
     return sum(size > 1 for size in sizes)
 
 

@@ -22,7 +22,7 @@ from mrl.plan.activations import Activations, MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, Device
 from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.plan.model_state import StateBytes, layer_kinds, layers_alike, stage_state
-from mrl.plan.plan_inputs import groups_of
+from mrl.plan.plan_inputs import actor_groups
 from mrl.plan.times import Overlap, PassSeconds, PassWork, micro_batch_count, update_seconds
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
@@ -80,8 +80,7 @@ class SearchProblem:
 
     def device_in(self, layout: TrainLayout) -> Device:
         """Returns the device with the communicators of a layout's process groups."""
-        groups = groups_of(layout, self.model.is_moe, is_trained=True)
-        return replace(self.device, communicators_of_ranks=self.device.group * groups)
+        return replace(self.device, communicators_of_ranks=self.device.group * actor_groups(layout, self.model))
 
     def work_in(self, layout: TrainLayout) -> PassWork:
         """Returns the work with a layout's micro-batches. Budgets of a device grow with context parallelism."""

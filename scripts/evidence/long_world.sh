@@ -21,6 +21,7 @@ train() { # name, seed, steps, further settings
 
 random=(--set reward.custom_reward_function.path=scripts/evidence/random_reward.py)
 if [ "${2:-}" = controls ]; then
+    runs=$runs/controls
     train control 0 20 "${random[@]}"
     train control_quarter_rate 0 20 "${random[@]}" --set actor.optim.lr=2.5e-5
     train control 1 20 "${random[@]}"

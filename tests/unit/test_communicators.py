@@ -3,6 +3,7 @@ actor, of a teacher, and of a critic in a layout of its own; the plan leaves roo
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from test_memory_host import inputs_of
 
 from mrl.config.load import load_config
 from mrl.model import planning_model_spec
-from mrl.model.layout import TrainLayout
+from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.plan.devices import find_device
-from mrl.plan.plan_inputs import most_pairs, process_groups
+from mrl.plan.engine_memory import GRAPHS
+from mrl.plan.memory import memory_section
+from mrl.plan.plan_inputs import actor_groups, engine_groups, engine_of, most_pairs, process_groups
 from mrl.platforms.hosting import get_hosting
 from mrl.units import MIB
 
@@ -74,14 +77,15 @@ def groups(preset: str, *settings: str) -> int:
 
 # Counted by hand from the groups of Megatron's that have several ranks
 OF_ACTOR = {
-    "qwen2.5-3b/a2-1x8": 3,  # tensor ranks, replicas, and all ranks for the gradient's norm
-    "qwen3-32b/a3-4x16": 4,  # and stages
-    # replicas, all ranks, experts' all-to-all, and the gather of their counts over experts and their tensor ranks,
-    # which has a group too
-    "qwen3-30b-a3b/h100-1x8": 4,
-    "qwen3-30b-a3b/h100-4x8": 5,  # and experts' replicas
-    "qwen3-235b-a22b/h200-1x8-lora": 2,  # stages and all ranks: every expert is whole on its rank
-    "qwen3-235b-a22b/h100-16x8": 7,  # all of them but context and cut experts
+    # tensor ranks, replicas, all ranks for the gradient's norm, and all processes, a group of torch's own
+    "qwen2.5-3b/a2-1x8": 4,
+    "qwen3-32b/a3-4x16": 5,  # and stages
+    # replicas, all ranks, all processes, experts' all-to-all, the gather of their counts over experts and their tensor
+    # ranks, and what routers counted, over tensor ranks and replicas: a group each
+    "qwen3-30b-a3b/h100-1x8": 6,
+    "qwen3-30b-a3b/h100-4x8": 7,  # and experts' replicas
+    "qwen3-235b-a22b/h200-1x8-lora": 3,  # stages, all ranks and all processes: every expert is whole on its rank
+    "qwen3-235b-a22b/h100-16x8": 9,  # all of them but context and cut experts
 }
 
 
@@ -93,6 +97,41 @@ def test_an_actor_has_a_communicator_for_each_of_its_groups_of_several_ranks(pre
     pairs = device.pair * most_pairs(inputs.config)
     assert device.usable - inputs.device.usable == OF_ACTOR[preset] * device.group + pairs
     assert device.usable_by_engine - inputs.device.usable_by_engine == pairs, "its ranks alone have them"
+
+
+def test_tied_embeddings_have_a_group_of_the_first_stage_and_the_last():
+    inputs = inputs_of("qwen2.5-3b/a2-1x8")
+    assert inputs.model.tie_word_embeddings
+    staged = TrainLayout.build(json.loads(layout(ranks=8, tp=2, pp=2)), inputs.model)
+    untied = replace(inputs.model, tie_word_embeddings=False)
+    assert actor_groups(staged, inputs.model) == actor_groups(staged, untied) + 1
+    assert actor_groups(inputs.train, inputs.model) == actor_groups(inputs.train, untied)
+
+
+@pytest.mark.parametrize(
+    ("workers", "is_moe", "expected"),
+    [
+        (RolloutLayout(8, 1), True, 0),
+        (RolloutLayout(2, 4), False, 1),
+        (RolloutLayout(2, 4), True, 2),  # experts have a group though they are cut as all else
+        (RolloutLayout(1, 2, 4, 8), True, 3),
+        (RolloutLayout(1, 1, 8, 8), True, 2),
+    ],
+)
+def test_an_engine_has_a_group_for_each_way_that_splits_it(workers, is_moe, expected):
+    assert engine_groups(workers, is_moe) == expected
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_an_engines_context_and_communicators_are_outside_its_share(placement):
+    preset = {"colocated": "qwen3-30b-a3b/h100-4x8", "separate": "qwen3-30b-a3b/h100-4x8-separate"}[placement]
+    inputs = inputs_of(preset)
+    device, buffers = inputs.device, engine_of(inputs).buffers
+    outside = device.context + device.group * engine_groups(inputs.rollout, is_moe=True) + buffers
+    phases = memory_section(inputs)["phases"]
+    assert phases["rollout"]["terms"]["engine_outside"] == outside > device.context
+    if placement == "colocated":
+        assert phases["train"]["terms"]["engine_asleep"] == outside + GRAPHS
 
 
 TEACHER = ("distillation.enabled=true", "distillation.teacher_model.model_path=Qwen/Qwen3-235B-A22B")
@@ -109,9 +148,10 @@ GROUPS = {  # beside the actor's
     (*TEACHER, OF_TEACHER + layout(ranks=8, tp=2, etp=2, ep=2)): 4,  # experts are cut, and a third group has both cuts
     (*DENSE_TEACHER, OF_TEACHER + layout(ranks=8, tp=4, pp=2)): 2,
     (*DENSE_TEACHER, OF_TEACHER + layout(ranks=8)): 0,  # whole on each rank, and without gradients
-    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 5,  # and replicas, and all ranks for the gradient's norm
-    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=2, pp=2, ep=2)): 7,  # and experts' replicas
-    (*TEACHER, OF_TEACHER + layout(ranks=8, ep=8), *CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 7,
+    # and replicas, what routers counted, and all ranks for the gradient's norm
+    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 6,
+    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=2, pp=2, ep=2)): 8,  # and experts' replicas
+    (*TEACHER, OF_TEACHER + layout(ranks=8, ep=8), *CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 8,
     (*TEACHER, OF_TEACHER + layout(ranks=8, tp=3)): 0,  # illegal, which is said elsewhere
 }
 

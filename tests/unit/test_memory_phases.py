@@ -118,12 +118,12 @@ def test_what_samples_take_is_there_while_they_are_computed_and_recorded_routes_
     assert phases["train_to_sync"] == 169 + 1000 and phases["rollout"] == 371 + 1000
 
 
-def test_an_engine_that_is_awake_beside_an_actor_has_a_context_of_its_own():
-    engine = EngineBytes(**{**vars(ENGINE), "context": 5})
+def test_an_engine_that_is_awake_has_context_and_communicators_outside_its_share():
+    engine = EngineBytes(**{**vars(ENGINE), "outside": 5})
     phases = totals(colocated_phases(ACTOR, engine, DEVICE))
     assert (phases["rollout"], phases["sync_to_rollout"]) == (60 + 311 + 5, 60 + 311 + 5)
     assert phases["train_to_sync"] == 60 + 100 + 7 + 2  # what stays asleep includes it
-    assert totals(engine_phases(engine, DEVICE)) == {"rollout": 311, "rollout_sync": 104}  # the device's reserve has it
+    assert totals(engine_phases(engine, DEVICE)) == {"rollout": 311 + 5, "rollout_sync": 104 + 5}
 
 
 def test_every_term_has_a_cure_and_a_holder():

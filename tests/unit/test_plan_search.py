@@ -73,10 +73,12 @@ def every_legal_layout(name: str, world: int) -> set[TrainLayout]:
 
 
 def groups_of_several_ranks(layout: TrainLayout) -> int:
-    """Of a model with experts."""
-    dense = (layout.tensor, layout.context, layout.pipeline, layout.context * layout.data, layout.world_size)
+    """Of a model with experts, whose embeddings are not tied."""
+    replicas = layout.context * layout.data
+    dense = (layout.tensor, layout.context, layout.pipeline, replicas, layout.tensor * replicas)
     experts = (layout.expert, layout.expert_tensor, layout.expert * layout.expert_tensor, layout.expert_data)
-    return sum(ranks > 1 for ranks in dense + experts)
+    whole = (layout.world_size, layout.world_size)  # of Megatron and of torch
+    return sum(ranks > 1 for ranks in dense + experts + whole)
 
 
 def cheapest_that_fits(case: SearchProblem, layout: TrainLayout):
