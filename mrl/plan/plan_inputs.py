@@ -283,7 +283,6 @@ _PASSES = (("tp",), ("cp",), ("pp",))
 _UPDATES = (("cp", "dp"),)  # beside one of all ranks, for the gradient's norm
 _EXPERT_PASSES = (("ep",), ("etp",), ("etp", "ep"))
 _EXPERT_UPDATES = (("edp",),)
-_ROUTING = (("tp", "cp", "dp"),)  # counts of the routers' metrics
 
 
 def process_groups(config: RunConfig, model: ModelSpec, actor: TrainLayout) -> int:
@@ -300,33 +299,35 @@ def process_groups(config: RunConfig, model: ModelSpec, actor: TrainLayout) -> i
     except MrlError:
         return count
     if teacher is not None:
-        count += groups_of(teacher.layout, teacher.model.is_moe, is_trained=False)
+        count += groups_of(teacher.layout, teacher.model, is_trained=False)
     if layout is not None and layout != actor:
-        count += groups_of(layout, model.is_moe, is_trained=True)
+        count += groups_of(layout, replace(model, tie_word_embeddings=False), is_trained=True)
     return count
 
 
 def actor_groups(layout: TrainLayout, model: ModelSpec) -> int:
     """Returns the process groups of several ranks that a rank has for the actor.
 
-    Besides those of its passes and updates, these are the group of all processes, and for tied embeddings that of the
-    first stage and the last.
+    Besides those of its passes and updates, these are the group of all processes, and one for what routers count.
     """
-    shared = model.tie_word_embeddings and layout.pipeline > 1
-    return groups_of(layout, model.is_moe, is_trained=True) + (layout.world_size > 1) + shared
+    routing = model.is_moe and len(layout.dense_group(0, "tp", "cp", "dp")) > 1
+    return groups_of(layout, model, is_trained=True) + (layout.world_size > 1) + routing
 
 
-def groups_of(layout: TrainLayout, is_moe: bool, is_trained: bool) -> int:
-    """Returns the process groups of several ranks in which a rank of one model meets others."""
+def groups_of(layout: TrainLayout, model: ModelSpec, is_trained: bool) -> int:
+    """Returns the process groups of several ranks in which a rank of one model meets others.
+
+    The first pipeline stage and the last have one for tied embeddings.
+    """
     dense = _PASSES + _UPDATES * is_trained
-    if is_moe:
-        dense += _ROUTING * is_trained
     sizes = [len(layout.dense_group(0, *axes)) for axes in dense]
-    if is_moe:
+    if model.is_moe:
         experts = _EXPERT_PASSES + _EXPERT_UPDATES * is_trained
         sizes += [len(layout.expert_group(0, *axes)) for axes in experts]
     if is_trained:
         sizes.append(layout.world_size)
+    if model.tie_word_embeddings:
+        sizes.append(layout.pipeline)
     return sum(size > 1 for size in sizes)
 
 

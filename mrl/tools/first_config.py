@@ -129,7 +129,8 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
             allows = partial(_is_legal, config, model, against.broken)
             best, left_out = fastest_that_fit(config, problem, result, 1, allows)
             for candidate in best:
-                found = values | (_faster(config, problem, result, count) or _layout(candidate))
+                faster = _faster(config, problem, result, count)
+                found = values | (_layout(candidate) if faster is None else faster)
                 planned = _as_planned(_written(result, found, candidate), found | data, problem)
                 return FirstConfig(recipe, found | data, planned.reasons(count.per_node))
             against.left_out += left_out
@@ -144,16 +145,18 @@ def usual_config(path: str, model: ModelSpec, device: Device, devices: int) -> R
     return RunConfig.model_validate(nested(values))
 
 
-def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, count: DeviceCount) -> dict[str, Any]:
+def _faster(
+    config: RunConfig, problem: SearchProblem, result: SearchResult, count: DeviceCount
+) -> dict[str, Any] | None:
     """Returns the keys of the fastest whole step, which also considers engines and micro-batches.
 
-    Returns none on a CPU, whose engines have no share of a device.
+    Returns None where nothing fits, and on a CPU, whose engines have no share of a device.
     """
     best = None
     if count.device.platform != "cpu":
         best = fastest_run(config, problem, result)
     if best is None:
-        return {}
+        return None
     return differing(config, best.config)
 
 

@@ -148,10 +148,10 @@ GROUPS = {  # beside the actor's
     (*TEACHER, OF_TEACHER + layout(ranks=8, tp=2, etp=2, ep=2)): 4,  # experts are cut, and a third group has both cuts
     (*DENSE_TEACHER, OF_TEACHER + layout(ranks=8, tp=4, pp=2)): 2,
     (*DENSE_TEACHER, OF_TEACHER + layout(ranks=8)): 0,  # whole on each rank, and without gradients
-    # and replicas, what routers counted, and all ranks for the gradient's norm
-    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 6,
-    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=2, pp=2, ep=2)): 8,  # and experts' replicas
-    (*TEACHER, OF_TEACHER + layout(ranks=8, ep=8), *CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 8,
+    # and replicas, and all ranks for the gradient's norm
+    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 5,
+    (*CRITIC, OF_CRITIC + layout(ranks=8, tp=2, pp=2, ep=2)): 7,  # and experts' replicas
+    (*TEACHER, OF_TEACHER + layout(ranks=8, ep=8), *CRITIC, OF_CRITIC + layout(ranks=8, tp=4, ep=8)): 7,
     (*TEACHER, OF_TEACHER + layout(ranks=8, tp=3)): 0,  # illegal, which is said elsewhere
 }
 
