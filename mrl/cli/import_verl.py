@@ -5,14 +5,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, MrlError
 
-# most layouts of the search that are tried, fastest first, until one breaks no rule and fits
-_TRIED = 50
 _TRANSFORMER = "model.override_transformer_config"
 
 
@@ -172,13 +170,11 @@ def _searched(out, translated):
     Returns None where there is no such layout, or the model is not known.
     """
     from mrl.model import planning_model_spec
-    from mrl.plan.memory import memory_section
-    from mrl.plan.plan_inputs import PlanInputs, device_for
+    from mrl.plan.plan_inputs import device_for, recompute_of
     from mrl.platforms.versions import MEGATRON
-    from mrl.tools.import_verl.script_model import Chosen
     from mrl.tools.search import search
-    from mrl.tools.search_report import search_problem
-    from mrl.tools.switches import missing_switches
+    from mrl.tools.search_report import fastest_that_fit, search_problem
+    from mrl.tools.switches import with_switches
 
     try:
         config = _loaded(out.to_yaml()).config
@@ -189,32 +185,37 @@ def _searched(out, translated):
     problem = search_problem(
         config, model, device, config.actor.layout.world_size, config.cluster.n_gpus_per_node, MEGATRON
     )
-    why = f"the fastest that fits {device.name} (mrl plan --search)"
-    has_own = any(key.startswith(f"{_TRANSFORMER}.recompute_") for key in out.values)
-    for candidate, recompute in _tried(problem, search(problem).fitting[:_TRIED], has_own):
-        imported = translated(Chosen({k: v for k, v in candidate.degrees.items() if k != "world_size"}, why))
-        if not has_own:
-            settings = {f"{_TRANSFORMER}.{name}": value for name, value in recompute.settings.items()}
-            _choose(imported, settings, f"{device.name} is too small without it")
-        switches = missing_switches(_loaded(imported.to_yaml()).config, model)
-        _choose(imported, switches, f"updates on {device.name} are faster with it")
-        text = imported.to_yaml()
-        if not _checked(None, text)[0] and memory_section(PlanInputs.of(_loaded(text).config, model, device))["fits"]:
-            return imported
+    if has_own := any(key.startswith(f"{_TRANSFORMER}.recompute_") for key in out.values):
+        problem = replace(problem, ways=(recompute_of(config),))
+
+    def imported(candidate):
+        return _with_layout(translated, candidate, model, device, has_own)
+
+    def breaks_no_rule(candidate) -> bool:
+        return not _checked(None, imported(candidate).to_yaml())[0]
+
+    fastest, _ = fastest_that_fit(with_switches(config, model), problem, search(problem), 1, breaks_no_rule)
+    if fastest:
+        return imported(fastest[0])
     out.warnings.append(
         f"mrl plan --search found no layout that fits {device.name} in every phase with the rest as it is"
     )
     return None
 
 
-def _tried(problem, fitting, has_own: bool) -> Iterator[tuple[Any, Any]]:
-    """Yields layouts with the recomputation that the search found, and with more; a script's own stays as it is."""
-    from mrl.tools.search import stronger
+def _with_layout(translated, candidate, model, device, has_own: bool):
+    """Imports again with a layout of the search, its recomputation where the script has none, and switches."""
+    from mrl.tools.import_verl.script_model import Chosen
+    from mrl.tools.switches import missing_switches
 
-    for candidate in fitting:
-        yield candidate, candidate.recompute
-        if not has_own:
-            yield from ((candidate, way) for way in stronger(problem, candidate.recompute))
+    degrees = {key: value for key, value in candidate.degrees.items() if key != "world_size"}
+    out = translated(Chosen(degrees, f"the fastest that fits {device.name} (mrl plan --search)"))
+    if not has_own:
+        settings = {f"{_TRANSFORMER}.{name}": value for name, value in candidate.recompute.settings.items()}
+        _choose(out, settings, f"{device.name} is too small without it")
+    switches = missing_switches(_loaded(out.to_yaml()).config, model)
+    _choose(out, switches, f"updates on {device.name} are faster with it")
+    return out
 
 
 def _choose(out, values: dict[str, Any], why: str) -> None:

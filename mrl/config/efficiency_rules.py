@@ -56,6 +56,12 @@ def _recomputes(config: RunConfig, name: str) -> bool:
     return given.get("recompute_granularity") == "selective" and isinstance(modules, list) and name in modules
 
 
+def scales_are_delayed(config: RunConfig) -> bool:
+    """Tells whether ranks compute in FP8 by Megatron's default recipe."""
+    given = config.model.override_transformer_config
+    return bool(given.get("fp8")) and given.get("fp8_recipe") in (None, "delayed")
+
+
 EFFICIENCY_RULES = (
     RuleRow(
         f"{_TRANSFORMER}.recompute_modules",
@@ -66,11 +72,7 @@ EFFICIENCY_RULES = (
     ),
     RuleRow(
         f"{_TRANSFORMER}.recompute_modules",
-        lambda c, _: (
-            c.model.override_transformer_config.get("fp8")
-            and c.model.override_transformer_config.get("fp8_recipe") in (None, "delayed")
-            and (_recomputes(c, "moe_act") or _recomputes(c, "layernorm"))
-        ),
+        lambda c, _: scales_are_delayed(c) and (_recomputes(c, "moe_act") or _recomputes(c, "layernorm")),
         "must name neither moe_act nor layernorm with fp8",
         "Megatron refuses them with delayed scaling, its default",
         ("core_attn", "mlp", "moe", "shared_experts"),

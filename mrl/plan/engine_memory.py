@@ -15,12 +15,13 @@ from mrl.model.quantised import blocks, is_quantised
 from mrl.model.registry import weight_map
 from mrl.model.vllm_parameters import fullest_numel, worker_slice
 from mrl.model.weight_map import Weight
+from mrl.plan.devices import Device
 from mrl.plan.model_state import key_value_heads
 from mrl.units import GIB
 
 _F32 = 4
 BLOCK = 16  # tokens of a cache block
-GRAPHS = GIB  # bytes of captured graphs, outside the share (an estimate)
+GRAPHS = GIB  # bytes of captured graphs (an estimate)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,20 @@ class EngineMemory:
     def total(self) -> int:
         """Bytes of the worker's share of the device; graphs and its context come on top."""
         return self.weights + self.working_set + self.cache
+
+
+def captured_graphs(device: Device, enforce_eager: bool) -> int:
+    """Returns the bytes of an engine worker's graphs, which stay while it sleeps."""
+    return 0 if enforce_eager or device.platform == "cpu" else GRAPHS
+
+
+def engine_share(device: Device, utilization: float, enforce_eager: bool = False) -> int:
+    """Returns the bytes of a worker for weights, passes and cache: gpu_memory_utilization of its device.
+
+    vLLM takes its graphs from them (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS); vllm-ascend's come on top.
+    """
+    share = round(device.memory * utilization)
+    return share - captured_graphs(device, enforce_eager) if device.platform == "cuda" else share
 
 
 def engine_memory(

@@ -9,7 +9,7 @@ from mrl.config.schema import RunConfig
 from mrl.model.adapters import MERGED_BYTES
 from mrl.model.hf_config import LayerKind
 from mrl.plan.activations import Activations, Kernels, MicroBatchShape
-from mrl.plan.engine_memory import GRAPHS, EngineMemory, cache_bytes_per_token
+from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token, captured_graphs
 from mrl.plan.host_memory import host_section
 from mrl.plan.memory_phases import (
     TERMS,
@@ -258,9 +258,7 @@ def _actor_staging(inputs: PlanInputs, pp: int) -> int:
 def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
     """Returns the terms of one engine worker. A sync stages two rounds and, at its peak, two modules in load layout."""
     staging = 2 * sync_budget(inputs.config) if inputs.config.reshard.path == "fast" else BUCKET_BYTES
-    graphs = 0
-    if not (inputs.config.rollout.enforce_eager or inputs.device.platform == "cpu"):
-        graphs = GRAPHS
+    graphs = captured_graphs(inputs.device, inputs.config.rollout.enforce_eager)
     groups = engine_groups(inputs.rollout, inputs.model.is_moe)
     outside = inputs.device.context + inputs.device.group * groups + engine.buffers
     return EngineBytes(

@@ -15,7 +15,7 @@ from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
 from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, Device, default_device, device_by_part, devices_of, find_device
-from mrl.plan.engine_memory import EngineMemory, engine_memory, engine_memory_with_cache
+from mrl.plan.engine_memory import EngineMemory, engine_memory, engine_memory_with_cache, engine_share
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.setup import pair_route
 from mrl.units import GIB, MIB, round_up
@@ -249,7 +249,7 @@ def engine_of(inputs: PlanInputs) -> EngineMemory:
         return engine_memory_with_cache(
             inputs.model, inputs.rollout, cache, dtype_bytes=inputs.engine_element_bytes, **passes
         )
-    share = round(inputs.device.memory * rollout.gpu_memory_utilization)
+    share = engine_share(inputs.device, rollout.gpu_memory_utilization, rollout.enforce_eager)
     return engine_memory(inputs.model, inputs.rollout, share, dtype_bytes=inputs.engine_element_bytes, **passes)
 
 

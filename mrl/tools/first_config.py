@@ -21,7 +21,7 @@ from mrl.errors import ConfigError, Violation
 from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout
 from mrl.plan.devices import Device, device_by_part, devices
-from mrl.plan.engine_memory import engine_memory
+from mrl.plan.engine_memory import engine_memory, engine_share
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, recompute_of
 from mrl.plan.suggest_fixes import HOST_ADAM
@@ -271,7 +271,7 @@ def _lengths(model: ModelSpec) -> tuple[int, int]:
 
 def _engine_sizes(model: ModelSpec, count: DeviceCount) -> list[int]:
     """Returns tensor degrees of engines within a node that hold the model and some sequences, smallest first."""
-    share = round(count.device.memory * _SHARE)
+    share = engine_share(count.device, _SHARE)
     legal = [n for n in range(1, count.per_node + 1) if count.per_node % n == 0 and engine_splits_heads(n, model)]
     wanted = _SEQUENCES * sum(_lengths(model))
     fitting = [n for n in legal if engine_memory(model, RolloutLayout(1, n), share).cache_tokens >= wanted]

@@ -67,7 +67,7 @@ class SearchProblem:
     lora: Lora | None = None  # adapters that are trained instead of the weights
     dropout: bool = False  # of the adapters' inputs
     fp8_block: int = 0  # rows and columns of blocks that no rank may cut, see ranks_block
-    computes_in_fp8: bool = False  # the ranks' layers
+    ways: tuple[Recompute, ...] = ()  # of recomputation, the cheapest first; empty: those that a model usually has
 
     @property
     def model(self) -> ModelSpec:
@@ -76,7 +76,7 @@ class SearchProblem:
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         """The ways of recomputation that are tried, the cheapest first."""
-        return recomputes(self.model, self.computes_in_fp8)
+        return self.ways or recomputes(self.model)
 
     def device_in(self, layout: TrainLayout) -> Device:
         """Returns the device with the communicators of a layout's process groups."""
@@ -214,13 +214,9 @@ def _pipelines(
             )
 
 
-def recomputes(model: ModelSpec, in_fp8: bool = False) -> tuple[Recompute, ...]:
-    """Returns the ways of recomputation that are tried, the cheapest first.
-
-    Megatron refuses norms and activations where layers compute in FP8 by its default recipe.
-    """
-    ways = _RECOMPUTE_EXPERTS if model.is_moe else _RECOMPUTE_DENSE
-    return tuple(way for way in ways if not (in_fp8 and "layernorm" in way.modules))
+def recomputes(model: ModelSpec) -> tuple[Recompute, ...]:
+    """Returns the ways of recomputation that a model usually has, the cheapest first."""
+    return _RECOMPUTE_EXPERTS if model.is_moe else _RECOMPUTE_DENSE
 
 
 def stronger(problem: SearchProblem, recompute: Recompute) -> tuple[Recompute, ...]:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from mrl.config.efficiency_rules import scales_are_delayed
 from mrl.config.quantisation_rules import ranks_block
 from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.schema import LayoutConfig, RunConfig
@@ -23,7 +24,7 @@ from mrl.model.precision import BF16
 from mrl.model.quantised_shards import workers_fault
 from mrl.plan.activations import Recompute
 from mrl.plan.devices import USUAL, Device
-from mrl.plan.engine_memory import engine_memory
+from mrl.plan.engine_memory import engine_memory, engine_share
 from mrl.plan.memory import memory_section, offload_of
 from mrl.plan.memory_phases import Phase
 from mrl.plan.model_state import stage_state
@@ -35,6 +36,7 @@ from mrl.tools.search import (
     SearchResult,
     candidate_of,
     heaviest_stage,
+    recomputes,
     search,
     stronger,
     unlike_stages,
@@ -42,7 +44,7 @@ from mrl.tools.search import (
 from mrl.tools.switches import deepep_would_spare, with_switches
 from mrl.units import GIB
 
-_TRIED = 100  # plans of whole runs at most
+_TRIED = 100  # layouts at most whose whole runs are planned, each with every recomputation that it needs
 # tokens of a usual run with long answers
 PROMPT = 2048
 RESPONSE = 8192
@@ -83,8 +85,16 @@ def search_problem(
         lora=config.actor.lora.adapters,
         dropout=config.actor.lora.dropout > 0,
         fp8_block=ranks_block(config),
-        computes_in_fp8=bool(config.model.override_transformer_config.get("fp8")),
+        ways=_recomputes_of(config, model),
     )
+
+
+def _recomputes_of(config: RunConfig, model: ModelSpec) -> tuple[Recompute, ...]:
+    """Returns the ways of recomputation to try. Megatron refuses norms and activations in FP8 with delayed scaling."""
+    ways = recomputes(model)
+    if scales_are_delayed(config):
+        ways = tuple(way for way in ways if "layernorm" not in way.modules)
+    return ways
 
 
 def problem_with(problem: SearchProblem, config: RunConfig) -> SearchProblem:
@@ -159,7 +169,7 @@ def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
         rollout = RolloutLayout(1, tensor)
         if workers_fault(model, rollout, block):
             continue
-        share = round(device.memory * config.rollout.gpu_memory_utilization)
+        share = engine_share(device, config.rollout.gpu_memory_utilization, config.rollout.enforce_eager)
         engine = engine_memory(model, rollout, share, fp8_block=block)
         if engine.cache_tokens >= length:
             lines.append(

@@ -11,6 +11,7 @@ import yaml
 from test_memory_host import inputs_of
 
 from mrl.config.load import load_config
+from mrl.config.schema import with_values
 from mrl.model import planning_model_spec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.plan.devices import find_device
@@ -132,6 +133,19 @@ def test_an_engines_context_and_communicators_are_outside_its_share(placement):
     assert phases["rollout"]["terms"]["engine_outside"] == outside > device.context
     if placement == "colocated":
         assert phases["train"]["terms"]["engine_asleep"] == outside + GRAPHS
+
+
+@pytest.mark.parametrize(("preset", "inside"), [("qwen3-30b-a3b/h100-4x8", True), ("qwen3-30b-a3b/a3-1x16", False)])
+def test_graphs_come_from_an_engines_share_where_vllm_itself_counts_them(preset, inside):
+    inputs = inputs_of(preset)
+    share = round(inputs.device.memory * inputs.config.rollout.gpu_memory_utilization)
+    eager = engine_of(replace(inputs, config=with_values(inputs.config, {"rollout.enforce_eager": True})))
+    graphs = engine_of(inputs)
+    assert eager.total == share
+    assert eager.cache - graphs.cache == inside * GRAPHS
+    terms = memory_section(inputs)["phases"]["rollout"]["terms"]
+    held = sum(terms[name] for name in ("engine_weights", "engine_working_set", "kv_cache"))
+    assert held == share + (not inside) * GRAPHS
 
 
 TEACHER = ("distillation.enabled=true", "distillation.teacher_model.model_path=Qwen/Qwen3-235B-A22B")

@@ -12,6 +12,7 @@ import pytest
 from mrl.cli.main import main
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
+from mrl.config.schema import with_values
 from mrl.model import forward_flops_per_token, known_spec
 from mrl.model.layout import TrainLayout, check_train_layout, is_legal_layout
 from mrl.model.precision import BF16
@@ -19,8 +20,9 @@ from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
 from mrl.plan.model_state import stage_state
-from mrl.plan.plan_inputs import PlanInputs, batch_plan, recompute_of
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, recompute_of
 from mrl.plan.times import PassWork, micro_batch_count, pipeline_slots, update_seconds
+from mrl.platforms.versions import MEGATRON
 from mrl.tools.first_config import usual_config
 from mrl.tools.search import SearchProblem, SearchResult, fullest_phase, legal_layouts, recomputes, search, stronger
 from mrl.tools.search_report import fastest_that_fit, run_with, search_problem
@@ -325,8 +327,16 @@ def test_what_does_not_fit_the_whole_plan_is_tried_with_the_next_recomputation()
     case = problem("Qwen3-30B-A3B", 32)
     none, norms, experts, everything = recomputes(case.model)
     assert stronger(case, none) == (norms, experts, everything) and stronger(case, everything) == ()
-    in_fp8 = replace(case, computes_in_fp8=True)
-    assert in_fp8.recomputes == (none, experts, everything), "Megatron refuses norms there"
+
+
+@pytest.mark.parametrize(("recipe", "left"), [({}, [0, 2, 3]), ({"fp8_recipe": "blockwise"}, [0, 1, 2, 3])])
+def test_norms_are_kept_in_fp8_with_the_scaling_for_which_megatron_refuses_them(recipe, left):
+    config = load_config(ROOT / "parallel_configs" / "qwen3-30b-a3b" / "h100-4x8.yaml").config
+    given = config.model.override_transformer_config | {"fp8": "hybrid"} | recipe
+    model = known_spec("Qwen3-30B-A3B")
+    config = with_values(config, {"model.override_transformer_config": given})
+    case = search_problem(config, model, device_for(config), 32, 8, MEGATRON)
+    assert case.recomputes == tuple(recomputes(model)[number] for number in left)
 
 
 def test_a_candidates_recomputation_is_what_its_configuration_says():
