@@ -7,6 +7,7 @@ one, two, four    three steps of the tiny MoE (two ranks, two engines), by the f
                   ranks on one and engines on the other, or one process a node. `one` comes first: the others are
                   held against it, every metric but clocks, and every byte of the last checkpoint
 submit            the run as a job, handed in from the second node
+before            the run on two nodes by the code of an earlier commit, held against `two`, which comes first
 own               a run directory that every node has for itself
 lost              the second node dies in the middle of a run
 replaced          it does so below `mrl train --restarts`, and a third one joins; held against `one`
@@ -33,15 +34,18 @@ from mrl.record.run_dir import METRICS, read_metrics
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))
 sys.path.append(str(ROOT / "scripts" / "nodes"))
 sys.path.append(str(ROOT / "scripts" / "evidence"))
 sys.path.append(str(ROOT / "tests" / "real"))
+from compare_commits import Tree, checked_out, commit_of, metric_differences, tensor_differences  # noqa: E402
 from network import SUBNET, network  # noqa: E402
 from ray_nodes import DASHBOARD, RayNodes, wait_for  # noqa: E402
 from stamp import facts  # noqa: E402
 from world import PRESET, make_world, overrides  # noqa: E402
 
 STEPS = 3
+BEFORE = "8480244"  # before the house was said plainly
 REMOTE = "reshard/bytes_remote"
 CPUS = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}  # of each node; Ray says which node gets ranks and which engines
 RUN_S = 240.0
@@ -92,9 +96,9 @@ def end_of(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, said
 
 
-def train(rays: RayNodes, run: Path, arguments: list[str]) -> str:
+def train(rays: RayNodes, run: Path, arguments: list[str], preset: Path = PRESET) -> str:
     """Output of a run that ends well."""
-    code, said = end_of(rays.mrl("train", str(PRESET), "--run-dir", str(run), *arguments))
+    code, said = end_of(rays.mrl("train", str(preset), "--run-dir", str(run), *arguments))
     if code:
         raise SystemExit(f"the run ended with {code}:\n{said[-4000:]}\n{logs_of(run)}")
     return said
@@ -170,6 +174,23 @@ def submitted(work: Path) -> dict[str, Any]:
         "pairs": pairs_of(said),
         "said": last_lines(said),
         "difference": difference(work / "1-fast", run) if code == 0 else "no run",
+    }
+
+
+def earlier_code(work: Path) -> dict[str, Any]:
+    """The run on two nodes by the code of an earlier commit: what it has otherwise, of metrics that both write."""
+    run = emptied(work / "before")
+    with tempfile.TemporaryDirectory() as folder, checked_out(BEFORE, Path(folder, "code")) as code:
+        Tree(code, Path(folder, "out")).prepare()
+        with cluster(2, code=code) as rays:
+            train(rays, run, settings(world_of(work), 2), code / PRESET.relative_to(ROOT))
+    runs = run, work / "2-fast"
+    differences = [*metric_differences(*(read_metrics(each / METRICS) for each in runs), tolerance=0.0)]
+    return {
+        "before": commit_of(BEFORE),
+        "lines": len(read_metrics(run / METRICS)),
+        "bytes_remote": remote_bytes(run),
+        "differences": [*differences, *tensor_differences(*runs, tolerance=0.0)],
     }
 
 
@@ -291,6 +312,7 @@ PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "one": lambda work: whole_runs(work, 1),
     "two": lambda work: whole_runs(work, 2),
     "four": lambda work: whole_runs(work, 4),
+    "before": earlier_code,
     "submit": submitted,
     "own": own_folders,
     "lost": lost,

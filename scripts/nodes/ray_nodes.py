@@ -29,6 +29,7 @@ class RayNodes:
     arguments: Sequence[str] = ()  # of `ray start`, everywhere
     environments: dict[int, dict[str, str]] = field(default_factory=dict)  # of single nodes, beside what all have
     token: str = field(default_factory=lambda: secrets.token_hex(32))
+    code: Path = ROOT  # a checkout whose mrl is run
 
     @property
     def head(self) -> Node:
@@ -46,7 +47,7 @@ class RayNodes:
             os.environ
             | own
             | {
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": str(self.code),
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "TOKENIZERS_PARALLELISM": "false",
@@ -66,7 +67,7 @@ class RayNodes:
         own |= {"HOST": node.address} if node is self.head else {}
         environment = self.environment | own | self.environments.get(node.number, {})
         more = ["--object-store-memory", str(_STORE_BYTES), *self.arguments]
-        done = node.run(str(ROOT / "launch" / script), *more, env=environment, check=False, timeout=START_S)
+        done = node.run(str(self.code / "launch" / script), *more, env=environment, check=False, timeout=START_S)
         if done.returncode:
             raise RuntimeError(f"{script} on node {node.number + 1}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from padded import collate
 from ranks import ROOT, run_ranks
-from tiny_models import save, tiny_dense, tiny_moe, tiny_next, tiny_shared
+from tiny_models import save, tiny_dense, tiny_latent, tiny_moe, tiny_next, tiny_shared
 
 from mrl.checkpoint.disk_space import BESIDE_TENSORS, checkpoint_bytes
 from mrl.data.samples import Sample
@@ -50,6 +50,7 @@ LAYOUTS = {
     "next-tp1": ("next", 1, {}, "float32", {}),
     "next-tp1-half-full-recompute": ("next", 1, {}, "bfloat16", FULL),
     "next-tp2": ("next", 2, {TP: 2}, "bfloat16", {}),
+    "latent-tp1": ("latent", 1, {}, "float32", {}),
     "dense-tp2": ("dense", 2, {TP: 2}, "float32", {}),
     "dense-pp2": ("dense", 2, {PP: 2}, "bfloat16", {}),
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}, "bfloat16", {}),
@@ -60,6 +61,7 @@ MODULES = {
     "moe-tp1-norms": ("moe-tp1", ["layernorm"]),
     "dense-tp1-norms": ("dense-tp1", ["layernorm"]),
     "next-tp1-norms": ("next-tp1", ["layernorm"]),
+    "latent-tp1-norms": ("latent-tp1", ["layernorm"]),
     "moe-tp1-activation": ("moe-tp1", ["moe_act"]),
     "moe-tp2-ep2-activation-and-norms": ("moe-tp2-ep2", ["moe_act", "layernorm"]),
     "moe-dp2-experts": ("moe-dp2", ["moe"]),
@@ -94,7 +96,7 @@ STATE_BOUND, ACTIVATION_BOUND = 0.02, 0.10
 def truth(tmp_path_factory) -> dict[str, list[dict]]:
     """What each rank of each layout held, and where the models are."""
     out = tmp_path_factory.mktemp("memory")
-    models = {"moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "next": tiny_next}
+    models = {"moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "next": tiny_next, "latent": tiny_latent}
     paths = {name: str(save(make(), out / name)) for name, make in models.items()}
     np.savez(out / "batch.npz", **_batch())
     for world in (1, 2, 4):
@@ -157,6 +159,23 @@ def test_activations_are_predicted_within_ten_percent(layout, truth):
             assert predicted >= held / (1 + ACTIVATION_BOUND)
             continue
         assert predicted == pytest.approx(held, rel=ACTIVATION_BOUND)
+
+
+@pytest.mark.parametrize("layout", MODULES)
+def test_what_modules_that_are_recomputed_spare_is_predicted(layout, truth):
+    """The difference to the same layout that keeps all, which is a small part of what a stage holds."""
+    model, train = _built(layout, truth)
+    micro = MicroBatchShape(ROWS_PER_MICRO_BATCH, PROMPT + RESPONSE, RESPONSE)
+    activations = Activations(model, train, micro, _element_bytes(layout), "torch")
+    count = ROWS // train.data // ROWS_PER_MICRO_BATCH
+    recomputed = replace(activations, recompute=_recompute(layout))
+    predicted = activations.stage_saved(0, count) - recomputed.stage_saved(0, count)
+    keeping, sparing = (
+        np.mean([report["activations"] for report in truth[name]]) for name in (MODULES[layout][0], layout)
+    )
+    spared = keeping - sparing
+    print(f"{layout}: predicted / spared = {predicted / spared:.4f}, {spared / keeping:.3f} of what is kept")
+    assert predicted == pytest.approx(spared, rel=ACTIVATION_BOUND)
 
 
 def _built(layout: str, truth) -> tuple:
