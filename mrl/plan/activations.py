@@ -224,14 +224,14 @@ class Activations:
     def _latent_attention(self) -> dict[str, int]:
         """Returns the terms of latent attention. Up projections are copied into queries, keys and values, and not kept.
 
-        Plain attention has values as wide as keys.
+        Plain attention has values and outputs as wide as keys. Its norms take float32 inputs as they are.
         """
         m = self.model
         s = self.tokens
         queries, _ = self._heads
         plain = self.kernels == "torch"
         normed = m.q_lora_rank + m.kv_lora_rank
-        of_norms = 2 * _F32 + self.bytes if plain else self.bytes
+        of_norms = self.bytes + plain * _F32 * (1 + (self.bytes < _F32))
         latents = self.sharded * (normed * (self.bytes + of_norms) + m.qk_rope_head_dim * self.bytes)
         taken = m.head_dim if plain else m.v_head_dim
         keys_and_values = self.attended * queries * (m.head_dim + taken)
@@ -242,9 +242,15 @@ class Activations:
             "attention input": self._hidden(),
             "query, key, value": latents + rotary * self.bytes,
             "core attention": core * self.bytes,
-            "attention internals": self.attended * queries * _F32
-            + (self._plain_attention(queries, queries) if plain else 0),
+            "attention internals": self.attended * queries * _F32 + (self._plain_latent(queries) if plain else 0),
         }
+
+    def _plain_latent(self, queries: int) -> int:
+        """Returns what plain attention keeps beside padded values: outputs of their width, and more between ranks."""
+        wide = self.attended * queries * self.model.head_dim * self.bytes
+        if self.layout.context == 1:
+            return wide
+        return self._plain_attention(queries, queries) - wide  # values are counted already
 
     @property
     def _keeps_projection(self) -> bool:
