@@ -17,6 +17,7 @@ from mrl.model.vllm_parameters import fullest_numel, worker_slice
 from mrl.model.weight_map import Weight
 from mrl.plan.devices import Device
 from mrl.plan.model_state import key_value_heads
+from mrl.platforms.hosting import get_hosting
 from mrl.units import GIB
 
 _F32 = 4
@@ -52,7 +53,9 @@ def engine_share(device: Device, utilization: float, enforce_eager: bool = False
     vLLM takes its graphs from them (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS); vllm-ascend's come on top.
     """
     share = round(device.memory * utilization)
-    return share - captured_graphs(device, enforce_eager) if device.platform == "cuda" else share
+    if get_hosting(device.platform).counts_graphs:
+        share -= captured_graphs(device, enforce_eager)
+    return share
 
 
 def engine_memory(

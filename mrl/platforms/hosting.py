@@ -114,6 +114,7 @@ class Hosting:
     # vLLM's argument linear_backend of engines in FP8. By default it takes kernels there that repack words, or round
     # scales to powers of two. Then what engines hold could not be compared with what they were sent.
     fp8_backend: str = ""
+    counts_graphs: bool = False  # vLLM itself takes captured graphs from an engine's share of the memory
     has_flex_dispatcher: bool = False  # the kernels of DeepEP and HybridEP need NVIDIA devices
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner for this lacks Triton
 
@@ -212,6 +213,7 @@ _HOSTING = {
         memory_reach="node",
         moe_fusions=("moe_permute_fusion", "moe_router_fusion"),
         switches=_CUDA_SWITCHES,
+        counts_graphs=True,
         has_flex_dispatcher=True,
         fp8_backend="cutlass",
     ),
