@@ -38,7 +38,7 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of the worker's share of the device; graphs and its context come on top."""
+        """Bytes that weights, passes and cache take; graphs and the context come on top."""
         return self.weights + self.working_set + self.cache
 
 
@@ -47,15 +47,19 @@ def captured_graphs(device: Device, enforce_eager: bool) -> int:
     return 0 if enforce_eager or device.platform == "cpu" else GRAPHS
 
 
-def engine_share(device: Device, utilization: float, enforce_eager: bool = False) -> int:
-    """Returns the bytes of a worker for weights, passes and cache: gpu_memory_utilization of its device.
+def graphs_in_share(device: Device, enforce_eager: bool) -> int:
+    """Returns the bytes of graphs that an engine takes from its share of the memory.
 
-    vLLM takes its graphs from them (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS); vllm-ascend's come on top.
+    vLLM does (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS), and graphs of vllm-ascend come on top.
     """
-    share = round(device.memory * utilization)
-    if get_hosting(device.platform).counts_graphs:
-        share -= captured_graphs(device, enforce_eager)
-    return share
+    return captured_graphs(device, enforce_eager) * get_hosting(device.platform).counts_graphs
+
+
+def engine_share(device: Device, utilization: float, enforce_eager: bool = False) -> int:
+    """Returns the bytes of a worker for weights, passes and cache: gpu_memory_utilization of its device, less graphs
+    that vLLM takes from it.
+    """
+    return round(device.memory * utilization) - graphs_in_share(device, enforce_eager)
 
 
 def engine_memory(

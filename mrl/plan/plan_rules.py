@@ -11,6 +11,7 @@ from mrl.config.schema import RunConfig, leaf
 from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.plan.devices import Device, devices, devices_of
+from mrl.plan.engine_memory import graphs_in_share
 from mrl.plan.memory import memory_section
 from mrl.plan.memory_phases import ACTOR, TERMS
 from mrl.plan.plan_inputs import PlanInputs, engine_of
@@ -67,8 +68,10 @@ def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tup
     engine = engine_of(inputs)
     phase = memory["phases"]["rollout"]
     sequence = memory["kv_cache"]["bytes_per_token"] * inputs.config.data.max_sample_length
-    least = engine.weights + engine.working_set + sequence
-    most = floor((device.usable - (phase["bytes"] - engine.total)) / device.memory * _STEP) / _STEP
+    graphs = graphs_in_share(device, inputs.config.rollout.enforce_eager)
+    least = engine.weights + engine.working_set + graphs + sequence
+    outside = phase["bytes"] - engine.total - graphs
+    most = floor((device.usable - outside) / device.memory * _STEP) / _STEP
     kept = sum(size for term, size in phase["terms"].items() if TERMS[term].holder == ACTOR)
     why = (
         f"the actor keeps {kept / GIB:.1f} GiB on the device while engines generate; of a {device.name} "
