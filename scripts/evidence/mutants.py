@@ -9,8 +9,9 @@ stale and ends the script before anything runs.
 
 Each is put into a clone of the committed tree. First those unit tests run whose files name the mutated module, the
 module's own before all others. Then come those whose helpers name it, and those that name another module of its
-package, until one fails. Tests that fail without any mutant are left out, and named in the results: such as hold
-seconds on a machine that others use. Results go to docs/results/mutants.json after each: what was interrupted goes on.
+package, until one fails. Tests of the mutants' own texts are not among them: they would fail for each. Tests that fail
+without any mutant are left out, and named in the results: such as hold seconds on a machine that others use. Results go
+to docs/results/mutants.json after each: what was interrupted goes on.
 """
 
 import argparse
@@ -51,6 +52,7 @@ LIMIT_S = 900  # of one run of pytest; a mutant that never ends is seen
 FORKS = get_context("forkserver")
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 HEAVY = ["pytest", "hypothesis", "ray", "torch", "torch._dynamo", "transformers", "megatron.core.models.gpt"]
+OF_MUTANTS = ("test_mutants",)  # tests of the texts that mutants change
 OWN_NAME = re.compile(r"mrl(?:\.\w+)+")
 
 
@@ -148,7 +150,8 @@ def modules_of_tests(folder: Path) -> dict[str, Named]:
         further = [reached(other, seen) for other in sorted(named[stem] & named.keys() - seen)]
         return named[stem].union(*further)
 
-    return {f"{stem}.py": Named(named[stem], reached(stem, set())) for stem in named if stem.startswith("test_")}
+    tests = [stem for stem in named if stem.startswith("test_") and stem not in OF_MUTANTS]
+    return {f"{stem}.py": Named(named[stem], reached(stem, set())) for stem in tests}
 
 
 def stages(mutant: Mutant, modules: dict[str, Named]) -> Iterator[tuple[str, list[str]]]:

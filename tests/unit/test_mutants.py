@@ -24,6 +24,7 @@ FILES = {
     "test_by_name.py": "def test(monkeypatch):\n    monkeypatch.setattr('mrl.algo.losses.K3_LIMIT', 1)\n",
     "test_itself.py": "import mrl.algo.losses\n",
     "test_its_package.py": "from mrl.algo.rows import total\n",
+    "test_mutants.py": "import mrl.algo.losses\n",  # which sees each by its text
     "test_elsewhere.py": "from mrl.schedule.rate import Rate\n",
 }
 
