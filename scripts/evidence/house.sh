@@ -10,7 +10,7 @@ import json, sys
 from pathlib import Path
 
 NAMES = ("files", "lines", "longest_file", "ast_nodes", "statements", "functions", "function_lines", "per_1000_statements",
-         "files_with_one_importer", "docstrings_of_as_see", "long_sentences_of_docstrings",
+         "files_with_one_importer", "one_call_helpers", "docstrings_of_as_see", "long_sentences_of_docstrings",
          "long_sentences_of_refusals")
 
 
