@@ -42,7 +42,6 @@ from mrl.train.assemble_processes import Processes, restart_ranks, start_process
 from mrl.train.generation import Generation
 from mrl.train.generation_rules import GenerationRules
 from mrl.train.placement import Placement
-from mrl.train.preflight import plug_ins
 from mrl.train.reporting import AdvisedRecord, SpikeWatch
 from mrl.train.resume import TrainState, generated_again, groups_again, made_by, rewind
 from mrl.train.rollouts import Judge, Responder
@@ -134,7 +133,7 @@ def _start(
     )
     _check_warmup(config)
     beginning = find_beginning(stack, config, data, resume, damaged, stop)
-    files = open_files(stack, beginning, resolved.to_record(), resume, stop, plug_ins(config))
+    files = open_files(stack, beginning, resolved.to_record(), resume, stop)
     return _Starts(stack, config, data, files, damaged, views, stop).first()
 
 

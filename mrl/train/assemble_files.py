@@ -53,6 +53,7 @@ class Beginning:
     data_fingerprint: str
     token_routes: int  # bytes of one token's routes, in the form of samples
     step_timeout_s: float  # limit for calls to Ray's processes
+    plug_ins: Sequence[Mapping[str, str]] = ()
     sources: Sources = UNKNOWN
 
     @property
@@ -97,6 +98,7 @@ def find_beginning(
     check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(deployment))
     stop.leave_nothing = partial(leave_nothing, RunDir(folder).logs)
     stack.enter_context(stop_on_signals(stop))  # after Ray, whose own handlers abort the process
+    found = plug_ins(config)
     return Beginning(
         folder,
         identity,
@@ -106,7 +108,8 @@ def find_beginning(
         data.fingerprint,
         token_routes=route_bytes(config.actor, model),
         step_timeout_s=config.cluster.step_timeout_s,
-        sources=sources_of(config, made_by(config.model.path, data.fingerprint), data.rows_digest, plug_ins(config)),
+        plug_ins=found,
+        sources=sources_of(config, made_by(config.model.path, data.fingerprint), data.rows_digest, found),
     )
 
 
@@ -134,14 +137,7 @@ class Files:
     left: Mapping[int, GroupParts] = field(default_factory=dict)
 
 
-def open_files(
-    stack: ExitStack,
-    beginning: Beginning,
-    config_yaml: str,
-    resume: bool,
-    stop: StopFlag,
-    plug_ins: Sequence[Mapping[str, str]] = (),
-) -> Files:
+def open_files(stack: ExitStack, beginning: Beginning, config_yaml: str, resume: bool, stop: StopFlag) -> Files:
     """Takes the run directory. `stack` releases it last, after all writers. Raises an error of mrl.errors.
 
     If it had to wait for the directory, another process may have continued the run. So it searches the checkpoint
@@ -152,7 +148,7 @@ def open_files(
     stack.callback(remove_noted, run_dir.logs)  # remains of killed engines, including those killed by this run
     beginning = replace(beginning, point=beginning.find_point())
     state = resumed_state(beginning.point)
-    noted = attempt(run_dir.path, state.step, installed_versions(), run_dir.check_lock, plug_ins)
+    noted = attempt(run_dir.path, state.step, installed_versions(), run_dir.check_lock, beginning.plug_ins)
     notes = stack.enter_context(noted)
     lost = LostEngines(run_dir.lost_engines, run_dir.check_lock)
     poll = partial(_poll, run_dir, stop)
