@@ -6,11 +6,14 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, MrlError
 
+# most layouts of the search that are imported to see whether they break a rule, the fastest first
+_TRIED = 50
 _TRANSFORMER = "model.override_transformer_config"
 
 
@@ -170,7 +173,8 @@ def _searched(out, translated):
     Returns None where there is no such layout, or the model is not known.
     """
     from mrl.model import planning_model_spec
-    from mrl.plan.plan_inputs import device_for, recompute_of
+    from mrl.plan.memory import memory_section
+    from mrl.plan.plan_inputs import PlanInputs, device_for, recompute_of
     from mrl.platforms.versions import MEGATRON
     from mrl.tools.search import search
     from mrl.tools.search_report import fastest_that_fit, search_problem
@@ -191,14 +195,19 @@ def _searched(out, translated):
     def imported(candidate):
         return _with_layout(translated, candidate, model, device, has_own)
 
+    tried = count()
+
     def breaks_no_rule(candidate) -> bool:
-        return not _checked(None, imported(candidate).to_yaml())[0]
+        return next(tried) < _TRIED and not _checked(None, imported(candidate).to_yaml())[0]
 
     fastest, _ = fastest_that_fit(with_switches(config, model), problem, search(problem), 1, breaks_no_rule)
-    if fastest:
-        return imported(fastest[0])
+    for candidate in fastest:
+        found = imported(candidate)
+        if memory_section(PlanInputs.of(_loaded(found.to_yaml()).config, model, device))["fits"]:
+            return found
     out.warnings.append(
-        f"mrl plan --search found no layout that fits {device.name} in every phase with the rest as it is"
+        f"mrl plan --search found no layout that breaks no rule and fits {device.name} in every phase, with the rest "
+        "as it is"
     )
     return None
 

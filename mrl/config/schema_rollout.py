@@ -259,7 +259,7 @@ class RolloutConfig(Section):
     )
     gpu_memory_utilization: float = key(
         0.8,
-        "Share of a device's memory that an engine takes for weights and KV cache together.",
+        "Share of a device's memory that an engine takes for weights, passes, captured graphs (on CUDA) and KV cache.",
         gt=0,
         le=1,
         advice="As high as works without running out of memory: 0.8 to 0.9 on separate devices, 0.5 to 0.7 beside a "

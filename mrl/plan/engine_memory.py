@@ -42,20 +42,24 @@ class EngineMemory:
         return self.weights + self.working_set + self.cache
 
 
-def captured_graphs(device: Device, enforce_eager: bool) -> int:
+def captured_graphs(device: Device, enforce_eager: bool | None) -> int:
     """Returns the bytes of an engine worker's graphs, which stay while it sleeps."""
-    return 0 if enforce_eager or device.platform == "cpu" else GRAPHS
+    if enforce_eager or device.platform == "cpu":
+        return 0
+    return GRAPHS
 
 
-def graphs_in_share(device: Device, enforce_eager: bool) -> int:
+def graphs_in_share(device: Device, enforce_eager: bool | None) -> int:
     """Returns the bytes of graphs that an engine takes from its share of the memory.
 
     vLLM does (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS), and graphs of vllm-ascend come on top.
     """
-    return captured_graphs(device, enforce_eager) * get_hosting(device.platform).counts_graphs
+    if not get_hosting(device.platform).counts_graphs:
+        return 0
+    return captured_graphs(device, enforce_eager)
 
 
-def engine_share(device: Device, utilization: float, enforce_eager: bool = False) -> int:
+def engine_share(device: Device, utilization: float, enforce_eager: bool | None = False) -> int:
     """Returns the bytes of a worker for weights, passes and cache: gpu_memory_utilization of its device, less graphs
     that vLLM takes from it.
     """

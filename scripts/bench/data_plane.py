@@ -9,8 +9,8 @@ compute of tokens what is computed beside a model. The driver runs a step of the
 Each size is a run of its own, in a process of its own, so its peak is its own. `--before`: the same with an earlier
 commit's code, checked out into a temporary folder, whose driver held everything. Extrapolated by a line through the
 sizes to 8,192 responses; `error` is the largest relative distance of a size from that line. `phases`: of each of the
-loop's, the driver's processor seconds, all seconds, and what it then holds more; `outside_over_step`: of the step's
-seconds, those that no phase counts.
+loop's, the driver's processor seconds, all seconds, and what it then holds more, or less; `outside_over_step`: of the
+step's seconds, those that no phase counts.
 
 `--nodes`: driver and ranks on one node, engines and their scorer on another, which are namespaces of this machine (see
 scripts/nodes/network.py; needs root), joined by a link of 4 Gbit/s: a hundredth of a node's of a cluster, as some

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The claim "it learns on responses of 320 tokens": GSPO on the long world by its preset, and a control with random rewards from the same start.
 # Writes docs/results/long_world.json and docs/results/long_world.png.   scripts/evidence/long_world.sh RUN_DIRECTORY
-# What moves the model where rewards are random: three seeds, one with a quarter of the learning rate, one with the ordinary clip, 20 steps each.
+# What moves the model where rewards are random: three seeds, each also with a quarter of the learning rate and with the ordinary clip, 20 steps.
 # Writes docs/results/long_control.json and its picture.                 scripts/evidence/long_world.sh RUN_DIRECTORY controls
 # What is done is kept: a second call with the same folder goes on. SEEDS and STEPS change what is run: SEEDS="0 1" STEPS=40 ...
 set -euo pipefail
@@ -22,12 +22,12 @@ train() { # name, seed, steps, further settings
 random=(--set reward.custom_reward_function.path=scripts/evidence/random_reward.py)
 if [ "${2:-}" = controls ]; then
     runs=$runs/controls
-    train control 0 20 "${random[@]}"
-    train control_quarter_rate 0 20 "${random[@]}" --set actor.optim.lr=2.5e-5
-    train control 1 20 "${random[@]}"
-    train control_vanilla 0 20 "${random[@]}" --set algorithm.policy_loss.loss_mode=vanilla \
-        --set algorithm.policy_loss.clip_ratio_low=0.2 --set algorithm.policy_loss.clip_ratio_high=0.2
-    train control 2 20 "${random[@]}"
+    for seed in ${SEEDS:-0 1 2}; do
+        train control "$seed" 20 "${random[@]}"
+        train control_quarter_rate "$seed" 20 "${random[@]}" --set actor.optim.lr=2.5e-5
+        train control_vanilla "$seed" 20 "${random[@]}" --set algorithm.policy_loss.loss_mode=vanilla \
+            --set algorithm.policy_loss.clip_ratio_low=0.2 --set algorithm.policy_loss.clip_ratio_high=0.2
+    done
     exec python scripts/evidence/learning_curves.py "$runs" --name long_control --title "Random rewards for responses of 320 tokens" \
         --command "scripts/evidence/long_world.sh RUN_DIRECTORY controls"
 fi

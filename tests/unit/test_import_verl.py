@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from machine import times_slower
 
+from mrl.cli import import_verl
 from mrl.cli.main import main
 from mrl.cli.validate import check_config
 from mrl.config.load import load_config
@@ -244,6 +245,16 @@ def test_what_a_searched_layout_computes_again_is_written_of_every_kind(capsys, 
     run(capsys, "import-verl", *words, "--search", "--set", own, "-o", str(file))
     kept = load_config(file).config.model.override_transformer_config
     assert kept["recompute_modules"] == ["core_attn"] and "recompute_granularity" not in kept, "the user's own stay"
+
+
+def test_where_no_layout_mends_what_is_broken_a_search_tries_a_few_and_says_so(capsys, monkeypatch):
+    tried = []
+    with_layout = import_verl._with_layout
+    monkeypatch.setattr(import_verl, "_with_layout", lambda *given: tried.append(0) or with_layout(*given))
+    words = [*FSDP_14B, "actor_rollout_ref.actor.ppo_mini_batch_size=17"]  # of 256 prompts
+    found = json.loads(run(capsys, "import-verl", *words, "--search", "--json")[1])
+    assert any("found no layout that breaks no rule" in warning for warning in found["warnings"])
+    assert len(tried) == import_verl._TRIED
 
 
 def test_search_wins_over_the_preset_where_it_is_asked_for(capsys):

@@ -3,6 +3,7 @@ so `mrl plan` agrees.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.model import planning_model_spec
 from mrl.plan.devices import find_device
+from mrl.plan.engine_memory import GRAPHS
 from mrl.plan.memory import memory_section
-from mrl.plan.plan_inputs import PlanInputs
+from mrl.plan.plan_inputs import PlanInputs, engine_of
 from mrl.plan.plan_rules import share_violations
+from mrl.units import GIB
 
 PRESETS = Path(__file__).parents[2] / "parallel_configs"
 PRESET = PRESETS / "qwen3-30b-a3b" / "h100-4x8.yaml"
@@ -45,6 +48,21 @@ def test_where_no_share_fits_the_way_out_is_named():
     whole = ["rollout.data_parallel_size=1", "rollout.expert_parallel_size=1", "rollout.num_engines=32"]
     (violation,) = refused(*STAYS, "rollout.gpu_memory_utilization=0.9", *whole)
     assert violation.allowed == () and "cannot fit" in violation.rule and "actor.optimizer_offload" in violation.why
+
+
+def test_an_engine_needs_weights_a_pass_graphs_and_one_sequence():
+    whole = ["rollout.data_parallel_size=1", "rollout.expert_parallel_size=1", "rollout.num_engines=32"]
+    words = {}
+    for eager in ("true", "false"):
+        overrides = [*STAYS, "rollout.gpu_memory_utilization=0.9", *whole, f"rollout.enforce_eager={eager}"]
+        (violation,) = refused(*overrides)
+        words[eager] = float(re.search(r"an engine needs ([\d.]+) GiB", violation.rule)[1])
+    config = load_config(PRESET, None, [*STAYS, *whole]).config
+    inputs = PlanInputs.of(config, planning_model_spec(config.model.path)[0], find_device("h100-80g"))
+    engine = engine_of(inputs)
+    sequence = memory_section(inputs)["kv_cache"]["bytes_per_token"] * config.data.max_sample_length
+    assert words["false"] == pytest.approx((engine.weights + engine.working_set + GRAPHS + sequence) / GIB, abs=0.05)
+    assert words["false"] - words["true"] == pytest.approx(GRAPHS / GIB, abs=0.11)
 
 
 def test_devices_of_their_own_have_room_for_any_share_and_so_has_a_cpu(tmp_path):
