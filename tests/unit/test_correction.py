@@ -56,6 +56,7 @@ def test_levels_look_at_tokens_products_and_geometric_means():
         ("token", "truncate", None, 2.0, MASK, [2, 0.5, 2, 1]),  # TIS
         ("sequence", "truncate", None, 3.0, MASK, [2, 2, 3, 1]),
         ("geometric", "truncate", None, 3.0, MASK, [2**0.5, 2**0.5, 3, 1]),
+        ("token", "truncate", 0.8, 5.0, MASK, [4, 0.5, 5, 1]),  # whose lower bound is told, not imposed
         ("token", "clip", 0.8, 5.0, MASK, [4, 0.8, 5, 1]),
         ("token", "clip", None, 5.0, MASK, [4, 0.5, 5, 1]),
         ("token", "mask", 0.4, 5.0, [True, True, False, False], [4, 0.5, 1, 1]),  # IcePop: tokens go one by one

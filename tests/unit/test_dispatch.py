@@ -159,6 +159,13 @@ def test_no_more_than_the_window_is_under_way_and_who_is_due_first_goes_first():
     assert [(each.number, each.index) for each in made.assignments()] == [(1, 1)]
 
 
+def test_of_responses_that_are_due_together_the_longest_goes_on_first():
+    made = dispatcher(schedule(batch=1, responses=3, partial_rollouts=True, order="ready_first"), ("a",))
+    for each, tokens in zip(made.assignments(), (2, 6, 4), strict=False):
+        made.answered(each.request, tokens, stopped=False)
+    assert [(each.index, each.kept) for each in made.assignments()] == [(1, 6), (2, 4), (0, 2)]
+
+
 def test_a_lost_engine_costs_the_tokens_that_had_not_come_back():
     made = dispatcher(schedule(batch=1, responses=1, order="ready_first", partial_rollouts=True))
     sent = {each.engine: each for each in made.assignments()}

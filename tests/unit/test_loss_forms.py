@@ -12,7 +12,7 @@ import torch
 from mrl.algo.aggregate import to_floats
 from mrl.algo.losses import TOKEN_LOSSES, LossInputs, load_custom_loss, policy_loss, register_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
-from mrl.algo.selection import SELECTIONS, Means, covariance, select
+from mrl.algo.selection import SELECTIONS, Means, _lots, covariance, select
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.data.row_columns import positions
@@ -278,6 +278,11 @@ def test_kl_cov_takes_the_share_of_highest_covariance():
     assert found[picked].min() > found[mask & ~picked].max()
     # at least one, as upstream
     assert select(replace(parameters, kl_cov_ratio=0.0), advantages, log_probs, mask, lengths).sum() == 1
+
+
+def test_a_tokens_lot_is_of_its_place_and_its_log_prob_and_moves_with_its_row():
+    lots = _lots(np.array([-1.0, -1.0, -1.0, -1.0, -2.0]), np.array([2, 3]))
+    assert lots[0] == lots[2] and lots[1] == lots[3] and len(set(lots.tolist())) == 3
 
 
 def test_clip_cov_draws_its_share_between_its_two_bounds():
