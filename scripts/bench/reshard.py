@@ -482,10 +482,11 @@ class Side:
         self.processor.setdefault(name, []).append(self.world.processor_s(of))
 
     def told(self) -> dict[str, Any]:
-        """Medians of all rounds but the first, which warms up."""
+        """Medians of all rounds but the first, which warms up, and the rounds' seconds."""
         wall = {name: values[1:] for name, values in self.wall.items()}
         processor = {name: values[1:] for name, values in self.processor.items()}
-        return summary(wall) | {"processor": summary(processor), "bytes_moved": self.bytes_moved}
+        rounds = {name: [round(seconds, 4) for seconds in values] for name, values in wall.items()}
+        return summary(wall) | {"processor": summary(processor), "bytes_moved": self.bytes_moved, "rounds": rounds}
 
 
 STEPS = (Side.wire, Side.reference, Side.sync, Side.parts, Side.export)
