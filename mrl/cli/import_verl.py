@@ -5,15 +5,15 @@ import json
 import os
 import sys
 import tempfile
+from copy import deepcopy
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, MrlError
 
-# most layouts of the search that are imported to see whether they break a rule, the fastest first
-_TRIED = 50
+_NO_LAYOUT = "mrl plan --search found no layout that breaks no rule and fits {} in every phase with the rest as it is"
+_REFUSED = 50  # layouts of the search that break a rule, the fastest first, until it is given up
 _TRANSFORMER = "model.override_transformer_config"
 
 
@@ -144,7 +144,7 @@ def _translated(script: Path | None, words: list[str], options: argparse.Namespa
             chosen=chosen,
         )
         for key, value in own.items():
-            out.put("chosen", "", key, value, "--set")
+            out.put("chosen", "", key, deepcopy(value), "--set")  # further keys go into a mapping
         return out
 
     out = translated()
@@ -172,9 +172,9 @@ def _searched(out, translated):
 
     Returns None where there is no such layout, or the model is not known.
     """
+    from mrl.config.yaml_tree import nested
     from mrl.model import planning_model_spec
-    from mrl.plan.memory import memory_section
-    from mrl.plan.plan_inputs import PlanInputs, device_for, recompute_of
+    from mrl.plan.plan_inputs import device_for, recompute_of
     from mrl.platforms.versions import MEGATRON
     from mrl.tools.search import search
     from mrl.tools.search_report import fastest_that_fit, search_problem
@@ -189,27 +189,36 @@ def _searched(out, translated):
     problem = search_problem(
         config, model, device, config.actor.layout.world_size, config.cluster.n_gpus_per_node, MEGATRON
     )
-    if has_own := any(key.startswith(f"{_TRANSFORMER}.recompute_") for key in out.values):
+    written = nested(out.values).get("model", {}).get("override_transformer_config", {})
+    if has_own := any(name.startswith("recompute_") for name in written):
         problem = replace(problem, ways=(recompute_of(config),))
 
     def imported(candidate):
         return _with_layout(translated, candidate, model, device, has_own)
 
-    tried = count()
+    refused = []
 
     def breaks_no_rule(candidate) -> bool:
-        return next(tried) < _TRIED and not _checked(None, imported(candidate).to_yaml())[0]
+        if len(refused) < _REFUSED and not _checked(None, imported(candidate).to_yaml())[0]:
+            return True
+        refused.append(candidate)
+        return False
 
     fastest, _ = fastest_that_fit(with_switches(config, model), problem, search(problem), 1, breaks_no_rule)
     for candidate in fastest:
         found = imported(candidate)
-        if memory_section(PlanInputs.of(_loaded(found.to_yaml()).config, model, device))["fits"]:
+        if _stands(found.to_yaml(), model, device):
             return found
-    out.warnings.append(
-        f"mrl plan --search found no layout that breaks no rule and fits {device.name} in every phase, with the rest "
-        "as it is"
-    )
+    out.warnings.append(_NO_LAYOUT.format(device.name))
     return None
+
+
+def _stands(text: str, model, device) -> bool:
+    """Tells whether a configuration breaks no rule and fits in every phase."""
+    from mrl.plan.memory import memory_section
+    from mrl.plan.plan_inputs import PlanInputs
+
+    return not _checked(None, text)[0] and memory_section(PlanInputs.of(_loaded(text).config, model, device))["fits"]
 
 
 def _with_layout(translated, candidate, model, device, has_own: bool):

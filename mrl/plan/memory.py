@@ -86,13 +86,14 @@ def _fullest(inputs: PlanInputs, per_stage: list[list[Phase]], number: int) -> d
 
 
 def _cache(inputs: PlanInputs, engine: EngineMemory) -> dict[str, Any]:
-    length = inputs.config.data.max_sample_length
+    data = inputs.rollout.data  # ranks with caches of their own
+    longest = engine.cache_tokens // data // inputs.config.data.max_sample_length * data
     return {
         "bytes_per_worker": engine.cache,
         "bytes_per_token": cache_bytes_per_token(inputs.model, inputs.rollout.tensor, inputs.engine_element_bytes),
         "tokens_per_engine": engine.cache_tokens,
-        "longest_sequences_per_engine": engine.cache_tokens // length,
-        "change": "" if engine.cache_tokens >= length else _CACHE_CURE,
+        "longest_sequences_per_engine": longest,
+        "change": "" if longest else _CACHE_CURE,
     }
 
 

@@ -239,11 +239,20 @@ def _micro_batch_count(config: RunConfig, train: TrainLayout, micro: MicroBatchS
     return round_up(count, train.pipeline if train.virtual_pipeline > 1 else 1)
 
 
+def engine_passes(config: RunConfig) -> dict[str, int]:
+    """Returns what decides the size of an engine's largest pass, and of its weights in FP8."""
+    rollout = config.rollout
+    return {
+        "batched_tokens": rollout.max_num_batched_tokens or _BATCHED_TOKENS,
+        "max_num_seqs": rollout.max_num_seqs,
+        "fp8_block": rollout.fp8_block,
+    }
+
+
 def engine_of(inputs: PlanInputs) -> EngineMemory:
     """Returns one engine worker on the device, with the cache that its share of the memory leaves."""
     rollout = inputs.config.rollout
-    passes = {"batched_tokens": rollout.max_num_batched_tokens or _BATCHED_TOKENS, "max_num_seqs": rollout.max_num_seqs}
-    passes["fp8_block"] = rollout.fp8_block
+    passes = engine_passes(inputs.config)
     if inputs.device.platform == "cpu":
         cache = rollout.cpu_kvcache_gib * GIB  # VLLM_CPU_KVCACHE_SPACE, which every worker takes for itself
         return engine_memory_with_cache(

@@ -3,15 +3,16 @@
 They have the form of the configuration's own rules.
 """
 
+from dataclasses import replace
 from math import ceil, floor
 from typing import Any
 
 from mrl.config.load import ResolvedConfig
-from mrl.config.schema import RunConfig, leaf
+from mrl.config.schema import RunConfig, leaf, with_values
 from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.plan.devices import Device, devices, devices_of
-from mrl.plan.engine_memory import graphs_in_share
+from mrl.plan.engine_memory import BLOCK, graphs_in_share, state_bytes_per_sequence
 from mrl.plan.memory import memory_section
 from mrl.plan.memory_phases import ACTOR, TERMS
 from mrl.plan.plan_inputs import PlanInputs, engine_of
@@ -38,20 +39,23 @@ def accelerator_violations(resolved: ResolvedConfig) -> list[Violation]:
 
 
 def share_violations(resolved: ResolvedConfig, model: ModelSpec) -> list[Violation]:
-    """Refuses an engine's share of the memory that does not fit beside what the actor keeps on the same device.
+    """Refuses an engine's share of the memory that does not fit, or leaves no cache for a sequence.
 
     The configuration must have passed all other rules. Where it names no device, a share is refused only if the largest
     device of its kind is too small. An engine on CPU has no share: rollout.cpu_kvcache_gib gives its cache.
     """
     config = resolved.config
     device = _largest_device(config)
-    if config.cluster.placement != "colocated" or device.platform == "cpu":
+    if device.platform == "cpu":
         return []
     inputs = PlanInputs.of(config, model, device)
     memory = memory_section(inputs)
-    if memory["phases"]["rollout"]["fits"]:
+    if not memory["phases"]["rollout"]["fits"]:
+        rule, why, allowed = _shortage(inputs, memory)
+    elif memory["kv_cache"]["longest_sequences_per_engine"] == 0:
+        rule, why, allowed = _no_cache(inputs, memory)
+    else:
         return []
-    rule, why, allowed = _shortage(inputs, memory)
     return [Violation(_SHARE, rule, why, allowed, config.rollout.gpu_memory_utilization, resolved.where(_SHARE))]
 
 
@@ -65,26 +69,44 @@ def _largest_device(config: RunConfig) -> Device:
 def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tuple[float, ...]]:
     """Returns for a share that does not fit: what must hold, why, and the largest share that fits."""
     device = inputs.device
-    engine = engine_of(inputs)
     phase = memory["phases"]["rollout"]
-    sequence = memory["kv_cache"]["bytes_per_token"] * inputs.config.data.max_sample_length
     graphs = graphs_in_share(device, inputs.config.rollout.enforce_eager)
-    least = engine.weights + engine.working_set + graphs + sequence
-    outside = phase["bytes"] - engine.total - graphs
+    outside = phase["bytes"] - engine_of(inputs).total - graphs
     most = floor((device.usable - outside) / device.memory * _STEP) / _STEP
     kept = sum(size for term, size in phase["terms"].items() if TERMS[term].holder == ACTOR)
     why = (
         f"the actor keeps {kept / GIB:.1f} GiB on the device while engines generate; of a {device.name} "
         f"{device.usable / GIB:.1f} GiB can be planned with"
     )
-    if most >= ceil(least / device.memory * _STEP) / _STEP:
+    changed = replace(inputs, config=with_values(inputs.config, {_SHARE: most}))
+    if most > 0 and engine_of(changed).cache_tokens >= inputs.config.data.max_sample_length * inputs.rollout.data:
         return f"must be at most {most}", why, (most,)
     cure = (
         "let more of the actor leave (actor.param_offload, actor.grad_offload, actor.optimizer_offload), or make its "
         "shards or the engine's smaller"
     )
-    return (
-        f"cannot fit: an engine needs {least / GIB:.1f} GiB for its weights, a pass and one longest sequence",
-        f"{why}; {cure}",
-        (),
-    )
+    return f"cannot fit: {_needs(inputs, memory)}", f"{why}; {cure}", ()
+
+
+def _no_cache(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tuple[float, ...]]:
+    """Returns for a share that is too small: what must hold, why, and a share that is enough."""
+    enough = ceil(_least(inputs, memory) / inputs.device.memory * _STEP) / _STEP
+    rule = "leaves no cache for one longest sequence"
+    if enough > 1:
+        return rule, _needs(inputs, memory), ()
+    return f"{rule}: must be at least {enough}", _needs(inputs, memory), (enough,)
+
+
+def _needs(inputs: PlanInputs, memory: dict[str, Any]) -> str:
+    needed = f"{_least(inputs, memory) / GIB:.1f} GiB"
+    return f"an engine needs {needed} for its weights, passes and one longest sequence"
+
+
+def _least(inputs: PlanInputs, memory: dict[str, Any]) -> int:
+    """Returns the smallest share with which each rank of an engine has a cache for one longest sequence."""
+    rollout = inputs.config.rollout
+    engine = engine_of(inputs)
+    states = state_bytes_per_sequence(inputs.model, inputs.rollout.tensor, inputs.engine_element_bytes)
+    tokens = -(-inputs.config.data.max_sample_length // BLOCK) * BLOCK
+    cache = rollout.max_num_seqs * states + memory["kv_cache"]["bytes_per_token"] * tokens
+    return engine.weights + engine.working_set + graphs_in_share(inputs.device, rollout.enforce_eager) + cache

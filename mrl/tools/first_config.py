@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mrl.config.load import ResolvedConfig
 from mrl.config.rollout_rules import engine_splits_heads
-from mrl.config.rules import violations
 from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.config.yaml_tree import nested
 from mrl.errors import ConfigError, Violation
@@ -32,9 +30,9 @@ from mrl.tools.search_report import (
     PROMPT,
     RESPONSE,
     N,
+    broken_with,
     fastest_that_fit,
     planned_phase,
-    run_with,
     search_problem,
     usual_batch,
 )
@@ -199,7 +197,7 @@ def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
 
 def _is_legal(config: RunConfig, model: ModelSpec, broken: list[Violation], candidate: Candidate) -> bool:
     """Tells whether a layout satisfies all rules of a configuration. Adds violations to `broken`."""
-    violated = violations(ResolvedConfig(run_with(config, candidate.degrees, candidate.recompute), {}), model)
+    violated = broken_with(config, model, candidate)
     broken += violated
     return not violated
 

@@ -17,16 +17,15 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, with_values
-from mrl.config.teacher_model import teacher_of
 from mrl.config.yaml_tree import dump_value
 from mrl.errors import ConfigError
-from mrl.model import ModelSpec, planning_model_spec
+from mrl.model import ModelSpec
 from mrl.plan.devices import Device
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.times import phase_seconds
 from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit
-from mrl.tools.search_report import problem_with, run_with
+from mrl.tools.search_report import holds_teacher, problem_with, run_with
 from mrl.tools.switches import DEEPEP, deepep_would_spare, missing_switches
 
 _SHARES = (0.88, 0.8, 0.7, 0.6)  # of a device's memory, for an engine that has it alone
@@ -150,19 +149,10 @@ def _actors(config: RunConfig, problem: SearchProblem, result: SearchResult) -> 
             config, {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_gpu": samples * longest}
         )
         wider = problem_with(problem, larger)
-        for candidate in result.fitting[:_LAYOUTS]:
+        held = (one for one in result.fitting if holds_teacher(run_with(larger, one.degrees, one.recompute)))
+        for candidate in islice(held, _LAYOUTS):
             for found in _recomputed(wider, candidate):
-                if _holds_teacher(run_with(larger, found.degrees, found.recompute)):
-                    yield _actor(larger, wider, found, samples * longest)
-
-
-def _holds_teacher(config: RunConfig) -> bool:
-    """Whether the teacher, where there is one, can lie as it would in this layout of the actor."""
-    try:
-        teacher_of(config, lambda path: planning_model_spec(path)[0])
-    except ConfigError:
-        return False
-    return True
+                yield _actor(larger, wider, found, samples * longest)
 
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:

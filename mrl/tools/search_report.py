@@ -14,11 +14,14 @@ from itertools import count
 from typing import Any
 
 from mrl.config.efficiency_rules import scales_are_delayed
+from mrl.config.load import ResolvedConfig
 from mrl.config.quantisation_rules import ranks_block
 from mrl.config.rollout_rules import engine_splits_heads
+from mrl.config.rules import violations
 from mrl.config.schema import LayoutConfig, RunConfig
-from mrl.errors import ConfigError
-from mrl.model import ModelSpec
+from mrl.config.teacher_model import teacher_of
+from mrl.errors import ConfigError, Violation
+from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import BF16
 from mrl.model.quantised_shards import workers_fault
@@ -28,7 +31,7 @@ from mrl.plan.engine_memory import engine_memory, engine_share
 from mrl.plan.memory import memory_section, offload_of
 from mrl.plan.memory_phases import Phase
 from mrl.plan.model_state import stage_state
-from mrl.plan.plan_inputs import PlanInputs, precision_of, sync_budget, update_micro_batch
+from mrl.plan.plan_inputs import PlanInputs, engine_passes, precision_of, sync_budget, update_micro_batch
 from mrl.plan.times import overlap_of, sample_work
 from mrl.tools.search import (
     Candidate,
@@ -44,6 +47,7 @@ from mrl.tools.search import (
 from mrl.tools.switches import deepep_would_spare, with_switches
 from mrl.units import GIB
 
+_OF_LAYOUT = ("actor.layout.", "distillation.")  # rules that another layout may meet
 _TRIED = 100  # layouts at most whose whole runs are planned, each with every recomputation that it needs
 # tokens of a usual run with long answers
 PROMPT = 2048
@@ -113,7 +117,10 @@ def search_report(
     made.
     """
     result = result or search(problem)
-    shown, left_out = fastest_that_fit(config, problem, result, top) if planned else (result.fitting[:top], {})
+    shown, left_out = result.fitting[:top], {}
+    if planned:
+        allows = partial(_is_legal_layout, config, problem.model)
+        shown, left_out = fastest_that_fit(config, problem, result, top, allows)
     return {
         "device": problem.device.name,
         "devices": problem.devices,
@@ -170,7 +177,7 @@ def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
         if workers_fault(model, rollout, block):
             continue
         share = engine_share(device, config.rollout.gpu_memory_utilization, config.rollout.enforce_eager)
-        engine = engine_memory(model, rollout, share, fp8_block=block)
+        engine = engine_memory(model, rollout, share, **engine_passes(config))
         if engine.cache_tokens >= length:
             lines.append(
                 f"engine of {tensor}: weights {engine.weights / GIB:.1f} GiB a device, cache of "
@@ -201,7 +208,7 @@ def fastest_that_fit(
     tried = 0
     while waiting and len(shown) < top and tried < _TRIED:
         *_, candidate, memory = heapq.heappop(waiting)
-        if not allows(candidate):
+        if memory is None and not allows(candidate):
             continue
         tried += 1
         memory = memory or _planned(config, problem, candidate)
@@ -217,6 +224,27 @@ def fastest_that_fit(
         else:
             left_out[_too_large(memory)] += 1
     return shown, left_out
+
+
+def broken_with(config: RunConfig, model: ModelSpec, candidate: Candidate) -> list[Violation]:
+    """Returns the rules of a configuration that a layout breaks."""
+    return violations(ResolvedConfig(run_with(config, candidate.degrees, candidate.recompute), {}), model)
+
+
+def _is_legal_layout(config: RunConfig, model: ModelSpec, candidate: Candidate) -> bool:
+    """Tells whether a layout breaks no rule of layouts, and a teacher can lie as it would in it."""
+    if not holds_teacher(run_with(config, candidate.degrees, candidate.recompute)):
+        return False
+    return not any(broken.field.startswith(_OF_LAYOUT) for broken in broken_with(config, model, candidate))
+
+
+def holds_teacher(config: RunConfig) -> bool:
+    """Tells whether the teacher, where there is one, can lie as it would in this layout of the actor."""
+    try:
+        teacher_of(config, lambda path: planning_model_spec(path)[0])
+    except ConfigError:
+        return False
+    return True
 
 
 def run_with(config: RunConfig, degrees: dict[str, Any], recompute: Recompute) -> RunConfig:

@@ -247,6 +247,16 @@ def test_what_a_searched_layout_computes_again_is_written_of_every_kind(capsys, 
     assert kept["recompute_modules"] == ["core_attn"] and "recompute_granularity" not in kept, "the user's own stay"
 
 
+def test_recomputation_that_is_given_as_a_mapping_is_the_users_own(capsys, tmp_path):
+    file = tmp_path / "out.yaml"
+    words = [*FSDP_14B[:4], "data.max_response_length=30720"]
+    own = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    given = f"model.override_transformer_config={json.dumps(own)}"
+    assert run(capsys, "import-verl", *words, "--search", "--set", given, "-o", str(file))[0] == 0
+    kept = load_config(file).config.model.override_transformer_config
+    assert {name: value for name, value in kept.items() if name.startswith("recompute_")} == own
+
+
 def test_where_no_layout_mends_what_is_broken_a_search_tries_a_few_and_says_so(capsys, monkeypatch):
     tried = []
     with_layout = import_verl._with_layout
@@ -254,7 +264,7 @@ def test_where_no_layout_mends_what_is_broken_a_search_tries_a_few_and_says_so(c
     words = [*FSDP_14B, "actor_rollout_ref.actor.ppo_mini_batch_size=17"]  # of 256 prompts
     found = json.loads(run(capsys, "import-verl", *words, "--search", "--json")[1])
     assert any("found no layout that breaks no rule" in warning for warning in found["warnings"])
-    assert len(tried) == import_verl._TRIED
+    assert len(tried) == import_verl._REFUSED
 
 
 def test_search_wins_over_the_preset_where_it_is_asked_for(capsys):

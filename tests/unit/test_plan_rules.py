@@ -50,6 +50,26 @@ def test_where_no_share_fits_the_way_out_is_named():
     assert violation.allowed == () and "cannot fit" in violation.rule and "actor.optimizer_offload" in violation.why
 
 
+@pytest.mark.parametrize(
+    "preset", ["qwen3-235b-a22b/h100-16x8", "qwen3.5-35b-a3b/h100-4x8", "qwen3-30b-a3b/h100-4x8-separate"]
+)
+def test_a_share_that_leaves_no_cache_is_refused_with_one_that_does(preset):
+    """Caches are those of each data-parallel rank, and states of gated delta attention come off them first."""
+    path = PRESETS / f"{preset}.yaml"
+    (violation,) = refused("rollout.gpu_memory_utilization=0.1", path=path)
+    (enough,) = violation.allowed
+    assert "leaves no cache for one longest sequence" in violation.rule and violation.value == 0.1
+    assert refused(f"rollout.gpu_memory_utilization={enough}", path=path) == []
+    assert refused(f"rollout.gpu_memory_utilization={round(enough - 0.01, 2)}", path=path) != []
+
+
+def test_a_device_of_its_own_cannot_be_given_whole():
+    separate = PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"
+    (violation,) = refused("rollout.gpu_memory_utilization=1.0", path=separate)
+    (most,) = violation.allowed
+    assert refused(f"rollout.gpu_memory_utilization={most}", path=separate) == []
+
+
 def test_an_engine_needs_weights_a_pass_graphs_and_one_sequence():
     whole = ["rollout.data_parallel_size=1", "rollout.expert_parallel_size=1", "rollout.num_engines=32"]
     words = {}

@@ -13,7 +13,7 @@ from mrl.cli.main import main
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import with_values
-from mrl.model import forward_flops_per_token, known_spec
+from mrl.model import forward_flops_per_token, known_spec, planning_model_spec
 from mrl.model.layout import TrainLayout, check_train_layout, is_legal_layout
 from mrl.model.precision import BF16
 from mrl.plan.activations import MicroBatchShape, Recompute
@@ -25,7 +25,7 @@ from mrl.plan.times import PassWork, micro_batch_count, pipeline_slots, update_s
 from mrl.platforms.versions import MEGATRON
 from mrl.tools.first_config import usual_config
 from mrl.tools.search import SearchProblem, SearchResult, fullest_phase, legal_layouts, recomputes, search, stronger
-from mrl.tools.search_report import fastest_that_fit, run_with, search_problem
+from mrl.tools.search_report import fastest_that_fit, run_with, search_problem, search_report
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, PP, VPP, CP, EP, ETP = (
@@ -337,6 +337,30 @@ def test_norms_are_kept_in_fp8_with_the_scaling_for_which_megatron_refuses_them(
     config = with_values(config, {"model.override_transformer_config": given})
     case = search_problem(config, model, device_for(config), 32, 8, MEGATRON)
     assert case.recomputes == tuple(recomputes(model)[number] for number in left)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("moonlight-16b-a3b/h100-1x8", []),  # latent attention goes without context parallelism there
+        (
+            "qwen3-30b-a3b/h100-4x8",
+            ["distillation.enabled=true", "distillation.teacher_model.model_path=Qwen/Qwen3-14B"],
+        ),
+    ],
+)
+def test_with_a_configuration_no_layout_is_shown_that_breaks_a_rule(preset, settings):
+    config = load_config(ROOT / "parallel_configs" / f"{preset}.yaml", None, settings).config
+    model = planning_model_spec(config.model.path)[0]
+    case = search_problem(config, model, device_for(config), config.actor.layout.world_size, 8, MEGATRON)
+    rows = search_report(config, case, 5, planned=True)["layouts"]
+    assert len(rows) == 5
+    for row in rows:
+        (recompute,) = [way for way in recomputes(model) if str(way) == row["recompute"]]
+        changed = run_with(config, row["degrees"], recompute)
+        broken = violations(ResolvedConfig(changed, {}), model)
+        assert [one for one in broken if one.field.startswith("actor.layout")] == []
+        assert memory_section(PlanInputs.of(changed, model, device_for(config)))["fits"]
 
 
 def test_a_candidates_recomputation_is_what_its_configuration_says():
