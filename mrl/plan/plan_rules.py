@@ -3,12 +3,11 @@
 They have the form of the configuration's own rules.
 """
 
-from dataclasses import replace
 from math import ceil, floor
 from typing import Any
 
 from mrl.config.load import ResolvedConfig
-from mrl.config.schema import RunConfig, leaf, with_values
+from mrl.config.schema import RunConfig, leaf
 from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.plan.devices import Device, devices, devices_of
@@ -78,8 +77,7 @@ def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tup
         f"the actor keeps {kept / GIB:.1f} GiB on the device while engines generate; of a {device.name} "
         f"{device.usable / GIB:.1f} GiB can be planned with"
     )
-    changed = replace(inputs, config=with_values(inputs.config, {_SHARE: most}))
-    if most > 0 and engine_of(changed).cache_tokens >= inputs.config.data.max_sample_length * inputs.rollout.data:
+    if most >= _enough(inputs, memory):
         return f"must be at most {most}", why, (most,)
     cure = (
         "let more of the actor leave (actor.param_offload, actor.grad_offload, actor.optimizer_offload), or make its "
@@ -90,11 +88,16 @@ def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tup
 
 def _no_cache(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tuple[float, ...]]:
     """Returns for a share that is too small: what must hold, why, and a share that is enough."""
-    enough = ceil(_least(inputs, memory) / inputs.device.memory * _STEP) / _STEP
+    enough = _enough(inputs, memory)
     rule = "leaves no cache for one longest sequence"
     if enough > 1:
         return rule, _needs(inputs, memory), ()
     return f"{rule}: must be at least {enough}", _needs(inputs, memory), (enough,)
+
+
+def _enough(inputs: PlanInputs, memory: dict[str, Any]) -> float:
+    """Returns the smallest share, in hundredths, that leaves a cache for one longest sequence."""
+    return ceil(_least(inputs, memory) / inputs.device.memory * _STEP) / _STEP
 
 
 def _needs(inputs: PlanInputs, memory: dict[str, Any]) -> str:

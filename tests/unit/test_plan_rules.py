@@ -63,6 +63,12 @@ def test_a_share_that_leaves_no_cache_is_refused_with_one_that_does(preset):
     assert refused(f"rollout.gpu_memory_utilization={round(enough - 0.01, 2)}", path=path) != []
 
 
+def test_where_the_actor_alone_is_more_than_the_device_no_share_is_named():
+    path = PRESETS / "qwen3-235b-a22b" / "h100-16x8.yaml"
+    (violation,) = refused("actor.layout={world_size: 128}", *STAYS, path=path)  # 235e9 weights on every rank
+    assert violation.allowed == () and "cannot fit" in violation.rule
+
+
 def test_a_device_of_its_own_cannot_be_given_whole():
     separate = PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"
     (violation,) = refused("rollout.gpu_memory_utilization=1.0", path=separate)
