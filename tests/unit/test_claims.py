@@ -233,7 +233,6 @@ def test_goals_that_were_missed_stand_on_the_page_with_figure_and_reason():
     missed = claims.page().partition("## Goals missed")[2].partition("## Never run")[0]
     for words in (
         "export",
-        "Digests",
         "sleeping engine",
         "Rehearsals",
         "Random rewards",
