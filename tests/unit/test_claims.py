@@ -244,3 +244,4 @@ def test_goals_that_were_missed_stand_on_the_page_with_figure_and_reason():
     ):
         (row,) = [line for line in missed.splitlines() if words in line.split(" | ")[0]]
         assert all(cell.strip() for cell in row.split(" | "))
+    assert sum(line.startswith("| Digests of a sync, a side |") for line in claims.page().splitlines()) == 1, "now met"
