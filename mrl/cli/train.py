@@ -56,33 +56,32 @@ def _given(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 def _train_once(options: argparse.Namespace) -> None:
     from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address, refuse_open_ray
-    from mrl.train.preflight import check_inputs, plug_in_lines, plug_ins, preflight, start_lines, with_models_at_hand
+    from mrl.train.preflight import check_inputs, plug_in_lines, preflight, start_lines, with_models_at_hand
     from mrl.train.resume import goes_on, resume_note, what_is_left
 
     refuse_open_ray()
     given = resolved_config(options, check_paths=True)
     resume = goes_on(given.config.trainer, options.resume)
     resolved = with_models_at_hand(given, resume=resume, devices=True)
-    model = preflight(resolved, resume)
-    for line in plug_in_lines(plug_ins(resolved.config)):
+    checked = preflight(resolved, resume)
+    for line in plug_in_lines(checked.plug_ins):
         print(line, flush=True)
     check_inputs(resolved.config, resume)
-    for line in [*resume_note(resolved.config.trainer, resume), *start_lines(resolved, model)]:
+    for line in [*resume_note(resolved.config.trainer, resume), *start_lines(checked)]:
         print(line, flush=True)
     if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()
 
     from mrl.tools.report.write import ReportView, report_at_the_end
     from mrl.train.assemble import open_run  # imports Ray, which takes seconds
-    from mrl.train.loop import due
+    from mrl.train.loop import due, train_on
     from mrl.train.preflight import run_dir_path
-    from mrl.train.rank_restarts import train_on
 
     trainer = resolved.config.trainer
     folder = run_dir_path(trainer, resume)
     report = ReportView(folder, lambda step: due(trainer.save_freq, step, trainer.total_training_steps or 0))
     try:
-        with open_run(resolved, resume, {"report": report}) as run:
+        with open_run(checked, resume, {"report": report}) as run:
             run = train_on(run)
             print(f"finished {run.state.step} steps in {run.run_dir.path}")
     except Interrupted as error:

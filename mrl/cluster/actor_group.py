@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.shared_folder import check_seen, marked
 from mrl.cluster.workers import LOOKING, MODEL_VERBS, WRITING, ActorWorker
 from mrl.config.schema import RunConfig
-from mrl.config.teacher_model import teacher_of
+from mrl.config.teacher_model import TeacherModel, teacher_of
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import start_readers
-from mrl.model import load_model_spec
+from mrl.model import ModelSpec, load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.process_tree import end_below
@@ -40,12 +41,32 @@ def put_once(arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
     return [[put.get(id(value), value) for value in own] for own in arguments]
 
 
+@dataclass(frozen=True)
+class RankOrder:
+    """What ranks compute: the complete configuration, which each of them gets, and what follows from it and `model`."""
+
+    config: RunConfig
+    model: ModelSpec
+    layout: TrainLayout
+    teacher: TeacherModel | None
+    critic_layout: TrainLayout | None
+
+    @classmethod
+    def of(cls, config: RunConfig, model: ModelSpec) -> "RankOrder":
+        """Returns the order of a configuration. Raises ConfigError like TrainLayout.build."""
+        layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+        critic_layout = None
+        if config.of_critic is not None:
+            critic_layout = TrainLayout.build(config.of_critic.actor.layout.model_dump(), model)
+        return cls(config, model, layout, teacher_of(config, load_model_spec), critic_layout)
+
+
 class ActorGroup:
     """Handles of the actor ranks. Small answers are returned, and large data stays behind references."""
 
     def __init__(
         self,
-        config: RunConfig,
+        order: RankOrder,
         run_dir: Path,
         checkpoint: Path | None,
         poll: Callable[[], None] = lambda: None,
@@ -57,7 +78,12 @@ class ActorGroup:
 
         `seats` are the ranks', by default on devices of their own. `meanwhile` runs while they load.
         """
+        config = order.config
         self.config = config
+        self.model = order.model
+        self.layout = order.layout
+        self.teacher = order.teacher
+        self.critic_layout = order.critic_layout
         self.poll = poll
         least_s = LEAST_S
         if config.cluster.nnodes > 1:  # so long a rank may wait in a sync for an engine that was lost there
@@ -65,12 +91,6 @@ class ActorGroup:
         self._deadlines = Deadlines.of_steps(config.cluster, least_s)
         self.pids: list[int] = []  # of ranks that have started
         self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node, see mrl/flow/routes.py
-        self.model = load_model_spec(config.model.path)
-        self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
-        self.teacher = teacher_of(config, load_model_spec)
-        self.critic_layout: TrainLayout | None = None
-        if config.of_critic is not None:
-            self.critic_layout = TrainLayout.build(config.of_critic.actor.layout.model_dump(), self.model)
         hosting = get_hosting(config.cluster.device)
         self.seats = seats or actor_seats(config.cluster, config.actor.layout)
         kind = ray.remote(concurrency_groups={WRITING: 1, LOOKING: 1})(worker)

@@ -10,6 +10,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seats, engine_seats
 from mrl.cluster.workers import EngineWorker
 from mrl.config.places import Deployment
+from mrl.config.schema import RunConfig
 from mrl.errors import LostProcess
 from mrl.flow.request_streams import RequestStreams
 from mrl.flow.response_store import SMALL_OBJECTS
+from mrl.model import ModelSpec
 from mrl.platforms.hosting import get_hosting
 from mrl.remote.calls import Late, answered, ask, gather
 from mrl.remote.deadlines import Deadlines
@@ -32,11 +35,35 @@ from mrl.remote.process_logs import concerning, log_file, processes_of
 from mrl.schedule.engine_loads import request_limit_of
 from mrl.vllm.engine_state import ASLEEP, CONTROL_VERBS, WEIGHTS_AWAKE
 from mrl.vllm.process_watch import end_processes
-from mrl.vllm.requests import EngineSettings, VersionServed
+from mrl.vllm.requests import EngineSettings, VersionServed, engine_settings
 
 GIVE_UP_S = 30.0  # seconds for an engine to abandon its work, once it knows that its ranks are gone
 CONVERSATIONS = 4  # times the requests that an engine computes: if tools take three quarters of the time, it stays busy
 PREPARE_S = 60.0  # seconds for a live rank to answer; another may be in the middle of a long step
+
+
+@dataclass(frozen=True)
+class EngineOrder:
+    """The engines of a run: `settings` are those of each rank, engine by engine."""
+
+    deployment: Deployment
+    settings: tuple[EngineSettings, ...]
+    max_requests: int | None  # of `request_limit`
+    logs: Path
+
+    @classmethod
+    def of(cls, config: RunConfig, model: ModelSpec, logs: Path, by_sync: bool = False) -> "EngineOrder":
+        """Returns the order of a configuration.
+
+        `by_sync`: engines read no weights, and answer nothing before a sync brings them.
+        """
+        deployment = Deployment.of(config)
+        settings = tuple(
+            engine_settings(config, model, engine, logs, data_rank, by_sync)
+            for engine in range(config.rollout.num_engines)
+            for data_rank in range(config.rollout.data_parallel_size)
+        )
+        return cls(deployment, settings, request_limit(deployment, config.trainer.deterministic), logs)
 
 
 class RolloutGroup:
@@ -44,30 +71,26 @@ class RolloutGroup:
 
     def __init__(
         self,
-        deployment: Deployment,
-        settings: Sequence[EngineSettings],
-        max_requests: int | None,
-        logs: Path,
+        order: EngineOrder,
         poll: Callable[[], None] = lambda: None,
         seats: Seats | None = None,
         before: "RolloutGroup | None" = None,
     ):
         """Starts every engine. Raises EnvironmentFault when a start-up check fails.
 
-        `settings` are those of each rank, engine by engine. `max_requests` comes from `request_limit`. `seats` are the
-        engines', by default on devices of their own. `before` is the group that this one replaces, without the engines
-        retired there.
+        `seats` are the engines', by default on devices of their own. `before` is the group that this one replaces,
+        without the engines retired there.
         """
-        self.cluster = deployment.cluster
-        self.rollout = deployment.rollout
-        self._deadlines = Deadlines.of_steps(deployment.cluster)
-        self.max_requests = max_requests
+        self.cluster = order.deployment.cluster
+        self.rollout = order.deployment.rollout
+        self._deadlines = Deadlines.of_steps(self.cluster)
+        self.max_requests = order.max_requests
         self.poll = poll
         self.engine_ranks = self.rollout.data_parallel_size  # of one engine
-        self.names = [each.name for each in settings]
-        self.seats = seats or engine_seats(deployment)
-        self._settings = list(settings)
-        self._logs = logs
+        self.names = [each.name for each in order.settings]
+        self.seats = seats or engine_seats(order.deployment)
+        self._settings = order.settings
+        self._logs = order.logs
         self.peers_wait_s = 0.0  # that an engine in a weight sync waits for ranks that are gone; WeightSync sets it
         self._below: dict[int, list[tuple[int, float]]] = {}  # processes of each rank, and their start times
         self.workers: list[ray.actor.ActorHandle] = [] if before is None else list(before.workers)

@@ -414,21 +414,32 @@ class ScorerGroup:
             ray.kill(channel.handle)  # their scoring processes die with them
 
 
-def start_scorers(
-    reward: RewardConfig, spec: RewardSpec, model_path: str, logs: Path, nodes: Mapping[str, str]
-) -> ScorerGroup:
+@dataclass(frozen=True)
+class ScorerOrder:
+    """The scoring processes of a run."""
+
+    reward: RewardConfig
+    spec: RewardSpec
+    model_path: str  # has the tokenizer
+    logs: Path
+
+
+def start_scorers(order: ScorerOrder, nodes: Mapping[str, str]) -> ScorerGroup:
     """Starts `reward.num_workers` scoring processes over the nodes of the engines, and waits until they are ready.
 
-    `nodes` maps engines to nodes, `model_path` has the tokenizer. Raises ConfigError where the function cannot be
-    loaded on a node. Raises EnvironmentFault where no process starts.
+    `nodes` maps engines to nodes. Raises ConfigError where the function cannot be loaded on a node. Raises
+    EnvironmentFault where no process starts.
     """
+    reward = order.reward
     own = dict(os.environ), str(Path.cwd())
     hosts, near = scorer_places(nodes, reward.num_workers)
-    group = ScorerGroup([Channel(f"scorer {i}", _actor(model_path, node)) for i, (node, _) in enumerate(hosts)], near)
+    group = ScorerGroup(
+        [Channel(f"scorer {i}", _actor(order.model_path, node)) for i, (node, _) in enumerate(hosts)], near
+    )
     started = {}
     for channel, (_, share) in zip(group.channels, hosts, strict=True):
-        log = logs.absolute() / log_file(channel.name)
-        settings = PoolSettings(spec, share, reward.timeout_s, reward.failure_score or 0.0, log, *own)
+        log = order.logs.absolute() / log_file(channel.name)
+        settings = PoolSettings(order.spec, share, reward.timeout_s, reward.failure_score or 0.0, log, *own)
         started[channel.name] = channel.handle.start.remote(settings)
     try:
         gather(started, START_S * 4, "starting the scorers")

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.hosts import Hosts, Peak
-from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import PromptDataset
@@ -37,11 +36,18 @@ from mrl.record.views import View
 from mrl.remote.process_logs import concerning, processes_of
 from mrl.train.advice import advisers
 from mrl.train.assemble_data import Data, read_data
-from mrl.train.assemble_files import Files, at_newest_checkpoint, find_beginning, open_files, with_spool
-from mrl.train.assemble_processes import Processes, restart_ranks, start_processes
+from mrl.train.assemble_files import Files, FilesOrder, at_newest_checkpoint, find_beginning, open_files, with_spool
+from mrl.train.assemble_processes import (
+    Processes,
+    ProcessOrder,
+    first_sync_brings_all,
+    restart_ranks,
+    start_processes,
+)
 from mrl.train.generation import Generation
 from mrl.train.generation_rules import GenerationRules
 from mrl.train.placement import Placement
+from mrl.train.preflight import Checked
 from mrl.train.reporting import AdvisedRecord, SpikeWatch
 from mrl.train.resume import TrainState, generated_again, groups_again, made_by, rewind
 from mrl.train.rollouts import Judge, Responder
@@ -79,12 +85,12 @@ class Run:
     line: dict[str, float] = field(default_factory=dict)  # known metrics of the step that made the weights
     restarts: int = 0  # restarts of its ranks so far
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
-    start_again: Callable[[Interrupted, int], "Run"] | None = None  # used after ranks were lost; rank_restarts.py
+    start_again: Callable[[Interrupted, int], "Run"] | None = None  # used after ranks were lost
 
 
 @contextmanager
-def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] | None = None) -> Iterator[Run]:
-    """Opens a run up to its next step; `resolved` has passed `mrl.train.preflight`.
+def open_run(checked: Checked, resume: bool, views: Mapping[str, View] | None = None) -> Iterator[Run]:
+    """Opens a run up to its next step.
 
     `views`: views of its metrics, in addition to those of trainer.logger. If ranks find a checkpoint damaged, the run
     starts again from the one before. Raises an error of mrl.errors. The run directory is made after data, reward and
@@ -92,7 +98,7 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
     """
     damaged: dict[Path, DamagedCheckpoint] = {}
     stop = StopFlag(grace_of_the_job())
-    start = partial(_start, resolved, resume, damaged, views, stop)
+    start = partial(_start, checked, resume, damaged, views, stop)
     with ExitStack() as stack:
         while (run := _unless_damaged(start, resume, damaged, stack)) is None:
             stop.raise_if_set()
@@ -117,7 +123,7 @@ def _unless_damaged(
 
 
 def _start(
-    resolved: ResolvedConfig,
+    checked: Checked,
     resume: bool,
     damaged: dict[Path, DamagedCheckpoint],
     views: Mapping[str, View] | None,
@@ -125,25 +131,46 @@ def _start(
     stack: ExitStack,
 ) -> Run:
     """Runs the four steps, from the newest checkpoint that is not in `damaged`."""
-    given = resolved.config
+    given = checked.config
     data = read_data(given.model.path, given.data, given.rollout, given.reward, given.trainer)
-    # the learning-rate schedule needs the length in steps too
-    config = given.model_copy(
-        update={"trainer": given.trainer.model_copy(update={"total_training_steps": data.total_steps})}
-    )
-    _check_warmup(config)
-    beginning = find_beginning(stack, config, data, resume, damaged, stop)
-    files = open_files(stack, beginning, resolved.to_record(), resume, stop)
-    return _Starts(stack, config, data, files, damaged, views, stop).first()
+    config = _with_total_steps(given, data.total_steps)
+    beginning = find_beginning(stack, FilesOrder.of(checked, data), resume, damaged, stop)
+    files = open_files(stack, beginning, resume, stop)
+    order = ProcessOrder.of(config, checked.model, data.reward, files.run_dir.logs)
+    return _Starts(stack, config, order, data, files, damaged, views, stop).first()
+
+
+def _with_total_steps(config: RunConfig, total_steps: int) -> RunConfig:
+    """Returns the configuration with the length in steps, which the learning-rate schedule needs.
+
+    Raises ConfigError for a run that trains only its critic. Rules check runs whose steps are configured.
+    """
+    if config.algorithm.needs_critic and config.trainer.warmup_steps >= total_steps:
+        raise ConfigError(
+            f"trainer.critic_warmup = {config.trainer.critic_warmup}: the run has {total_steps} steps, and the actor "
+            "would never be trained"
+        )
+    trainer = config.trainer.model_copy(update={"total_training_steps": total_steps})
+    return config.model_copy(update={"trainer": trainer})
 
 
 class _Starts:
-    """Starts the ranks of a run and everything that depends on them, and restarts these when ranks are lost."""
+    """Starts the ranks of a run and everything that depends on them, and restarts these when ranks are lost.
+
+        a rank is lost    all ranks are ended, and generation and the record of metrics closed
+        engines           give up requests and version, and stay; if one does not answer, they are restarted too
+        run directory     returns to checkpoint V as in a resume, or to the run's start if there is none
+        new ranks         load V and bring it to the engines, which is verified; the loop continues with step V+1
+
+    The same happens if lost engines can no longer get the weights with which they must finish responses. This occurs
+    only in order, ahead of training.
+    """
 
     def __init__(
         self,
         stack: ExitStack,
         config: RunConfig,
+        order: ProcessOrder,
         data: Data,
         files: Files,
         damaged: dict[Path, DamagedCheckpoint],
@@ -151,6 +178,7 @@ class _Starts:
         stop: StopFlag,
     ) -> None:
         self._config = config
+        self._order = order
         self._data = data
         self._files = files
         self._damaged = damaged
@@ -169,7 +197,7 @@ class _Starts:
     def first(self) -> Run:
         """Returns the run as it was opened."""
         files = with_spool(self._own, self._files)
-        self._processes = start_processes(self._kept, self._own, self._config, self._data.reward, files)
+        self._processes = start_processes(self._kept, self._own, self._order, files)
         self._has_engines = True
         return self._run(files)
 
@@ -216,11 +244,11 @@ class _Starts:
 
         Returns None if engines must be restarted too: one does not answer, or weights take the slow path.
         """
-        if not self._has_engines or self._config.reshard.path != "fast":
+        if not self._has_engines or not first_sync_brings_all(self._order.reshard):
             return None
         files = with_spool(self._own, at_newest_checkpoint(self._files))
         try:
-            self._processes = restart_ranks(self._own, self._config, files, self._processes)
+            self._processes = restart_ranks(self._own, self._order, files, self._processes)
             return files
         except Interrupted as error:
             if any(name.startswith("rank ") for name in processes_of(error)) or self._stop.signal is not None:
@@ -238,7 +266,7 @@ class _Starts:
         self._kept.close()
         files = with_spool(self._own, at_newest_checkpoint(self._files))
         before = self._processes.engines
-        self._processes = start_processes(self._kept, self._own, self._config, self._data.reward, files, before)
+        self._processes = start_processes(self._kept, self._own, self._order, files, before)
         self._has_engines = True
         return files
 
@@ -257,15 +285,6 @@ class _Starts:
         run.restarts = self._budget.spent
         self._files.notes.ready()
         return run
-
-
-def _check_warmup(config: RunConfig) -> None:
-    """Raises ConfigError for a run that trains only its critic. Rules check runs whose steps are configured."""
-    if config.algorithm.needs_critic and config.trainer.warmup_steps >= config.trainer.total_training_steps:
-        raise ConfigError(
-            f"trainer.critic_warmup = {config.trainer.critic_warmup}: the run has "
-            f"{config.trainer.total_training_steps} steps, and the actor would never be trained"
-        )
 
 
 def _ready_run(
@@ -287,8 +306,8 @@ def _ready_run(
     state = files.state
     actor = processes.actor
     engines = processes.engines
-    identity = beginning.identity.going_on(beginning.point)
-    saved = SavedRun(identity, config.actor.layout, data.fingerprint, beginning.token_routes)
+    identity = beginning.order.identity.going_on(beginning.point)
+    saved = SavedRun(identity, config.actor.layout, data.fingerprint, beginning.order.token_routes)
     saver = Saver(config.trainer, saved, run_dir.checkpoints, processes.placement, state.step, run_dir.check_lock)
     saver.tell_saved = files.spool.saved
     stack.callback(saver.close)
@@ -335,7 +354,7 @@ def _go_on(files: Files, data: Data) -> None:
     """Brings the run directory to the step from which the run continues. Nothing can refuse after this change."""
     run_dir = files.run_dir
     beginning = files.beginning
-    schedule = beginning.identity.schedule
+    schedule = beginning.order.identity.schedule
     left = len(files.left) * schedule.responses
     if left:
         print(
@@ -345,7 +364,7 @@ def _go_on(files: Files, data: Data) -> None:
     if beginning.point is not None:
         files.notes.rewound(files.state.step, seconds_after(run_dir.path, files.state.step))
     rewind(run_dir, beginning.point)
-    run_dir.write_config(files.config_yaml)
+    run_dir.write_config(beginning.order.config_yaml)
     write_text(run_dir.plan, plan_text(beginning.plan))
     aside = Quarantine(run_dir.path, run_dir.check_lock)
     aside.rewind(files.state.step)
@@ -367,17 +386,18 @@ def _record(config: RunConfig, files: Files, views: Mapping[str, View] | None) -
 
 
 def _generation_rules(config: RunConfig, files: Files) -> GenerationRules:
+    order = files.beginning.order
     return GenerationRules(
-        files.beginning.identity.schedule,
+        order.identity.schedule,
         Judge(config.algorithm, config.reward, config.data.max_response_length),
         training_sampling(config.rollout, config.data, config.actor, config.model.path),
         config.trainer.seed,
-        made_by(config.model.path, files.beginning.data_fingerprint),
+        made_by(config.model.path, order.data_fingerprint),
         files.spool,
         files.lost,
         files.suspects,
-        files.beginning.sources,
-        groups_again(files.beginning.identity.schedule, files.notes),
+        order.sources,
+        groups_again(order.identity.schedule, files.notes),
     )
 
 

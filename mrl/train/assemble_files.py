@@ -17,10 +17,9 @@ from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.ray_folder import remove_own_folders
 from mrl.config.places import Deployment
-from mrl.config.schema import RunConfig
+from mrl.config.schema import TrainerConfig
 from mrl.errors import DamagedCheckpoint
 from mrl.flow.group_writer import GroupParts, GroupWriter
-from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again
 from mrl.platforms.process_tree import end_descendants
 from mrl.platforms.versions import installed_versions
@@ -30,12 +29,47 @@ from mrl.schedule.suspects import Suspects
 from mrl.train.assemble_data import Data
 from mrl.train.kept_groups import read_kept, read_left
 from mrl.train.lost_engines import LostEngines
-from mrl.train.preflight import plug_ins, run_dir_path
+from mrl.train.preflight import Checked, run_dir_path
 from mrl.train.resume import RunIdentity, TrainState, made_by, resume_point, resumed_state
 from mrl.train.sampled_by import UNKNOWN, SampledBy, Sources, sources_of
 from mrl.train.spool import Spool
 from mrl.train.stop_signals import StopFlag, stop_on_signals
 from mrl.vllm.leftovers import remove_noted
+
+
+@dataclass(frozen=True)
+class FilesOrder:
+    """What a run writes, and what a checkpoint that it continues from must agree with."""
+
+    trainer: TrainerConfig
+    deployment: Deployment
+    identity: RunIdentity
+    data_fingerprint: str
+    token_routes: int  # bytes of one token's routes, in the form of samples
+    config_yaml: str  # of this start; it replaces the previous one when nothing can refuse any more
+    plan_for: Callable[[Path], dict[str, Any]]  # takes the file of an earlier plan
+    plug_ins: Sequence[Mapping[str, str]] = ()
+    sources: Sources = UNKNOWN
+
+    @classmethod
+    def of(cls, checked: Checked, data: Data) -> "FilesOrder":
+        """Returns the order of a configuration. Raises an error of mrl.errors for unreadable files of the model."""
+        config = checked.config
+        held_out = None
+        if data.val_prompts:
+            held_out = len(data.val_prompts)
+        origin = made_by(config.model.path, data.fingerprint)
+        return cls(
+            config.trainer,
+            Deployment.of(config),
+            RunIdentity.of(config),
+            data.fingerprint,
+            route_bytes(config.actor, checked.model),
+            checked.resolved.to_record(),
+            partial(plan_again, config, checked.model, held_out_prompts=held_out),
+            checked.plug_ins,
+            sources_of(config, origin, data.rows_digest, checked.plug_ins),
+        )
 
 
 @dataclass(frozen=True)
@@ -45,16 +79,11 @@ class Beginning:
     Configuration, data, checkpoint and cluster have passed all checks.
     """
 
+    order: FilesOrder
     folder: Path
-    identity: RunIdentity
     point: Newest | None  # None for a new run
     find_point: Callable[..., Newest | None]  # searches again; `resume`: whether the run's own newest is allowed
     plan: dict[str, Any]
-    data_fingerprint: str
-    token_routes: int  # bytes of one token's routes, in the form of samples
-    step_timeout_s: float  # limit for calls to Ray's processes
-    plug_ins: Sequence[Mapping[str, str]] = ()
-    sources: Sources = UNKNOWN
 
     @property
     def checkpoint(self) -> Path | None:
@@ -66,8 +95,7 @@ class Beginning:
 
 def find_beginning(
     stack: ExitStack,
-    config: RunConfig,
-    data: Data,
+    order: FilesOrder,
     resume: bool,
     damaged: Mapping[Path, DamagedCheckpoint],
     stop: StopFlag,
@@ -76,41 +104,23 @@ def find_beginning(
 
     Raises an error of mrl.errors.
     """
-    identity = RunIdentity.of(config)
-    folder = run_dir_path(config.trainer, resume)
+    folder = run_dir_path(order.trainer, resume)
     find_point = partial(
         resume_point,
-        config.trainer,
-        identity,
+        order.trainer,
+        order.identity,
         folder,
         damaged=damaged,
-        data_fingerprint=data.fingerprint,
+        data_fingerprint=order.data_fingerprint,
         resume=resume,
     )
     point = find_point()
-    deployment = Deployment.of(config)
-    stack.enter_context(ray_cluster(deployment))
-    model = load_model_spec(config.model.path)
-    held_out = None
-    if data.val_prompts:
-        held_out = len(data.val_prompts)
-    plan = plan_again(config, model, RunDir(folder).plan, held_out)
-    check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(deployment))
+    stack.enter_context(ray_cluster(order.deployment))
+    plan = order.plan_for(RunDir(folder).plan)
+    check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(order.deployment))
     stop.leave_nothing = partial(leave_nothing, RunDir(folder).logs)
     stack.enter_context(stop_on_signals(stop))  # after Ray, whose own handlers abort the process
-    found = plug_ins(config)
-    return Beginning(
-        folder,
-        identity,
-        point,
-        find_point,
-        plan,
-        data.fingerprint,
-        token_routes=route_bytes(config.actor, model),
-        step_timeout_s=config.cluster.step_timeout_s,
-        plug_ins=found,
-        sources=sources_of(config, made_by(config.model.path, data.fingerprint), data.rows_digest, found),
-    )
+    return Beginning(order, folder, point, find_point, plan)
 
 
 def leave_nothing(logs: Path) -> None:
@@ -126,7 +136,6 @@ class Files:
 
     run_dir: RunDir
     beginning: Beginning
-    config_yaml: str  # of this start; it replaces the previous one when nothing can refuse any more
     state: TrainState
     spool: Spool | None  # None before `with_spool`
     lost: LostEngines
@@ -137,22 +146,23 @@ class Files:
     left: Mapping[int, GroupParts] = field(default_factory=dict)
 
 
-def open_files(stack: ExitStack, beginning: Beginning, config_yaml: str, resume: bool, stop: StopFlag) -> Files:
+def open_files(stack: ExitStack, beginning: Beginning, resume: bool, stop: StopFlag) -> Files:
     """Takes the run directory. `stack` releases it last, after all writers. Raises an error of mrl.errors.
 
     If it had to wait for the directory, another process may have continued the run. So it searches the checkpoint
     again.
     """
-    run_dir = RunDir.open(beginning.folder, config_yaml, resume, stop.raise_if_set)
+    order = beginning.order
+    run_dir = RunDir.open(beginning.folder, order.config_yaml, resume, stop.raise_if_set)
     stack.callback(run_dir.close)
     stack.callback(remove_noted, run_dir.logs)  # remains of killed engines, including those killed by this run
     beginning = replace(beginning, point=beginning.find_point())
     state = resumed_state(beginning.point)
-    noted = attempt(run_dir.path, state.step, installed_versions(), run_dir.check_lock, beginning.plug_ins)
+    noted = attempt(run_dir.path, state.step, installed_versions(), run_dir.check_lock, order.plug_ins)
     notes = stack.enter_context(noted)
     lost = LostEngines(run_dir.lost_engines, run_dir.check_lock)
     poll = partial(_poll, run_dir, stop)
-    return Files(run_dir, beginning, config_yaml, state, None, lost, lost.suspects(), poll, notes)
+    return Files(run_dir, beginning, state, None, lost, lost.suspects(), poll, notes)
 
 
 def with_spool(own: ExitStack, files: Files) -> Files:
@@ -161,18 +171,19 @@ def with_spool(own: ExitStack, files: Files) -> Files:
     `own` releases these groups.
     """
     beginning = files.beginning
+    order = beginning.order
     state = files.state
     origin = None
     if beginning.point is not None:
-        origin = beginning.sources.by(state.step, state.weights)
-    spool = own.enter_context(_spool(beginning, files.run_dir, origin))
-    if state.step and "ahead" in files.beginning.point.manifest.trainer:
-        written = files.beginning.point.manifest.trainer["ahead"]
-        state = replace(state, ahead=read_kept(files.beginning.checkpoint, written, spool))
+        origin = order.sources.by(state.step, state.weights)
+    spool = own.enter_context(_spool(order, files.run_dir, origin))
+    if state.step and "ahead" in beginning.point.manifest.trainer:
+        written = beginning.point.manifest.trainer["ahead"]
+        state = replace(state, ahead=read_kept(beginning.checkpoint, written, spool))
     most = beginning.plan["memory"]["host"]["object_store_bytes"]
     if state.ahead is not None:
-        most -= state.ahead.bytes(beginning.token_routes)
-    return replace(files, spool=spool, state=state, left=read_left(spool, most, beginning.token_routes))
+        most -= state.ahead.bytes(order.token_routes)
+    return replace(files, spool=spool, state=state, left=read_left(spool, most, order.token_routes))
 
 
 def at_newest_checkpoint(files: Files) -> Files:
@@ -193,12 +204,12 @@ def _poll(run_dir: RunDir, stop: StopFlag) -> None:
 
 
 @contextmanager
-def _spool(beginning: Beginning, run_dir: RunDir, origin: SampledBy | None) -> Iterator[Spool]:
+def _spool(order: FilesOrder, run_dir: RunDir, origin: SampledBy | None) -> Iterator[Spool]:
     """Makes the spool, which keeps files for a later start.
 
     `origin`: the origin of earlier groups that it takes over.
     """
-    writing = closing(GroupWriter(beginning.step_timeout_s, beginning.token_routes))
+    writing = closing(GroupWriter(order.deployment.cluster.step_timeout_s, order.token_routes))
     with ExitStack() as afterwards, writing as writer:
         spool = Spool(run_dir.spool, writer, run_dir.check_lock, origin)
         afterwards.callback(spool.close)  # after all writers

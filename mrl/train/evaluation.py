@@ -13,12 +13,13 @@ from mrl.checkpoint.manifest import HF_FOLDER
 from mrl.checkpoint.open_checkpoint import Checkpoint, open_hf, open_saved
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
+from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
 from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig, ValSamplingConfig, with_values
 from mrl.data.dataset import PromptDataset
 from mrl.errors import ConfigError
-from mrl.flow.scoring import start_scorers
+from mrl.flow.scoring import ScorerOrder, start_scorers
 from mrl.model import load_model_spec
 from mrl.plan.sample_bytes import held_out_bytes
 from mrl.record.console import PlainConsole
@@ -27,7 +28,6 @@ from mrl.remote.process_logs import with_log_tails
 from mrl.reward.pool import check_function
 from mrl.train.assemble_data import checked_tools, load_validation, prompt_tokenizer, reward_spec
 from mrl.train.assemble_files import leave_nothing
-from mrl.train.assemble_processes import start_engines
 from mrl.train.rollouts import Responder
 from mrl.train.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
 from mrl.train.validation import Validation, ValidationSettings, answer_and_score
@@ -69,15 +69,15 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         nodes = min(len(stores), config.rollout.num_engines * config.rollout.data_parallel_size) or 1
         check_object_stores(-(-held_out_bytes(config, len(prompts)) // nodes), stores)
         stop = StopFlag(grace_of_the_job())
-        stop.leave_nothing = partial(leave_nothing, output / "logs")
+        logs = output / "logs"
+        stop.leave_nothing = partial(leave_nothing, logs)
         stack.enter_context(stop_on_signals(stop))
-        stack.enter_context(with_log_tails(output / "logs"))
-        engines = start_engines(config, output, stop.raise_if_set)
+        stack.enter_context(with_log_tails(logs))
+        engines = RolloutGroup(EngineOrder.of(config, load_model_spec(config.model.path), logs), stop.raise_if_set)
         stack.callback(engines.stop)
         engines.wait_started()
-        scorers = start_scorers(config.reward, scoring, config.model.path, output / "logs", engines.nodes)
-        rewards = stack.enter_context(scorers)
-        responder = Responder(engines, rewards, config.reward, console, stop.raise_if_set)
+        scorers = start_scorers(ScorerOrder(config.reward, scoring, config.model.path, logs), engines.nodes)
+        responder = Responder(engines, stack.enter_context(scorers), config.reward, console, stop.raise_if_set)
         settings = ValidationSettings.of(config.rollout, config.data, config.model.path, config.trainer.seed)
         validation = answer_and_score(settings, responder, prompts)
         results = {"model": resolved.config.model.path, "checkpoint": checkpoint and str(checkpoint)}

@@ -59,6 +59,20 @@ from mrl.train.validation import ValidationSettings, answer_and_score, record_va
 RANKS_FREE_S = 30.0  # for ranks to finish their work after the run ends, in addition to a transfer to a lost process
 
 
+def train_on(run: Run) -> Run:
+    """Trains until the last step, and restarts lost ranks. Returns the run as it ended.
+
+    Raises the errors of `train`. Numbers that must not reach the optimizer restart nothing. A restart would compute
+    them again, bit by bit.
+    """
+    while True:
+        try:
+            train(run)
+            return run
+        except Interrupted as error:
+            run = run.start_again(error, run.state.step)
+
+
 def train(run: Run) -> None:
     """Trains until the last step. If the run ends early without damage, it saves what is complete on the ranks."""
     try:

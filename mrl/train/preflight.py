@@ -4,7 +4,7 @@ a second.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mrl.checkpoint.disk_space import (
@@ -47,6 +47,25 @@ from mrl.train.first_look import look
 from mrl.train.resume import RunIdentity, check_same_prompts, find_resume_point, without_first_adapter
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A configuration that has passed `preflight`, its model, and the user's files whose code will run."""
+
+    resolved: ResolvedConfig
+    model: ModelSpec
+    plug_ins: Sequence[Mapping[str, str]]
+
+    @classmethod
+    def of(cls, resolved: ResolvedConfig) -> "Checked":
+        """Reads the model and the user's files. Raises ConfigError for unreadable ones."""
+        return cls(resolved, load_model_spec(resolved.config.model.path), plug_ins(resolved.config))
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration without the origins of its values."""
+        return self.resolved.config
+
+
 def with_models_at_hand(
     resolved: ResolvedConfig, check_paths: bool = True, resume: bool = False, devices: bool = False
 ) -> ResolvedConfig:
@@ -67,8 +86,8 @@ def with_models_at_hand(
     return replace(resolved, config=with_model_folders(config))
 
 
-def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
-    """Returns the model that will be trained. Raises ConfigError or EnvironmentFault, and leaves nothing behind."""
+def preflight(resolved: ResolvedConfig, resume: bool) -> Checked:
+    """Checks a configuration before training, and leaves nothing behind. Raises ConfigError or EnvironmentFault."""
     config = resolved.config
     model = load_model_spec(config.model.path)
     check(without_first_adapter(resolved, resume), model, check_paths=True)
@@ -83,7 +102,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     _check_cluster(Deployment.of(config))
     if config.cluster.port is not None:
         check_port_free(config.cluster.port)
-    return model
+    return Checked(resolved, model, plug_ins(config))
 
 
 def check_inputs(config: RunConfig, resume: bool) -> None:
@@ -148,14 +167,15 @@ def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> Model
     return model_spec(manifest.hf_config)
 
 
-def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
+def start_lines(checked: Checked) -> list[str]:
     """Returns the lines that a run prints before it starts."""
-    config = resolved.config
-    run_dir = RunDir(run_dir_of(resolved.config.trainer))
+    config = checked.config
+    model = checked.model
+    run_dir = RunDir(run_dir_of(config.trainer))
     return [
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",
-        *(f"note: {n}" for n in notes(resolved, model)),
+        *(f"note: {n}" for n in notes(checked.resolved, model)),
         *disk_space_note(
             run_dir.path,
             _bytes_of_a_checkpoint(config, model),

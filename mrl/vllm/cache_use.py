@@ -1,10 +1,10 @@
-"""The use of an engine's KV cache, and how often its scheduler preempted a request because the cache was full.
+"""The use of an engine's KV cache: its share, preemptions because it was full, and prefixes found in it.
 
 The numbers come from vLLM's own statistics in its front end. A preempted request is computed again from its prompt on.
 This costs time, and on most devices it also changes bits of its tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -73,3 +73,52 @@ class CacheUse:
                 pass
 
         return Watch
+
+
+class CachedPrefixes:
+    """Prefixes of one engine since its weights changed, in blocks like the cache's, to find stale entries of vLLM's.
+
+    vLLM reports for each request how many of its tokens came from the cache. At most, these are a prefix that an
+    earlier request of the same weights had. More are stale: older weights computed them, and the response would
+    continue a mixture of both. The count is 0 as long as the cache is emptied with every change of weights.
+    """
+
+    def __init__(self, block: int):
+        self.block = block  # tokens
+        self.stale_tokens = 0  # came from the cache since the weights changed
+        self._known: set[int] = set()  # hash of each prefix of whole blocks
+        # request -> (number of tokens that may come from the cache, prompt)
+        self._inside: dict[str, tuple[int, Sequence[int]]] = {}
+
+    def enter(self, name: str, prompt: Sequence[int]) -> None:
+        """Notes that a request goes to vLLM. It may find only prefixes of earlier requests."""
+        prefixes = list(self._prefixes(prompt))
+        known = next((i for i, prefix in enumerate(prefixes) if prefix not in self._known), len(prefixes))
+        self._inside[name] = (known * self.block, prompt)
+        self._known.update(prefixes)
+
+    def leave(self, name: str, tokens: Sequence[int] = (), cached: int = 0) -> None:
+        """Notes that a request has ended, with `tokens` behind its prompt.
+
+        `cached`: tokens of its prompt that came from the cache.
+        """
+        allowed, prompt = self._inside.pop(name, (cached, ()))
+        self.stale_tokens += max(0, cached - allowed)
+        self._known.update(self._prefixes([*prompt, *tokens]))
+
+    def renew(self) -> int:
+        """Notes new weights and returns the stale tokens until now. Requests under way are computed again by the new
+        weights.
+        """
+        stale = self.stale_tokens
+        self.stale_tokens = 0
+        self._known = set()
+        for _, prompt in self._inside.values():
+            self._known.update(self._prefixes(prompt))
+        return stale
+
+    def _prefixes(self, tokens: Sequence[int]) -> Iterator[int]:
+        prefix = 0
+        for start in range(0, len(tokens) - self.block + 1, self.block):
+            prefix = hash((prefix, *tokens[start : start + self.block]))
+            yield prefix

@@ -24,8 +24,7 @@ from mrl.platforms.imports import many_imports
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
 from mrl.vllm.admission import Admission, TurnedBack
-from mrl.vllm.cache_use import CacheUse
-from mrl.vllm.cached_prefixes import CachedPrefixes
+from mrl.vllm.cache_use import CachedPrefixes, CacheUse
 from mrl.vllm.completions import (
     ABORTED,
     Spans,

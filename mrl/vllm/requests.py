@@ -11,7 +11,7 @@ from mrl.config.schema_rollout import AgentConfig, TurnsConfig
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
 from mrl.environments.tool import ToolsSpec, TurnsSpec
-from mrl.model import ModelSpec, load_model_spec
+from mrl.model import ModelSpec
 from mrl.model.hf_config import QUANTIZATION
 from mrl.model.quantised import engine_quantisation, with_scales
 from mrl.model.registry import family_of, own_config
@@ -133,7 +133,7 @@ def log_name(name: str) -> str:
 
 
 def engine_settings(
-    config: RunConfig, engine_id: int, logs: Path, data_rank: int = 0, by_sync: bool = False
+    config: RunConfig, model: ModelSpec, engine_id: int, logs: Path, data_rank: int = 0, by_sync: bool = False
 ) -> EngineSettings:
     """Returns the settings of one engine, or of one of its data-parallel ranks.
 
@@ -141,7 +141,6 @@ def engine_settings(
     `load_format` of the user's own stays.
     """
     hosting = get_hosting(config.cluster.device)
-    model = load_model_spec(config.model.path)
     name = rank_name(engine_id, data_rank, config.rollout.data_parallel_size)
     loading = {}
     if by_sync:

@@ -196,6 +196,7 @@ async def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from make_tool_world import make_tokenizer, write_model
 
     from mrl.config.load import load_config
+    from mrl.model import load_model_spec
     from mrl.vllm.engine import VllmEngine
     from mrl.vllm.requests import engine_settings
 
@@ -205,7 +206,7 @@ async def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     given = {"model.path": folder / "model", "data.max_prompt_length": 64, "rollout.max_num_seqs": options.slots,
              "data.max_response_length": POSITIONS - 64}  # fmt: skip
     config = load_config(PRESET, None, [f"{key}={value}" for key, value in given.items()]).config
-    engine = VllmEngine(engine_settings(config, 0, folder))
+    engine = VllmEngine(engine_settings(config, load_model_spec(config.model.path), 0, folder))
     await engine.start()
     try:
         return await figures(Bench(Counted(engine), tokenizer, options), folder, options)

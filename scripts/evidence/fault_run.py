@@ -19,14 +19,15 @@ from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import load_config
 from mrl.errors import MrlError
 from mrl.train.assemble import Run, open_run
-from mrl.train.rank_restarts import train_on
+from mrl.train.loop import train_on
+from mrl.train.preflight import Checked
 
 MARK = "fault:"  # begins what faults.py reads
 
 
 def main(config: str, point: str, victim: str, number: str, *overrides: str) -> int:
     time_engines()
-    with open_run(load_config(config, overrides=list(overrides)), resume=False) as run:
+    with open_run(Checked.of(load_config(config, overrides=list(overrides))), resume=False) as run:
         say("loop begins")
         say_when_back(run)
         if point != "none":

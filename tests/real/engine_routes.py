@@ -12,6 +12,7 @@ import numpy as np
 
 from mrl.config.schema import RunConfig
 from mrl.data.samples import Samples
+from mrl.model import load_model_spec
 from mrl.vllm.engine import VllmEngine
 from mrl.vllm.requests import Request, engine_settings, training_sampling, validation_sampling
 
@@ -22,7 +23,7 @@ async def main(config: RunConfig, out: Path) -> None:
     rng = np.random.default_rng(5)
     vocab = 127
     sampling = training_sampling(config.rollout, config.data, config.actor, config.model.path)
-    engine = VllmEngine(engine_settings(config, 0, out.parent))
+    engine = VllmEngine(engine_settings(config, load_model_spec(config.model.path), 0, out.parent))
     short = [Request(i, tuple(rng.integers(1, vocab, 3 + 4 * i).tolist()), i) for i in range(8)]
     long = tuple(rng.integers(1, vocab, LONG).tolist())
     try:

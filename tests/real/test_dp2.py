@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from test_sync import CASES, config_for, two_models, weights_of
+from test_sync import CASES, config_for, start_engines, two_models, weights_of
 
 from mrl.cluster import rollout_group
 from mrl.cluster.ray_cluster import ray_cluster
@@ -30,7 +30,6 @@ from mrl.config.places import Deployment
 from mrl.errors import Interrupted
 from mrl.remote.calls import Late
 from mrl.remote.process_logs import log_file
-from mrl.train.assemble_processes import start_engines
 from mrl.train.rollouts import generate
 from mrl.vllm.requests import Request, Sampling
 

@@ -11,19 +11,27 @@ import signal
 import threading
 import time
 
-import perturbing
 import psutil
 import pytest
 import ray
-from test_sync import Case, SyncFromAnyVersion, World, answers, config_for, equal, held_by, two_models
+from test_sync import (
+    Case,
+    SyncFromAnyVersion,
+    World,
+    answers,
+    config_for,
+    equal,
+    held_by,
+    start_engines,
+    start_ranks,
+    two_models,
+)
 
-from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted
-from mrl.train.assemble_processes import start_engines
 
 # two workers: what one answers must not be taken for the other's
 CASE = Case("moe", "float32", dict(tensor_model_parallel_size=2), {})
@@ -39,7 +47,7 @@ def world(tmp_path_factory):
     with ray_cluster(Deployment.of(config)):
         engines = start_engines(config_for(other, CASE, {}), folder / "engines")
         try:
-            actor = ActorGroup(config, folder / "actor", None, worker=perturbing.PerturbingWorker)
+            actor = start_ranks(config, folder / "actor")
             engines.wait_started()
             yield World(CASE, start, engines, actor, None, None)
             actor.stop()

@@ -32,18 +32,17 @@ from tiny_models import (
 )
 from transformers import AutoModelForCausalLM
 
-from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.actor_group import ActorGroup, RankOrder
 from mrl.cluster.ray_cluster import ray_cluster
-from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.data.samples import Samples
+from mrl.model import load_model_spec
 from mrl.model.quantised import SCALES
-from mrl.train import assemble_processes
-from mrl.train.assemble_processes import start_engines
 from mrl.train.rollouts import generate
-from mrl.vllm.requests import Request, Sampling, engine_settings
+from mrl.vllm.requests import Request, Sampling
 
 FACTOR = 1.25
 ray.cloudpickle.register_pickle_by_value(perturbing)  # workers cannot import a test's helpers
@@ -245,6 +244,19 @@ def two_models(folder: Path, case: Case) -> tuple[Path, Path]:
     return start, other
 
 
+def start_ranks(config: RunConfig, folder: Path) -> ActorGroup:
+    """Ranks whose weights a test can move."""
+    order = RankOrder.of(config, load_model_spec(config.model.path))
+    return ActorGroup(order, folder, None, worker=perturbing.PerturbingWorker)
+
+
+def start_engines(config: RunConfig, folder: Path, by_sync: bool = False, check_order: bool = True) -> RolloutGroup:
+    """Engines with logs in `folder`/logs; without `check_order` they skip the check of their kernels."""
+    order = EngineOrder.of(config, load_model_spec(config.model.path), folder / "logs", by_sync)
+    settings = tuple(replace(each, check_order=each.check_order and check_order) for each in order.settings)
+    return RolloutGroup(replace(order, settings=settings))
+
+
 @dataclass
 class World:
     """Engines that started from other weights, ranks, and what engines hold and say that started from the trainer's."""
@@ -263,7 +275,7 @@ def ranks(tmp_path_factory) -> Iterator[ActorGroup]:
     folder, case = tmp_path_factory.mktemp("ranks"), next(iter(CASES.values()))
     config = config_for(save(MODELS[case.model](), folder / "model"), case, {})
     with ray_cluster(Deployment.of(config)):
-        actor = ActorGroup(config, folder, None, worker=perturbing.PerturbingWorker)
+        actor = start_ranks(config, folder)
         yield actor
         actor.stop()
 
@@ -273,31 +285,26 @@ def world(request, tmp_path_factory, ranks) -> Iterator[World]:
     case, folder = CASES[request.param], tmp_path_factory.mktemp(request.param)
     start, other = two_models(folder, case)
     groups = []
-    with pytest.MonkeyPatch.context() as patch:
-        if not case.generates:
-            patch.setattr(
-                assemble_processes,
-                "engine_settings",
-                lambda *given: replace(engine_settings(*given), check_order=False),
+    try:
+        groups.append(start_engines(config_for(other, case, {}), folder / "synced", case.fresh, case.generates))
+        if case.fresh:
+            groups.append(
+                start_engines(config_for(start, case, {}, num_engines=1), folder / "fresh", False, case.generates)
             )
-        try:
-            groups.append(start_engines(config_for(other, case, {}), folder / "synced", by_sync=case.fresh))
-            if case.fresh:
-                groups.append(start_engines(config_for(start, case, {}, num_engines=1), folder / "fresh"))
-            for group in groups:
-                group.wait_started()
-            assert groups[0].have_loaded is not (case.fresh or "quantization" in case.engines)
-            truth = groups[1].fingerprints()[0] if case.fresh else None
-            said = answers(groups[1]) if case.fresh else None
-            if case.model == "latent":
-                assert any(name.endswith(".W_UV") for name in truth) and any(name.endswith(".W_UK_T") for name in truth)
-            if case.model in ("latent", "next", "kinds", "kinds-moe"):
-                # vLLM's CPU kernels computed it wrongly, and no sync would show it
-                assert far_from_hugging_face(groups[1], start) < 1e-5
-            yield World(case, start, groups[0], ranks, truth, said)
-        finally:
-            for group in groups:
-                group.stop()
+        for group in groups:
+            group.wait_started()
+        assert groups[0].have_loaded is not (case.fresh or "quantization" in case.engines)
+        truth = groups[1].fingerprints()[0] if case.fresh else None
+        said = answers(groups[1]) if case.fresh else None
+        if case.model == "latent":
+            assert any(name.endswith(".W_UV") for name in truth) and any(name.endswith(".W_UK_T") for name in truth)
+        if case.model in ("latent", "next", "kinds", "kinds-moe"):
+            # vLLM's CPU kernels computed it wrongly, and no sync would show it
+            assert far_from_hugging_face(groups[1], start) < 1e-5
+        yield World(case, start, groups[0], ranks, truth, said)
+    finally:
+        for group in groups:
+            group.stop()
 
 
 def answers(group: RolloutGroup) -> list:

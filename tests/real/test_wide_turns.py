@@ -19,12 +19,13 @@ from first_answers import at_first_answers
 from transformers import AutoConfig, AutoModelForCausalLM
 from world import ROOT, make_world, overrides
 
-from mrl.config.load import ResolvedConfig, load_config
+from mrl.config.load import load_config
 from mrl.plan.memory_phases import ACTOR, ENGINE, phase_bytes
 from mrl.remote.calls import gather
 from mrl.train import loop
 from mrl.train.assemble import Run, open_run
 from mrl.train.loop import train
+from mrl.train.preflight import Checked
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
@@ -147,13 +148,13 @@ def watched(run: Run) -> list[Moment]:
     return watch.moments
 
 
-def configured(folder: Path, ranks: int, degrees: dict[str, int]) -> ResolvedConfig:
+def configured(folder: Path, ranks: int, degrees: dict[str, int]) -> Checked:
     """A run on as many devices as there are ranks, with one engine over all of them."""
     degrees = degrees | {"world_size": ranks, "sequence_parallel": ranks > 1}
     layout = {f"actor__layout__{key}": value for key, value in degrees.items()}
     engine = {"rollout__tensor_model_parallel_size": ranks, "cluster__n_gpus_per_node": ranks}
     settings = [text for text in overrides(folder, **ONE_RANK | SETTINGS | layout | engine) if text != "--set"]
-    return load_config(COLOCATED, overrides=[*settings, f"trainer.run_dir={folder / 'run'}"])
+    return Checked.of(load_config(COLOCATED, overrides=[*settings, f"trainer.run_dir={folder / 'run'}"]))
 
 
 def save_wide(folder: Path, layers: int) -> None:

@@ -59,16 +59,16 @@ def test_the_same_model_gets_the_same_numbers():
         (False, "dummy", True),  # and such an engine answers as little as any other without weights
     ],
 )
-def test_an_engine_waits_for_weights_where_it_loads_none(monkeypatch, by_sync, own, awaits):
-    monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
+def test_an_engine_waits_for_weights_where_it_loads_none(by_sync, own, awaits):
     overrides = []
     if own is not None:
         overrides = [f"rollout.engine_kwargs.vllm={{load_format: {own}}}"]
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", overrides=overrides).config
-    assert requests.engine_settings(config, 0, Path("logs"), by_sync=by_sync).awaits_weights is awaits
+    settings = requests.engine_settings(config, known_spec("Qwen3-30B-A3B"), 0, Path("logs"), by_sync=by_sync)
+    assert settings.awaits_weights is awaits
 
 
 @pytest.mark.parametrize(("path", "may"), [("fast", True), ("slow", False)])
 def test_only_a_sync_that_is_proven_stands_in_for_a_load(path, may):
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", overrides=[f"reshard.path={path}"]).config
-    assert first_sync_brings_all(config) is may
+    assert first_sync_brings_all(config.reshard) is may

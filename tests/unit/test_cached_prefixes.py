@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mrl.vllm.cached_prefixes import CachedPrefixes
+from mrl.vllm.cache_use import CachedPrefixes
 
 BLOCK = 4
 

@@ -9,10 +9,11 @@ import pytest
 
 from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
+from mrl.config.places import Deployment
 from mrl.data.order import DataCursor
 from mrl.errors import DamagedCheckpoint, Interrupted
 from mrl.train import assemble
-from mrl.train.assemble_files import Beginning, open_files
+from mrl.train.assemble_files import Beginning, FilesOrder, open_files
 from mrl.train.resume import RunIdentity, TrainState
 from mrl.train.stop_signals import StopFlag
 
@@ -27,7 +28,7 @@ def starts(monkeypatch):
         def __init__(self):
             self.told, self.events, self.found, self.signal = [], [], [], None
 
-        def start(self, resolved, resume, damaged, views, stop, stack: ExitStack):
+        def start(self, checked, resume, damaged, views, stop, stack: ExitStack):
             self.told.append(set(damaged))
             number = len(self.told)
             self.events.append(f"open {number}")
@@ -82,9 +83,8 @@ def test_a_start_that_waited_for_the_run_directory_goes_on_from_what_was_saved_m
         trainer = {"cursor": {"epoch": 0, "index": step}}
         return Newest(tmp_path / f"step-{step}", SimpleNamespace(step=step, trainer=trainer), {})
 
-    beginning = Beginning(
-        tmp_path, RunIdentity.of(config), point(3), lambda: point(8), {}, "data", token_routes=0, step_timeout_s=1.0
-    )
+    order = FilesOrder(config.trainer, Deployment.of(config), RunIdentity.of(config), "data", 0, "", lambda file: {})
+    beginning = Beginning(order, tmp_path, point(3), lambda: point(8), {})
     with ExitStack() as stack:
-        files = open_files(stack, beginning, "", True, StopFlag())
+        files = open_files(stack, beginning, True, StopFlag())
         assert files.state == TrainState(8, DataCursor(0, 8)) and files.beginning.checkpoint == tmp_path / "step-8"

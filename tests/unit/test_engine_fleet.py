@@ -8,7 +8,7 @@ import pytest
 
 from mrl.cluster import engine_fleet, rollout_group
 from mrl.cluster.engine_fleet import EngineFleet
-from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
 from mrl.cluster.seats import Seat, Seats
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
@@ -162,11 +162,12 @@ def groups(monkeypatch, tmp_path):
     root = Path(__file__).parents[2]
     overrides = ["rollout.num_engines=2", "cluster.n_gpus_per_node=4"]
     config = load_config(root / "parallel_configs" / "tiny-moe" / "cpu.yaml", None, overrides).config
-    settings = [SimpleNamespace(name=name) for name in (A, B)]
+    settings = tuple(SimpleNamespace(name=name) for name in (A, B))
+    order = EngineOrder(Deployment.of(config), settings, None, tmp_path)
     seats = Seats((Seat({}, {}, None),) * 2, lambda: None)
 
     def make(before=None):
-        made = Group(Deployment.of(config), settings, None, tmp_path, seats=seats, before=before)
+        made = Group(order, seats=seats, before=before)
         made.wait_started()
         return made
 

@@ -26,6 +26,7 @@ from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again
 from mrl.reward.pool import RewardPool
 from mrl.train.assemble import open_run
+from mrl.train.preflight import Checked
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
@@ -48,7 +49,7 @@ def refused(world, tmp_path, monkeypatch, capsys):
     def nothing_may_start(*_, **__):
         raise AssertionError("too late: something was converted or started")
 
-    for name in ("write_hf", "ray_cluster", "start_engines"):
+    for name in ("write_hf", "ray_cluster", "RolloutGroup"):
         monkeypatch.setattr(evaluation, name, nothing_may_start)
     monkeypatch.chdir(tmp_path)
 
@@ -103,9 +104,9 @@ class Engines(AnsweringEngines):
 
     started: ClassVar[list] = []
 
-    def __init__(self, config, output, raise_if_stopped):
+    def __init__(self, order, raise_if_stopped):
         super().__init__()
-        self.started.append(sorted(p.name for p in Path(config.model.path).iterdir()))
+        self.started.append(sorted(p.name for p in Path(order.settings[0].arguments["model"]).iterdir()))
 
     nodes: ClassVar[dict] = {"engine 0": "here"}
 
@@ -122,9 +123,10 @@ class Engines(AnsweringEngines):
         ]
 
 
-def scorers_here(reward, spec, model_path, logs, nodes):
+def scorers_here(order, nodes):
     """Of the product, but for Ray."""
-    return scorers(RewardPool(spec, 1, log_path=logs / "reward.log"), load_tokenizer(model_path), *nodes)
+    pool = RewardPool(order.spec, 1, log_path=order.logs / "reward.log")
+    return scorers(pool, load_tokenizer(order.model_path), *nodes)
 
 
 def test_an_object_store_that_is_too_small_is_told_before_any_engine_starts(world, tmp_path, monkeypatch, capsys):
@@ -149,7 +151,7 @@ def test_training_wants_room_for_its_validations_too(world, tmp_path, monkeypatc
     room = plan["memory"]["host"]["object_store_bytes"] + (16 + 4) * 4 + 4 * 4
     monkeypatch.setattr(assemble_files, "ray_cluster", lambda deployment: contextlib.nullcontext())
     monkeypatch.setattr(assemble_files, "object_store_sizes", lambda deployment: {"here": room})
-    with pytest.raises(EnvironmentFault, match="of 1 of 1 nodes is too small"), open_run(resolved, False):
+    with pytest.raises(EnvironmentFault, match="of 1 of 1 nodes is too small"), open_run(Checked.of(resolved), False):
         pass
 
     def past_the_check(_):
@@ -157,7 +159,7 @@ def test_training_wants_room_for_its_validations_too(world, tmp_path, monkeypatc
 
     monkeypatch.setattr(assemble_files, "stop_on_signals", past_the_check)  # what comes next
     resolved = load_config(TINY, None, [*overrides, f"data.val_files={world}/val.jsonl", "rollout.val_kwargs.n=1"])
-    with pytest.raises(InterruptedError), open_run(resolved, False):
+    with pytest.raises(InterruptedError), open_run(Checked.of(resolved), False):
         pass
 
 
@@ -165,7 +167,7 @@ def test_a_checkpoint_is_answered_with_and_leaves_nothing_of_itself(world, tmp_p
     """Engines and Ray are stood in for; conversion, tokenizer, data and scoring are the real ones."""
     monkeypatch.setattr(evaluation, "ray_cluster", lambda deployment, actor: contextlib.nullcontext())
     monkeypatch.setattr(evaluation, "object_store_sizes", lambda deployment: {"here": 10**9})
-    monkeypatch.setattr(evaluation, "start_engines", Engines)
+    monkeypatch.setattr(evaluation, "RolloutGroup", Engines)
     monkeypatch.setattr(evaluation, "start_scorers", scorers_here)
     files = [f"data.val_files={world}/val.jsonl", "model.path=nowhere", "rollout.val_kwargs.n=2"]
     settings = [part for text in files for part in ("--set", text)]

@@ -198,7 +198,7 @@ def test_light_rooms_do_not_import_heavy_packages_inside_functions_either():
 
 
 def test_a_driver_and_its_writers_do_without_what_takes_seconds_to_import():
-    loaded = loaded_by("mrl.train.rank_restarts") | loaded_by("mrl.flow.sample_writer") | loaded_by("mrl.flow.scoring")
+    loaded = loaded_by("mrl.train.loop") | loaded_by("mrl.flow.sample_writer") | loaded_by("mrl.flow.scoring")
     assert not [n for n in loaded if n.split(".")[0] in ("torch", "transformers", "megatron", "mbridge", "vllm")]
 
 

@@ -98,31 +98,28 @@ def test_every_preset_has_a_place_for_each_rank_and_worker(path):
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_every_preset_starts_engines_with_arguments_vllm_has(path, monkeypatch):
-    monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
+def test_every_preset_starts_engines_with_arguments_vllm_has(path):
     config = load_config(path).config
-    arguments = requests.engine_settings(config, 0, Path("logs")).arguments
+    arguments = requests.engine_settings(config, known_spec("Qwen3-30B-A3B"), 0, Path("logs")).arguments
     assert set(arguments) <= upstream_class("AsyncEngineArgs", config.cluster.device).fields
     assert arguments["tensor_parallel_size"] == config.rollout.tensor_model_parallel_size
     assert arguments["enable_expert_parallel"] == (config.rollout.expert_parallel_size > 1)
 
 
-def test_an_engine_on_one_node_is_one_actor_with_all_its_devices(monkeypatch):
-    monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
+def test_an_engine_on_one_node_is_one_actor_with_all_its_devices():
     config = configured(
         cluster__device="cuda",
         cluster__n_gpus_per_node=10,
         rollout__num_engines=2,
         rollout__tensor_model_parallel_size=4,
     )
-    settings = requests.engine_settings(config, 1, Path("logs"))
+    settings = requests.engine_settings(config, known_spec("Qwen3-30B-A3B"), 1, Path("logs"))
     assert settings.arguments["distributed_executor_backend"] == "mp" and settings.workers == 4
     assert [place.device for place in rank_places(Deployment.of(config))[1]] == [2, 3, 4, 5, 6, 7, 8, 9]
     assert [bundle["GPU"] for bundle in engine_bundles(Deployment.of(config))] == [4.0, 4.0]
 
 
-def test_each_data_parallel_rank_of_an_engine_is_an_actor_with_its_devices(monkeypatch):
-    monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
+def test_each_data_parallel_rank_of_an_engine_is_an_actor_with_its_devices():
     config = configured(
         cluster__device="cuda", cluster__n_gpus_per_node=10, cluster__cpus_per_engine=3,
         rollout__tensor_model_parallel_size=2,
@@ -131,13 +128,16 @@ def test_each_data_parallel_rank_of_an_engine_is_an_actor_with_its_devices(monke
     )  # fmt: skip
     bundle = {"CPU": 0.75, "GPU": 2.0}
     assert engine_bundles(Deployment.of(config)) == [bundle] * 4
-    settings = [requests.engine_settings(config, 0, Path("logs"), rank) for rank in range(4)]
+    settings = [
+        requests.engine_settings(config, known_spec("Qwen3-30B-A3B"), 0, Path("logs"), rank) for rank in range(4)
+    ]
     assert [s.name for s in settings] == [f"engine 0 rank {rank}" for rank in range(4)]
     assert [(s.workers, list(s.positions)) for s in settings] == [(2, [2 * rank, 2 * rank + 1]) for rank in range(4)]
     assert [s.arguments["data_parallel_rank"] for s in settings] == [0, 1, 2, 3]
     assert all(s.arguments["data_parallel_size"] == 4 and s.arguments["enable_expert_parallel"] for s in settings)
     assert len({s.segments_file for s in settings}) == 4
-    alone = requests.engine_settings(configured(rollout__tensor_model_parallel_size=2), 0, Path("logs"))
+    config = configured(rollout__tensor_model_parallel_size=2)
+    alone = requests.engine_settings(config, known_spec("Qwen3-30B-A3B"), 0, Path("logs"))
     assert alone.name == "engine 0" and "data_parallel_rank" not in alone.arguments and list(alone.positions) == [0, 1]
 
 

@@ -20,7 +20,7 @@ from test_lora import LORA, WholeFactors, factors_of
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import notes, violations
 from mrl.errors import ConfigError
-from mrl.model import known_spec, tensor_specs
+from mrl.model import known_spec, load_model_spec, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.quantised import SCALES, engine_quantisation, is_quantised, quantised_tensors, with_scales
@@ -338,19 +338,20 @@ def test_no_family_has_a_cut_matrix_that_would_be_left_out_unnoticed():
 def test_engines_start_without_weights_and_know_their_words(tmp_path):
     write_model(tmp_path / "model")
     given = [f"model.path={tmp_path / 'model'}", *BF16, "rollout.quantization_block=16", "reshard.path=slow"]
-    settings = requests.engine_settings(load_config(TINY, overrides=given).config, 0, Path("logs"))
+    model = load_model_spec(tmp_path / "model")
+    settings = requests.engine_settings(load_config(TINY, overrides=given).config, model, 0, Path("logs"))
     assert settings.awaits_weights
     told = settings.arguments["hf_overrides"]["quantization_config"]
     assert told["weight_block_size"] == [16, 16] and "quantization" not in settings.arguments
     shapes = dict(settings.expected)
     assert shapes["model.layers.0.self_attn.k_proj.weight_scale_inv"] == (2, 4)
-    plain = requests.engine_settings(load_config(TINY, overrides=given[:1]).config, 0, Path("logs"))
+    plain = requests.engine_settings(load_config(TINY, overrides=given[:1]).config, model, 0, Path("logs"))
     assert not plain.awaits_weights and "hf_overrides" not in plain.arguments
     assert not any(name.endswith(SCALES) for name, _ in plain.expected)
     device = [*given[:1], *GPU]
     for words, backend in ((BF16, "cutlass"), ((), None)):
         config = load_config(TINY, overrides=[*device, *words]).config
-        there = requests.engine_settings(config, 0, Path("logs")).arguments
+        there = requests.engine_settings(config, model, 0, Path("logs")).arguments
         assert there.get("linear_backend") == backend and "linear_backend" not in settings.arguments
 
 

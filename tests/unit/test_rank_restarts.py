@@ -14,13 +14,14 @@ from test_scoring import CHARS, questions, samples
 
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.config.load import load_config
+from mrl.config.places import Deployment
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights, NumericAbort
 from mrl.record.attempts import attempt, read_attempts
 from mrl.remote.process_logs import concerning
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool
 from mrl.schedule.fleet import RETIRED, Fleet
-from mrl.train import assemble, assemble_processes, rank_restarts
+from mrl.train import assemble, assemble_processes, loop
 from mrl.train.assemble import RESTART_WINDOW, RestartBudget
 from mrl.train.placement import Separate
 from mrl.train.saving import Saver
@@ -107,8 +108,8 @@ def test_training_goes_on_with_the_run_that_was_started_again(monkeypatch):
         if run is first:
             raise error
 
-    monkeypatch.setattr(rank_restarts, "train", train)
-    assert rank_restarts.train_on(first) is second
+    monkeypatch.setattr(loop, "train", train)
+    assert loop.train_on(first) is second
     assert asked == [(error, 3)] and trained == [first, second]
 
 
@@ -117,9 +118,9 @@ def test_nothing_else_that_ends_training_starts_ranks_again(monkeypatch, error):
     def train(run):
         raise error
 
-    monkeypatch.setattr(rank_restarts, "train", train)
+    monkeypatch.setattr(loop, "train", train)
     with pytest.raises(type(error)):
-        rank_restarts.train_on(SimpleNamespace(start_again=None))
+        loop.train_on(SimpleNamespace(start_again=None))
 
 
 class Places:
@@ -142,7 +143,7 @@ class Places:
         self.damaged = {}
         self.stack = ExitStack()
         data = SimpleNamespace(reward=None)
-        self.starts = assemble._Starts(self.stack, config, data, files, self.damaged, None, self.stop)
+        self.starts = assemble._Starts(self.stack, config, config, data, files, self.damaged, None, self.stop)
 
     def with_spool(self, own, files):
         own.callback(self.events.append, "spool closed")
@@ -168,7 +169,7 @@ class Places:
             engines=SimpleNamespace(fleet=fleet),
         )
 
-    def start_processes(self, kept, own, config, reward, files, before=None):
+    def start_processes(self, kept, own, order, files, before=None):
         self.events.append(f"engines and ranks from {files.point}")
         kept.callback(self.events.append, "engines ended")
         own.callback(self.events.append, "ranks ended")
@@ -178,7 +179,7 @@ class Places:
             started.engines.fleet.stand_for(before.fleet)
         return started
 
-    def restart_ranks(self, own, config, files, before):
+    def restart_ranks(self, own, order, files, before):
         self._fail("engines")
         self.events.append(f"ranks from {files.point}")
         own.callback(self.events.append, "ranks ended")
@@ -359,7 +360,7 @@ def test_a_node_whose_ranks_are_lost_is_waited_for_five_minutes(monkeypatch, tmp
     files = SimpleNamespace(state=SimpleNamespace(step=3))
     before = SimpleNamespace(engines=SimpleNamespace(give_up=lambda step, sleeps: None), rank_seats=None)
     with ExitStack() as own, pytest.raises(EnvironmentFault, match="did not free"):
-        assemble_processes.restart_ranks(own, config, files, before)
+        assemble_processes.restart_ranks(own, SimpleNamespace(deployment=Deployment.of(config)), files, before)
     assert given == [waits_s]
 
 
@@ -393,22 +394,21 @@ def test_no_engine_is_starting_while_ranks_come_onto_its_devices(monkeypatch, sh
         fleet=fleet, nodes={}, give_up=lambda version, sleeps: asked.append(f"given up, asleep: {sleeps}")
     )
 
-    def start(config, run_dir, checkpoint, poll, seats):
+    def start(order, run_dir, checkpoint, poll, seats):
         asked.append("ranks")
         return SimpleNamespace(stop=None, read_routes_at=lambda nodes: None)
 
     monkeypatch.setattr(assemble_processes, "ActorGroup", start)
     monkeypatch.setattr(assemble_processes, "actor_seats", lambda *given: "own")
     monkeypatch.setattr(assemble_processes, "_placement", lambda *given, **named: None)
-    config = SimpleNamespace(
-        cluster=SimpleNamespace(start_timeout_s=1.0), actor=SimpleNamespace(layout=None), trainer=None
-    )
+    deployment = SimpleNamespace(cluster=SimpleNamespace(start_timeout_s=1.0), layout=None)
+    order = SimpleNamespace(deployment=deployment, ranks=None)
     files = SimpleNamespace(
         state=SimpleNamespace(step=2), run_dir=SimpleNamespace(path=None), poll=None,
         beginning=SimpleNamespace(checkpoint=None),
     )  # fmt: skip
     before = assemble_processes.Processes(engines, None, None, None, "shared" if shares else None)
-    assemble_processes.restart_ranks(ExitStack(), config, files, before)
+    assemble_processes.restart_ranks(ExitStack(), order, files, before)
     assert asked == [*(["nobody starts"] if shares else []), f"given up, asleep: {shares}", "ranks"]
 
 

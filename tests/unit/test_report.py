@@ -673,12 +673,12 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
     from contextlib import contextmanager
     from types import SimpleNamespace
 
-    from mrl.train import assemble, preflight, rank_restarts
+    from mrl.train import assemble, loop, preflight
 
     folder = tmp_path / "run"
 
     @contextmanager
-    def open_run(resolved, resume, views):
+    def open_run(checked, resume, views):
         assert list(views) == ["report"]
         with attempt(write_run(folder, World(steps=3, total=3)).path, 0, {}):
             yield SimpleNamespace(state=SimpleNamespace(step=3), run_dir=SimpleNamespace(path=folder))
@@ -687,11 +687,11 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
         if error:
             raise error
 
-    monkeypatch.setattr(preflight, "preflight", lambda *_: None)
+    monkeypatch.setattr(preflight, "preflight", lambda *_: SimpleNamespace(plug_ins=[]))
     monkeypatch.setattr(preflight, "with_models_at_hand", lambda resolved, **_: resolved)
     monkeypatch.setattr(preflight, "start_lines", lambda *_: [])
     monkeypatch.setattr(assemble, "open_run", open_run)
-    monkeypatch.setattr(rank_restarts, "train", train)
+    monkeypatch.setattr(loop, "train", train)
     monkeypatch.setattr("mrl.cluster.prerequisites.ask_for_token_authentication", lambda: None)
     arguments = ["train", str(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"), "--run-dir", str(folder)]
     if error:
