@@ -401,6 +401,28 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return groups
 
 
+def nodes_of(revision: str, file: str) -> int:
+    """AST nodes of a file at a commit."""
+    text = subprocess.run(["git", "show", f"{revision}:{file}"], cwd=ROOT, check=True, capture_output=True).stdout
+    return sum(1 for _ in ast.walk(ast.parse(text)))
+
+
+def changed_by(commits: Iterable[str]) -> dict[str, int]:
+    """Files and AST nodes of `mrl/` that these commits added, less those that they took away."""
+    files = nodes = 0
+    for commit in commits:
+        asked = ["git", "diff-tree", "-r", "--no-renames", "--name-status", f"{commit}^", commit, "--", "mrl"]
+        listed = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for line in listed.splitlines():
+            status, file = line.split("\t")
+            if not file.endswith(".py"):
+                continue
+            files += {"A": 1, "D": -1}.get(status, 0)
+            nodes += 0 if status == "D" else nodes_of(commit, file)
+            nodes -= 0 if status == "A" else nodes_of(f"{commit}^", file)
+    return {"files": files, "ast_nodes": nodes}
+
+
 def measure(house: House) -> dict:
     """All figures of one tree as plain data."""
     importers = Counter(other for others in house.graph.values() for other in others)
@@ -568,9 +590,15 @@ def main() -> None:
     """Prints the figures, or writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", metavar="COMMIT", help="measure this commit too")
+    parser.add_argument(
+        "--commits", type=Path, metavar="LIST", help="sum what commits changed; one hash begins each line"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--svg", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.commits:
+        print(json.dumps(changed_by(line.split()[0] for line in args.commits.read_text(encoding="utf-8").splitlines())))
+        return
     here = House.of_folder(ROOT)
     if args.svg:
         args.svg.write_text(svg(here), encoding="utf-8")

@@ -10,7 +10,7 @@ import ray
 
 from mrl.cluster.late_ranks import with_cause
 from mrl.cluster.same_software import check_same
-from mrl.cluster.seats import Seats, actor_seats
+from mrl.cluster.seats import Seats
 from mrl.cluster.shared_folder import check_seen, marked
 from mrl.cluster.workers import LOOKING, MODEL_VERBS, WRITING, ActorWorker
 from mrl.config.schema import RunConfig
@@ -67,17 +67,12 @@ class ActorGroup:
     def __init__(
         self,
         order: RankOrder,
+        seats: Seats,
         run_dir: Path,
-        checkpoint: Path | None,
         poll: Callable[[], None] = lambda: None,
         worker: type[ActorWorker] = ActorWorker,
-        seats: Seats | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
     ):
-        """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name.
-
-        `seats` are the ranks', by default on devices of their own. `meanwhile` runs while they load.
-        """
+        """Starts nothing, see `start`. `stop` releases the seats."""
         config = order.config
         self.config = config
         self.model = order.model
@@ -91,26 +86,28 @@ class ActorGroup:
         self._deadlines = Deadlines.of_steps(config.cluster, least_s)
         self.pids: list[int] = []  # of ranks that have started
         self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node, see mrl/flow/routes.py
-        hosting = get_hosting(config.cluster.device)
-        self.seats = seats or actor_seats(config.cluster, config.actor.layout)
-        kind = ray.remote(concurrency_groups={WRITING: 1, LOOKING: 1})(worker)
-        self.workers = [
-            kind.options(
-                runtime_env={"env_vars": seat.environment | hosting.actor_environment()}, **seat.options
-            ).remote(config.model_dump(), rank, str(run_dir / "logs" / log_file(f"rank {rank}")), seat.places)
-            for rank, seat in enumerate(self.seats.seats)
-        ]
-        try:
-            self._start(checkpoint, run_dir, meanwhile)
-        except BaseException:
-            self.stop()  # nobody else holds the ranks
-            raise
+        self.seats = seats
+        self.workers: list[ray.actor.ActorHandle] = []
+        self._run_dir = run_dir
+        self._worker = worker
 
-    def _start(self, checkpoint: Path | None, run_dir: Path, meanwhile: Callable[[], None]) -> None:
+    def start(self, checkpoint: Path | None, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name.
+
+        `meanwhile` runs while they load.
+        """
+        hosting = get_hosting(self.config.cluster.device)
         limit = self.config.cluster.start_timeout_s
+        kind = ray.remote(concurrency_groups={WRITING: 1, LOOKING: 1})(self._worker)
+        for rank, seat in enumerate(self.seats.seats):
+            environment = {"env_vars": seat.environment | hosting.actor_environment()}
+            log = str(self._run_dir / "logs" / log_file(f"rank {rank}"))
+            made = kind.options(runtime_env=environment, **seat.options)
+            self.workers.append(made.remote(self.config.model_dump(), rank, log, seat.places))
         check_same(gather(self.refs("software"), limit, "starting the actor", self.poll))
-        with marked(run_dir) as mark:
-            check_seen(run_dir, gather(self.refs("sees", mark), limit, "looking for the run directory", self.poll))
+        with marked(self._run_dir) as mark:
+            seen = gather(self.refs("sees", mark), limit, "looking for the run directory", self.poll)
+            check_seen(self._run_dir, seen)
         first = {"rank 0": self.workers[0].host.remote()}
         address = gather(first, limit, "starting the actor", self.poll)["rank 0"]
         port = self.config.cluster.port

@@ -19,7 +19,7 @@ import ray
 
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.same_software import check_same
-from mrl.cluster.seats import Seats, engine_seats
+from mrl.cluster.seats import Seats
 from mrl.cluster.workers import EngineWorker
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
@@ -72,14 +72,13 @@ class RolloutGroup:
     def __init__(
         self,
         order: EngineOrder,
+        seats: Seats,
         poll: Callable[[], None] = lambda: None,
-        seats: Seats | None = None,
         before: "RolloutGroup | None" = None,
     ):
-        """Starts every engine. Raises EnvironmentFault when a start-up check fails.
+        """Starts nothing, see `start`. `stop` releases the seats.
 
-        `seats` are the engines', by default on devices of their own. `before` is the group that this one replaces,
-        without the engines retired there.
+        `before` is the group that this one replaces, without the engines retired there.
         """
         self.cluster = order.deployment.cluster
         self.rollout = order.deployment.rollout
@@ -88,7 +87,7 @@ class RolloutGroup:
         self.poll = poll
         self.engine_ranks = self.rollout.data_parallel_size  # of one engine
         self.names = [each.name for each in order.settings]
-        self.seats = seats or engine_seats(order.deployment)
+        self.seats = seats
         self._settings = order.settings
         self._logs = order.logs
         self.peers_wait_s = 0.0  # that an engine in a weight sync waits for ranks that are gone; WeightSync sets it
@@ -98,10 +97,16 @@ class RolloutGroup:
         self._places_before = {} if before is None else before.device_places
         if before is not None:
             self.fleet.stand_for(before.fleet)
+
+    def start(self) -> None:
+        """Starts all engines that are not retired, and waits for none of them; see `wait_started`."""
         self._make_workers()
         self._software = self.refs("software")
         self._placed = self.refs("places")  # before they start, because they answer nothing meanwhile
-        self._starting = self._start()
+        # all ranks at once, after they have said where they are
+        self._starting: dict[str, ray.ObjectRef] = {}
+        for engine in sorted(self.fleet.reached()):
+            self._starting |= self._start_of(engine, [self._placed[name] for name in self.names_of([engine])])
 
     @property
     def have_loaded(self) -> bool:
@@ -133,13 +138,6 @@ class RolloutGroup:
         if settings.turns is None:
             return kind.remote(settings, log, seat.places)
         return kind.remote(settings, log, seat.places, dict(os.environ), str(Path.cwd()))
-
-    def _start(self) -> dict[str, ray.ObjectRef]:
-        """Starts all ranks at once, after they have said where they are."""
-        starts: dict[str, ray.ObjectRef] = {}
-        for engine in sorted(self.fleet.reached()):
-            starts |= self._start_of(engine, [self._placed[name] for name in self.names_of([engine])])
-        return starts
 
     def _start_of(self, engine: int, answered: Sequence[ray.ObjectRef] = ()) -> dict[str, ray.ObjectRef]:
         """Starts the ranks of one engine with the address of its first rank, where they connect.

@@ -68,14 +68,6 @@ def _of_critic(rule: Rule) -> Rule:
     return judge
 
 
-def _ranks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """A layout of the critic's own has the actor's ranks."""
-    ranks = config.actor.layout.world_size
-    if _has_other_ranks(config):
-        rule = f"must be actor.layout.world_size = {ranks}"
-        yield Violation(f"{_LAYOUT}.world_size", rule, "the critic computes on the actor's ranks", (ranks,))
-
-
 def _has_other_ranks(config: RunConfig) -> bool:
     own = config.critic.layout
     return config.algorithm.needs_critic and own is not None and own.world_size != config.actor.layout.world_size
@@ -115,7 +107,13 @@ def _warmup_is_the_run(config: RunConfig) -> bool:
 
 CRITIC_RULES = (
     _is_read,
-    _ranks,
+    RuleRow(
+        f"{_LAYOUT}.world_size",
+        lambda c, m: _has_other_ranks(c),
+        "must be actor.layout.world_size = {c.actor.layout.world_size}",
+        "the critic computes on the actor's ranks",
+        lambda c, m: (c.actor.layout.world_size,),
+    ),
     _layout,
     adapted_once(_LAYOUT, lambda c: c.algorithm.needs_critic),
     *map(_of_critic, (*OPTIM_RULES, *BATCH_RULES, storages_stay)),

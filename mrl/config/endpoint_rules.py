@@ -24,13 +24,6 @@ def _belongs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("rollout.turns", "must be given with rollout.endpoint: true", why)
 
 
-def _one_agent(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    agent = config.rollout.agent
-    if agent is not None and bool(agent.command) == (agent.path is not None):
-        why = "an agent is a command, or a function of the file under path"
-        yield Violation("rollout.agent.command", "must be given where there is no path, and left out with one", why)
-
-
 def _own_tools(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Checks that the agent alone has tools, and that it reaches the endpoint."""
     turns = config.rollout.turns
@@ -50,7 +43,14 @@ def _own_tools(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 ENDPOINT_RULES = (
     _belongs,
-    _one_agent,
+    RuleRow(
+        "rollout.agent.command",
+        lambda c, m: (
+            c.rollout.agent is not None and bool(c.rollout.agent.command) == (c.rollout.agent.path is not None)
+        ),
+        "must be given where there is no path, and left out with one",
+        "an agent is a command, or a function of the file under path",
+    ),
     _own_tools,
     RuleRow(
         "actor.router_replay",

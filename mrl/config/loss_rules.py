@@ -190,61 +190,6 @@ def _correction_band(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         )
 
 
-def _on_policy_selection(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
-    if config.algorithm.on_policy and spec is not None and spec.selects_tokens:
-        why = f"it chooses tokens of the whole mini-batch before the update, by old log-probs; {_PASS}"
-        allowed = tuple(name for name, each in LOSSES.items() if not (each.selects_tokens or each.needs_rollout_anchor))
-        yield Violation(f"{_LOSS}.loss_mode", f"{spec.name} does not go with {_ON_POLICY}", why, allowed)
-
-
-def _on_policy_replay(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    if config.algorithm.on_policy and config.actor.router_replay == "R2" and model.is_moe:
-        why = (
-            "it replays what routers chose in the pass that is left out; one update of the same weights "
-            "chooses the same by itself"
-        )
-        yield Violation("actor.router_replay", f"must not be R2 with {_ON_POLICY}", why, ("disabled", "R3"))
-
-
-def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
-    if spec is not None and spec.needs_rollout_anchor and config.algorithm.anchor != "rollout":
-        why = (
-            f"{spec.name} bounds how far a step leads from the policy that generated; "
-            f"{_LOSS}.force: true keeps it as it is"
-        )
-        yield Violation("algorithm.anchor", f"must be rollout with loss_mode {spec.name}", why, ("rollout",))
-
-
-def _exhaustion(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    groups = config.algorithm.filter_groups
-    if groups.enable and groups.on_exhausted != "error" and groups.max_num_gen_batches == 0:
-        why = "0 sets no limit, so the batches are never used up"
-        yield Violation(
-            f"{_GROUPS}.max_num_gen_batches",
-            f"must be at least 1 with on_exhausted {groups.on_exhausted}",
-            why,
-            (5, 10),
-        )
-
-
-def _lengths(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    buffer = config.algorithm.overlong_buffer
-    longest = config.data.max_response_length
-    if buffer.enable and buffer.len is not None and buffer.len > longest:
-        rule = f"must be at most data.max_response_length = {longest}"
-        why = "the penalty begins that many tokens before the longest response"
-        yield Violation("algorithm.overlong_buffer.len", rule, why, (max(longest // 5, 1),))
-
-
-def _covariances(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    loss = config.algorithm.policy_loss
-    if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
-        why = "tokens are taken whose covariance lies between the two"
-        yield Violation(f"{_LOSS}.clip_cov_lb", f"must be below clip_cov_ub = {loss.clip_cov_ub:g}", why, (1.0,))
-
-
 def _aggregation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     loss = config.algorithm.policy_loss
     if loss.loss_agg_mode not in AGGREGATIONS:
@@ -282,23 +227,18 @@ def _clip(name: str) -> Rule:
     return judge
 
 
-def _token_clip(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    loss = config.algorithm.policy_loss
-    if loss.loss_mode in LOSSES and LOSSES[loss.loss_mode].clips_tokens and loss.clip_ratio_high < TOKEN_BAND:
-        why = (
-            "it was written for the ratio of a whole sequence; single tokens move further than that at any update, so "
-            f"nearly all of them would be clipped; {_LOSS}.force: true keeps it as it is"
-        )
-        rule = f"is too narrow for loss_mode {loss.loss_mode}, which clips single tokens (at least {TOKEN_BAND:g})"
-        yield Violation(f"{_LOSS}.clip_ratio_high", rule, why, (0.2, 0.28))
-
-
 def _clip_limit(config: RunConfig) -> float | None:
     """Returns the widest sensible clip ratio of the loss, or None where it has no such limit."""
     loss = config.algorithm.policy_loss
     if loss.loss_mode in LOSSES:
         return LOSSES[loss.loss_mode].clip_warning_above
     return None
+
+
+def _is(config: RunConfig, kind: str) -> bool:
+    """Tells whether the loss is of a kind, a flag of its row in LOSSES. A loss of the user's is of none."""
+    spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
+    return spec is not None and getattr(spec, kind)
 
 
 def _unless_forced(rule: Rule) -> Rule:
@@ -311,6 +251,27 @@ def _unless_forced(rule: Rule) -> Rule:
 
     return judged
 
+
+# besides widths of clips and aggregations
+_LIKELY_MISTAKES = (
+    RuleRow(
+        f"{_LOSS}.clip_ratio_high",
+        lambda c, m: _is(c, "clips_tokens") and c.algorithm.policy_loss.clip_ratio_high < TOKEN_BAND,
+        "is too narrow for loss_mode {c.algorithm.policy_loss.loss_mode}, which clips single tokens "
+        f"(at least {TOKEN_BAND:g})",
+        "it was written for the ratio of a whole sequence; single tokens move further than that at any update, so "
+        f"nearly all of them would be clipped; {_LOSS}.force: true keeps it as it is",
+        (0.2, 0.28),
+    ),
+    RuleRow(
+        "algorithm.anchor",
+        lambda c, m: _is(c, "needs_rollout_anchor") and c.algorithm.anchor != "rollout",
+        "must be rollout with loss_mode {c.algorithm.policy_loss.loss_mode}",
+        "{c.algorithm.policy_loss.loss_mode} bounds how far a step leads from the policy that generated; "
+        f"{_LOSS}.force: true keeps it as it is",
+        ("rollout",),
+    ),
+)
 
 LOSS_RULES = (
     _estimator,
@@ -368,8 +329,21 @@ LOSS_RULES = (
         f"does not go with {_ON_POLICY}",
         f"the trainer's log-probs are known only after the rows are gone; {_PASS}",
     ),
-    _on_policy_selection,
-    _on_policy_replay,
+    RuleRow(
+        f"{_LOSS}.loss_mode",
+        lambda c, m: c.algorithm.on_policy and _is(c, "selects_tokens"),
+        "{c.algorithm.policy_loss.loss_mode} does not go with " + _ON_POLICY,
+        f"it chooses tokens of the whole mini-batch before the update, by old log-probs; {_PASS}",
+        tuple(name for name, each in LOSSES.items() if not (each.selects_tokens or each.needs_rollout_anchor)),
+    ),
+    RuleRow(
+        "actor.router_replay",
+        lambda c, m: c.algorithm.on_policy and c.actor.router_replay == "R2" and m.is_moe,
+        f"must not be R2 with {_ON_POLICY}",
+        "it replays what routers chose in the pass that is left out; one update of the same weights chooses the same "
+        "by itself",
+        ("disabled", "R3"),
+    ),
     RuleRow(
         "data.gen_batch_size",
         lambda c, m: not c.algorithm.filter_groups.enable and c.data.prompts_at_a_time != c.data.train_batch_size,
@@ -377,8 +351,35 @@ LOSS_RULES = (
         f"without {_GROUPS}.enable a step trains on all that it generates",
         lambda c, m: (c.data.train_batch_size,),
     ),
-    _exhaustion,
-    _lengths,
-    _covariances,
-    *map(_unless_forced, (_aggregation, *map(_clip, _CLIPS), _token_clip, _anchor)),
+    RuleRow(
+        f"{_GROUPS}.max_num_gen_batches",
+        lambda c, m: (
+            c.algorithm.filter_groups.enable
+            and c.algorithm.filter_groups.on_exhausted != "error"
+            and c.algorithm.filter_groups.max_num_gen_batches == 0
+        ),
+        "must be at least 1 with on_exhausted {c.algorithm.filter_groups.on_exhausted}",
+        "0 sets no limit, so the batches are never used up",
+        (5, 10),
+    ),
+    RuleRow(
+        "algorithm.overlong_buffer.len",
+        lambda c, m: (
+            c.algorithm.overlong_buffer.enable and (c.algorithm.overlong_buffer.len or 0) > c.data.max_response_length
+        ),
+        "must be at most data.max_response_length = {c.data.max_response_length}",
+        "the penalty begins that many tokens before the longest response",
+        lambda c, m: (max(c.data.max_response_length // 5, 1),),
+    ),
+    RuleRow(
+        f"{_LOSS}.clip_cov_lb",
+        lambda c, m: (
+            c.algorithm.policy_loss.loss_mode == "clip_cov"
+            and c.algorithm.policy_loss.clip_cov_lb >= c.algorithm.policy_loss.clip_cov_ub
+        ),
+        "must be below clip_cov_ub = {c.algorithm.policy_loss.clip_cov_ub:g}",
+        "tokens are taken whose covariance lies between the two",
+        (1.0,),
+    ),
+    *map(_unless_forced, (_aggregation, *map(_clip, _CLIPS), *_LIKELY_MISTAKES)),
 )

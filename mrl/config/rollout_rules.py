@@ -1,6 +1,6 @@
 """Rules of rollout engines: their layout on model and cluster, limits of vLLM's CPU build, and the weight sync."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mrl.config.places import Deployment
 from mrl.config.rule_row import RuleRow, on_only_where
@@ -178,28 +178,9 @@ def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("rollout.num_engines", "cannot be placed on the nodes", why, allowed)
 
 
-def _shared_devices(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    tp = config.rollout.tensor_model_parallel_size
-    per_node = config.cluster.n_gpus_per_node
-    if config.cluster.placement == "colocated" and per_node % tp:
-        allowed = nearest(tp, per_node, lambda v: per_node % v == 0)
-        why = "every device of a rank has a worker, and an engine's tensor workers share a node"
-        yield Violation(
-            _TP, f"must divide cluster.n_gpus_per_node = {per_node} with cluster.placement colocated", why, allowed
-        )
-
-
-def _own_devices(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    tp = config.rollout.tensor_model_parallel_size
-    per_node = config.cluster.n_gpus_per_node
-    if config.cluster.placement == "separate" and config.cluster.device != "cpu" and tp > per_node:
-        why = "an engine's tensor workers share a node: vLLM's executors over several hang (vllm-project/vllm#50835)"
-        yield Violation(
-            _TP,
-            f"must be at most cluster.n_gpus_per_node = {per_node}",
-            why,
-            nearest(tp, per_node, lambda v: v <= per_node),
-        )
+def _nearest_degrees(config: RunConfig, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
+    """Returns legal tensor degrees of engines within a node that are nearest to the configured one."""
+    return nearest(config.rollout.tensor_model_parallel_size, config.cluster.n_gpus_per_node, is_legal)
 
 
 def _log_probs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -389,8 +370,26 @@ ROLLOUT_RULES = (
     _experts,
     _cluster,
     _placement,
-    _shared_devices,
-    _own_devices,
+    RuleRow(
+        _TP,
+        lambda c, m: (
+            c.cluster.placement == "colocated" and c.cluster.n_gpus_per_node % c.rollout.tensor_model_parallel_size
+        ),
+        "must divide cluster.n_gpus_per_node = {c.cluster.n_gpus_per_node} with cluster.placement colocated",
+        "every device of a rank has a worker, and an engine's tensor workers share a node",
+        lambda c, m: _nearest_degrees(c, lambda tp: c.cluster.n_gpus_per_node % tp == 0),
+    ),
+    RuleRow(
+        _TP,
+        lambda c, m: (
+            c.cluster.placement == "separate"
+            and c.cluster.device != "cpu"
+            and c.rollout.tensor_model_parallel_size > c.cluster.n_gpus_per_node
+        ),
+        "must be at most cluster.n_gpus_per_node = {c.cluster.n_gpus_per_node}",
+        "an engine's tensor workers share a node: vLLM's executors over several hang (vllm-project/vllm#50835)",
+        lambda c, m: _nearest_degrees(c, lambda tp: tp <= c.cluster.n_gpus_per_node),
+    ),
     _log_probs,
     _filters,
     RuleRow(

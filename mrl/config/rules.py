@@ -9,7 +9,7 @@ Where layouts are judged:
 
     actor's degrees      mrl/model/layout_rules.py, for critic and teacher too (critic_rules.py, distillation_rules.py)
     batches on them      actor_rules.py
-    engines' degrees     rollout_rules.py, mrl/model/vllm_parameters.py
+    engines' degrees     rollout_rules.py, mrl/model/layout.py (RolloutLayout), mrl/model/vllm_parameters.py
     by family            family_rules.py
     by feature           lora_rules.py, quantisation_rules.py, efficiency_rules.py
     by device, version   device_rules.py

@@ -70,15 +70,6 @@ def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("data.train_weights", rule, "each file needs one weight, in the same order")
 
 
-def _decay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    optim = config.actor.optim
-    if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
-        rule = f"must be more than lr_warmup_steps = {optim.lr_warmup_steps}"
-        yield Violation(
-            "actor.optim.lr_decay_steps", rule, "warm-up counts as part of the decay", (optim.lr_warmup_steps + 1,)
-        )
-
-
 def _warmup(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     optim = config.actor.optim
     if optim.lr_decay_steps is not None or optim.lr_decay_style == "constant":
@@ -98,7 +89,15 @@ OPTIM_RULES = (
         "the rate decays towards it",
         lambda c, m: (0.0, c.actor.optim.lr),
     ),
-    _decay,
+    RuleRow(
+        "actor.optim.lr_decay_steps",
+        lambda c, m: (
+            c.actor.optim.lr_decay_steps is not None and c.actor.optim.lr_decay_steps <= c.actor.optim.lr_warmup_steps
+        ),
+        "must be more than lr_warmup_steps = {c.actor.optim.lr_warmup_steps}",
+        "warm-up counts as part of the decay",
+        lambda c, m: (c.actor.optim.lr_warmup_steps + 1,),
+    ),
     _warmup,
 )
 RUN_RULES = (

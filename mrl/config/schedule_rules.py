@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RunConfig
 from mrl.errors import Violation
 from mrl.model import ModelSpec
@@ -79,23 +80,6 @@ def _machines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"trainer.{violation.field}", violation.rule, violation.why, violation.allowed)
 
 
-def _both_at_once(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if not schedule_of(config).is_synchronous and config.cluster.placement == "colocated":
-        why = "engines and ranks take turns on the same devices; cluster.placement: separate has both at work at once"
-        yield Violation("trainer.schedule", "must be sync where placement is colocated", why, ("sync",))
-
-
-def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if schedule_of(config).max_staleness > 0 and config.algorithm.anchor != "recompute":
-        why = (
-            "it treats the weights that generated as those that a step begins with, and here they are older; "
-            "recompute keeps both apart"
-        )
-        yield Violation(
-            "algorithm.anchor", f"must be recompute with schedule: {config.trainer.schedule}", why, ("recompute",)
-        )
-
-
 def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     trainer = config.trainer
     if not trainer.partial_rollouts:
@@ -133,30 +117,42 @@ def _order(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("trainer.segment_tokens", "must be left out with trainer.order: ready_first", why, (None,))
 
 
-def _draws(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    batch = config.data.train_batch_size
-    drawn = config.data.gen_batch_size
-    schedule = config.trainer.schedule
-    if not schedule_of(config).is_synchronous and drawn not in (None, batch):
-        why = "groups are numbered in batches of a step, and those that are dropped are replaced one by one"
-        yield Violation(
-            "data.gen_batch_size",
-            f"must be left out with schedule: {schedule}, or be train_batch_size = {batch}",
-            why,
-            (None, batch),
-        )
-
-
-def _filter(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    filtering = config.algorithm.filter_groups
-    if not schedule_of(config).is_synchronous and filtering.enable and filtering.on_exhausted != "error":
-        why = "filtered groups are replaced one by one, so batches are never used up"
-        yield Violation(
-            "algorithm.filter_groups.on_exhausted",
-            f"must be error with schedule: {config.trainer.schedule}",
-            why,
-            ("error",),
-        )
-
-
-SCHEDULE_RULES = (_belongs, _machines, _both_at_once, _anchor, _partial, _order, _draws, _filter)
+SCHEDULE_RULES = (
+    _belongs,
+    _machines,
+    RuleRow(
+        "trainer.schedule",
+        lambda c, m: not schedule_of(c).is_synchronous and c.cluster.placement == "colocated",
+        "must be sync where placement is colocated",
+        "engines and ranks take turns on the same devices; cluster.placement: separate has both at work at once",
+        ("sync",),
+    ),
+    RuleRow(
+        "algorithm.anchor",
+        lambda c, m: schedule_of(c).max_staleness > 0 and c.algorithm.anchor != "recompute",
+        "must be recompute with schedule: {c.trainer.schedule}",
+        "it treats the weights that generated as those that a step begins with, and here they are older; recompute "
+        "keeps both apart",
+        ("recompute",),
+    ),
+    _partial,
+    _order,
+    RuleRow(
+        "data.gen_batch_size",
+        lambda c, m: not schedule_of(c).is_synchronous and c.data.gen_batch_size not in (None, c.data.train_batch_size),
+        "must be left out with schedule: {c.trainer.schedule}, or be train_batch_size = {c.data.train_batch_size}",
+        "groups are numbered in batches of a step, and those that are dropped are replaced one by one",
+        lambda c, m: (None, c.data.train_batch_size),
+    ),
+    RuleRow(
+        "algorithm.filter_groups.on_exhausted",
+        lambda c, m: (
+            not schedule_of(c).is_synchronous
+            and c.algorithm.filter_groups.enable
+            and c.algorithm.filter_groups.on_exhausted != "error"
+        ),
+        "must be error with schedule: {c.trainer.schedule}",
+        "filtered groups are replaced one by one, so batches are never used up",
+        ("error",),
+    ),
+)

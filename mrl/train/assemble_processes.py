@@ -11,7 +11,7 @@ from pathlib import Path
 from mrl.cluster.actor_group import ActorGroup, RankOrder
 from mrl.cluster.gates import MemoryGate
 from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
-from mrl.cluster.seats import Seats, SharedSeats, actor_seats, shared_seats
+from mrl.cluster.seats import Seats, SharedSeats, actor_seats, engine_seats, shared_seats
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.places import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig, RunConfig
@@ -115,8 +115,9 @@ def restart_ranks(own: ExitStack, order: ProcessOrder, files: Files, before: Pro
     deployment = order.deployment
     within_s = min(NODE_S, deployment.cluster.start_timeout_s)
     seats = before.rank_seats or actor_seats(deployment.cluster, deployment.layout, within_s)
-    actor = ActorGroup(order.ranks, files.run_dir.path, files.beginning.checkpoint, files.poll, seats=seats)
+    actor = ActorGroup(order.ranks, seats, files.run_dir.path, files.poll)
     own.callback(actor.stop)
+    actor.start(files.beginning.checkpoint)
     actor.read_routes_at(engines.nodes.values())
     placement = _placement(order, actor, engines, files, are_fresh=False)
     return replace(before, actor=actor, placement=placement)
@@ -141,12 +142,14 @@ def _beside_each_other(
     start_judging: Callable[[RolloutGroup], None],
 ) -> tuple[RolloutGroup, ActorGroup]:
     """Starts engines and scorers while ranks load."""
-    engines = RolloutGroup(order.engines, files.poll, before=before)
+    deployment = order.deployment
+    engines = RolloutGroup(order.engines, engine_seats(deployment), files.poll, before)
     kept.callback(engines.stop)
-    checkpoint = files.beginning.checkpoint
-    meanwhile = partial(start_judging, engines)
-    actor = ActorGroup(order.ranks, files.run_dir.path, checkpoint, files.poll, meanwhile=meanwhile)
+    engines.start()
+    seats = actor_seats(deployment.cluster, deployment.layout)
+    actor = ActorGroup(order.ranks, seats, files.run_dir.path, files.poll)
     own.callback(actor.stop)
+    actor.start(files.beginning.checkpoint, meanwhile=partial(start_judging, engines))
     engines.wait_started()
     return engines, actor
 
@@ -164,13 +167,15 @@ def _on_shared_devices(
 
     vLLM measures a device's free memory. It would count a model that arrives meanwhile as its own.
     """
-    engines = RolloutGroup(order.engines, files.poll, seats.engines, before)
+    engines = RolloutGroup(order.engines, seats.engines, files.poll, before)
     kept.callback(engines.stop)
+    engines.start()
     start_judging(engines)
     engines.wait_started()
     engines.call("sleep")
-    actor = ActorGroup(order.ranks, files.run_dir.path, files.beginning.checkpoint, files.poll, seats=seats.ranks)
+    actor = ActorGroup(order.ranks, seats.ranks, files.run_dir.path, files.poll)
     own.callback(actor.stop)
+    actor.start(files.beginning.checkpoint)
     return engines, actor
 
 

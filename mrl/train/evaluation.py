@@ -14,6 +14,7 @@ from mrl.checkpoint.open_checkpoint import Checkpoint, open_hf, open_saved
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
+from mrl.cluster.seats import engine_seats
 from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig, ValSamplingConfig, with_values
@@ -73,11 +74,9 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         stop.leave_nothing = partial(leave_nothing, logs)
         stack.enter_context(stop_on_signals(stop))
         stack.enter_context(with_log_tails(logs))
-        engines = RolloutGroup(EngineOrder.of(config, load_model_spec(config.model.path), logs), stop.raise_if_set)
-        stack.callback(engines.stop)
-        engines.wait_started()
-        scorers = start_scorers(ScorerOrder(config.reward, scoring, config.model.path, logs), engines.nodes)
-        responder = Responder(engines, stack.enter_context(scorers), config.reward, console, stop.raise_if_set)
+        responder = _responder(
+            stack, config, ScorerOrder(config.reward, scoring, config.model.path, logs), console, stop
+        )
         settings = ValidationSettings.of(config.rollout, config.data, config.model.path, config.trainer.seed)
         validation = answer_and_score(settings, responder, prompts)
         results = {"model": resolved.config.model.path, "checkpoint": checkpoint and str(checkpoint)}
@@ -86,6 +85,19 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         write_text(output / CONFIG, resolved.to_record())
         write_text(output / RESULTS, json_line(results))
     return results
+
+
+def _responder(
+    stack: ExitStack, config: RunConfig, scorers: ScorerOrder, console: PlainConsole, stop: StopFlag
+) -> Responder:
+    """Starts engines and scorers, which `stack` ends."""
+    order = EngineOrder.of(config, load_model_spec(config.model.path), scorers.logs)
+    engines = RolloutGroup(order, engine_seats(order.deployment), stop.raise_if_set)
+    stack.callback(engines.stop)
+    engines.start()
+    engines.wait_started()
+    rewards = stack.enter_context(start_scorers(scorers, engines.nodes))
+    return Responder(engines, rewards, config.reward, console, stop.raise_if_set)
 
 
 def _as_stored(config: RunConfig, checkpoint: Path | None) -> RunConfig:

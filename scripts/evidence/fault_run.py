@@ -63,7 +63,7 @@ def time_engines() -> None:
 
         return telling
 
-    wrap(RolloutGroup, "__init__", note)
+    wrap(RolloutGroup, "start", note)
     wrap(RolloutGroup, "wait_started", tell)
 
 

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python scripts/evidence/stamp.py --clean
 python scripts/house.py --before 8480244 --json | python -c '
-import json, sys
+import json, subprocess, sys
 from pathlib import Path
 
 NAMES = ("files", "lines", "longest_file", "ast_nodes", "statements", "functions", "function_lines", "per_1000_statements",
@@ -22,7 +22,12 @@ def told(found):
 sides = json.load(sys.stdin)
 now = told(sides["working tree"])
 readme = Path("README.md").read_text(encoding="utf-8").splitlines()
+commits = subprocess.run(
+    [sys.executable, "scripts/house.py", "--commits", "docs/source/house_commits.txt"],
+    check=True, capture_output=True, text=True,
+).stdout
 print(json.dumps(now | {
+    "changed_by_commits": json.loads(commits),
     "longest_function": now["function_lines"]["longest"], "readme_lines": len(readme),
     "readme_wide": sum(len(line) > 120 for line in readme),
     "before": {"commit_before": "8480244"} | told(sides["8480244"]),

@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM
 from mrl.cluster.actor_group import ActorGroup, RankOrder
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
+from mrl.cluster.seats import actor_seats, engine_seats
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
@@ -247,14 +248,19 @@ def two_models(folder: Path, case: Case) -> tuple[Path, Path]:
 def start_ranks(config: RunConfig, folder: Path) -> ActorGroup:
     """Ranks whose weights a test can move."""
     order = RankOrder.of(config, load_model_spec(config.model.path))
-    return ActorGroup(order, folder, None, worker=perturbing.PerturbingWorker)
+    seats = actor_seats(config.cluster, config.actor.layout)
+    ranks = ActorGroup(order, seats, folder, worker=perturbing.PerturbingWorker)
+    ranks.start(checkpoint=None)
+    return ranks
 
 
 def start_engines(config: RunConfig, folder: Path, by_sync: bool = False, check_order: bool = True) -> RolloutGroup:
     """Engines with logs in `folder`/logs; without `check_order` they skip the check of their kernels."""
     order = EngineOrder.of(config, load_model_spec(config.model.path), folder / "logs", by_sync)
     settings = tuple(replace(each, check_order=each.check_order and check_order) for each in order.settings)
-    return RolloutGroup(replace(order, settings=settings))
+    engines = RolloutGroup(replace(order, settings=settings), engine_seats(order.deployment))
+    engines.start()
+    return engines
 
 
 @dataclass

@@ -6,15 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from orders import files_order
 
 from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
-from mrl.config.places import Deployment
 from mrl.data.order import DataCursor
 from mrl.errors import DamagedCheckpoint, Interrupted
 from mrl.train import assemble
-from mrl.train.assemble_files import Beginning, FilesOrder, open_files
-from mrl.train.resume import RunIdentity, TrainState
+from mrl.train.assemble_files import Beginning, open_files
+from mrl.train.resume import TrainState
 from mrl.train.stop_signals import StopFlag
 
 NEWEST, BEFORE = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-1")
@@ -83,8 +83,7 @@ def test_a_start_that_waited_for_the_run_directory_goes_on_from_what_was_saved_m
         trainer = {"cursor": {"epoch": 0, "index": step}}
         return Newest(tmp_path / f"step-{step}", SimpleNamespace(step=step, trainer=trainer), {})
 
-    order = FilesOrder(config.trainer, Deployment.of(config), RunIdentity.of(config), "data", 0, "", lambda file: {})
-    beginning = Beginning(order, tmp_path, point(3), lambda: point(8), {})
+    beginning = Beginning(files_order(config), tmp_path, point(3), lambda: point(8), {})
     with ExitStack() as stack:
         files = open_files(stack, beginning, True, StopFlag())
         assert files.state == TrainState(8, DataCursor(0, 8)) and files.beginning.checkpoint == tmp_path / "step-8"

@@ -167,7 +167,8 @@ def groups(monkeypatch, tmp_path):
     seats = Seats((Seat({}, {}, None),) * 2, lambda: None)
 
     def make(before=None):
-        made = Group(order, seats=seats, before=before)
+        made = Group(order, seats, before=before)
+        made.start()
         made.wait_started()
         return made
 

@@ -274,6 +274,8 @@ def group(monkeypatch):
             def __getattr__(self, method):
                 def remote(*arguments):
                     asked.append((self.number, method, *arguments))
+                    if method == "places":
+                        return f"where {made.names[self.number]} is"
                     return {f"rank{self.number}": arguments[0]} if arguments == ("fingerprints",) else None
 
                 return SimpleNamespace(remote=remote)
@@ -284,7 +286,6 @@ def group(monkeypatch):
         made._deadlines = Deadlines(3600.0, is_set=False)
         made.peers_wait_s = 0.0
         made.names = [rank_name(*divmod(number, ranks), ranks) for number in range(2 * ranks)]
-        made._placed = {name: f"where {name} is" for name in made.names}
         made.workers = [Actor(number) for number in range(2 * ranks)]
         made.fleet = EngineFleet(made, 60.0)
         return made, asked
@@ -490,7 +491,9 @@ def test_a_reading_says_whether_all_responses_wait_for_tools():
 
 def test_ranks_of_an_engine_meet_at_its_first_one(group):
     made, asked = group(2)
-    assert list(made._start()) == made.names
+    made._make_workers = lambda: None
+    made.start()
+    assert list(made._starting) == made.names
     assert [number for number, method, *_ in asked if method == "meeting_point"] == [0, 2]
     starts = [(number, *given[1:]) for number, method, *given in asked if method == "start"]
     first, second = (tuple(f"where engine {engine} rank {rank} is" for rank in range(2)) for engine in range(2))

@@ -104,11 +104,14 @@ class Engines(AnsweringEngines):
 
     started: ClassVar[list] = []
 
-    def __init__(self, order, raise_if_stopped):
+    def __init__(self, order, seats, raise_if_stopped):
         super().__init__()
         self.started.append(sorted(p.name for p in Path(order.settings[0].arguments["model"]).iterdir()))
 
     nodes: ClassVar[dict] = {"engine 0": "here"}
+
+    def start(self):
+        pass
 
     def wait_started(self):
         pass
@@ -168,6 +171,7 @@ def test_a_checkpoint_is_answered_with_and_leaves_nothing_of_itself(world, tmp_p
     monkeypatch.setattr(evaluation, "ray_cluster", lambda deployment, actor: contextlib.nullcontext())
     monkeypatch.setattr(evaluation, "object_store_sizes", lambda deployment: {"here": 10**9})
     monkeypatch.setattr(evaluation, "RolloutGroup", Engines)
+    monkeypatch.setattr(evaluation, "engine_seats", lambda deployment: None)
     monkeypatch.setattr(evaluation, "start_scorers", scorers_here)
     files = [f"data.val_files={world}/val.jsonl", "model.path=nowhere", "rollout.val_kwargs.n=2"]
     settings = [part for text in files for part in ("--set", text)]

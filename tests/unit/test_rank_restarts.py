@@ -394,11 +394,12 @@ def test_no_engine_is_starting_while_ranks_come_onto_its_devices(monkeypatch, sh
         fleet=fleet, nodes={}, give_up=lambda version, sleeps: asked.append(f"given up, asleep: {sleeps}")
     )
 
-    def start(order, run_dir, checkpoint, poll, seats):
-        asked.append("ranks")
-        return SimpleNamespace(stop=None, read_routes_at=lambda nodes: None)
+    def ranks(order, seats, run_dir, poll):
+        return SimpleNamespace(
+            start=lambda checkpoint: asked.append("ranks"), stop=None, read_routes_at=lambda nodes: None
+        )
 
-    monkeypatch.setattr(assemble_processes, "ActorGroup", start)
+    monkeypatch.setattr(assemble_processes, "ActorGroup", ranks)
     monkeypatch.setattr(assemble_processes, "actor_seats", lambda *given: "own")
     monkeypatch.setattr(assemble_processes, "_placement", lambda *given, **named: None)
     deployment = SimpleNamespace(cluster=SimpleNamespace(start_timeout_s=1.0), layout=None)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from generations import MADE_BY, Files
+from orders import files_order
 from replicas import InMemory
 from small_model import write_model
 from test_data import load, row, write_jsonl
@@ -38,7 +39,7 @@ from mrl.train.assemble_files import Beginning, with_spool
 from mrl.train.assemble_files import Files as StartFiles
 from mrl.train.generation_rules import GenerationRules
 from mrl.train.kept_groups import read_kept, read_left
-from mrl.train.resume import RunIdentity, TrainState, generated_again, groups_again, resumed_state
+from mrl.train.resume import TrainState, generated_again, groups_again, resumed_state
 from mrl.train.sampled_by import UNKNOWN, SampledBy, Sources, sources_of
 from mrl.train.spool import Spool
 
@@ -736,9 +737,8 @@ def test_a_start_looks_for_what_is_left_of_its_checkpoint(tmp_path, found, left)
 def begun(folder, point, room=ROOM) -> StartFiles:
     """A start's files, on a node whose object store has so many bytes by the plan."""
     plan = {"memory": {"host": {"object_store_bytes": room}}}
-    identity = RunIdentity.of(load_config(TINY).config)
-    beginning = Beginning(folder, identity, point, lambda: None, plan, "data", token_routes=0, step_timeout_s=1.0)
-    files = StartFiles(RunDir(folder), beginning, "", resumed_state(point), None, None, None, None, None)
+    beginning = Beginning(files_order(load_config(TINY).config), folder, point, lambda: None, plan)
+    files = StartFiles(RunDir(folder), beginning, resumed_state(point), None, None, None, None, None)
     with ExitStack() as own:
         return with_spool(own, files)
 

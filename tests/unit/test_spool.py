@@ -5,6 +5,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
+from orders import files_order
 from replicas import stored
 
 from mrl.checkpoint.group_files import group_file, write_group
@@ -16,9 +17,8 @@ from mrl.flow.group_writer import GroupParts, record_of
 from mrl.record.run_dir import RunDir
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
-from mrl.train.assemble_files import Beginning, _spool
+from mrl.train.assemble_files import _spool
 from mrl.train.kept_groups import KeptGroups
-from mrl.train.resume import RunIdentity
 from mrl.train.sampled_by import UNKNOWN
 from mrl.train.spool import Spool
 
@@ -255,10 +255,7 @@ def test_however_a_run_ends_its_spool_goes_once_nobody_writes(tmp_path, monkeypa
     writer.close = lambda: seen.append(folder.is_dir())
     monkeypatch.setattr("mrl.train.assemble_files.GroupWriter", lambda timeout_s, route_bytes: writer)
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, ["trainer.schedule=one_step_off"]).config
-    beginning = Beginning(
-        tmp_path, RunIdentity.of(config), None, lambda: None, {}, "data", token_routes=0, step_timeout_s=1.0
-    )
-    with pytest.raises(type(error)) if error else nullcontext(), _spool(beginning, RunDir(tmp_path), None):
+    with pytest.raises(type(error)) if error else nullcontext(), _spool(files_order(config), RunDir(tmp_path), None):
         (next(folder.iterdir()) / "group-3.0.npz").touch()
         if error:
             raise error

@@ -1,0 +1,11 @@
+"""Orders of a run's steps for tests that need few of their fields."""
+
+from mrl.config.places import Deployment
+from mrl.config.schema import RunConfig
+from mrl.train.assemble_files import FilesOrder
+from mrl.train.resume import RunIdentity
+
+
+def files_order(config: RunConfig) -> FilesOrder:
+    """Files of a configuration whose samples have no routes, with nothing planned."""
+    return FilesOrder(config.trainer, Deployment.of(config), RunIdentity.of(config), "data", 0, "", lambda file: {})
