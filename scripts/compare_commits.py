@@ -1,7 +1,7 @@
 """Holds the working tree against an earlier commit: the same tiny run, the same tensors, the same plans, and how long a
 step takes.
 
-python scripts/compare_commits.py 91eebfc [--steps 6] [--rounds 1] [--tolerance 0] [--json FILE [--as NAME]]
+python scripts/compare_commits.py 91eebfc [--steps 6] [--tolerance 0] [--json FILE [--as NAME]]
     [--preset PRESET] [--set NAME=VALUE ...] [--no-plans]
 python scripts/compare_commits.py 91eebfc --speed [--steps 14] [--rounds 2] [--json FILE]
 
@@ -168,35 +168,19 @@ def _without_clocks(value):
     return value
 
 
-def step_seconds(rows: list[dict]) -> list[float]:
-    """Of steps after the first that neither validate nor save."""
-    return [
-        row["timing_s/step"]
-        for row in rows[1:]
-        if "timing_s/step" in row and not {"timing_s/testing", "timing_s/save_checkpoint"} & row.keys()
-    ]
-
-
-def compare(before: Tree, after: Tree, steps: int, rounds: int, tolerance: float, plans: bool = True) -> dict:
-    """Differences as sentences, and median seconds of a step on both sides."""
-    seconds: dict[str, list[float]] = {"before": [], "after": []}
-    for number in range(rounds):  # by turns, so that both meet the same machine
-        runs = {"before": before.train(f"run-{number}", steps), "after": after.train(f"run-{number}", steps)}
-        for side, run in runs.items():
-            seconds[side] += step_seconds(metrics(run))
+def compare(before: Tree, after: Tree, steps: int, tolerance: float, plans: bool = True) -> dict:
+    """Differences as sentences."""
+    runs = {"before": before.train("run-0", steps), "after": after.train("run-0", steps)}
     differences = [*metric_differences(metrics(runs["before"]), metrics(runs["after"]), tolerance)]
     differences += tensor_differences(runs["before"], runs["after"], tolerance)
     differences += [f"resumed: {text}" for text in _resumed(before, after, runs["before"], steps, tolerance)]
     if plans:
         differences += plan_differences(before, after)
-    medians = {side: median(values) for side, values in seconds.items()}
     return {
         "steps": steps,
         "tolerance": tolerance,
         "differences": differences,
         "keys_of_one_side": keys_of_one_side(*(metrics(runs[side]) for side in ("before", "after"))),
-        "step_seconds": medians,
-        "times_faster": medians["before"] / medians["after"],
     }
 
 
@@ -274,7 +258,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="pairs of runs, with --speed")
     parser.add_argument("--tolerance", type=float, default=0.0)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -299,17 +283,17 @@ def compared(args: argparse.Namespace) -> dict:
         after.prepare()
         if args.speed:
             return compare_speed(before, after, args.steps, args.rounds)
-        return compare(before, after, args.steps, args.rounds, args.tolerance, not args.no_plans)
+        return compare(before, after, args.steps, args.tolerance, not args.no_plans)
 
 
 def main() -> None:
     """Prints the comparison; exits with 1 where it found a difference."""
     args = options()
     found = compared(args)
-    kind = "--speed" if args.speed else f"--tolerance {args.tolerance:g}"
+    kind = f"--rounds {args.rounds} --speed" if args.speed else f"--tolerance {args.tolerance:g}"
     settings = "".join(f" --set {setting}" for setting in args.settings)
     plans = " --no-plans" if args.no_plans else ""
-    of_run = f"--steps {args.steps} --rounds {args.rounds} --preset {args.preset}{settings}{plans}"
+    of_run = f"--steps {args.steps} --preset {args.preset}{settings}{plans}"
     command = f"python scripts/compare_commits.py {args.commit} {of_run} {kind}"
     result = facts(command) | {"before": commit_of(args.commit)} | found
     print(json.dumps(result, indent=2))

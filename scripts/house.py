@@ -40,9 +40,8 @@ CORE = ("train", "megatron", "vllm", "reshard", "checkpoint", "cluster", "flow",
 WIDE = 120  # columns that a line should keep to
 SMALL = 80  # lines
 FEW_LINES = 3  # of a helper that an expression may replace
-# who may be given the whole configuration: rooms (tools were called extras), and modules that assemble a run
+# who may be given the whole configuration; tools were called extras
 CONFIGURED_ROOMS = ("config", "plan", "tools", "extras", "cli")
-ASSEMBLY = ("mrl.train.assemble", "mrl.train.run")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -189,10 +188,10 @@ def takes_whole_configuration(function: Function) -> bool:
 
 
 def functions_with_whole_configuration(house: House) -> list[str]:
-    """Functions that take a RunConfig outside CONFIGURED_ROOMS and ASSEMBLY, those inside functions too."""
+    """Functions that take a RunConfig outside CONFIGURED_ROOMS, those inside functions too."""
     found = []
     for module, nodes in house.nodes.items():
-        if room_of(module) in CONFIGURED_ROOMS or module.startswith(ASSEMBLY):
+        if room_of(module) in CONFIGURED_ROOMS:
             continue
         functions = [node for node in nodes if isinstance(node, Function) and takes_whole_configuration(node)]
         found += [f"{module}:{node.name}" for node in functions]

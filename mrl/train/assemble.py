@@ -3,11 +3,12 @@
     step       takes                      gives                                      written in
     -------------------------------------------------------------------------------------------------------
     Data       model, data, reward        prompts, reward, number of steps           assemble_data.py
-    Files      Data, trainer, cluster     run directory, resume point, spool         assemble_files.py
-    Processes  Files, reward              engines, ranks, scorers, placement         assemble_processes.py
+    Files      FilesOrder                 run directory, resume point, spool         assemble_files.py
+    Processes  ProcessOrder, Files        engines, ranks, scorers, placement         assemble_processes.py
     Run        all three                  saver, record, generation: what loop.py    here
                                           hands to its phases
 
+An order says what a step needs of the configuration, and what follows from it. Ranks alone get all of it.
 Nothing is written before Files, and nothing of an earlier run is changed before Run. So a refused start leaves
 everything unchanged.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.hosts import Hosts, Peak
 from mrl.config.places import Deployment
-from mrl.config.schema import RunConfig
+from mrl.config.schema import RewardConfig, RunConfig
 from mrl.data.dataset import PromptDataset
 from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights
 from mrl.flow.sample_writer import SampleWriter
@@ -318,7 +319,7 @@ def _ready_run(
     _go_on(files, data)
     record = _record(config, files, views)
     stack.callback(record.close)
-    responder = _responder(stack, config, files, processes, record)
+    responder = _responder(stack, config.reward, files, processes, record)
     rules = _generation_rules(config, files)
     generation = stack.enter_context(closing(Generation(rules, responder, data.stream, state, files.left)))
     return Run(
@@ -342,12 +343,12 @@ def _ready_run(
 
 
 def _responder(
-    stack: ExitStack, config: RunConfig, files: Files, processes: Processes, record: AdvisedRecord
+    stack: ExitStack, reward: RewardConfig, files: Files, processes: Processes, record: AdvisedRecord
 ) -> Responder:
     """Returns what answers and scores prompts. Scorers outlive lost ranks, so questions go with `stack`."""
     rewards = processes.scorers.for_another()
     stack.callback(rewards.withdraw_all)
-    return Responder(processes.engines, rewards, config.reward, record, files.poll, processes.placement.mend)
+    return Responder(processes.engines, rewards, reward, record, files.poll, processes.placement.mend)
 
 
 def _go_on(files: Files, data: Data) -> None:

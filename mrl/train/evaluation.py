@@ -74,9 +74,9 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         stop.leave_nothing = partial(leave_nothing, logs)
         stack.enter_context(stop_on_signals(stop))
         stack.enter_context(with_log_tails(logs))
-        responder = _responder(
-            stack, config, ScorerOrder(config.reward, scoring, config.model.path, logs), console, stop
-        )
+        order = EngineOrder.of(config, load_model_spec(config.model.path), logs)
+        scorers = ScorerOrder(config.reward, scoring, config.model.path, logs)
+        responder = _responder(stack, order, scorers, console, stop)
         settings = ValidationSettings.of(config.rollout, config.data, config.model.path, config.trainer.seed)
         validation = answer_and_score(settings, responder, prompts)
         results = {"model": resolved.config.model.path, "checkpoint": checkpoint and str(checkpoint)}
@@ -88,16 +88,15 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
 
 
 def _responder(
-    stack: ExitStack, config: RunConfig, scorers: ScorerOrder, console: PlainConsole, stop: StopFlag
+    stack: ExitStack, order: EngineOrder, scorers: ScorerOrder, console: PlainConsole, stop: StopFlag
 ) -> Responder:
     """Starts engines and scorers, which `stack` ends."""
-    order = EngineOrder.of(config, load_model_spec(config.model.path), scorers.logs)
     engines = RolloutGroup(order, engine_seats(order.deployment), stop.raise_if_set)
     stack.callback(engines.stop)
     engines.start()
     engines.wait_started()
     rewards = stack.enter_context(start_scorers(scorers, engines.nodes))
-    return Responder(engines, rewards, config.reward, console, stop.raise_if_set)
+    return Responder(engines, rewards, scorers.reward, console, stop.raise_if_set)
 
 
 def _as_stored(config: RunConfig, checkpoint: Path | None) -> RunConfig:
