@@ -180,11 +180,11 @@ def _functions(body: Iterable[ast.stmt], public: bool) -> Iterator[tuple[Functio
 
 
 def takes_whole_configuration(function: Function) -> bool:
-    """Whether a parameter of the function is annotated as RunConfig, alone or as part of a type."""
+    """Whether a parameter is annotated as RunConfig or as what carries it, alone or as part of a type."""
     arguments = function.args
     every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     annotations = [each.annotation for each in every if each.annotation is not None]
-    return any(re.search(r"\bRunConfig\b", ast.unparse(annotation)) for annotation in annotations)
+    return any(re.search(r"\b(RunConfig|RunInputs|RankOrder)\b", ast.unparse(annotation)) for annotation in annotations)
 
 
 def functions_with_whole_configuration(house: House) -> list[str]:

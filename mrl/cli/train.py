@@ -56,18 +56,18 @@ def _given(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 def _train_once(options: argparse.Namespace) -> None:
     from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address, refuse_open_ray
-    from mrl.train.preflight import check_inputs, plug_in_lines, preflight, start_lines, with_models_at_hand
+    from mrl.train.preflight import check_inputs, plug_in_lines, plug_ins, preflight, start_lines, with_models_at_hand
     from mrl.train.resume import goes_on, resume_note, what_is_left
 
     refuse_open_ray()
     given = resolved_config(options, check_paths=True)
     resume = goes_on(given.config.trainer, options.resume)
     resolved = with_models_at_hand(given, resume=resume, devices=True)
-    checked = preflight(resolved, resume)
-    for line in plug_in_lines(checked.plug_ins):
+    inputs = preflight(resolved, resume)
+    for line in plug_in_lines(plug_ins(resolved.config)):
         print(line, flush=True)
     check_inputs(resolved.config, resume)
-    for line in [*resume_note(resolved.config.trainer, resume), *start_lines(checked)]:
+    for line in [*resume_note(resolved.config.trainer, resume), *start_lines(inputs)]:
         print(line, flush=True)
     if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()
@@ -81,7 +81,7 @@ def _train_once(options: argparse.Namespace) -> None:
     folder = run_dir_path(trainer, resume)
     report = ReportView(folder, lambda step: due(trainer.save_freq, step, trainer.total_training_steps or 0))
     try:
-        with open_run(checked, resume, {"report": report}) as run:
+        with open_run(inputs, resume, {"report": report}) as run:
             run = train_on(run)
             print(f"finished {run.state.step} steps in {run.run_dir.path}")
     except Interrupted as error:

@@ -97,6 +97,9 @@ class RolloutGroup:
         self._places_before = {} if before is None else before.device_places
         if before is not None:
             self.fleet.stand_for(before.fleet)
+        self._software: dict[str, ray.ObjectRef] = {}
+        self._placed: dict[str, ray.ObjectRef] = {}
+        self._starting: dict[str, ray.ObjectRef] = {}
 
     def start(self) -> None:
         """Starts all engines that are not retired, and waits for none of them; see `wait_started`."""
@@ -104,7 +107,6 @@ class RolloutGroup:
         self._software = self.refs("software")
         self._placed = self.refs("places")  # before they start, because they answer nothing meanwhile
         # all ranks at once, after they have said where they are
-        self._starting: dict[str, ray.ObjectRef] = {}
         for engine in sorted(self.fleet.reached()):
             self._starting |= self._start_of(engine, [self._placed[name] for name in self.names_of([engine])])
 
@@ -121,8 +123,10 @@ class RolloutGroup:
     def _make_workers(self) -> None:
         """Makes workers of engines that are not retired. For the others the old worker stays."""
         there = self.names_of(self.fleet.reached())
-        each = enumerate(self.names)
-        self.workers = [self._worker(number) if name in there else self.workers[number] for number, name in each]
+        before = self.workers
+        self.workers = []  # one by one, so that `stop` ends those that were made
+        for number, name in enumerate(self.names):
+            self.workers.append(self._worker(number) if name in there else before[number])
 
     def _worker(self, number: int) -> ray.actor.ActorHandle:
         """Makes the actor of the `number`-th of all ranks, engine by engine."""

@@ -2,7 +2,7 @@
 together.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from mrl.algo.spec import (
     ADVANTAGES,
@@ -12,6 +12,7 @@ from mrl.algo.spec import (
     LOSSES,
     MODES,
     TOKEN_BAND,
+    LossSpec,
 )
 from mrl.config.rule_row import Rule, RuleRow, on_only_where
 from mrl.config.schema import PolicyLossConfig, RolloutCorrectionConfig, RunConfig
@@ -235,10 +236,10 @@ def _clip_limit(config: RunConfig) -> float | None:
     return None
 
 
-def _is(config: RunConfig, kind: str) -> bool:
-    """Tells whether the loss is of a kind, a flag of its row in LOSSES. A loss of the user's is of none."""
+def _is(config: RunConfig, kind: Callable[[LossSpec], bool]) -> bool:
+    """Tells whether the loss is of a kind by its row in LOSSES. A loss of the user's is of none."""
     spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
-    return spec is not None and getattr(spec, kind)
+    return spec is not None and kind(spec)
 
 
 def _unless_forced(rule: Rule) -> Rule:
@@ -256,7 +257,7 @@ def _unless_forced(rule: Rule) -> Rule:
 _LIKELY_MISTAKES = (
     RuleRow(
         f"{_LOSS}.clip_ratio_high",
-        lambda c, m: _is(c, "clips_tokens") and c.algorithm.policy_loss.clip_ratio_high < TOKEN_BAND,
+        lambda c, m: _is(c, lambda loss: loss.clips_tokens) and c.algorithm.policy_loss.clip_ratio_high < TOKEN_BAND,
         "is too narrow for loss_mode {c.algorithm.policy_loss.loss_mode}, which clips single tokens "
         f"(at least {TOKEN_BAND:g})",
         "it was written for the ratio of a whole sequence; single tokens move further than that at any update, so "
@@ -265,7 +266,7 @@ _LIKELY_MISTAKES = (
     ),
     RuleRow(
         "algorithm.anchor",
-        lambda c, m: _is(c, "needs_rollout_anchor") and c.algorithm.anchor != "rollout",
+        lambda c, m: _is(c, lambda loss: loss.needs_rollout_anchor) and c.algorithm.anchor != "rollout",
         "must be rollout with loss_mode {c.algorithm.policy_loss.loss_mode}",
         "{c.algorithm.policy_loss.loss_mode} bounds how far a step leads from the policy that generated; "
         f"{_LOSS}.force: true keeps it as it is",
@@ -331,7 +332,7 @@ LOSS_RULES = (
     ),
     RuleRow(
         f"{_LOSS}.loss_mode",
-        lambda c, m: c.algorithm.on_policy and _is(c, "selects_tokens"),
+        lambda c, m: c.algorithm.on_policy and _is(c, lambda loss: loss.selects_tokens),
         "{c.algorithm.policy_loss.loss_mode} does not go with " + _ON_POLICY,
         f"it chooses tokens of the whole mini-batch before the update, by old log-probs; {_PASS}",
         tuple(name for name, each in LOSSES.items() if not (each.selects_tokens or each.needs_rollout_anchor)),

@@ -373,7 +373,7 @@ ROLLOUT_RULES = (
     RuleRow(
         _TP,
         lambda c, m: (
-            c.cluster.placement == "colocated" and c.cluster.n_gpus_per_node % c.rollout.tensor_model_parallel_size
+            c.cluster.placement == "colocated" and c.cluster.n_gpus_per_node % c.rollout.tensor_model_parallel_size != 0
         ),
         "must divide cluster.n_gpus_per_node = {c.cluster.n_gpus_per_node} with cluster.placement colocated",
         "every device of a rank has a worker, and an engine's tensor workers share a node",

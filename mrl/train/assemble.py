@@ -5,10 +5,10 @@
     Data       model, data, reward        prompts, reward, number of steps           assemble_data.py
     Files      FilesOrder                 run directory, resume point, spool         assemble_files.py
     Processes  ProcessOrder, Files        engines, ranks, scorers, placement         assemble_processes.py
-    Run        all three                  saver, record, generation: what loop.py    here
+    Run        configuration, all three   saver, record, generation: what loop.py    here
                                           hands to its phases
 
-An order says what a step needs of the configuration, and what follows from it. Ranks alone get all of it.
+An order says what a step needs of the configuration, and what follows from it. Of processes, ranks alone get all of it.
 Nothing is written before Files, and nothing of an earlier run is changed before Run. So a refused start leaves
 everything unchanged.
 """
@@ -48,7 +48,7 @@ from mrl.train.assemble_processes import (
 from mrl.train.generation import Generation
 from mrl.train.generation_rules import GenerationRules
 from mrl.train.placement import Placement
-from mrl.train.preflight import Checked
+from mrl.train.preflight import RunInputs
 from mrl.train.reporting import AdvisedRecord, SpikeWatch
 from mrl.train.resume import TrainState, generated_again, groups_again, made_by, rewind
 from mrl.train.rollouts import Judge, Responder
@@ -90,7 +90,7 @@ class Run:
 
 
 @contextmanager
-def open_run(checked: Checked, resume: bool, views: Mapping[str, View] | None = None) -> Iterator[Run]:
+def open_run(inputs: RunInputs, resume: bool, views: Mapping[str, View] | None = None) -> Iterator[Run]:
     """Opens a run up to its next step.
 
     `views`: views of its metrics, in addition to those of trainer.logger. If ranks find a checkpoint damaged, the run
@@ -99,7 +99,7 @@ def open_run(checked: Checked, resume: bool, views: Mapping[str, View] | None = 
     """
     damaged: dict[Path, DamagedCheckpoint] = {}
     stop = StopFlag(grace_of_the_job())
-    start = partial(_start, checked, resume, damaged, views, stop)
+    start = partial(_start, inputs, resume, damaged, views, stop)
     with ExitStack() as stack:
         while (run := _unless_damaged(start, resume, damaged, stack)) is None:
             stop.raise_if_set()
@@ -124,7 +124,7 @@ def _unless_damaged(
 
 
 def _start(
-    checked: Checked,
+    inputs: RunInputs,
     resume: bool,
     damaged: dict[Path, DamagedCheckpoint],
     views: Mapping[str, View] | None,
@@ -132,13 +132,14 @@ def _start(
     stack: ExitStack,
 ) -> Run:
     """Runs the four steps, from the newest checkpoint that is not in `damaged`."""
-    given = checked.config
+    given = inputs.config
     data = read_data(given.model.path, given.data, given.rollout, given.reward, given.trainer)
     config = _with_total_steps(given, data.total_steps)
-    beginning = find_beginning(stack, FilesOrder.of(checked, data), resume, damaged, stop)
+    files_order = FilesOrder.of(config, inputs.model, data, inputs.resolved.to_record())
+    beginning = find_beginning(stack, files_order, resume, damaged, stop)
     files = open_files(stack, beginning, resume, stop)
-    order = ProcessOrder.of(config, checked.model, data.reward, files.run_dir.logs)
-    return _Starts(stack, config, order, data, files, damaged, views, stop).first()
+    order = ProcessOrder.of(config, inputs.model, data.reward, files.run_dir.logs)
+    return _Starts(stack, order, data, files, damaged, views, stop).first()
 
 
 def _with_total_steps(config: RunConfig, total_steps: int) -> RunConfig:
@@ -170,7 +171,6 @@ class _Starts:
     def __init__(
         self,
         stack: ExitStack,
-        config: RunConfig,
         order: ProcessOrder,
         data: Data,
         files: Files,
@@ -178,7 +178,7 @@ class _Starts:
         views: Mapping[str, View] | None,
         stop: StopFlag,
     ) -> None:
-        self._config = config
+        self._config = order.ranks.config
         self._order = order
         self._data = data
         self._files = files
@@ -191,8 +191,8 @@ class _Starts:
         self._has_engines = False  # false while all engines are restarted too
         self._run_before: Run | None = None
         spent_at = [step for each in read_attempts(files.run_dir.path) for step in each.restarted_at]
-        limit = config.trainer.restart_limit
-        for_engines = limit if config.rollout.restart_limit else 0
+        limit = self._config.trainer.restart_limit
+        for_engines = limit if self._config.rollout.restart_limit else 0
         self._budget = RestartBudget(limit, tuple(spent_at), files.notes.restarted, for_engines)
 
     def first(self) -> Run:

@@ -17,9 +17,10 @@ from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.ray_folder import remove_own_folders
 from mrl.config.places import Deployment
-from mrl.config.schema import TrainerConfig
+from mrl.config.schema import RunConfig, TrainerConfig
 from mrl.errors import DamagedCheckpoint
 from mrl.flow.group_writer import GroupParts, GroupWriter
+from mrl.model import ModelSpec
 from mrl.plan.run_plan import plan_again
 from mrl.platforms.process_tree import end_descendants
 from mrl.platforms.versions import installed_versions
@@ -29,9 +30,9 @@ from mrl.schedule.suspects import Suspects
 from mrl.train.assemble_data import Data
 from mrl.train.kept_groups import read_kept, read_left
 from mrl.train.lost_engines import LostEngines
-from mrl.train.preflight import Checked, run_dir_path
+from mrl.train.preflight import plug_ins, run_dir_path
 from mrl.train.resume import RunIdentity, TrainState, made_by, resume_point, resumed_state
-from mrl.train.sampled_by import UNKNOWN, SampledBy, Sources, sources_of
+from mrl.train.sampled_by import SampledBy, Sources, sources_of
 from mrl.train.spool import Spool
 from mrl.train.stop_signals import StopFlag, stop_on_signals
 from mrl.vllm.leftovers import remove_noted
@@ -48,27 +49,30 @@ class FilesOrder:
     token_routes: int  # bytes of one token's routes, in the form of samples
     config_yaml: str  # of this start; it replaces the previous one when nothing can refuse any more
     plan_for: Callable[[Path], dict[str, Any]]  # takes the file of an earlier plan
-    plug_ins: Sequence[Mapping[str, str]] = ()
-    sources: Sources = UNKNOWN
+    plug_ins: Sequence[Mapping[str, str]]
+    sources: Sources
 
     @classmethod
-    def of(cls, checked: Checked, data: Data) -> "FilesOrder":
-        """Returns the order of a configuration. Raises an error of mrl.errors for unreadable files of the model."""
-        config = checked.config
+    def of(cls, config: RunConfig, model: ModelSpec, data: Data, config_yaml: str) -> "FilesOrder":
+        """Returns the order of a configuration with its length in steps.
+
+        `config_yaml`: as it was given. Raises an error of mrl.errors for unreadable files of the model or the user.
+        """
         held_out = None
         if data.val_prompts:
             held_out = len(data.val_prompts)
         origin = made_by(config.model.path, data.fingerprint)
+        found = plug_ins(config)
         return cls(
             config.trainer,
             Deployment.of(config),
             RunIdentity.of(config),
             data.fingerprint,
-            route_bytes(config.actor, checked.model),
-            checked.resolved.to_record(),
-            partial(plan_again, config, checked.model, held_out_prompts=held_out),
-            checked.plug_ins,
-            sources_of(config, origin, data.rows_digest, checked.plug_ins),
+            route_bytes(config.actor, model),
+            config_yaml,
+            partial(plan_again, config, model, held_out_prompts=held_out),
+            found,
+            sources_of(config, origin, data.rows_digest, found),
         )
 
 

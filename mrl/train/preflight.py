@@ -48,17 +48,16 @@ from mrl.train.resume import RunIdentity, check_same_prompts, find_resume_point,
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A configuration that has passed `preflight`, its model, and the user's files whose code will run."""
+class RunInputs:
+    """A configuration with its model. `preflight` returns one that has passed all checks before a start."""
 
     resolved: ResolvedConfig
     model: ModelSpec
-    plug_ins: Sequence[Mapping[str, str]]
 
     @classmethod
-    def of(cls, resolved: ResolvedConfig) -> "Checked":
-        """Reads the model and the user's files. Raises ConfigError for unreadable ones."""
-        return cls(resolved, load_model_spec(resolved.config.model.path), plug_ins(resolved.config))
+    def of(cls, resolved: ResolvedConfig) -> "RunInputs":
+        """Reads the model. Raises ConfigError for an unreadable one."""
+        return cls(resolved, load_model_spec(resolved.config.model.path))
 
     @property
     def config(self) -> RunConfig:
@@ -86,10 +85,11 @@ def with_models_at_hand(
     return replace(resolved, config=with_model_folders(config))
 
 
-def preflight(resolved: ResolvedConfig, resume: bool) -> Checked:
+def preflight(resolved: ResolvedConfig, resume: bool) -> RunInputs:
     """Checks a configuration before training, and leaves nothing behind. Raises ConfigError or EnvironmentFault."""
-    config = resolved.config
-    model = load_model_spec(config.model.path)
+    inputs = RunInputs.of(resolved)
+    config = inputs.config
+    model = inputs.model
     check(without_first_adapter(resolved, resume), model, check_paths=True)
     if broken := accelerator_violations(resolved) or share_violations(resolved, model):
         raise InvalidConfig(broken)
@@ -102,7 +102,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> Checked:
     _check_cluster(Deployment.of(config))
     if config.cluster.port is not None:
         check_port_free(config.cluster.port)
-    return Checked(resolved, model, plug_ins(config))
+    return inputs
 
 
 def check_inputs(config: RunConfig, resume: bool) -> None:
@@ -167,15 +167,15 @@ def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> Model
     return model_spec(manifest.hf_config)
 
 
-def start_lines(checked: Checked) -> list[str]:
+def start_lines(inputs: RunInputs) -> list[str]:
     """Returns the lines that a run prints before it starts."""
-    config = checked.config
-    model = checked.model
+    config = inputs.config
+    model = inputs.model
     run_dir = RunDir(run_dir_of(config.trainer))
     return [
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",
-        *(f"note: {n}" for n in notes(checked.resolved, model)),
+        *(f"note: {n}" for n in notes(inputs.resolved, model)),
         *disk_space_note(
             run_dir.path,
             _bytes_of_a_checkpoint(config, model),

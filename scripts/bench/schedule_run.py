@@ -16,13 +16,13 @@ import psutil
 from mrl.config.load import load_config
 from mrl.train.assemble import open_run
 from mrl.train.loop import train
-from mrl.train.preflight import Checked
+from mrl.train.preflight import RunInputs
 
 ENGINE = "ray::EngineWorker"
 
 
 def main(config: str, core: str, *overrides: str) -> None:
-    with open_run(Checked.of(load_config(config, overrides=list(overrides))), resume=False) as run:
+    with open_run(RunInputs.of(load_config(config, overrides=list(overrides))), resume=False) as run:
         if core != "-":
             move_to(core)
         train(run)

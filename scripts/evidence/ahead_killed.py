@@ -19,14 +19,14 @@ from mrl.config.load import load_config
 from mrl.errors import MrlError
 from mrl.train import loop
 from mrl.train.assemble import Run, open_run
-from mrl.train.preflight import Checked
+from mrl.train.preflight import RunInputs
 
 AMID_S = 0.15  # from the beginning of an update into the midst of it
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def main(config: str, point: str, victim: str, resume: str, *overrides: str) -> int:
-    with open_run(Checked.of(load_config(config, overrides=list(overrides))), resume=bool(int(resume))) as run:
+    with open_run(RunInputs.of(load_config(config, overrides=list(overrides))), resume=bool(int(resume))) as run:
         points(run)[point](lambda: os.kill(pid_of(victim), signal.SIGKILL))
         try:
             loop.train(run)

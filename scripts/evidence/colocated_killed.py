@@ -18,13 +18,13 @@ from mrl.config.load import load_config
 from mrl.errors import MrlError
 from mrl.train.assemble import open_run
 from mrl.train.loop import train
-from mrl.train.preflight import Checked
+from mrl.train.preflight import RunInputs
 
 PROCESSES = {"rank": "ray::ActorWorker", "engine": "ray::EngineWorker", "vllm": "VLLM::Worker"}
 
 
 def main(config: str, call: str, nth: str, victim: str, number: str, resume: str, *overrides: str) -> int:
-    with open_run(Checked.of(load_config(config, overrides=list(overrides))), resume=bool(int(resume))) as run:
+    with open_run(RunInputs.of(load_config(config, overrides=list(overrides))), resume=bool(int(resume))) as run:
         left = [int(nth)]
         for group in (run.actor, run.responder.engines):
             group.refs = _killing(group.refs, call, left, victim, signal.Signals[number])

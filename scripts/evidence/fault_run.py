@@ -20,14 +20,14 @@ from mrl.config.load import load_config
 from mrl.errors import MrlError
 from mrl.train.assemble import Run, open_run
 from mrl.train.loop import train_on
-from mrl.train.preflight import Checked
+from mrl.train.preflight import RunInputs
 
 MARK = "fault:"  # begins what faults.py reads
 
 
 def main(config: str, point: str, victim: str, number: str, *overrides: str) -> int:
     time_engines()
-    with open_run(Checked.of(load_config(config, overrides=list(overrides))), resume=False) as run:
+    with open_run(RunInputs.of(load_config(config, overrides=list(overrides))), resume=False) as run:
         say("loop begins")
         say_when_back(run)
         if point != "none":

@@ -23,7 +23,7 @@ from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 from mrl.train import loop
 from mrl.train.assemble import Run, open_run
 from mrl.train.loop import held_out_metrics, train, train_step
-from mrl.train.preflight import Checked
+from mrl.train.preflight import RunInputs
 from mrl.train.reporting import memory_metrics
 from mrl.units import GIB
 
@@ -143,10 +143,12 @@ def test_turns_on_the_same_devices_change_no_bit_and_who_rests_holds_next_to_not
     assert not any(name.startswith("switch/") for row in metrics(separate) for name in row)
 
 
-def colocated(world: Path, run_dir: Path) -> Checked:
+def colocated(world: Path, run_dir: Path) -> RunInputs:
     """The configuration of the same run on half the devices."""
     settings = [text for text in overrides(world, **SETTINGS, **SMALL) if text != "--set"]
-    return Checked.of(load_config(PRESETS / "cpu-colocated.yaml", overrides=[*settings, f"trainer.run_dir={run_dir}"]))
+    return RunInputs.of(
+        load_config(PRESETS / "cpu-colocated.yaml", overrides=[*settings, f"trainer.run_dir={run_dir}"])
+    )
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from mrl.remote.calls import gather
 from mrl.train import loop
 from mrl.train.assemble import Run, open_run
 from mrl.train.loop import train
-from mrl.train.preflight import Checked
+from mrl.train.preflight import RunInputs
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
@@ -148,13 +148,13 @@ def watched(run: Run) -> list[Moment]:
     return watch.moments
 
 
-def configured(folder: Path, ranks: int, degrees: dict[str, int]) -> Checked:
+def configured(folder: Path, ranks: int, degrees: dict[str, int]) -> RunInputs:
     """A run on as many devices as there are ranks, with one engine over all of them."""
     degrees = degrees | {"world_size": ranks, "sequence_parallel": ranks > 1}
     layout = {f"actor__layout__{key}": value for key, value in degrees.items()}
     engine = {"rollout__tensor_model_parallel_size": ranks, "cluster__n_gpus_per_node": ranks}
     settings = [text for text in overrides(folder, **ONE_RANK | SETTINGS | layout | engine) if text != "--set"]
-    return Checked.of(load_config(COLOCATED, overrides=[*settings, f"trainer.run_dir={folder / 'run'}"]))
+    return RunInputs.of(load_config(COLOCATED, overrides=[*settings, f"trainer.run_dir={folder / 'run'}"]))
 
 
 def save_wide(folder: Path, layers: int) -> None:

@@ -4,8 +4,10 @@ from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.train.assemble_files import FilesOrder
 from mrl.train.resume import RunIdentity
+from mrl.train.sampled_by import UNKNOWN
 
 
 def files_order(config: RunConfig) -> FilesOrder:
     """Files of a configuration whose samples have no routes, with nothing planned."""
-    return FilesOrder(config.trainer, Deployment.of(config), RunIdentity.of(config), "data", 0, "", lambda file: {})
+    identity = RunIdentity.of(config)
+    return FilesOrder(config.trainer, Deployment.of(config), identity, "data", 0, "", lambda file: {}, (), UNKNOWN)

@@ -28,7 +28,7 @@ def starts(monkeypatch):
         def __init__(self):
             self.told, self.events, self.found, self.signal = [], [], [], None
 
-        def start(self, checked, resume, damaged, views, stop, stack: ExitStack):
+        def start(self, inputs, resume, damaged, views, stop, stack: ExitStack):
             self.told.append(set(damaged))
             number = len(self.told)
             self.events.append(f"open {number}")

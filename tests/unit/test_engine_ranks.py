@@ -491,7 +491,7 @@ def test_a_reading_says_whether_all_responses_wait_for_tools():
 
 def test_ranks_of_an_engine_meet_at_its_first_one(group):
     made, asked = group(2)
-    made._make_workers = lambda: None
+    made._make_workers, made._starting = (lambda: None), {}
     made.start()
     assert list(made._starting) == made.names
     assert [number for number, method, *_ in asked if method == "meeting_point"] == [0, 2]

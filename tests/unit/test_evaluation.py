@@ -13,6 +13,7 @@ from replicas import scorers
 from small_model import write_model
 from test_data import row, write_jsonl
 
+import mrl.train.assemble as assemble
 import mrl.train.assemble_files as assemble_files
 import mrl.train.evaluation as evaluation
 from mrl.checkpoint.convert import write_layout
@@ -26,7 +27,7 @@ from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again
 from mrl.reward.pool import RewardPool
 from mrl.train.assemble import open_run
-from mrl.train.preflight import Checked
+from mrl.train.preflight import RunInputs
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
@@ -154,7 +155,7 @@ def test_training_wants_room_for_its_validations_too(world, tmp_path, monkeypatc
     room = plan["memory"]["host"]["object_store_bytes"] + (16 + 4) * 4 + 4 * 4
     monkeypatch.setattr(assemble_files, "ray_cluster", lambda deployment: contextlib.nullcontext())
     monkeypatch.setattr(assemble_files, "object_store_sizes", lambda deployment: {"here": room})
-    with pytest.raises(EnvironmentFault, match="of 1 of 1 nodes is too small"), open_run(Checked.of(resolved), False):
+    with pytest.raises(EnvironmentFault, match="of 1 of 1 nodes is too small"), open_run(RunInputs.of(resolved), False):
         pass
 
     def past_the_check(_):
@@ -162,8 +163,28 @@ def test_training_wants_room_for_its_validations_too(world, tmp_path, monkeypatc
 
     monkeypatch.setattr(assemble_files, "stop_on_signals", past_the_check)  # what comes next
     resolved = load_config(TINY, None, [*overrides, f"data.val_files={world}/val.jsonl", "rollout.val_kwargs.n=1"])
-    with pytest.raises(InterruptedError), open_run(Checked.of(resolved), False):
+    with pytest.raises(InterruptedError), open_run(RunInputs.of(resolved), False):
         pass
+
+
+def test_a_length_in_epochs_is_one_in_steps_wherever_a_start_asks(world, tmp_path, monkeypatch):
+    """A resume compares it with the step of a checkpoint, and generation ahead ends with it."""
+    rows = write_jsonl(tmp_path / "train.jsonl", [row(f"{i}+1", "2", source="exact_match") for i in range(6)])
+    overrides = [f"data.train_files={rows}", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+    overrides += [f"model.path={world}/model", "trainer.total_training_steps=null", "trainer.total_epochs=2"]
+    resolved = load_config(TINY, None, [*overrides, f"trainer.run_dir={tmp_path / 'run'}", "data.val_files=[]"])
+    orders = []
+
+    def begin(stack, order, *_):
+        orders.append(order)
+        raise InterruptedError
+
+    monkeypatch.setattr(assemble, "find_beginning", begin)
+    with pytest.raises(InterruptedError), open_run(RunInputs.of(resolved), False):
+        pass
+    (order,) = orders
+    assert order.trainer.total_training_steps == order.identity.schedule.total_steps == 6
+    assert "total_training_steps: null" in order.config_yaml, "what is recorded is what was given"
 
 
 def test_a_checkpoint_is_answered_with_and_leaves_nothing_of_itself(world, tmp_path, monkeypatch, capsys):

@@ -137,13 +137,14 @@ class Places:
             reshard=SimpleNamespace(path=path),
             cluster=SimpleNamespace(placement=placement),
         )
+        order = SimpleNamespace(ranks=SimpleNamespace(config=config), reshard=config.reshard)
         self.noted = []
         notes = SimpleNamespace(restarted=lambda step, why: self.noted.append(step), ready=lambda: None)
         files = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), notes=notes, point="the start")
         self.damaged = {}
         self.stack = ExitStack()
         data = SimpleNamespace(reward=None)
-        self.starts = assemble._Starts(self.stack, config, config, data, files, self.damaged, None, self.stop)
+        self.starts = assemble._Starts(self.stack, order, data, files, self.damaged, None, self.stop)
 
     def with_spool(self, own, files):
         own.callback(self.events.append, "spool closed")

@@ -678,7 +678,7 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
     folder = tmp_path / "run"
 
     @contextmanager
-    def open_run(checked, resume, views):
+    def open_run(inputs, resume, views):
         assert list(views) == ["report"]
         with attempt(write_run(folder, World(steps=3, total=3)).path, 0, {}):
             yield SimpleNamespace(state=SimpleNamespace(step=3), run_dir=SimpleNamespace(path=folder))
@@ -687,7 +687,7 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
         if error:
             raise error
 
-    monkeypatch.setattr(preflight, "preflight", lambda *_: SimpleNamespace(plug_ins=[]))
+    monkeypatch.setattr(preflight, "preflight", lambda *_: None)
     monkeypatch.setattr(preflight, "with_models_at_hand", lambda resolved, **_: resolved)
     monkeypatch.setattr(preflight, "start_lines", lambda *_: [])
     monkeypatch.setattr(assemble, "open_run", open_run)

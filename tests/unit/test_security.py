@@ -25,7 +25,7 @@ from mrl.model.registry import known_hf_config
 from mrl.platforms.hosting import get_hosting
 from mrl.record.attempts import ATTEMPTS, attempt
 from mrl.record.redact import HIDDEN, command_without_secrets, without_secrets
-from mrl.train.preflight import Checked, plug_in_lines, plug_ins
+from mrl.train.preflight import plug_in_lines, plug_ins
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
@@ -232,7 +232,7 @@ def test_every_kind_of_plug_in_is_named(tmp_path, tiny_worlds):
 def test_a_plug_in_is_named_before_its_code_runs(tmp_path, tiny_worlds, monkeypatch, capsys):
     """A reward is asked about the first row before the run starts."""
     order = []
-    monkeypatch.setattr("mrl.train.preflight.preflight", lambda resolved, _: Checked.of(resolved))
+    monkeypatch.setattr("mrl.train.preflight.preflight", lambda *_: None)
     monkeypatch.setattr("mrl.train.preflight.check_inputs", lambda *_: order.append(capsys.readouterr().out) or stop())
     (tmp_path / "mine.py").touch()
     with pytest.raises(SystemExit):

@@ -29,7 +29,7 @@ TIMED = {
     "mrl.train.preflight": ("preflight", "check_inputs", "start_lines"),
     "mrl.train.assemble_data": ("read_data",),
     "mrl.cluster.ray_cluster": ("_init_own",),
-    "mrl.cluster.actor_group": ("ActorGroup.start",),
+    "mrl.cluster.actor_group": ("ActorGroup.start", "ActorGroup._start"),
     "mrl.cluster.rollout_group": ("RolloutGroup.wait_started",),
     "mrl.flow.scoring": ("start_scorers", "Scorer.start"),
     "mrl.train.assemble_processes": ("start_processes",),
