@@ -174,3 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
             module.add(group)
     parser.epilog = "\n\n".join([*("\n".join(group.lines) for group in groups), *map(textwrap.fill, EXIT_CODES)])
     return parser
+
+
+if __name__ == "__main__":  # python -m mrl.cli.main, where the command is not on the path
+    main()

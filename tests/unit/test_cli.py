@@ -136,7 +136,7 @@ def test_what_cannot_be_judged_at_all_is_one_row_and_the_errors_own_exit_code(mr
 
 def test_a_command_whose_reader_has_gone_ends_as_any_other_does():
     preset = "parallel_configs/qwen3-30b-a3b/h100-4x8.yaml"
-    command = [sys.executable, "-c", "from mrl.cli.main import main; main()", "plan", preset]
+    command = [sys.executable, "-m", "mrl.cli.main", "plan", preset]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(30) == 128 + signal.SIGPIPE
