@@ -1,8 +1,8 @@
 """Collects what readers noted who had not seen the code: for each question the files that they opened, and seconds.
 
-scripts/evidence/readers.py FOLDER    prints JSON; FOLDER has one file a reader: before-NAME.json, now-NAME.json
+scripts/evidence/readers.py FOLDER COMMIT    prints JSON; FOLDER has one file a reader: before-NAME.json, now-NAME.json
 
-Before is the commit before the house was said plainly. A reader has README and docs first, opens what they name, and
+COMMIT is the one that those of "now" read; before is that before the house was said plainly. A reader has README and docs first, opens what they name, and
 notes every file of which lines were read. A file holds a list under "questions": name (of QUESTIONS), opened, seconds,
 sure. Seconds are of a quick reader's clock: they compare two trees, and say nothing of a person.
 """
@@ -39,6 +39,7 @@ def noted(folder: Path, side: str) -> dict:
         found[name] = {
             "question": text,
             "files": [len(each["opened"]) for each in answers],
+            "opened": [each["opened"] for each in answers],
             "seconds": [each["seconds"] for each in answers],
             "sure": sum(bool(each["sure"]) for each in answers),
         }
@@ -53,7 +54,8 @@ def noted(folder: Path, side: str) -> dict:
 def main() -> None:
     """Prints both sides."""
     folder = Path(sys.argv[1])
-    print(json.dumps({"commit_before": BEFORE, "before": noted(folder, "before"), "now": noted(folder, "now")}))
+    sides = {"before": noted(folder, "before"), "now": noted(folder, "now")}
+    print(json.dumps({"commit_before": BEFORE, "commit_read": sys.argv[2]} | sides))
 
 
 if __name__ == "__main__":
