@@ -2,9 +2,10 @@
 
 scripts/evidence/readers.py FOLDER COMMIT    prints JSON; FOLDER has one file a reader: before-NAME.json, now-NAME.json
 
-COMMIT is the one that those of "now" read; before is that before the house was said plainly. A reader has README and docs first, opens what they name, and
-notes every file of which lines were read. A file holds a list under "questions": name (of QUESTIONS), opened, seconds,
-sure. Seconds are of a quick reader's clock: they compare two trees, and say nothing of a person.
+COMMIT is the one that those of "now" read; before is that before the house was said plainly. A reader has README and
+docs first, opens what they name, and notes every file of which lines were read. A file holds a list under "questions":
+name (of QUESTIONS), opened, seconds, sure. Seconds are of a quick reader's clock: they compare two trees, and say
+nothing of a person.
 """
 
 import json
