@@ -143,7 +143,7 @@ def _start(
 
 
 def _with_total_steps(config: RunConfig, total_steps: int) -> RunConfig:
-    """Returns the configuration with the length in steps, which the learning-rate schedule needs.
+    """Returns the configuration with its length in steps: for learning rates, a resume, and where generation ends.
 
     Raises ConfigError for a run that trains only its critic. Rules check runs whose steps are configured.
     """
