@@ -159,6 +159,7 @@ def test_a_shortage_ends_the_step_with_the_holder_named_and_the_run_goes_on_wher
     with open_run(colocated(world, tmp_path / "run"), resume=False) as run:
         run.placement.begin(0)
         run.record.write(0, held_out_metrics(run) | memory_metrics(run.hosts))
+        run.generation.begin()
         train_step(run)
         gate = run.placement._gate
         gate._plan["memory"]["phases"]["train"]["terms"]["optimizer"] = 100 * GIB
