@@ -166,7 +166,7 @@ def test_a_shortage_ends_the_step_with_the_holder_named_and_the_run_goes_on_wher
         planned = phase_bytes(gate._plan, "train").holders[ACTOR] / GIB
         with pytest.raises(Interrupted) as refused:
             train_step(run)
-        text = r"no room for phase train: device 0 of node 0: (\S+) GiB of the actor are still planned .*?rank 0 (\S+) GiB"
+        text = r"no room for phase train: device 0 of node 0: (\S+) GiB of the actor are still .*?rank 0 (\S+) GiB"
         to_come, held = map(float, re.match(text, str(refused.value)).groups())
         assert 0 < held < 1 and to_come + held == pytest.approx(planned, abs=0.011)  # two roundings to 0.01
     run_dir = trained("cpu-colocated.yaml", world, tmp_path / "run", "--resume", **SETTINGS, **SMALL)
