@@ -53,8 +53,11 @@ def _runs(numbers: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _as_slice(numbers: np.ndarray) -> np.ndarray | slice:
-    """Returns ascending numbers as a slice where they are consecutive, because a slice copies faster."""
-    if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
+    """Returns numbers as a slice where each follows the one before, because a slice copies faster.
+
+    A step's rows may stand in a block in another order, so the first and the last number do not tell.
+    """
+    if len(numbers) and (np.diff(numbers) == 1).all():
         return slice(int(numbers[0]), int(numbers[-1]) + 1)
     return numbers
 

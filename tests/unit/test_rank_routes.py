@@ -134,3 +134,11 @@ def test_each_block_has_its_own_tokens_in_their_order_and_an_empty_one_none(seed
     assert len(found) == blocks
     for number, own in enumerate(found):
         assert own.dtype == tokens.dtype and np.array_equal(own, tokens[block_of_token == number])
+
+
+def test_rows_that_stand_in_a_block_in_another_order_keep_their_routes():
+    """The first and the last row are where the step has them, and those between have changed places."""
+    routes = np.arange(12, dtype=np.int8).reshape(12, 1, 1)
+    wanted = np.array([0, 1, 5, 6, 7, 2, 3, 4, 8, 9, 10, 11])
+    found = RouteReader().read(np.array([0]), [wanted], routes)
+    assert found[:, 0, 0].tolist() == wanted.tolist()
