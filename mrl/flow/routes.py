@@ -55,7 +55,7 @@ def _runs(numbers: np.ndarray) -> Iterator[tuple[int, slice]]:
 def _as_slice(numbers: np.ndarray) -> np.ndarray | slice:
     """Returns numbers as a slice where each follows the one before, because a slice copies faster.
 
-    A step's rows may stand in a block in another order, so the first and the last number do not tell.
+    A step's rows may stand in a block in another order. So the first and last number alone do not tell.
     """
     if len(numbers) and (np.diff(numbers) == 1).all():
         return slice(int(numbers[0]), int(numbers[-1]) + 1)
