@@ -99,11 +99,12 @@ class ActorGroup:
         hosting = get_hosting(self.config.cluster.device)
         limit = self.config.cluster.start_timeout_s
         kind = ray.remote(concurrency_groups={WRITING: 1, LOOKING: 1})(self._worker)
+        config = self.config.model_dump()
         for rank, seat in enumerate(self.seats.seats):
             environment = {"env_vars": seat.environment | hosting.actor_environment()}
             log = str(self._run_dir / "logs" / log_file(f"rank {rank}"))
             made = kind.options(runtime_env=environment, **seat.options)
-            self.workers.append(made.remote(self.config.model_dump(), rank, log, seat.places))
+            self.workers.append(made.remote(config, rank, log, seat.places))
         check_same(gather(self.refs("software"), limit, "starting the actor", self.poll))
         with marked(self._run_dir) as mark:
             seen = gather(self.refs("sees", mark), limit, "looking for the run directory", self.poll)

@@ -143,7 +143,8 @@ class StepBatch:
         """
         actor = self._actor
         layout = actor.teacher.layout
-        shares = deal(actor.config, actor.teacher, RowLengths.of(samples.rows), self._own)
+        given = actor.config.distillation.teacher_model
+        shares = deal(actor.config.actor, given, actor.teacher, RowLengths.of(samples.rows), self._own)
         asked = [(samples.take(share.rows), share.rows, share.micros) for share in shares]
         actor.each("ask_teacher", _by_rank(layout, asked), "asking the teacher", interruptible=True)
         self._take(layout, [share.rows for share in shares], "take_teacher")

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema import ActorConfig
+from mrl.config.schema_distillation import TeacherConfig
 from mrl.config.teacher_model import TeacherModel
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Samples
@@ -36,14 +37,14 @@ class TeacherShare:
 
 
 def deal(
-    config: RunConfig, teacher: TeacherModel, lengths: RowLengths, own: Sequence[np.ndarray]
+    actor: ActorConfig, given: TeacherConfig, teacher: TeacherModel, lengths: RowLengths, own: Sequence[np.ndarray]
 ) -> list[TeacherShare]:
     """Divides the rows of a step, with the given lengths, among the teacher's replicas.
 
-    `own` are the rows of each of the actor's replicas. Where the teacher has as many replicas, they score the same
-    rows. Raises DataError for a row above the limit of a micro-batch.
+    `given` is the teacher's section, `own` are the rows of each of the actor's replicas. Where the teacher has as many
+    replicas, they score the same rows. Raises DataError for a row above the limit of a micro-batch.
     """
-    splitter = Splitter.for_teacher(config.actor, config.distillation.teacher_model, teacher.layout, teacher.model)
+    splitter = Splitter.for_teacher(actor, given, teacher.layout, teacher.model)
     owners = None
     if len(own) == teacher.layout.data:
         owners = list(own)

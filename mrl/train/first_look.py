@@ -59,7 +59,7 @@ def look(config: RunConfig) -> str | None:
     if (own := config.algorithm.custom_advantage) is not None and Path(own.path).is_file():
         with tried_advantage(own.path, config.algorithm.adv_estimator):
             _try_advantage(config.algorithm, config.rollout.n)
-    try_loss(config)
+    try_loss(config.algorithm, config.distillation)
     data = config.data
     turns = turns_spec(config.rollout.turns, data, config.rollout.agent)
     offer = None

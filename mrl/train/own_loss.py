@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.algo.plain import Denominators, PolicyLossParameters
-from mrl.config.schema import AlgorithmConfig, DistillationConfig, RunConfig
+from mrl.config.schema import AlgorithmConfig, DistillationConfig
 from mrl.errors import ConfigError
 from mrl.exercised import VARIABLE
 from mrl.megatron.loss_parameters import loss_parameters
@@ -26,16 +26,16 @@ PATIENCE_S = 120.0  # torch alone may take half a minute from a shared folder
 _LENGTHS = (3, 1)  # response tokens of the made-up micro-batch
 
 
-def try_loss(config: RunConfig) -> None:
+def try_loss(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
     """Loads the user's loss, if there is one on this host, and asks it about a made-up micro-batch.
 
     Raises ConfigError if it cannot be loaded or fails. If the process itself fails, this is printed and nothing is
     refused.
     """
-    own = config.algorithm.policy_loss.custom
+    own = algorithm.policy_loss.custom
     if own is None or not Path(own.path).is_file() or importlib.util.find_spec("torch") is None:
         return
-    asked = {"algorithm": config.algorithm, "distillation": config.distillation}
+    asked = {"algorithm": algorithm, "distillation": distillation}
     # ranks find modules in the current directory too, after all others
     paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(Path.cwd())]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

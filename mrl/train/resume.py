@@ -18,6 +18,7 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import ModelConfig, RunConfig, TrainerConfig, leaf, with_values
+from mrl.config.schema_actor import LoraConfig
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
 from mrl.model import load_model_spec, model_spec, read_hf_config
@@ -89,7 +90,13 @@ class RunIdentity:
         keys = FIXED if config.trainer.schedule == "sync" else (*FIXED, *FIXED_AHEAD)
         values = {key: leaf(config, key) for key in keys}
         fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        return cls(config.model, fixed, schedule_of(config), _adapters_of(config), config.algorithm.needs_critic)
+        return cls(
+            config.model,
+            fixed,
+            schedule_of(config),
+            _adapters_of(config.actor.lora, config.model.path),
+            config.algorithm.needs_critic,
+        )
 
     def going_on(self, point: Newest | None) -> "RunIdentity":
         """Returns the identity of the run that continues from `point`, with the initial adapters of `point`."""
@@ -99,19 +106,18 @@ class RunIdentity:
         return replace(self, adapters={**self.adapters, "start": start})
 
 
-def _adapters_of(config: RunConfig) -> dict[str, Any]:
-    lora = config.actor.lora.adapters
+def _adapters_of(given: LoraConfig, model: str) -> dict[str, Any]:
+    lora = given.adapters
     if lora is None:
         return {}
-    model = config.model.path
     base = {"path": str(Path(model).resolve()), "digest": base_digest(model)}
     return {
         "rank": lora.rank,
         "alpha": lora.alpha,
         "target_modules": list(lora.targets),
-        "dropout": config.actor.lora.dropout,
+        "dropout": given.dropout,
         "base": base,
-        "start": _start_of(config.actor.lora.path),
+        "start": _start_of(given.path),
     }
 
 

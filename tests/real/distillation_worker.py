@@ -70,7 +70,8 @@ def _ask(actor: MegatronActor, batch: TrainBatch, file: Path) -> dict:
     teacher = actor.teacher
     cut = step_cut(config, actor.layout, actor.model, RowLengths.of(batch))
     own = [cut.own_rows(replica) for replica in range(actor.layout.data)]
-    shares = deal(config, TeacherModel(teacher.model, teacher.layout), RowLengths.of(batch), own)
+    model = TeacherModel(teacher.model, teacher.layout)
+    shares = deal(config.actor, config.distillation.teacher_model, model, RowLengths.of(batch), own)
     share = shares[teacher.layout.dense_coords(actor.rank).dp]
     part = replace(batch, **dict.fromkeys(_OF_UPDATES)).rows(share.rows)
     result = teacher.log_probs(part, share.micros)

@@ -74,7 +74,7 @@ MOST_PACKED = {
     "conditional_expressions": 20,
     "fmt_skip": 0.6,  # no house's: lists of words and tables alone
 }
-WITH_WHOLE_CONFIGURATION = 28  # functions
+WITH_WHOLE_CONFIGURATION = 25  # functions
 # at most; what a reader opens and finds one use behind it
 MOST_DOORS = {"files_with_one_importer": 113, "one_call_helpers": 387}
 # names that vLLM and verl give, and call
