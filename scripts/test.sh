@@ -12,7 +12,7 @@ unset PYTHONDONTWRITEBYTECODE  # containers tend to set it, and each of some tho
 
 # with MRL_REPORTS, an absolute folder, each tier leaves its report there (scripts/evidence/tiers.py)
 report() { [ -z "${MRL_REPORTS:-}" ] || echo "--junitxml=$MRL_REPORTS/$1.xml"; }
-unit() { python -m pytest tests/unit -n 2 --dist worksteal $(report unit) "$@"; }
+unit() { python -m pytest tests/unit tests/outside -n 2 --dist worksteal $(report unit) "$@"; }
 docs() { bash scripts/docs.sh build; }
 browser() { python -m pytest tests/browser -rs $(report browser) "$@"; }
 # two rows of files that start Ray and engines (tests/real/conftest.py) and all others beside them: mostly they wait for each other

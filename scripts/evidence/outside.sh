@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Makes the golden files of tests/outside anew: peers' own functions, called in an environment of their own.
+#   scripts/evidence/outside.sh [TOPIC ...]     without a topic: all
+# MRL_OUTSIDE_VENV names the environment (default .venv-outside, about 2 GB). verl 0.9.1 wants another transformers than
+# mrl's row and Hydra another antlr than its math rules, so the two cannot share one.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+venv=${MRL_OUTSIDE_VENV:-$PWD/.venv-outside}
+stamp=$venv/.made-$(sha256sum "$0" | cut -c1-16)
+if [ ! -e "$stamp" ]; then
+    [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+    pip="$venv/bin/python -m pip install -q --disable-pip-version-check"
+    $pip "torch==2.13.0+cpu" 2>/dev/null || $pip "torch==2.13.0" --index-url https://download.pytorch.org/whl/cpu
+    $pip verl==0.9.1 "math-verify[antlr4_9_3]==0.9.0" trl==1.16.0 peft==0.21.2 torchdata==0.11.0 \
+        openai==3.57.0 anthropic==2.14.0
+    $pip --no-deps openrlhf==0.11.2 # its requirements want a GPU; its losses do not
+    touch "$stamp"
+fi
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
+exec "$venv/bin/python" tests/outside/make.py "$@"
