@@ -1,4 +1,4 @@
-"""The tables of claims and faults (docs/source) beside the stored results: figures, bounds, ages, tests.
+"""The tables of claims and faults (docs/source) beside the stored results: figures, bounds, tests.
 
 A template of a figure is text with Python expressions in braces; names in them are keys of the result's JSON.
 """
@@ -28,8 +28,6 @@ NAMED = re.compile(r"(?:tests|scripts)/[\w/.-]+\.(?:py|sh)")
 # where a clone lay; the homes of made-up users in the words of others' scripts are none
 PLACE = re.compile(r"(?<![\w.])/(?!home/user/)[\w./-]+/(?:parallel_configs|mrl|scripts|docs|tests)/")
 LONG = re.compile(r"mark\s*\.\s*long")
-AGE = re.compile(r"(`[0-9a-f]{7}`(?: and \d+ more)?): (?:[\d,]+ lines? since, \*\*stale\*\*|fresh|newer|age unknown)")
-AS_OF = re.compile(r"as of commit `(\w+)`")
 FIGURE = re.compile(r"(<!-- figure (\w+): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- table (\w+) -->\n\n)(.*?)\n(<!-- end -->)", re.DOTALL)
 
@@ -54,7 +52,7 @@ class Result:
 
     name: str
     file: str  # under docs/results
-    sources: tuple[str, ...]  # files and folders whose change makes it stale
+    sources: tuple[str, ...]  # files and folders that it depends on
     minutes: float  # that its command takes on two cores
     at: str = ""  # the part's key
     command: str = ""  # to make it anew; the file's own where there is none
@@ -64,8 +62,12 @@ class Result:
 
     def data(self) -> Any:
         """The JSON of the part; of a `.jsonl` an object with its `lines`. Raises KeyError or OSError."""
-        held = _stored(RESULTS / self.file)
+        held = self.whole()
         return held[self.at] if self.at else held
+
+    def whole(self) -> dict[str, Any]:
+        """The JSON of its file, whichever part of it this is."""
+        return _stored(RESULTS / self.file)
 
     @property
     def where(self) -> str:
@@ -79,12 +81,12 @@ class Result:
     def commands(self) -> set[str]:
         """What it says that it was made by."""
         found = {stamp["command"] for stamp in self.stamps() if "command" in stamp}
-        whole = _stored(RESULTS / self.file)
+        whole = self.whole()
         return found | {whole["command"]} if isinstance(whole.get("command"), str) else found
 
     def untold(self) -> list[dict]:
         """Objects of it that name a commit, for which neither they nor the whole file say all of TOLD."""
-        whole = _stored(RESULTS / self.file)
+        whole = self.whole()
         return [stamp for stamp in self.stamps() if any(key not in stamp and key not in whole for key in TOLD)]
 
     def names(self, let: dict[str, str] | None = None) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def _text(template: str, names: dict[str, Any]) -> str:
     return eval(f"f'''{template}'''", names)
 
 
-# ---------------------------------------------------------------- ages
+# ---------------------------------------------------------------- commits
 
 
 @cache
@@ -166,46 +168,13 @@ def head() -> str:
     return told.stdout.strip()
 
 
-@cache
-def is_newer(commit: str, as_of: str) -> bool:
-    """Whether the commit came after `as_of`, which then says nothing of its age."""
-    told = subprocess.run(
-        ["git", "merge-base", "--is-ancestor", commit.split()[0], as_of], cwd=ROOT, capture_output=True
-    )
-    return told.returncode == 1
-
-
-def stands_at(page: str) -> str:
-    """The commit that the ages of a page are of, where it is one of the history; else what is checked out."""
-    found = AS_OF.search(page)
-    known = found and not subprocess.run(["git", "cat-file", "-e", found[1]], cwd=ROOT, capture_output=True).returncode
-    return found[1] if known else head()
-
-
-def age(stamps: list[dict], sources: tuple[str, ...], as_of: str | None) -> str:
-    """The commits of a result, and the most lines of its sources that changed since one of them, until `as_of`.
-
-    Those that are newer than `as_of` have no age yet: what came after them is in no page that says `as_of`.
-    """
+def made_at(stamps: list[dict], whole: dict[str, Any]) -> str:
+    """The commits of a result, and the days on which it was made where it or the `whole` file says them."""
     commits = list(dict.fromkeys(stamp["commit"] for stamp in stamps))
+    days = sorted({str(day)[:10] for stamp in stamps if (day := stamp.get("date") or whole.get("date"))})
     more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
-    known = [commit for commit in commits if not (as_of and is_newer(commit, as_of))]
-    lines = [changed_lines(commit, as_of, sources) if as_of else None for commit in known]
-    return f"`{commits[0][:7]}`{more}: {_age_words(lines)}"
-
-
-def _age_words(of_commits: list[int | None]) -> str:
-    if not of_commits:
-        return "newer"
-    if None in of_commits:
-        return "age unknown"
-    lines = max(of_commits)
-    return f"{lines:,} line{'s' if lines != 1 else ''} since, **stale**" if lines else "fresh"
-
-
-def without_ages(text: str) -> str:
-    """A page with nothing in it that a commit alone changes."""
-    return AS_OF.sub("as of", AGE.sub(lambda found: found[1], text))
+    between = days if len(days) < 2 else [days[0], days[-1]]
+    return ", ".join([f"`{commits[0][:7]}`{more}", *([" to ".join(between)] if days else [])])
 
 
 # ---------------------------------------------------------------- faults
@@ -391,13 +360,12 @@ def _shown_by(row: dict[str, Any], known: dict[str, Result]) -> str:
     return f"{'; '.join(shown)}{lacks}"
 
 
-def page(as_of: str | None = None) -> str:
-    """docs/evidence.md, with ages as of a commit, or without any."""
+def page() -> str:
+    """docs/evidence.md."""
     table = load()
     parts = {
-        "as_of": (as_of or "none")[:7],
         "held": markdown(["claim", "shown by"], [[row["claim"], shown_by(row["tests"])] for row in table["held"]]),
-        "rehearsals": _rehearsals(table, as_of),
+        "rehearsals": _rehearsals(table),
         "mended": markdown(
             ["found", "now", "test"], [[row["found"], row["now"], shown_by(row["tests"])] for row in table["mended"]]
         ),
@@ -405,41 +373,41 @@ def page(as_of: str | None = None) -> str:
         "turns": figures(table, "turns"),
         "faults": fault_table(load(FAULTS)["matrix"], results(table)),
         "bad_input": fault_table(load(FAULTS)["bad_input"], results(table)),
-        "measured": _measured(table, as_of),
-        "missed": _missed(table, as_of),
+        "measured": _measured(table),
+        "missed": _missed(table),
     }
     text = (SOURCE.parent / "evidence.txt").read_text(encoding="utf-8")
     return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], text)
 
 
-def _measured(table: dict[str, Any], as_of: str | None) -> str:
+def _measured(table: dict[str, Any]) -> str:
     known = results(table)
     rows = []
     for claim in table["measured"]:
         if "missed" not in claim:
             result = known[claim["result"]]
-            rows.append([claim["claim"], claim.get("bound", ""), figure(claim, result), *_origin(result, as_of)])
-    return markdown(["claim", "bound", "figure", "command, result", "commit, age"], rows)
+            rows.append([claim["claim"], claim.get("bound", ""), figure(claim, result), *_origin(result)])
+    return markdown(["claim", "bound", "figure", "command, result", "commit, date"], rows)
 
 
-def _missed(table: dict[str, Any], as_of: str | None) -> str:
+def _missed(table: dict[str, Any]) -> str:
     known = results(table)
     rows = []
     for claim in table["measured"]:
         if "missed" in claim:
             result = known[claim["result"]]
             cells = [claim["claim"], claim["bound"], figure(claim, result), claim["missed"]]
-            rows.append(cells + _origin(result, as_of))
+            rows.append(cells + _origin(result))
     for goal in table["unmeasured"]:
         rows.append([goal["claim"], goal["bound"], "none is stored", goal["missed"], shown_by(goal["by"]), "no result"])
-    return markdown(["goal", "bound", "figure", "why", "command, result", "commit, age"], rows)
+    return markdown(["goal", "bound", "figure", "why", "command, result", "commit, date"], rows)
 
 
-def _origin(result: Result, as_of: str | None) -> list[str]:
-    """Cells of what made a result and how old it is."""
+def _origin(result: Result) -> list[str]:
+    """Cells of what made a result, at which commits and when."""
     command = result.command or min(result.commands())
     name = f"`{command.replace('{work}', 'WORK')}`, [{Path(result.file).name}](results/{result.file})"
-    return [name, age(result.stamps(), result.sources, as_of)]
+    return [name, made_at(result.stamps(), result.whole())]
 
 
 _PARTS = {
@@ -485,7 +453,7 @@ def _presets(table: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
-def _rehearsals(table: dict[str, Any], as_of: str | None) -> str:
+def _rehearsals(table: dict[str, Any]) -> str:
     result = results(table)["rehearsals"]
     rows = []
     for name, found in result.data()["configs"].items():
@@ -495,6 +463,6 @@ def _rehearsals(table: dict[str, Any], as_of: str | None) -> str:
         given = "".join(f" (with `--set {key}={value}`)" for key, value in found.get("given", {}).items())
         sizes = f"{found.get('ranks', '')}, {found.get('engine_workers', '')}"
         cells = [f"{name}{given}{same}{broke}", f"{found['seconds']:.0f}", sizes, str(len(found["exercised"])), lost]
-        rows.append([*cells, age([found], result.sources, as_of)])
-    heads = ["configuration", "seconds", "ranks, engine workers", "exercised", "not exercised", "commit, age"]
+        rows.append([*cells, made_at([found], result.whole())])
+    heads = ["configuration", "seconds", "ranks, engine workers", "exercised", "not exercised", "commit, date"]
     return markdown(heads, rows)

@@ -3,7 +3,6 @@
 the schema, the spec tables, docs/source and docs/results, and the measured figures that other pages mark.
 
     python scripts/generate_docs.py [--check]     with --check writes nothing and exits 1 when a page is out of date
-    python scripts/generate_docs.py --ages        renews docs/evidence.md for its ages, which make no page out of date
 
 Raises ValueError when a text names a key or a metric that does not exist, or a field has no text: so the pages cannot
 go stale.
@@ -443,7 +442,7 @@ def _row(*cells: str) -> str:
 
 
 def evidence() -> str:
-    """Claims with their figures and without ages."""
+    """Claims with their figures."""
     return f"{_MADE}{claims.page()}"
 
 
@@ -466,35 +465,20 @@ PAGES = {
 
 
 def out_of_date() -> dict[Path, str]:
-    """Pages that are not what they are made of, and their text; ages count for nothing."""
+    """Pages that are not what they are made of, and their text."""
     made = {ROOT / "docs" / f"{name}.md": make() for name, make in PAGES.items()}
     made |= {ROOT / name: filled(name) for name in FILLED}
-    return {path: text for path, text in made.items() if not path.exists() or not is_current(path, text)}
-
-
-def is_current(path: Path, text: str) -> bool:
-    """Whether the page there has this text, ages apart."""
-    return claims.without_ages(path.read_text(encoding="utf-8")) == claims.without_ages(text)
-
-
-def dated(page: Path, renewed: bool) -> str:
-    """docs/evidence.md with ages: those as of the commit that stands there, so that rows which nobody changed stay."""
-    there = page.read_text(encoding="utf-8") if page.exists() else ""
-    return _MADE + claims.page(claims.head() if renewed else claims.stands_at(there))
+    return {path: text for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text}
 
 
 def main() -> None:
     """Writes or checks the pages."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
-    parser.add_argument("--ages", action="store_true", help="write docs/evidence.md anew for its ages alone too")
     options = parser.parse_args()
     stale = out_of_date()
-    page = ROOT / "docs" / "evidence.md"
-    if options.ages:
-        stale[page] = evidence()
     for path, text in {} if options.check else stale.items():
-        path.write_text(dated(page, options.ages) if path == page else text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     print(f"{'out of date' if options.check else 'written'}: {', '.join(path.name for path in stale) or 'none'}")
     sys.exit(1 if options.check and stale else 0)
 

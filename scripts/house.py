@@ -1,4 +1,4 @@
-"""Measures and draws the structure of `mrl/`: sizes, imports, circles, names.
+"""Measures and draws the structure of `mrl/`: sizes, imports, circles, names. People read the sizes; no test does.
 
 Nothing of it is imported or run; source files are parsed.
 
@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median, quantiles
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS: dict[int, tuple[str, ...]] = {
@@ -35,38 +34,15 @@ FLOORS: dict[int, tuple[str, ...]] = {
     0: ("crash_points", "errors", "exercised", "plain_files", "units", "whole_file"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-# the path of a training step
-CORE = ("train", "megatron", "vllm", "reshard", "checkpoint", "cluster", "flow", "remote", "config")
-WIDE = 120  # columns that a line should keep to
-SMALL = 80  # lines
-FEW_LINES = 3  # of a helper that an expression may replace
-# who may be given the whole configuration; tools were called extras
-CONFIGURED_ROOMS = ("config", "plan", "tools", "extras", "cli")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 Documented = ast.Module | ast.ClassDef | Function
-# first words of docstrings whose noun is the name of what they describe: one reads them twice
-GENITIVES = ("Of", "As", "See")
-SENTENCE_WORDS = 20  # of a sentence of a docstring or a refusal at most
-# ends of names of what says no, and of parts of a rule
-REFUSALS = (
-    "Error", "Fault", "Interrupted", "LostProcess", "Abort", "BadRow", "BadRequest", "SystemExit", "Violation", "Rule",
-    "RuleRow", "on_only_where",
-)  # fmt: skip
-REASONS = ("rule", "why", "cure")
 
 
 def room_of(module: str) -> str | None:
     """The room of a module name; None for the package itself."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else None
-
-
-def function_length(node: Function) -> int:
-    """Lines of a function's body, its docstring left out."""
-    body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
-    return body[-1].end_lineno - body[0].lineno + 1
 
 
 def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -179,125 +155,6 @@ def _functions(body: Iterable[ast.stmt], public: bool) -> Iterator[tuple[Functio
             yield from _functions(node.body, public)
 
 
-def takes_whole_configuration(function: Function) -> bool:
-    """Whether a parameter is annotated as RunConfig or as what carries it, alone or as part of a type."""
-    arguments = function.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    annotations = [each.annotation for each in every if each.annotation is not None]
-    return any(re.search(r"\b(RunConfig|RunInputs|RankOrder)\b", ast.unparse(annotation)) for annotation in annotations)
-
-
-def functions_with_whole_configuration(house: House) -> list[str]:
-    """Functions that take a RunConfig outside CONFIGURED_ROOMS, those inside functions too."""
-    found = []
-    for module, nodes in house.nodes.items():
-        if room_of(module) in CONFIGURED_ROOMS:
-            continue
-        functions = [node for node in nodes if isinstance(node, Function) and takes_whole_configuration(node)]
-        found += [f"{module}:{node.name}" for node in functions]
-    return sorted(found)
-
-
-def is_paired(node: ast.AST) -> bool:
-    """Whether a statement assigns several values to several names: `a, b = x, y`."""
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
-        return False
-    return any(isinstance(target, ast.Tuple) for target in node.targets)
-
-
-def is_nested(node: ast.AST) -> bool:
-    """Whether a node is a comprehension with another one inside."""
-    if not isinstance(node, Comprehension):
-        return False
-    return any(isinstance(inner, Comprehension) for inner in ast.walk(node) if inner is not node)
-
-
-def density(house: House) -> dict[str, float]:
-    """How much is packed into an expression: counts per 1,000 statements, `a, b = x, y` and the like."""
-    nodes = [node for nodes in house.nodes.values() for node in nodes]
-    found = {
-        "paired_assignments": sum(map(is_paired, nodes)),
-        "nested_comprehensions": sum(map(is_nested, nodes)),
-        "conditional_expressions": sum(isinstance(node, ast.IfExp) for node in nodes),
-        "fmt_skip": sum(len(re.findall("# fmt: skip$", text, re.MULTILINE)) for text in house.sources.values()),
-    }
-    statements = sum(isinstance(node, ast.stmt) for node in nodes)
-    return {name: round(1000 * count / statements, 2) for name, count in found.items()}
-
-
-def docstrings(house: House) -> Iterator[tuple[str, str, str]]:
-    """(module, name, text) of every docstring; the name of a module's own is its module."""
-    for module, nodes in house.nodes.items():
-        for node in nodes:
-            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
-                yield module, getattr(node, "name", module), text
-
-
-def said(house: House) -> Iterator[tuple[str, str]]:
-    """(module, text) of every docstring."""
-    return ((module, text) for module, _, text in docstrings(house))
-
-
-def genitive_docstrings(house: House) -> list[str]:
-    """Docstrings that begin with one of GENITIVES, each with where it stands."""
-    return [
-        f"{module}:{name}: {text.splitlines()[0]}"
-        for module, name, text in docstrings(house)
-        if re.match(rf"({'|'.join(GENITIVES)})\b", text)
-    ]
-
-
-def sentences(text: str) -> Iterator[str]:
-    """Yields the sentences of a docstring. Tables and examples, which are indented, are left out."""
-    prose = "\n".join(line for line in text.splitlines() if not line.startswith("  "))
-    for paragraph in re.split(r"\n\s*\n|\n(?=[*-] )", prose):
-        parts = re.split(r"(?<=[.:;!?])\s", paragraph.lstrip("*- \n"))
-        yield from (" ".join(part.split()) for part in parts if part.strip())
-
-
-def refusals(house: House) -> Iterator[tuple[str, str]]:
-    """(module, text) of every text that is given to an error or a rule, or is named as a reason of one.
-
-    What is filled in counts as a word. Texts that are put together elsewhere are not seen.
-    """
-    for module, nodes in house.nodes.items():
-        for node in nodes:
-            yield from ((module, text) for text in map(filled_in, _reasons(node)) if text)
-
-
-def _reasons(node: ast.AST) -> Iterator[ast.AST]:
-    match node:
-        case ast.Call(func=func, args=given, keywords=keywords):
-            name = getattr(func, "id", getattr(func, "attr", ""))
-            if name.endswith(REFUSALS):
-                yield from given
-                yield from (keyword.value for keyword in keywords)
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in REASONS:
-            yield value
-
-
-def filled_in(node: ast.AST) -> str:
-    """The text of a literal; empty for anything else."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(filled_in(part) or "X" for part in parts)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return filled_in(left) + filled_in(right)
-    return ""
-
-
-def long_sentences(texts: Iterable[tuple[str, str]]) -> list[str]:
-    """Sentences of (module, text) with more than SENTENCE_WORDS words, each after the name of its module."""
-    return [
-        f"{module}: {sentence}"
-        for module, text in texts
-        for sentence in sentences(text)
-        if len(sentence.split()) > SENTENCE_WORDS
-    ]
-
-
 def named(nodes: list[ast.AST]) -> Iterator[str]:
     """Every mention of a name in code: by itself, after a dot, or as a text that may be looked up.
 
@@ -311,46 +168,6 @@ def named(nodes: list[ast.AST]) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             yield from re.findall(r"\w+", node.value)
-
-
-def one_call_helpers(house: House) -> list[str]:
-    """Functions and methods of at most FEW_LINES lines that one call names, and nothing else.
-
-    Names are compared, not objects: those with an underscore within their module, others over the whole house. A name
-    that is defined twice is left out, and so is what a decorator may have registered.
-    """
-    every = _Uses.of([node for nodes in house.nodes.values() for node in nodes])
-    found = []
-    for module, nodes in house.nodes.items():
-        own = _Uses.of(nodes)
-        short = (node for node in nodes if isinstance(node, Function) and function_length(node) <= FEW_LINES)
-        for node in short:
-            uses = own if node.name.startswith("_") else every
-            if not node.decorator_list and uses.is_called_once(node.name):
-                found.append(f"{module}:{node.name}")
-    return found
-
-
-@dataclass(frozen=True)
-class _Uses:
-    """How often names are defined, mentioned and called."""
-
-    defined: Counter[str]
-    mentions: Counter[str]
-    called: Counter[str]
-
-    @classmethod
-    def of(cls, nodes: list[ast.AST]) -> "_Uses":
-        defined = Counter(node.name for node in nodes if isinstance(node, Function | ast.ClassDef))
-        called = Counter(name for node in nodes if isinstance(node, ast.Call) for name in _callee(node))
-        return cls(defined, Counter(named(nodes)), called)
-
-    def is_called_once(self, name: str) -> bool:
-        return self.defined[name] == self.called[name] == self.mentions[name] == 1
-
-
-def _callee(call: ast.Call) -> Iterator[str]:
-    yield from named([call.func])
 
 
 def names_for_tests_alone(house: House) -> list[str]:
@@ -400,33 +217,8 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return groups
 
 
-def nodes_of(revision: str, file: str) -> int:
-    """AST nodes of a file at a commit."""
-    text = subprocess.run(["git", "show", f"{revision}:{file}"], cwd=ROOT, check=True, capture_output=True).stdout
-    return sum(1 for _ in ast.walk(ast.parse(text)))
-
-
-def changed_by(commits: Iterable[str]) -> dict[str, int]:
-    """Files and AST nodes of `mrl/` that these commits added, less those that they took away."""
-    files = nodes = 0
-    for commit in commits:
-        asked = ["git", "diff-tree", "-r", "--no-renames", "--name-status", f"{commit}^", commit, "--", "mrl"]
-        listed = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        for line in listed.splitlines():
-            status, file = line.split("\t")
-            if not file.endswith(".py"):
-                continue
-            files += {"A": 1, "D": -1}.get(status, 0)
-            nodes += 0 if status == "D" else nodes_of(commit, file)
-            nodes -= 0 if status == "A" else nodes_of(f"{commit}^", file)
-    return {"files": files, "ast_nodes": nodes}
-
-
 def measure(house: House) -> dict:
     """All figures of one tree as plain data."""
-    importers = Counter(other for others in house.graph.values() for other in others)
-    single = [name for name in house.modules if importers[name] == 1]
-    lengths = [function_length(node) for _, node, _ in house.functions()]
     by_room: Counter[str] = Counter()
     for name in house.modules:
         by_room[room_of(name) or "mrl"] += house.lines(name)
@@ -437,29 +229,15 @@ def measure(house: House) -> dict:
         "docstring_lines": sum(_docstring_lines(tree) for tree in house.modules.values()),
         "statements": sum(isinstance(node, ast.stmt) for nodes in house.nodes.values() for node in nodes),
         "ast_nodes": sum(map(len, house.nodes.values())),
-        "per_1000_statements": density(house),
-        "core_path_lines": sum(by_room[room] for room in CORE),
-        "longest_file": max(house.lines(name) for name in house.modules),
-        "functions": len(lengths),
-        "function_lines": {"median": median(lengths), "p90": quantiles(lengths, n=10)[-1], "longest": max(lengths)},
-        "files_with_one_importer": len(single),
-        "of_these_under_80_lines": sum(house.lines(name) < SMALL for name in single),
-        "one_call_helpers": len(one_call_helpers(house)),
+        "functions": sum(1 for _ in house.functions()),
         "names_for_tests_alone": names_for_tests_alone(house),
-        "functions_with_whole_configuration": functions_with_whole_configuration(house),
         "circles_of_modules": circles(house.graph),
         "circles_of_rooms": circles(house.room_graph),
-        "docstrings_of_as_see": len(genitive_docstrings(house)),
-        "long_sentences_of_docstrings": len(long_sentences(said(house))),
-        "long_sentences_of_refusals": len(long_sentences(refusals(house))),
         "public_functions_without_docstring": sum(
             public and not ast.get_docstring(node) for _, node, public in house.functions()
         ),
         "basenames_in_several_rooms": _shared_basenames(house),
         "class_names_defined_twice": _classes_defined_twice(house),
-        "lines_over_120_columns": sum(
-            len(line) > WIDE for text in house.sources.values() for line in text.splitlines()
-        ),
     }
 
 
@@ -556,12 +334,8 @@ def rows(figures: dict) -> dict[str, str]:
     """The figures as a column of text."""
     text = {}
     for name, value in figures.items():
-        if name == "function_lines":
-            text["function lines: median, p90, longest"] = ", ".join(f"{number:g}" for number in value.values())
-        elif name == "lines_by_room":
+        if name == "lines_by_room":
             text |= {f"  {room}": f"{lines:,}" for room, lines in value.items()}
-        elif name == "per_1000_statements":
-            text |= {f"per 1,000: {what.replace('_', ' ')}": f"{number:.2f}" for what, number in value.items()}
         else:
             text[name.replace("_", " ")] = f"{len(value) if isinstance(value, list | dict) else value:,}"
     return text
@@ -589,15 +363,9 @@ def main() -> None:
     """Prints the figures, or writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", metavar="COMMIT", help="measure this commit too")
-    parser.add_argument(
-        "--commits", type=Path, metavar="LIST", help="sum what commits changed; one hash begins each line"
-    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--svg", type=Path, metavar="FILE")
     args = parser.parse_args()
-    if args.commits:
-        print(json.dumps(changed_by(line.split()[0] for line in args.commits.read_text(encoding="utf-8").splitlines())))
-        return
     here = House.of_folder(ROOT)
     if args.svg:
         args.svg.write_text(svg(here), encoding="utf-8")

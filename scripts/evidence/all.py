@@ -35,7 +35,7 @@ def main() -> int:
         print(f"commit these first, results name a commit:\n{changed}", file=sys.stderr)
         return 2
     failed = [result.name for result in wanted if not renewed(result, options.work)]
-    subprocess.run([sys.executable, "scripts/generate_docs.py", "--ages"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "scripts/generate_docs.py"], cwd=ROOT, check=True)
     print(f"{len(wanted) - len(failed)} made anew; failed: {', '.join(failed) or 'none'}")
     return int(bool(failed))
 

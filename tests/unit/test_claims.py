@@ -1,4 +1,4 @@
-"""The table of claims: a figure is a stored result's, meets its bound or is a missed goal, and says how old it is."""
+"""The table of claims: a figure is a stored result's, meets its bound or is a missed goal, and says what made it."""
 
 import copy
 import importlib.util
@@ -150,23 +150,6 @@ def test_keys_that_are_methods_of_a_dictionary_are_keys(tmp_path, monkeypatch):
     assert claims.figure(found["measured"][0], claims.results(found)["one"]) == "3 of 2"
 
 
-def test_a_page_is_the_same_at_every_commit_but_for_its_ages():
-    cells = "as of commit `{}`\n| a | `91eebfc`: {} |"
-    stale = cells.format("1234567", "1,204 lines since, **stale**")
-    for words in ("fresh", "newer", "age unknown"):
-        assert claims.without_ages(stale) == claims.without_ages(cells.format("89abcde", words))
-    assert claims.without_ages(stale) != claims.without_ages(stale.replace("91eebfc", "91eebfd"))
-    assert claims.without_ages(stale) != claims.without_ages(stale.replace("| a", "| b"))
-
-
-def test_the_page_without_a_commit_has_the_ages_left_out_of_one_with(monkeypatch):
-    monkeypatch.setattr(claims, "changed_lines", lambda commit, as_of, sources: 7)
-    monkeypatch.setattr(claims, "is_newer", lambda commit, as_of: False)
-    dated = claims.page("91eebfc")
-    assert dated.count("7 lines since, **stale**") > 60 and "as of commit `91eebfc`" in dated
-    assert claims.without_ages(dated) == claims.without_ages(claims.page())
-
-
 def test_changed_lines_are_those_that_git_counts_in_the_named_files(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "ROOT", tmp_path)
 
@@ -186,14 +169,15 @@ def test_changed_lines_are_those_that_git_counts_in_the_named_files(tmp_path, mo
         commits.append(git("rev-parse", "HEAD").strip())
     counted = [claims.changed_lines(commit, commits[2], ("one.py",)) for commit in commits]
     assert counted == [3, 0, 0]
-    stamps = [{"commit": commits[2]}, {"commit": commits[0]}]
-    assert claims.age(stamps, ("one.py",), commits[2]) == f"`{commits[2][:7]}` and 1 more: 3 lines since, **stale**"
-    assert claims.age(stamps[:1], ("one.py",), commits[2]) == f"`{commits[2][:7]}`: fresh"
-    assert claims.age(stamps[:1], ("one.py",), commits[0]) == f"`{commits[2][:7]}`: newer"
-    assert claims.age(stamps, ("one.py",), commits[1]).endswith("3 lines since, **stale**"), "the newer one counts not"
-    assert claims.stands_at(f"as of commit `{commits[0][:7]}`") == commits[0][:7]
-    assert claims.stands_at("as of commit `0000000`") == claims.stands_at("no page yet") == commits[2]
-    assert claims.age([{"commit": "0" * 40}], ("one.py",), commits[2]) == "`0000000`: age unknown"
+    assert claims.changed_lines("0" * 40, commits[2], ("one.py",)) is None
+
+
+def test_a_figure_says_its_commits_and_when_it_was_made():
+    old, new = {"commit": COMMIT}, {"commit": ASKED, "date": "2026-11-22"}
+    assert claims.made_at([old], {}) == "`91eebfc`"
+    assert claims.made_at([old], {"date": "2026-11-20 10:00"}) == "`91eebfc`, 2026-11-20"
+    assert claims.made_at([new, new], {}) == "`dca999c`, 2026-11-22"
+    assert claims.made_at([old, new], {"date": "2026-11-20"}) == "`91eebfc` and 1 more, 2026-11-20 to 2026-11-22"
 
 
 def test_figures_of_a_page_are_those_of_the_results():
@@ -237,7 +221,6 @@ def test_goals_that_were_missed_stand_on_the_page_with_figure_and_reason():
         "Rehearsals",
         "Random rewards",
         "with routes",
-        "Sizes",
         "50 cycles",
         "two longest samples",
         "quantised once",
