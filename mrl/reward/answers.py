@@ -3,7 +3,10 @@
 Plain scans in linear time, because a response is untrusted text. Standard library only.
 """
 
+import math
 import re
+from decimal import Decimal
+from typing import Any
 
 TAIL = 2000  # characters of the conclusion that are searched, as an answer is near the end
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -56,6 +59,23 @@ def boxed(text: str) -> list[str]:
     return contents
 
 
+def verls_box(text: str) -> str | None:
+    """Returns the content of the last `\\boxed{}` as verl 0.9.1 has it; None if there is none, or if it never closes.
+
+    Counts escaped braces too, and never looks at an earlier box.
+    """
+    begin = text.rfind(r"\boxed{")
+    if begin < 0:
+        return None
+    start = text.index("{", begin) + 1
+    depth = 1
+    for i, char in enumerate(text[start:], start):
+        depth += (char == "{") - (char == "}")
+        if not depth:
+            return text[start:i]
+    return None
+
+
 def unboxed(content: str) -> str:
     """Replaces a box that contains only a box by the inner one, at most three times.
 
@@ -91,3 +111,24 @@ def answers(response: str) -> list[str]:
     if line is None:
         return []
     return [line]
+
+
+def truth_text(truth: Any) -> str:
+    """Returns a row's truth as text. A table has whole numbers as doubles as soon as one is missing: 42.0 is `42`.
+
+    Numbers are written without exponents. Raises ValueError for what is no single text or number: lists, mappings,
+    infinities.
+    """
+    if isinstance(truth, float) and math.isfinite(truth):
+        return plain_number(Decimal(repr(truth)))
+    if isinstance(truth, str | int):
+        return str(truth)
+    raise ValueError(f"ground_truth {truth!r} is no text and no finite number")
+
+
+def plain_number(number: Decimal) -> str:
+    """Returns a finite decimal without an exponent, and without zeros at the end of its fraction."""
+    text = format(number, "f")
+    if "." in text:
+        text = text.rstrip("0").removesuffix(".")
+    return "0" if text == "-0" else text

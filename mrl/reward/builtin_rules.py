@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mrl.reward.answers import boxed, conclusion
+from mrl.reward.answers import boxed, conclusion, truth_text, verls_box
 from mrl.reward.latex import clean
 from mrl.reward.math_verifier import math
 from mrl.reward.reasoning_rule import REASONING, SOURCE, reasoning_gym
@@ -25,6 +25,7 @@ _CHOICE = re.compile(rf"\(?([{LETTERS}](?:[\s,;/&{LETTERS}]|and|和|与)*)\)?(?:
 DAPO_TAIL = 300  # characters
 DAPO_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 DAPO_NOTHING = "[INVALID]"
+DAPO_BOX_TAIL = 100  # characters
 
 # applied in this order, each to the former result
 _DAPO_REPLACED = (
@@ -58,7 +59,7 @@ def exact_match(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
     """Returns 1 if the response equals the ground truth, except for surrounding spaces, else 0."""
-    return float(solution_str.strip() == str(ground_truth).strip())
+    return float(solution_str.strip() == truth_text(ground_truth).strip())
 
 
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Score:
@@ -89,21 +90,37 @@ def normalised(answer: str) -> str:
 def math_dapo(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns `score` 1 or -1, `acc` 1 or 0, `pred` the normalised answer.
+    """Returns `score` 1 or -1, `acc` 1 or 0, and `pred`, the answer that was compared.
 
-    `pred` is `[INVALID]` without an `Answer:` in the last 300 characters. Behaves as verl's math_dapo (Minerva's
-    normalisation) including its quirks, so that scores are comparable with published runs. The layered verifier of
-    mrl.reward.math_verifier judges better; this rule is the reference.
+    The answer is the normalised text after the last `Answer:` in the last 300 characters. Without one it is the content
+    of the last `\\boxed{}` in the last 100 characters, which has to be the truth to the letter. Without both, `pred` is
+    `[INVALID]`. Behaves as math_dapo of verl 0.9.1, including its quirks, so that scores are comparable with published
+    runs. The layered verifier of mrl.reward.math_verifier judges better; this rule is the reference.
     """
-    answers = DAPO_ANSWER.findall(solution_str[-DAPO_TAIL:])
-    pred = normalised(answers[-1] if answers else DAPO_NOTHING)
-    correct = pred == normalised(str(ground_truth))
+    correct, pred = dapo_judged(solution_str, truth_text(ground_truth))
     verdict = "match"
     if not correct:
-        verdict = "no_answer"
-        if answers:
-            verdict = "wrong"
+        verdict = "no_answer" if pred == DAPO_NOTHING else "wrong"
     return {"score": 1.0 if correct else -1.0, "acc": float(correct), "verdict": verdict, "pred": pred}
+
+
+def dapo_judged(
+    solution: str, truth: str, box_alone: bool = False, boxes_from: int = -DAPO_BOX_TAIL
+) -> tuple[bool, str | None]:
+    """Returns whether the answer is right, and the answer. See `math_dapo`.
+
+    With `box_alone` no `Answer:` is read, and the answer is None without a box. `boxes_from`: where boxes are searched
+    from, as an index of the last 300 characters.
+    """
+    tail = solution[-DAPO_TAIL:]
+    box = verls_box(tail[boxes_from:])
+    if box_alone:
+        return box == truth, box
+    stated = DAPO_ANSWER.findall(tail)
+    pred = normalised(stated[-1] if stated else DAPO_NOTHING)
+    if pred == DAPO_NOTHING and box is not None:
+        return box == truth, box
+    return pred == normalised(truth), pred
 
 
 def letters(text: str) -> str | None:

@@ -11,12 +11,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from mrl.reward.builtin_rules import GSM8K_ANSWER, GSM8K_TAIL, RULES, math_dapo
+from mrl.reward.builtin_rules import DAPO_BOX_TAIL, GSM8K_ANSWER, GSM8K_TAIL, dapo_judged
+from mrl.reward.verl_math_reward import math_reward_score
 
 ROOT = "verl"
 Lookup = Callable[[str], Any]  # from a name in a module to its value; raises AttributeError or KeyError
 _NUMBER = re.compile(r"-?[0-9.,]+")
-# data sources that verl's default_compute_score judges by its own rules for MATH, and by math_dapo
+# data sources that verl's default_compute_score judges by math_reward, and by math_dapo
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 _DAPO = ("math_dapo", "math", "math_dapo_reasoning")
 
@@ -103,13 +104,20 @@ def gsm8k_score(
 
 
 def math_dapo_score(
-    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: Any = None
+    solution_str: str,
+    ground_truth: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Returns verl's three values. Raises ValueError for the strict box, which mrl lacks."""
-    if strict_box_verify:
-        raise ValueError("math_dapo with strict_box_verify needs verl itself")
-    judged = math_dapo("", solution_str, ground_truth)
-    return {"score": judged["score"], "acc": bool(judged["acc"]), "pred": judged["pred"]}
+    """Returns verl's three values. With `strict_box_verify` only the last box counts.
+
+    `pause_tokens_index`: four positions; boxes are searched from 100 characters before the last one.
+    """
+    boxes_from = -DAPO_BOX_TAIL
+    if pause_tokens_index is not None:
+        boxes_from += pause_tokens_index[3]
+    correct, pred = dapo_judged(solution_str, ground_truth, strict_box_verify, boxes_from)
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
 def default_score(
@@ -122,7 +130,7 @@ def default_score(
     memory_limit_mb: int | None = None,
     **_: Any,
 ) -> float | dict[str, Any]:
-    """Scores by data source as verl does; those of MATH by mrl's rule `math`.
+    """Scores by data source as verl does.
 
     Raises NotImplementedError for sources that verl does not know, and for those that need its own verifiers.
     """
@@ -131,7 +139,7 @@ def default_score(
     if data_source in _DAPO or data_source.startswith("aime"):
         return math_dapo_score(solution_str, ground_truth)
     if data_source in _MATH:
-        return float(RULES["math"](data_source, solution_str, ground_truth)["score"])
+        return math_reward_score(solution_str, ground_truth)
     raise NotImplementedError(f"no score of verl's is replaced for data_source {data_source!r}")
 
 
@@ -140,4 +148,5 @@ SCORES: dict[str, Lookup] = {
     _SCORES: {"default_compute_score": default_score, "_default_compute_score": default_score}.__getitem__,
     f"{_SCORES}.gsm8k": {"compute_score": gsm8k_score, "extract_solution": gsm8k_answer}.__getitem__,
     f"{_SCORES}.math_dapo": {"compute_score": math_dapo_score}.__getitem__,
+    f"{_SCORES}.math_reward": {"compute_score": math_reward_score}.__getitem__,
 }

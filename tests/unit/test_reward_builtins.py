@@ -34,7 +34,10 @@ from mrl.reward.worker import score_one
         ("Answer: \\boxed{34}", 1, "34"),
         ("Answer: 34.0", -1, "34.0"),  # compared as text
         ("Answer: 34.", -1, "34."),  # a quirk of the original
-        ("\\boxed{34}", -1, "[INVALID]"),
+        ("\\boxed{34}", 1, "34"),  # no line states an answer
+        ("\\boxed{ 34}", -1, " 34"),  # a box is compared to the letter
+        ("\\boxed{34}" + "x" * 95, -1, "[INVALID]"),  # begins before the last 100 characters
+        ("\\boxed{34}\nAnswer: 1", -1, "1"),
         ("", -1, "[INVALID]"),
     ],
 )

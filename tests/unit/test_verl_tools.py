@@ -156,6 +156,7 @@ def test_a_reward_may_use_verls_scores(tmp_path, said, truth, method, shaped, pl
 @pytest.mark.parametrize("source", ["math", "math_dapo", "aime2024"])
 def test_verls_default_judges_a_source_by_the_rule_that_verl_takes(source):
     assert default_score(source, "Answer: 6", "5") == {"score": -1.0, "acc": False, "pred": "6"}
+    assert default_score(source, "\\boxed{5}", "5") == {"score": 1.0, "acc": True, "pred": "5"}
     for unknown in ("gsm8k", "exact_match", "multiple_choice", "codecontests"):
         with pytest.raises(NotImplementedError):
             default_score(unknown, "5", "5")

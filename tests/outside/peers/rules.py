@@ -1,0 +1,116 @@
+"""verl's own rules for gsm8k, DAPO and MATH, and Math-Verify, over drawn responses."""
+
+import contextlib
+import io
+import random
+from typing import Any
+
+from verl.utils.reward_score import default_compute_score, gsm8k, math_dapo, math_reward
+
+PEERS = ("verl",)
+SOURCES = (
+    "openai/gsm8k", "math", "math_dapo", "math_dapo_reasoning", "aime2024", "aime_2025", "lighteval/MATH",
+    "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "mine",
+)  # fmt: skip
+TRUTHS = (
+    "34", "7", "0", "-12", "1,234", "1234", "3.5", r"\frac{1}{2}", r"\frac12", r"2\sqrt{3}", "x^2+1", "(1,2)", "A",
+    r"\{1,2\}", "90^\\circ", "5 \\text{ cm}", "1/2", "0.5", "50\\%", "\\$18.50", "k = 3", "[INVALID]", "\\text{even}",
+    "10\\,000", "a dog", "3{,}000", "\\sqrt3", "\\overline{AB}", "\\textbf{12}", ".5", "x=5", "12 dollars",
+)  # fmt: skip
+WRONG = ("35", "8", "-1", r"\frac{2}{3}", "x^2-1", "", "[INVALID]", "{", "}", "1.", "$", "12,", "--7", "no idea")
+WORDS = ("so", "we", "get", "then", "the number is", "3 + 4 = 7", "and $x=2$", "hence", "$", "\n", "\n\n", "\\[", "\\]",
+         "Answer", "answer", ":", "####", "\\boxed", "{", "}", "\\}", "1,000", "42.")  # fmt: skip
+
+
+def cases() -> list[dict[str, Any]]:
+    """Returns one case a drawn response and function: inputs and what the peer gave."""
+    rng = random.Random(49)
+    made = [_gsm8k(rng) for _ in range(1500)]
+    made += [_math_dapo(rng) for _ in range(3500)]
+    made += [_normalised(rng) for _ in range(1000)]
+    made += [_math_reward(rng) for _ in range(2500)]
+    made += [_by_source(rng) for _ in range(800)]
+    return made
+
+
+def _answer(rng: random.Random, truth: str) -> str:
+    """Returns the truth, a spelling that is near to it, or another answer."""
+    near = (
+        truth, truth, truth, f"${truth}$", f" {truth} ", f"{truth}.", f"\\text{{{truth}}}", f"x = {truth}",
+        f"{truth} units", f"\\boxed{{{truth}}}", f"\\dfrac{{{truth}}}{{1}}", truth.replace(",", ""), f"{truth}\\%",
+        f"\\left({truth}\\right)", f"{truth}^\\circ", f"{truth}\\!", truth.replace("frac", "tfrac"), f"\\${truth}",
+        f"an {truth}", f"0{truth}", f"{truth}.0", f"{{{truth}}}", f"{truth}\\text{{ cm}}",
+    )  # fmt: skip
+    return rng.choice((truth, truth, truth, rng.choice(near), rng.choice(near), rng.choice(WRONG), rng.choice(TRUTHS)))
+
+
+def _filler(rng: random.Random, most: int) -> str:
+    """Returns some words, and where a response may be cut a long run of one."""
+    words = [rng.choice(WORDS[:8] if rng.random() < 0.8 else WORDS) for _ in range(rng.randint(0, min(most, 5)))]
+    return " ".join([*words, *["so"] * (rng.randint(0, 5 * most) if most > 5 else 0)])
+
+
+def _response(rng: random.Random, truth: str) -> str:
+    """Returns a response that states answers in some forms: boxes, lines, both, several, nested, cut, none."""
+    parts = [_filler(rng, 30)]
+    for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 2, 3))):
+        said = _answer(rng, truth)
+        forms = (
+            f"\\boxed{{{said}}}", f"\\boxed{{{said}}}", f"\\boxed{{{said}}}", f"${{\\boxed{{{said}}}}}$",
+            f"\\boxed{{\\boxed{{{said}}}}}", f"\\boxed {said}", f"\\boxed {said}$", f"\\boxed {{{said}}}",
+            f"\\fbox{{{said}}}", f"\\boxed{{{said}", f"\\boxed{{{said}}}}}", f"Answer: {said}\n", f"Answer: {said}",
+            f"answer : {said}\n", f"Answer:\n{said}\n", f"**Answer**: {said}\n", f"**Answer:** {said}\n",
+            f"Answer: ${said}$\n", f"Answer: \\boxed{{{said}}}\n", "Answer: [INVALID]\n", f"#### {said}",
+            f"####{said}", f"#### ${said}", f"the answer is {said}.", said,
+        )  # fmt: skip
+        parts.append(rng.choice(forms))
+        parts.append(_filler(rng, rng.choice((0, 0, 2, 12, 40))))
+    return " ".join(parts)
+
+
+def _gsm8k(rng: random.Random) -> dict[str, Any]:
+    number = rng.choice(("34", "7", "0", "-12", "1234", "1,234", "3.5", "18.50", "1000000"))
+    said = rng.choice((number, number, f"{number}.", f"{number},", f"${number}", f"{number}.00", "8", ".", "..", "1,2"))
+    forms = (f"#### {said}", f"#### {said}\n", f"####{said}", f"The answer is {said}", f"#### {said} #### 5", "####")
+    text = " ".join((_filler(rng, 20), rng.choice(forms), _filler(rng, rng.choice((0, 0, 3, 60)))))
+    method = rng.choice(("strict", "strict", "flexible"))
+    scores = rng.choice(((0.0, 1.0), (0.1, 1.0), (0.0, 2.0)))
+    given = {"rule": "gsm8k", "text": text, "truth": number, "method": method, "scores": scores}
+    answer = gsm8k.extract_solution(text, method)
+    return {**given, "answer": answer, "gave": gsm8k.compute_score(text, number, method, *scores)}
+
+
+def _math_dapo(rng: random.Random) -> dict[str, Any]:
+    truth = rng.choice(TRUTHS)
+    text = _response(rng, truth)
+    strict = rng.random() < 0.2
+    pause = None
+    if rng.random() < 0.1:
+        pause = sorted(rng.randint(0, 350) for _ in range(4))
+    gave = math_dapo.compute_score(text, truth, strict, pause)
+    return {"rule": "math_dapo", "text": text, "truth": truth, "strict": strict, "pause": pause, "gave": gave}
+
+
+def _normalised(rng: random.Random) -> dict[str, Any]:
+    text = " ".join(_answer(rng, rng.choice(TRUTHS)) for _ in range(rng.randint(1, 3)))
+    return {"rule": "normalised", "text": text, "gave": math_dapo.normalize_final_answer(text)}
+
+
+def _math_reward(rng: random.Random) -> dict[str, Any]:
+    truth = rng.choice(TRUTHS)
+    text = _response(rng, truth)
+    with contextlib.redirect_stdout(io.StringIO()):
+        gave = math_reward.compute_score(text, truth)
+    return {"rule": "math_reward", "text": text, "truth": truth, "gave": gave}
+
+
+def _by_source(rng: random.Random) -> dict[str, Any]:
+    source = rng.choice(SOURCES)
+    truth = rng.choice(TRUTHS)
+    text = _response(rng, truth)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            gave = default_compute_score(source, text, truth)
+    except NotImplementedError:
+        gave = None
+    return {"rule": "by_source", "source": source, "text": text, "truth": truth, "gave": gave}
