@@ -28,6 +28,7 @@ from mrl.errors import ConfigError
 from mrl.megatron.gradient_sums import add_within_products, for_megatron, is_wanted
 from mrl.megatron.lora_layers import attach, hidden
 from mrl.megatron.mapped_bridge import bridge_config
+from mrl.megatron.padding_row import keep_gradients_from
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.adapters import Lora, adapted_layers
 from mrl.model.hf_files import check_checkpoint
@@ -112,6 +113,8 @@ class MBridge:
             "actor.override_ddp_config", self.actor_config.override_ddp_config, DistributedDataParallelConfig
         )
         callbacks = [_make_constants_parameters, _mark_expert_parameters, _mark_replicated_parameters]
+        if self.model.pad_token_id is not None:
+            callbacks.append(partial(_keep_gradients_from_padding, self.model.pad_token_id))
         lora = self.actor_config.lora.adapters
         if lora and is_trained:
             callbacks.insert(0, partial(self._attach_adapters, lora, count()))
@@ -224,6 +227,11 @@ def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]
     if len(model.moe_layers) not in (0, model.num_layers):
         config["moe_layer_freq"] = [int(layer in model.moe_layers) for layer in range(model.num_layers)]
     return config
+
+
+def _keep_gradients_from_padding(token: int, chunk: torch.nn.Module, pre_process: bool, **_: Any) -> None:
+    if pre_process:  # a last stage has the tied weight for its output layer alone
+        keep_gradients_from(chunk.embedding.word_embeddings, token)
 
 
 def _make_constants_parameters(chunk: torch.nn.Module, **_: Any) -> None:

@@ -89,6 +89,8 @@ class ModelSpec:
     fp8_block: tuple[int, int] | None = field(default=None, compare=False, metadata=_LATER)
     # the checkpoint belongs to a model that also reads images (mrl/model/wrapped.py), and this is its text model
     is_wrapped: bool = field(default=False, compare=False, metadata=_LATER)
+    # the embedding's lookup of this token has no gradient
+    pad_token_id: int | None = field(default=None, compare=False, metadata=_LATER)
 
     @property
     def is_moe(self) -> bool:
@@ -146,6 +148,7 @@ class ModelSpec:
         them.
         """
         left_out = {f.name for f in fields(self) if f.metadata and getattr(self, f.name) == f.default}
+        left_out.add("pad_token_id")  # changes no weight's place, and published configurations may lack it
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
@@ -224,6 +227,23 @@ def refuse_quantised(config: HfConfig) -> None:
             f"config.json: quantization_config of quant_method {shown(quantization.get('quant_method'))} is not "
             "supported for this family; give the checkpoint that was not quantised"
         )
+
+
+def pad_token_id(config: HfConfig) -> int | None:
+    """Returns the token whose row in the embedding has no gradient, counted from 0; None if there is none.
+
+    Families of transformers pass it to torch.nn.Embedding, which counts negative numbers from the vocabulary's end.
+    Raises ConfigError for a number outside of the vocabulary, with which transformers cannot make the model.
+    """
+    token, words = config.get("pad_token_id"), required(config, "vocab_size")
+    if token is None:
+        return None
+    if type(token) is not int or not -words <= token < words:
+        raise ConfigError(
+            f"config.json: pad_token_id = {shown(token)}: must be null or a whole number from {-words} to {words - 1} "
+            "(vocab_size - 1), because transformers' embedding has no such row otherwise"
+        )
+    return token % words
 
 
 # Largest allowed values of whole-number fields, far above those of any model.

@@ -27,7 +27,7 @@ from mrl.model import (
     qwen3_next,
     wrapped,
 )
-from mrl.model.hf_config import HfConfig, ModelSpec, refuse_impossible
+from mrl.model.hf_config import HfConfig, ModelSpec, pad_token_id, refuse_impossible
 from mrl.model.weight_map import Family, WeightMap
 from mrl.plain_files import TEXT_BYTES, read_json, reason
 from mrl.units import MIB
@@ -125,10 +125,14 @@ def model_spec(config: HfConfig) -> ModelSpec:
             f"(trust_remote_code), which mrl never does; use a checkpoint of {_supported()}"
         )
     if wrapper := wrapper_of(config):
-        return replace(wrapper.read(own_config(config)), is_wrapped=True)
+        return replace(_read(wrapper, own_config(config)), is_wrapped=True)
     if family is None:
         raise ConfigError(f"config.json: architectures = {names} is not supported; supported: {_supported()}")
-    return family.read(config)
+    return _read(family, config)
+
+
+def _read(family: Family, config: HfConfig) -> ModelSpec:
+    return replace(family.read(config), pad_token_id=pad_token_id(config))
 
 
 def wrapper_of(config: HfConfig) -> Family | None:

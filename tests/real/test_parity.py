@@ -127,6 +127,7 @@ class Reference:
     gradient_norms: tuple[float, float]  # of two updates
     start: dict[str, Tensor]
     updated: dict[str, Tensor]  # after two updates
+    padding: int  # the model's padding token, which stands inside of a response
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,19 @@ def test_gradients_are_those_of_hugging_face(layout, cut, references, results):
     model = LAYOUTS[layout][0]
     gradients = load_file(results[layout] / f"gradients-{cut}.safetensors")
     assert _worst(gradients, references[model].gradients) < TO_HUGGING_FACE.get(model, 1e-4)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_padding_tokens_row_has_the_output_layers_gradient_alone(layout, cut, references, results):
+    """As in transformers, whose embeddings have a padding_idx. Without an output layer of its weight it has none."""
+    reference = references[LAYOUTS[layout][0]]
+    rows = [
+        gradients["model.embed_tokens.weight"][reference.padding]
+        for gradients in (reference.gradients, load_file(results[layout] / f"gradients-{cut}.safetensors"))
+    ]
+    torch.testing.assert_close(rows[1], rows[0], rtol=1e-3, atol=1e-7)
+    assert bool(rows[1].any()) == ("lm_head.weight" not in reference.gradients)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -272,9 +286,10 @@ def _case(name: str, references: dict[str, Reference]) -> dict:
 
 
 def _reference(model, path: Path) -> Reference:
+    batch = _samples(model.config.vocab_size)
+    padding = _pad_inside(model, batch)
     model_path = save(model, path)
     start = of_text(load_file(model_path / "model.safetensors"))
-    batch = _samples(model.config.vocab_size)
     with torch.no_grad():
         log_probs, entropy = _token_outputs(model, batch)
     mask = batch.response_mask
@@ -301,7 +316,17 @@ def _reference(model, path: Path) -> Reference:
         tuple(norms),
         start,
         updated,
+        padding,
     )
+
+
+def _pad_inside(model, batch: PaddedBatch) -> int:
+    """Makes a token that stands inside of a response the model's padding token, and returns it."""
+    prompt, response = int(batch.prompt_lengths[5]), int(batch.response_lengths[5])
+    padding = int(batch.input_ids[5, prompt + response // 2])
+    model.config.pad_token_id = padding
+    model.get_input_embeddings().padding_idx = padding
+    return padding
 
 
 def _train(model, batch: PaddedBatch) -> tuple[dict[str, Tensor], list[float], list[float]]:

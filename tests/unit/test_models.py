@@ -131,7 +131,13 @@ QWEN25_05B = {
 
 
 def transformers_model(prefix: str, keys: dict):
-    """(config.json as transformers writes it, {checkpoint name: shape} of its model built without storage)."""
+    """(config.json as transformers writes it, {checkpoint name: shape} of its model)."""
+    config, model = transformers_pair(prefix, keys)
+    return config, checkpoint_shapes(model, config["tie_word_embeddings"])
+
+
+def transformers_pair(prefix: str, keys: dict):
+    """(config.json as transformers writes it, its model built without storage)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
@@ -143,7 +149,7 @@ def transformers_model(prefix: str, keys: dict):
     with torch.device("meta"):
         model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
     written = json.loads(config.to_json_string(use_diff=False))
-    return {**written, "architectures": [type(model).__name__]}, checkpoint_shapes(model, config.tie_word_embeddings)
+    return {**written, "architectures": [type(model).__name__]}, model
 
 
 def checkpoint_shapes(model, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -174,6 +180,33 @@ def test_names_and_shapes_are_those_of_transformers_own_model(case):
     assert {t.name: t.shape for t in tensor_specs(spec)} == shapes
     assert parameter_count(spec) == sum(map(prod, shapes.values()))
     assert spec.rope_theta == 10000.0
+
+
+@pytest.mark.parametrize("token", [None, 0, 7, -1, -60])
+@pytest.mark.parametrize("case", CASES)
+def test_the_row_without_gradient_is_that_of_transformers_own_embedding(case, token):
+    """transformers gives pad_token_id to torch.nn.Embedding, whose padding_idx counts from 0."""
+    prefix, _, keys = CASES[case]
+    config, model = transformers_pair(prefix, {**keys, "pad_token_id": token})
+    assert model_spec(config).pad_token_id == model.get_input_embeddings().padding_idx
+    without = model_spec({**config, "pad_token_id": None})
+    assert without.pad_token_id is None
+    assert without == model_spec(config)  # it is the same model, planned alike
+    assert without.described() == model_spec(config).described()
+
+
+def test_a_wrapped_models_row_without_gradient_is_its_text_models():
+    config, _ = transformers_pair(*CASES["qwen3_5"][::2])
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "pad_token_id": 3, "tie_word_embeddings": True}
+    assert model_spec({**whole, "text_config": {**config, "pad_token_id": 5}}).pad_token_id == 5
+    assert model_spec({**whole, "text_config": config}).pad_token_id is None
+
+
+@pytest.mark.parametrize("token", [60, -61, 151643, True, 1.0, "0", [0]])
+def test_a_padding_token_that_transformers_has_no_row_for_is_refused(token):
+    config, _ = transformers_pair("Qwen3", {})
+    with pytest.raises(ConfigError, match=r"pad_token_id = .*: must be null or a whole number from -60 to 59"):
+        model_spec({**config, "pad_token_id": token})
 
 
 def test_names_do_not_repeat_and_carry_layer_and_expert():
