@@ -205,14 +205,13 @@ def _stepwise(
     """Passes states from chunk to chunk, all sequences at once. Returns [chunks, heads, DELTA_CHUNK, value dim]."""
     state = query.new_zeros(counts[0], query.shape[1], query.shape[3], new.shape[3])
     outs = []
-    first = 0
-    for count in counts:
-        here = slice(first, first + count)
+    # split once: the gradient of a slice would be a whole tensor for every step
+    steps = zip(*(x.split(counts) for x in (query, scores, new, read, key, decay)), strict=True)
+    for count, (q, score, n, r, k, d) in zip(counts, steps, strict=True):
         state = state[:count]  # finished sequences are the last ones
-        value = new[here] - read[here] @ state
-        outs.append(query[here] @ state + scores[here] @ value)
-        state = state * decay[here] + key[here].transpose(2, 3) @ value
-        first += count
+        value = n - r @ state
+        outs.append(q @ state + score @ value)
+        state = state * d + k.transpose(2, 3) @ value
     return torch.cat(outs)
 
 

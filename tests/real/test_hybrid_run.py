@@ -5,8 +5,10 @@ after a stop at the tenth. A run from a folder that also has a vision tower is t
 import json
 import shutil
 from pathlib import Path
+from time import process_time
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from test_latent_run import SETTINGS, after_twenty_steps
 from test_runs import finish, train
@@ -14,6 +16,7 @@ from tiny_models import tiny_kinds_moe, tiny_next
 from whole_models import in_whole
 from world import PRESET, make_world, metrics, overrides, put_model, succeeded
 
+from mrl.megatron.gated_delta import gated_delta
 from mrl.tools.compare_runs import metrics_difference
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
@@ -84,3 +87,23 @@ def test_routes_of_old_log_probs_are_replayed(world, tmp_path):
     rows = metrics(tmp_path)
     assert len(rows) == 2 and all(row["actor/grad_norm"] > 0 for row in rows)
     assert all(row["router/drift"] == 0 for row in rows)
+
+
+def backward_seconds(tokens: int) -> float:
+    """Seconds of CPU of one sequence through two heads."""
+    query, key, value = torch.randn(3, tokens, 2, 64)
+    rate, decay = torch.rand(2, tokens, 2)
+    given = [x.requires_grad_() for x in (query, key, value, -0.1 * decay, rate)]
+    out = gated_delta(*given, (tokens,)).sum()
+    start = process_time()
+    out.backward()
+    return process_time() - start
+
+
+def test_the_backward_of_gated_delta_takes_twice_as_long_for_twice_the_tokens():
+    """Least of five each. It took four times as long when each chunk was a slice of the whole tensor."""
+    torch.set_num_threads(1)
+    backward_seconds(256)
+    seconds = [[backward_seconds(tokens) for tokens in (8192, 16384)] for _ in range(5)]
+    short, long = (min(times) for times in zip(*seconds, strict=True))
+    assert long < 2.5 * short

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import mrl.megatron.gated_delta as rule
 from mrl.cluster.prerequisites import free_port
 from mrl.megatron.gated_delta import GatedDelta, gated_delta
 from mrl.model.computed_sizes import DELTA_CHUNK
@@ -65,6 +67,60 @@ def test_what_else_is_in_the_pack_changes_no_bit():
     for row, length in enumerate(LENGTHS):
         alone = gated_delta(*(x.split(LENGTHS)[row] for x in given), (length,))
         assert torch.equal(found[row], alone)
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements that operations return, without views."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out._base is None:
+            self.elements += out.numel()
+        return out
+
+
+def trained(lengths: tuple[int, ...]) -> tuple[list[Tensor], int]:
+    """Output and gradients of one head, and the elements that the backward wrote."""
+    random = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, sum(lengths), 1, 16, generator=random)
+    rate, decay = torch.rand(2, sum(lengths), 1, generator=random)
+    given = [x.requires_grad_() for x in (query, key, value, -0.3 * decay, rate)]
+    out = gated_delta(*given, lengths)
+    with Written() as written:
+        out.sin().sum().backward()
+    return [out.detach(), *(x.grad for x in given)], written.elements
+
+
+def test_the_backward_writes_twice_as_much_for_twice_the_tokens():
+    """Not four times: each slice of a tensor would have a gradient of the whole one."""
+    longer = [trained((tokens,))[1] for tokens in (2048, 4096)]
+    assert longer[1] < 2.01 * longer[0]
+
+
+def by_slices(counts, *given: Tensor) -> Tensor:
+    """Every chunk's part as a slice, as the rule is written."""
+    query, scores, new, read, key, decay = given
+    state = torch.zeros(counts[0], query.shape[1], query.shape[3], new.shape[3])
+    outs, first = [], 0
+    for count in counts:
+        at = slice(first, first + count)
+        state = state[:count]
+        value = new[at] - read[at] @ state
+        outs.append(query[at] @ state + scores[at] @ value)
+        state = state * decay[at] + key[at].transpose(2, 3) @ value
+        first += count
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("lengths", [(700,), LENGTHS, (64,) * 5, (1, 300, 299, 1)])
+def test_parts_that_are_split_once_have_the_bits_of_slices(lengths, monkeypatch):
+    found = trained(lengths)[0]
+    monkeypatch.setattr(rule, "_stepwise", by_slices)
+    assert all(torch.equal(*pair) for pair in zip(found, trained(lengths)[0], strict=True))
 
 
 def test_sums_of_decays_are_torchs_on_the_host_and_ordinary_ones_elsewhere():
