@@ -115,6 +115,7 @@ def load_rank(actor, folder: Path, kind: str = ACTOR) -> BytesRead:
     with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
         parameters = list(rank_parameters(actor))
         _load_weights(loader, parameters)
+        actor.residence.forget_copies()  # routers' constants are frozen, but loaded
         for parameter in parameters:
             if parameter.optimizer is not None:
                 _load_optimizer_part(loader, parameter, facts["step"], not manifest.weights_only)

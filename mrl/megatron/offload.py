@@ -2,7 +2,7 @@
 
 Storages are emptied and filled again under their tensors, as in verl and slime. So all views stay valid: parameters in
 Megatron's buffers, gradients, shards that the optimizer updates. Host buffers are allocated at a storage's first
-departure and reused for the whole run.
+departure and reused for the whole run. Storages of frozen parameters are copied to them once.
 """
 
 import hashlib
@@ -151,6 +151,7 @@ class Residence:
         self._optimizer = optimizer
         self.switched = tuple(kind for kind in SWITCHES if kind in switched)
         self._buffers: dict[str, StorageBuffer] = {}  # by the name of the storage
+        self._copied: dict[str, UntypedStorage] = {}  # frozen ones, whose buffers have their contents; by name
         self._emptied: dict[str, list[_EmptiedStorage]] = {}  # by kind
         self._arriving: set[str] = set()  # kinds whose copies are under way
         self._used: Counter[str] = Counter()
@@ -184,6 +185,10 @@ class Residence:
         """Waits for states on their way to the device, so that they can leave again."""
         for kind in tuple(self._arriving):
             self._come_back(kind)
+
+    def forget_copies(self) -> None:
+        """Copies frozen parameters to the host again when they next leave. Call it after something has changed them."""
+        self._copied.clear()
 
     def prefetch(self, *kinds: str) -> None:
         """Begins to bring these kinds back while other work computes. They are there once `using` has waited for them.
@@ -235,8 +240,15 @@ class Residence:
         self._buffers |= zip(
             new, reserve([storages[name].nbytes() for name in new], self._platform.host_memory), strict=True
         )
+        trained = self._trained()
         for name, storage in storages.items():
+            is_frozen = kind == PARAMETERS and storage._cdata not in trained
+            if is_frozen and name not in new and self._has_copy(name, storage):
+                continue
             self._buffers[name].copy_from(bytes_of(storage))
+            self._copied.pop(name, None)
+            if is_frozen:
+                self._copied[name] = storage
         return [_EmptiedStorage(storage, storage.nbytes(), self._buffers[name]) for name, storage in storages.items()]
 
     def _come_back(self, kind: str) -> None:
@@ -283,6 +295,14 @@ class Residence:
 
     def _parameters(self) -> dict[int, UntypedStorage]:
         return storages_of([parameter for chunk in self._chunks for parameter in chunk.parameters()])
+
+    def _has_copy(self, name: str, storage: UntypedStorage) -> bool:
+        copied = self._copied.get(name)
+        return copied is not None and copied._cdata == storage._cdata
+
+    def _trained(self) -> dict[int, UntypedStorage]:
+        """Returns storages of parameters that an optimizer changes. One of these may have a frozen parameter, too."""
+        return storages_of([p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad])
 
     def _gradients(self) -> dict[int, UntypedStorage]:
         """Returns storages of gradients. Those of experts are separate buffers."""

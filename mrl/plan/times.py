@@ -176,7 +176,10 @@ def reference_seconds(inputs: PlanInputs) -> dict[str, float]:
 
 
 def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:
-    """Predicts the teacher's pass over a step, and its move from the host and back; empty without a teacher."""
+    """Predicts the teacher's pass over a step, and its return from the host; empty without a teacher.
+
+    Its weights are frozen, so the host has them already when they leave.
+    """
     teacher = teacher_inputs(inputs)
     if teacher is None:
         return {}
@@ -185,7 +188,7 @@ def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:
     per_node = inputs.config.cluster.n_gpus_per_node
     passed = pass_seconds(work, teacher.train, inputs.device, per_node, Passes(), inputs.assumptions)
     moved = teacher_parameters(teacher) * inputs.config.distillation.teacher_model.param_offload
-    return {"teacher": passed.total + 2 * moved / inputs.device.host_path_rate}
+    return {"teacher": passed.total + moved / inputs.device.host_path_rate}
 
 
 def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
@@ -212,14 +215,19 @@ def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
 
 
 def hand_over_seconds(inputs: PlanInputs) -> float:
-    """Predicts the actor's moves to the host and back, once a step, for engines on the same device."""
+    """Predicts the actor's moves to the host and back, once a step, for engines on the same device.
+
+    The host has frozen parameters already when they leave.
+    """
     actor = inputs.config.actor
     states = (
         stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes), lora=inputs.lora)
         for pp in range(inputs.train.pipeline)
     )
-    moved = max(s.parameters * actor.param_offload + s.optimizer * actor.optimizer_offload for s in states)
-    return 2 * moved / inputs.device.host_path_rate
+    moved = max(
+        (s.parameters + s.trained) * actor.param_offload + 2 * s.optimizer * actor.optimizer_offload for s in states
+    )
+    return moved / inputs.device.host_path_rate
 
 
 def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", "PassSeconds"]:

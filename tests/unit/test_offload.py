@@ -202,6 +202,85 @@ def test_host_memory_is_made_when_something_first_leaves_and_never_again():
     assert sum(world.host.made) == sum(buffer.nbytes for buffer in world.residence._buffers.values()) == 36 + 72
 
 
+@pytest.fixture
+def copied(monkeypatch) -> list[int]:
+    """Bytes of each storage that is copied to the host."""
+    sizes, copy_from = [], StorageBuffer.copy_from
+    monkeypatch.setattr(StorageBuffer, "copy_from", lambda buffer, x: (sizes.append(x.numel()), copy_from(buffer, x)))
+    return sizes
+
+
+def hand_over(world: World, copied: list[int]) -> list[int]:
+    """What leaves is copied; then it comes back."""
+    copied.clear()
+    world.residence.offload()
+    with world.residence.using(PARAMETERS):
+        return sorted(copied)
+
+
+TRAINED, FROZEN = 24, 12  # bytes of the chunk's two storages of parameters
+
+
+def test_frozen_parameters_are_copied_to_the_host_once(copied):
+    world = World((PARAMETERS,))
+    assert hand_over(world, copied) == [FROZEN, TRAINED]
+    for value in (1.0, 2.0):
+        with world.residence.using(PARAMETERS):
+            world.chunk.data.fill_(value)
+        assert hand_over(world, copied) == [TRAINED]
+        with world.residence.using(PARAMETERS):
+            assert torch.equal(world.chunk.data, torch.full((6,), value))
+            assert torch.equal(world.chunk.frozen, torch.full((3,), 7.0))
+    assert sum(world.host.made) == TRAINED + FROZEN
+    assert world.residence.left_bytes[PARAMETERS] == TRAINED + FROZEN  # as many are off the device
+
+
+def test_a_model_without_an_optimizer_is_copied_once(copied):
+    """The teacher."""
+    world = World((PARAMETERS,))
+    world.chunk.requires_grad_(False)
+    assert hand_over(world, copied) == [FROZEN, TRAINED]
+    assert hand_over(world, copied) == []
+
+
+def test_frozen_parameters_that_were_changed_are_copied_again(copied):
+    """A checkpoint's routers' constants are loaded after a departure."""
+    world = World((PARAMETERS,))
+    hand_over(world, copied)
+    with world.residence.using(PARAMETERS):
+        world.chunk.frozen.data.fill_(5.0)
+        world.residence.forget_copies()
+    assert hand_over(world, copied) == [FROZEN, TRAINED]
+    assert hand_over(world, copied) == [TRAINED]
+    with world.residence.using(PARAMETERS):
+        assert torch.equal(world.chunk.frozen, torch.full((3,), 5.0))
+
+
+def test_another_storage_of_a_frozen_parameter_is_copied(copied):
+    world = World((PARAMETERS,))
+    hand_over(world, copied)
+    with world.residence.using(PARAMETERS):
+        world.chunk.frozen.data = torch.full((3,), 5.0)
+    assert hand_over(world, copied) == [FROZEN, TRAINED]
+    with world.residence.using(PARAMETERS):
+        world.chunk.frozen.data = torch.full((4,), 6.0)
+    assert hand_over(world, copied) == [16, TRAINED]
+    with world.residence.using(PARAMETERS):
+        assert torch.equal(world.chunk.frozen, torch.full((4,), 6.0))
+
+
+def test_a_parameter_is_copied_once_from_when_it_is_frozen(copied):
+    world = World((PARAMETERS,))
+    hand_over(world, copied)
+    world.chunk.requires_grad_(False)
+    with world.residence.using(PARAMETERS):
+        world.chunk.data.fill_(3.0)  # by the last update
+    assert hand_over(world, copied) == [TRAINED]
+    assert hand_over(world, copied) == []
+    world.chunk.requires_grad_(True)
+    assert hand_over(world, copied) == [FROZEN, TRAINED]
+
+
 def test_moments_that_a_checkpoint_made_anew_take_the_places_of_the_old():
     world = World()
     world.step()

@@ -63,7 +63,8 @@ def an_actor(tensor: int = 1, **optim) -> SimpleNamespace:
     """One rank of `tensor`, of rates `optim`."""
     optimizer = SimpleNamespace(param_groups=[{"default_config": True}], chained_optimizers=[])
     layout = SimpleNamespace(model_dump=lambda: {"tensor_model_parallel_size": tensor})
-    residence = SimpleNamespace(using=lambda *kinds: nullcontext(), require=lambda *kinds: None)
+    nothing = lambda *kinds: None  # noqa: E731
+    residence = SimpleNamespace(using=lambda *kinds: nullcontext(), require=nothing, forget_copies=nothing)
     return SimpleNamespace(
         config=SimpleNamespace(actor=SimpleNamespace(layout=layout), model=SimpleNamespace(dtype="float32", path="m")),
         rank=0, layout=SimpleNamespace(world_size=1), model=model_spec(CONFIG), chunks=[], platform=Device(),
