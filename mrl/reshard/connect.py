@@ -109,6 +109,13 @@ class _Bundle:
     def staging_bytes(self) -> int:
         return sum(end.staging_bytes for end in self._ends)
 
+    def begin(self, update: int) -> None:
+        for end in self._ends:
+            end.begin(update)
+
+    def is_remote(self, message: Message) -> bool:
+        return self._end(message).is_remote(message)
+
     def lasting(self, message: Message) -> bool:
         return self._end(message).lasting(message)
 
@@ -126,19 +133,15 @@ class _SenderBundle(_Bundle):
 
     _peer = "worker"
 
-    def begin(self, update: int, messages: Sequence[Message]) -> None:
-        for end in self._ends:
-            end.begin(update, self._share(end, messages))
-
     def slot(self, message: Message) -> Tensor:
         return self._end(message).slot(message)
 
     def post(self, message: Message) -> None:
         self._end(message).post(message)
 
-    def finish(self) -> None:
+    def wait(self, messages: Sequence[Message]) -> None:
         for end in self._ends:
-            end.finish()
+            end.wait(self._share(end, messages))
 
 
 class _ReceiverBundle(_Bundle):
@@ -146,10 +149,10 @@ class _ReceiverBundle(_Bundle):
 
     _peer = "source"
 
-    def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
+    def ask(self, messages: Sequence[Message]) -> None:
         for end in self._ends:
-            shares = (self._share(end, messages) for messages in rounds)
-            end.begin(update, [share for share in shares if share])
+            if share := self._share(end, messages):
+                end.ask(share)
 
     def take(self, messages: Sequence[Message]) -> list[Tensor]:
         buffer_of: dict[int, Tensor] = {}  # by source

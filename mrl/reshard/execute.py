@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mrl.model.quantised_shards import sent_shards
 from mrl.record.metrics import PhaseTimer
+from mrl.reshard.actions import receiving, sending
 from mrl.reshard.copies import BlockCopies, Copies, Landings, MergedCopies
 from mrl.reshard.digest import Merge, ShardDigests, Shards
 from mrl.reshard.messages import Copy, Message, by_round, module_of
@@ -126,20 +127,27 @@ class Sender:
         if self._quantiser is not None:
             with timer("pack"):
                 self._quantiser.begin()
-        self.end.begin(update, messages)
-        for message in messages:
-            with timer("wait"):
-                slot = self.end.slot(message)
-            with timer("pack"):
-                packing = self._packing(message, slot)
-                packing.run()
-            if digests is not None:
-                with timer("digest"):
-                    digests.packed(message, packing.targets)
-            with timer("pack"):
-                self.end.post(message)
+        self.end.begin(update)
+        for step, these in sending(messages, self.end.is_remote):
+            if step == "slot":
+                self._fill(these[0], timer, digests)
+            elif step == "post":
+                with timer("pack"):
+                    self.end.post(these[0])
+            else:
+                with timer("wait"):
+                    self.end.wait(these)
+
+    def _fill(self, message: Message, timer: PhaseTimer, digests: ShardDigests | None) -> None:
+        """Packs the message into its slot."""
         with timer("wait"):
-            self.end.finish()
+            slot = self.end.slot(message)
+        with timer("pack"):
+            packing = self._packing(message, slot)
+            packing.run()
+        if digests is not None:
+            with timer("digest"):
+                digests.packed(message, packing.targets)
 
     def _packing(self, message: Message, slot: Tensor) -> "BlockCopies | MergedCopies":
         """Returns the copies of the message into its slot. Kept while none of its blocks moves in memory."""
@@ -213,25 +221,34 @@ class Receiver:
         )
 
     def _receive(self, writer: Writer, update: int, timer: PhaseTimer) -> None:
-        self.end.begin(update, self._rounds)
+        self.end.begin(update)
         missing: dict[str, int] = {}  # modules that have been started -> copies that are missing
-        for messages in self._rounds:
-            with timer("wait"):
-                buffers = self.end.take(messages)
-            pairs = zip(messages, buffers, strict=True)
-            blocks = [self._wire.of(message, buffer, self.end.lasting(message)) for message, buffer in pairs]
-            is_lasting = all(self.end.lasting(message) for message in messages)
-            for number, modules in enumerate(_together(by_module(messages, blocks, list(missing)))):
-                with timer("unpack"):
-                    copies = [copy for copies in modules.values() for copy in copies]
-                    self._write(writer, copies, (messages[0].round, number), is_lasting)
-                for module, copies in modules.items():
-                    missing[module] = missing.get(module, self._copies[module]) - len(copies)
-                    if not missing[module]:
-                        del missing[module]
-                        with timer("complete"):
-                            writer.complete(module)
-            self.end.release(messages)
+        for step, messages in receiving(self._rounds, self.end.is_remote):
+            if step == "take":
+                self._unpack(writer, messages, missing, timer)
+            elif step == "release":
+                self.end.release(messages)
+            else:
+                with timer("wait"):
+                    self.end.ask(messages)
+
+    def _unpack(self, writer: Writer, messages: Sequence[Message], missing: dict[str, int], timer: PhaseTimer) -> None:
+        """Takes one round and writes it into the engine's parameters. Brings `missing` up to date."""
+        with timer("wait"):
+            buffers = self.end.take(messages)
+        pairs = zip(messages, buffers, strict=True)
+        blocks = [self._wire.of(message, buffer, self.end.lasting(message)) for message, buffer in pairs]
+        is_lasting = all(self.end.lasting(message) for message in messages)
+        for number, modules in enumerate(_together(by_module(messages, blocks, list(missing)))):
+            with timer("unpack"):
+                copies = [copy for copies in modules.values() for copy in copies]
+                self._write(writer, copies, (messages[0].round, number), is_lasting)
+            for module, copies in modules.items():
+                missing[module] = missing.get(module, self._copies[module]) - len(copies)
+                if not missing[module]:
+                    del missing[module]
+                    with timer("complete"):
+                        writer.complete(module)
 
     def _write(self, writer: Writer, copies: Copies, key: tuple[int, int], is_lasting: bool) -> None:
         """Copies the blocks into the engine's parameters. `key` names this group of copies among a sync's."""

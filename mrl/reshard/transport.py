@@ -30,8 +30,11 @@ class SendingEnd(Protocol):
 
     staging_bytes: int  # held by this process
 
-    def begin(self, update: int, messages: Sequence[Message]) -> None:
-        """Starts a sync in which exactly `messages` are sent, in this order."""
+    def begin(self, update: int) -> None:
+        """Starts a sync. The order of what follows is that of mrl.reshard.actions.sending."""
+
+    def is_remote(self, message: Message) -> bool:
+        """Tells whether the message goes through a communicator, not through shared memory."""
 
     def slot(self, message: Message) -> Tensor:
         """Returns memory for the message, uint8 [nbytes], after the receiver has taken its former content.
@@ -45,8 +48,8 @@ class SendingEnd(Protocol):
     def post(self, message: Message) -> None:
         """Hands over what was written into the slot."""
 
-    def finish(self) -> None:
-        """Waits until every message has been taken. Raises TransferError."""
+    def wait(self, messages: Sequence[Message]) -> None:
+        """Waits until these messages, which were posted, have been taken. Raises TransferError."""
 
     def abandon(self) -> None:
         """Tells the receivers that the rest will not come."""
@@ -60,8 +63,14 @@ class ReceivingEnd(Protocol):
 
     staging_bytes: int
 
-    def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
-        """Starts a sync that brings these messages, round by round. Rounds without messages are left out."""
+    def begin(self, update: int) -> None:
+        """Starts a sync. The order of what follows is that of mrl.reshard.actions.receiving."""
+
+    def is_remote(self, message: Message) -> bool:
+        """Tells whether the message goes through a communicator, not through shared memory."""
+
+    def ask(self, messages: Sequence[Message]) -> None:
+        """Lets the senders of one round's messages go on: grants them room, or posts receives."""
 
     def take(self, messages: Sequence[Message]) -> list[Tensor]:
         """Returns the bytes of one round's messages, uint8 [nbytes] each, valid until `release`.

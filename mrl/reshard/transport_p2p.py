@@ -88,23 +88,24 @@ class PointToPointSender:
         self.staging_bytes = 2 * half
         self._group = _Group(setup, ("rank", rank), transfer)
 
-    def begin(self, update: int, messages: Sequence[Message]) -> None:
+    def begin(self, update: int) -> None:
         self._update = update
-        self._under_way: list[list[tuple[dist.Work, Message]]] = [[], []]
-        rounds = dict.fromkeys(message.round for message in messages)
-        self._order = {number: position for position, number in enumerate(rounds)}
+        self._under_way: dict[tuple[int, int], list[dist.Work]] = {}  # by round and worker
         self._packing = -1  # round
-        self._used = 0  # bytes of its buffer
+        self._half = 0  # of the buffers, where it is packed
+        self._used = 0  # bytes of that half
         self._slots: dict[int, Tensor] = {}  # by worker, headers included
 
+    def is_remote(self, message: Message) -> bool:
+        return True
+
     def slot(self, message: Message) -> Tensor:
-        half = self._order[message.round] % 2
         if self._packing != message.round:
-            self._drain(half)
             self._packing = message.round
+            self._half = 1 - self._half
             self._used = 0
         size = _HEADER + message.nbytes
-        slot = self._buffers[half][self._used : self._used + size]
+        slot = self._buffers[self._half][self._used : self._used + size]
         self._used += aligned(size)
         self._slots[message.worker] = slot
         return slot[_HEADER:]
@@ -119,20 +120,13 @@ class PointToPointSender:
         work = self._group.process_group.send(
             [slot], self._group.number("worker", message.worker), _tag(self._update, message)
         )
-        self._under_way[self._order[message.round] % 2].append((work, message))
+        self._under_way.setdefault((message.round, message.worker), []).append(work)
 
-    def _drain(self, half: int) -> None:
-        for work, message in self._under_way[half]:
-            self._group.wait(
-                work,
-                f"rank {self._rank}: worker {message.worker} did not take round {message.round} "
-                f"of update {self._update}",
-            )
-        self._under_way[half] = []
-
-    def finish(self) -> None:
-        self._drain(0)
-        self._drain(1)
+    def wait(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            who = f"rank {self._rank}: worker {message.worker} did not take round {message.round}"
+            for work in self._under_way.pop((message.round, message.worker), ()):
+                self._group.wait(work, f"{who} of update {self._update}")
 
     def abandon(self) -> None:
         self._group.abort()
@@ -143,7 +137,7 @@ class PointToPointSender:
 
 
 class PointToPointReceiver:
-    """A ReceivingEnd with two buffers of the worker's largest round. Each receive is posted before it is needed."""
+    """A ReceivingEnd with two buffers of the worker's largest round."""
 
     def __init__(self, setup: SyncSetup, worker: int, ranks: Sequence[int], transfer: Transfer):
         plan = setup.plan()
@@ -155,27 +149,25 @@ class PointToPointReceiver:
         self.staging_bytes = 2 * half
         self._group = _Group(setup, ("worker", worker), transfer)
 
-    def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
+    def begin(self, update: int) -> None:
         self._update = update
-        self._rounds = list(rounds)
-        self._asked = 0
+        self._half = 0  # of the buffers, for the next round
         self._coming: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
-        self._ask()
-        self._ask()
 
-    def _ask(self) -> None:
-        if self._asked == len(self._rounds):
-            return
+    def is_remote(self, message: Message) -> bool:
+        return True
+
+    def ask(self, messages: Sequence[Message]) -> None:
         offset = 0
-        buffer = self._buffers[self._asked % 2]
-        for message in self._rounds[self._asked]:
+        buffer = self._buffers[self._half]
+        for message in messages:
             slot = buffer[offset : offset + _HEADER + message.nbytes]
             work = self._group.process_group.recv(
                 [slot], self._group.number("rank", message.source), _tag(self._update, message)
             )
             self._coming[message.round, message.source] = work, slot
             offset += aligned(slot.numel())
-        self._asked += 1
+        self._half = 1 - self._half
 
     def take(self, messages: Sequence[Message]) -> list[Tensor]:
         return [self._take(message) for message in messages]
@@ -196,7 +188,7 @@ class PointToPointReceiver:
         return True
 
     def release(self, messages: Sequence[Message]) -> None:
-        self._ask()
+        pass  # the buffer is written again only after the next `ask`
 
     def abandon(self) -> None:
         self._group.abort()

@@ -169,8 +169,7 @@ class SharedMemoryReceiver:
         self._arena = self._make(arena_path(setup, worker), half)
         self._arena.pin(transfer)
         self._arena.publish()
-        self._rounds: list[Sequence[Message]] = []
-        self._granted = self._update = 0
+        self._update = 0
 
     def _make(self, path: Path, half: int) -> Arena:
         self._device_data = None
@@ -182,28 +181,24 @@ class SharedMemoryReceiver:
             return self._arena.data
         return self._device_data
 
-    def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
+    def begin(self, update: int) -> None:
         self._update = update
-        self._rounds = list(rounds)
-        self._granted = 0
         self._half_of: dict[int, int] = {}  # by round
         self._arena.words[:] = 0
-        self._grant()
-        self._grant()
 
-    def _grant(self) -> None:
-        if self._granted == len(self._rounds):
-            return
-        half = self._granted % 2
+    def is_remote(self, message: Message) -> bool:
+        return False
+
+    def ask(self, messages: Sequence[Message]) -> None:
+        half = len(self._half_of) % 2
         offset = half * self._arena.half_bytes
-        for message in self._rounds[self._granted]:
+        for message in messages:
             words = self._words(half, message)
             words[_OFFSET], words[_NBYTES], words[_READY], words[_PLAN] = offset, message.nbytes, 0, self._plan_word
             memory_fence()
             words[_GRANTED] = sequence_number(self._update, message)
             offset += aligned(message.nbytes)
-            self._half_of[message.round] = half
-        self._granted += 1
+        self._half_of[messages[0].round] = half
 
     def _words(self, half: int, message: Message) -> np.ndarray:
         return self._arena.words[half, self._ranks.index(message.source)]
@@ -245,7 +240,6 @@ class SharedMemoryReceiver:
         memory_fence()  # they have been read
         for message in messages:
             self._words(self._half_of[message.round], message)[_GRANTED] = 0
-        self._grant()
 
     def abandon(self) -> None:
         self._arena.stops[0] = self._update
@@ -303,9 +297,11 @@ class SharedMemorySender:
         arena = Arena(path, ranks, half, side)
         return arena, arena.data
 
-    def begin(self, update: int, messages: Sequence[Message]) -> None:
+    def begin(self, update: int) -> None:
         self._update = update
-        self._posted = []
+
+    def is_remote(self, message: Message) -> bool:
+        return False
 
     def slot(self, message: Message) -> Tensor:
         who = f"worker {message.worker}, round {message.round} of update {self._update}"
@@ -358,12 +354,10 @@ class SharedMemorySender:
         self._transfer.synchronize()
         memory_fence()
         words[_READY] = sequence_number(self._update, message)
-        self._posted.append(message)
 
-    def finish(self) -> None:
-        for message in self._posted:
+    def wait(self, messages: Sequence[Message]) -> None:
+        for message in messages:
             self._wait_taken(message)
-        self._posted = []
 
     def _wait_taken(self, message: Message) -> None:
         what = f"worker {message.worker} did not take round {message.round} of update {self._update}"

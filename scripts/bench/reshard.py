@@ -163,16 +163,21 @@ class Rank:
         """Each message as one block out of contiguous memory of the shards' size."""
         import torch
 
+        from mrl.reshard.actions import sending
+
         if self.block is None:
             self.messages = list(self.sender.plan.sends(self.number))
             self.block = torch.zeros(sum(m.nbytes for m in self.messages), dtype=torch.uint8)
         end, at = self.sender.end, 0
-        end.begin(update, self.messages)
-        for message in self.messages:
-            end.slot(message).copy_(self.block[at : at + message.nbytes])
-            end.post(message)
-            at += message.nbytes
-        end.finish()
+        end.begin(update)
+        for step, (message, *others) in sending(self.messages, end.is_remote):
+            if step == "slot":
+                end.slot(message).copy_(self.block[at : at + message.nbytes])
+                at += message.nbytes
+            elif step == "post":
+                end.post(message)
+            else:
+                end.wait([message, *others])
 
     def export(self) -> None:
         for _ in self.actor.export_hf():
@@ -225,18 +230,23 @@ class Engine:
         """Each message as one block into contiguous memory of the engine's size."""
         import torch
 
+        from mrl.reshard.actions import receiving
         from mrl.reshard.messages import by_round
 
         if self.block is None:
             self.rounds = by_round(self.receiver.plan.receives(0))
             self.block = torch.zeros(sum(m.nbytes for messages in self.rounds for m in messages), dtype=torch.uint8)
         end, at = self.receiver.end, 0
-        end.begin(update, self.rounds)
-        for messages in self.rounds:
-            for buffer in end.take(messages):
-                self.block[at : at + buffer.numel()].copy_(buffer)
-                at += buffer.numel()
-            end.release(messages)
+        end.begin(update)
+        for step, messages in receiving(self.rounds, end.is_remote):
+            if step == "take":
+                for buffer in end.take(messages):
+                    self.block[at : at + buffer.numel()].copy_(buffer)
+                    at += buffer.numel()
+            elif step == "release":
+                end.release(messages)
+            else:
+                end.ask(messages)
 
     def floor(self) -> dict[str, float]:
         """Seconds of single steps, the best of three. The engine's weights are lost."""

@@ -2,7 +2,7 @@
 model.
 
 Each in a process of its own, in at most 20 s of a core and 1 GB; DeepSeek-V3, Kimi-K2 and Qwen3.5-397B-A17B, 671, 1000
-and 397 billion parameters on 256 devices, in at most a minute.
+and 397 billion parameters on 256 devices, in at most a minute. The order of the two largest syncs is walked with NCCL's waits.
 """
 
 import json
@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+import sync_simulation
 
 ROOT = Path(__file__).parents[2]
 # the tiny ones have no model before it is made
@@ -36,6 +40,12 @@ def test_the_weight_sync_of_a_preset_puts_every_element_in_its_place(path, tmp_p
 
 def test_the_weight_sync_of_the_largest_hybrid_puts_every_element_in_its_place(tmp_path):
     check_verified(tmp_path, HYBRID, 60, *LARGEST_HYBRID)
+
+
+@pytest.mark.parametrize("preset", sync_simulation.LARGEST)
+def test_the_largest_weight_syncs_complete_where_first_uses_and_waits_block(preset):
+    sync_simulation.check_completes(preset)
+    sync_simulation.check_deadlock_before(preset)
 
 
 def check_verified(tmp_path: Path, path: Path, seconds: float, *values: str) -> None:

@@ -61,7 +61,7 @@ LIGHT = (
     "vllm/requests.py",
     *(
         f"reshard/{part}.py"
-        for part in ("faults", "messages", "plan", "proof", "schedule", "setup", "streams", "sync_report")
+        for part in ("actions", "faults", "messages", "plan", "proof", "schedule", "setup", "streams", "sync_report")
     ),
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")

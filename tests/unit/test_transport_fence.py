@@ -94,8 +94,9 @@ def in_order(events, *wanted):
 
 def test_a_message_is_fenced_at_every_word_of_its_way(sides):
     (first, *_), *_ = sides.rounds
-    sides.sender.begin(1, [first])
-    granting = sides.of(lambda: sides.receiver.begin(1, sides.rounds))
+    sides.sender.begin(1)
+    sides.receiver.begin(1)
+    granting = sides.of(lambda: sides.receiver.ask(sides.rounds[0]))
     for word in ("offset", "nbytes", "ready", "plan"):
         assert in_order(granting[: granting.index("write granted") + 1], f"write {word}", "fence", "write granted")
 
@@ -127,9 +128,10 @@ def test_a_message_is_fenced_at_every_word_of_its_way(sides):
 
 def test_the_accesses_are_seen(sides):
     """The test above would say nothing if they were not."""
-    sides.sender.begin(1, [message for each in sides.rounds for message in each])
-    sides.receiver.begin(1, sides.rounds)
+    sides.sender.begin(1)
+    sides.receiver.begin(1)
     for messages in sides.rounds:
+        sides.receiver.ask(messages)
         for message in messages:
             sides.sender.slot(message)
             sides.sender.post(message)

@@ -56,7 +56,7 @@ def test_a_rank_is_told_that_its_worker_has_ended(setup, tmp_path):
     child = in_a_process(lambda: SharedMemoryReceiver(setup, 0, [0], CpuTransfer()), tmp_path / "there")
     sender = SharedMemorySender(setup, 0, [0], CpuTransfer())
     message = received_rounds(setup.plan(), 0, [0])[0][0]
-    sender.begin(1, [message])
+    sender.begin(1)
     assert not sender._arenas[0].has_left(0)
     end(child)
     raised_within(2.0, lambda: sender.slot(message))
@@ -67,7 +67,8 @@ def test_a_rank_is_told_that_its_worker_has_ended(setup, tmp_path):
 def test_a_worker_is_told_that_its_rank_has_ended(setup, tmp_path):
     receiver = SharedMemoryReceiver(setup, 0, [0], CpuTransfer())
     rounds = received_rounds(setup.plan(), 0, [0])
-    receiver.begin(1, rounds)
+    receiver.begin(1)
+    receiver.ask(rounds[0])
     assert not receiver._arena.has_left(1), "one that has not come yet has not left"
     child = in_a_process(lambda: SharedMemorySender(setup, 0, [0], CpuTransfer()), tmp_path / "there")
     end(child)
