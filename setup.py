@@ -52,6 +52,7 @@ setup(
             "model/known/*.json",
             "plan/devices.json",
             "record/metrics.yaml",
+            "tools/import_verl/verl_keys.txt",
             "tools/report/assets/*",
         ]
     },

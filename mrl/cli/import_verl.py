@@ -246,9 +246,8 @@ def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns (shell variables, keys of mrl) that --set gives."""
     from mrl.tools.import_verl.verl_command import hydra_value
 
-    variables = {}
-    if home := os.environ.get("HOME"):
-        variables["HOME"] = home  # every shell that runs the script sets it
+    # every shell that runs the script sets these
+    variables = {name: os.environ[name] for name in ("HOME", "USER") if os.environ.get(name)} | {"PWD": os.getcwd()}
     own = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -318,9 +317,9 @@ def _report(out, violations: list, remarks: list[str], verdict: str, stream) -> 
         print(f"  {line}", file=stream)
     unread = ""
     if out.faults:
-        unread = f", {len(out.faults)} places that cannot be read"
+        unread = f"{out.faults[0]}; {len(out.faults)} places that cannot be read, "
     said = {
-        "refused": f": {len(violations)} violations{unread}",
+        "refused": f": {unread}{len(violations)} violations",
         "carried with losses": f": {', '.join(entry.key for entry in out.losses)}; --accept-losses takes it as it is",
     }
     print(f"  {verdict}{said.get(verdict, '')}", file=stream)

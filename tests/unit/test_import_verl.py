@@ -379,7 +379,6 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
         ("actor_rollout_ref.model.mtp.enable=True", "multi-token prediction"),
         ("actor_rollout_ref.rollout.name=sglang", "only vLLM"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn"),
-        ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
         ("reward_model.enable=True", "rewards are functions"),
         ("actor_rollout_ref.actor.ppo_epochs=2", "trained on once"),
         ("actor_rollout_ref.rollout.dtype=float16", "bfloat16 or float32"),
@@ -690,10 +689,10 @@ def test_a_script_that_cannot_be_carried_over_says_why(capsys, tmp_path, text, p
 def test_a_place_that_the_grammar_cannot_read_is_told_and_forbids_the_answer_valid(capsys, tmp_path):
     text = (SCRIPTS / "dapo_32b_fsdp.sh").read_text()
     (tmp_path / "s.sh").write_text(text + "\necho done | | cat\n")
-    fault = f"{tmp_path / 's.sh'}:{len(text.splitlines()) + 2}: cannot be read as shell: |"
+    fault = f"mend {tmp_path / 's.sh'}:{len(text.splitlines()) + 2}: cannot be read as shell: |"
     code, out, _ = run(capsys, "import-verl", str(tmp_path / "s.sh"), "-o", str(tmp_path / "out.yaml"))
     assert code == 2 and f"warning: {fault}" in out
-    assert out.splitlines()[-1].strip() == "refused: 0 violations, 1 places that cannot be read"
+    assert out.splitlines()[-1].strip() == f"refused: {fault}; 1 places that cannot be read, 0 violations"
     assert f"# warning: {fault}" in (tmp_path / "out.yaml").read_text()
     found = json.loads(run(capsys, "import-verl", str(tmp_path / "s.sh"), "--json")[1])
     assert not found["ok"] and fault in found["warnings"] and not found["violations"]
@@ -705,12 +704,12 @@ LAUNCH = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwe
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (LAUNCH + "trainer.nnodes=2 $MORE", "line 1: ${MORE}: depends on MORE, which the script does not set"),
-        (LAUNCH + "trainer.nnodes=2 nonsense", "line 1: nonsense: no override (key=value), and not read"),
-        (LAUNCH + "$(cat overrides)", "line 1: $(cat overrides): depends on $(cat overrides), "
-                                      "which the script does not set"),
+        (LAUNCH + "trainer.nnodes=2 $MORE", "give --set MORE=... (nothing behind = where it is empty): ${MORE} in line 1"),
+        (LAUNCH + "trainer.nnodes=2 nonsense", "mend or remove nonsense in line 1: it is no override (key=value)"),
+        (LAUNCH + "$(cat overrides)", "give what it comes to as overrides behind the script: $(cat overrides)"),
+        (LAUNCH + "\u00a0trainer.nnodes=2", "replace the character U+00A0 by a plain blank in line 1"),
         ("A=(trainer.nnodes=2)\n[ $KL ] && A+=(algorithm.use_kl_in_reward=True)\n" + LAUNCH + '"${A[@]}"',
-         "line 2: ${A: algorithm.use_kl_in_reward=True}: depends on KL"),
+         "give --set KL=... (nothing behind = where it is empty): ${A: algorithm.use_kl_in_reward=True} in line 2"),
     ],
 )  # fmt: skip
 def test_a_word_that_is_not_understood_is_told_and_forbids_the_answer_valid(capsys, tmp_path, text, fault):
@@ -796,7 +795,9 @@ def test_a_file_that_is_not_at_hand_forbids_the_answer_valid(tmp_path, text):
         (tmp_path / "mine.yaml").write_text(text)
     out = launched("--config-path=. --config-name=mine", name=str(tmp_path / "s.sh"))
     (fault,) = out.faults
-    assert fault.startswith(f"--config-name {'nowhere' if text else 'mine'}: that file is not at hand")
+    name = "nowhere" if text else "mine"
+    assert fault.startswith(f"give --config-path FOLDER with {name}.yaml in it")
+    assert f"--config-name {name}: that file is not at hand" in fault
 
 
 @pytest.mark.parametrize(
@@ -985,11 +986,155 @@ def test_importing_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_comment_inside_a_continued_command_is_pointed_out(tmp_path):
-    text = (
-        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n  # a remark\n  trainer.nnodes=2 "
-        "\\\n  trainer.save_freq=5\n"
-    )
+@pytest.mark.parametrize(
+    ("behind", "line", "cause"),
+    [
+        (" \\\n  # a remark\n", 2, "a comment inside the command"),
+        (" \\ \n", 1, "a blank behind the backslash"),
+        (" \\\t\n", 1, "a blank behind the backslash"),
+        (" \\ # a remark\n", 1, "a comment behind the argument"),
+        (" # a remark\n", 1, "a comment behind the argument"),
+        ("\n", 1, "no backslash at the end of the line"),
+        (" \\\n\n", 2, "an empty line inside the command"),
+    ],
+)
+def test_where_a_continued_command_breaks_off_is_said_with_the_cause(behind, line, cause):
+    """talmolab/sleap#2611 and its kin. The value of the first key behind it is set in another line."""
+    head = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
+    text = f"{head}{behind}  trainer.nnodes=$N \\\n  trainer.save_freq=5\n"
+    out = import_script(f"N=2\n{text}", "s", {})
+    assert out.values["cluster.nnodes"] == 2 and out.values["trainer.save_freq"] == 5
+    (said,) = [w for w in out.warnings if "the shell ends the command there" in w]
+    assert said.startswith(f"s:{line + 1}: {cause}")
+
+
+ASKS = {
+    "actor_rollout_ref.rollout.repetition_penalty": ("1.2", "1.0"),
+    "actor_rollout_ref.rollout.use_fire_sampling": ("True", "False"),
+    "data.sampler.class_path": ("/x/curriculum.py", "null"),
+    "data.datagen.path": ("/x/made.py", "null"),
+    "data.image_key": ("images", "null"),
+    "actor_rollout_ref.actor.optim.min_lr_ratio": ("0.1", "0.0"),
+    "actor_rollout_ref.actor.optim.num_cycles": ("2", "0.5"),
+    "actor_rollout_ref.rollout.skip.enable": ("True", "False"),
+    "reward.reward_manager.source": ("importlib", "register"),
+    "trainer.v1.trainer_mode": ("separate_async", "sync"),
+    "trainer.v1.sampler.custom_sampler.path": ("/x/s.py", "null"),
+}
+
+
+@pytest.mark.parametrize("key", ASKS)
+def test_a_key_that_changes_sampling_or_data_is_a_loss_unless_its_value_asks_for_nothing(key):
+    """verl-project/verl#3309 and #7270."""
+    asks, nothing = ASKS[key]
+    assert [entry.key for entry in from_overrides(f"{key}={asks}").losses] == [key]
+    assert not from_overrides(f"{key}={nothing}").losses
+
+
+MISSPELT = [
+    "actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.min_p", "actor_rollout_ref.rollout.stop",
+    "actor_rollout_ref.rollout.val_kwargs.temprature", "data.train_bach_size", "trainer.total_training_step",
+    "algorithm.norm_adv", "actor_rollout_ref.actor.optim.lrr", "actor_rollout_ref.actor.clip_ratio_hgih",
+    "actor_rollout_ref.actor.megatron.tensor_parallel_size", "actor_rollout_ref.ref.log_prob_micro_bach_size",
+    "actor_rollout_ref.ref.megatron.tensor_parallel_size", "critic.cliprange", "critic.optim.lrr",
+    "critic.megatron.tp", "distillation.enable", "distillation.distillation_loss.temperature", "reward_model.path",
+    "reward.manager", "actor_rollout_ref.rollout.multi_turn.max_turns", "actor_rollout_ref.model.lora.r",
+    "actor_rollout_ref.actor.checkpoint.save", "actor_rollout_ref.actor.fsdp_config.offload",
+    "actor_rollout_ref.rollout.agent.workers", "async_training.staleness", "transfer_queue.enabled",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", MISSPELT)
+def test_a_key_that_no_release_of_verl_has_is_none_under_every_prefix(key):
+    (entry,) = from_overrides(f"{key}=1").losses
+    assert entry.key == key and "no such key here, nor in verl 0.3.0.post1 to 0.9.1" in entry.why
+
+
+OPEN = [
+    "actor_rollout_ref.rollout.engine_kwargs.sglang.anything", "actor_rollout_ref.rollout.engine_kwargs.trtllm.x.y",
+    "ray_kwargs.ray_init.object_store_memory", "hydra.run.dir", "actor_rollout_ref.actor.checkpoint.mbridge_config.x",
+    "data.mm_processor_kwargs.x", "custom_reward_function.reward_kwargs.anything",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OPEN)
+def test_below_a_free_mapping_of_verls_any_name_is_one(key):
+    assert not from_overrides(f"+{key}=1").losses
+
+
+def test_a_misspelt_key_is_answered_with_the_one_that_was_meant():
+    (entry,) = from_overrides("trainer.total_training_step=7").losses
+    assert entry.why.endswith("did you mean trainer.total_training_steps?")
+
+
+def test_values_inside_a_field_of_the_engine_make_one_mapping():
+    field = "actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config."
+    out = from_overrides(f"+{field}cudagraph_mode=FULL_DECODE_ONLY", f"+{field}cudagraph_capture_sizes=[4,12]")
+    wanted = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 12]}
+    assert out.values["rollout.engine_kwargs.vllm.compilation_config"] == wanted and not out.losses
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model", "data", "critic.model"])
+def test_code_of_a_checkpoint_is_no_loss_where_the_family_is_here(key):
+    words = [f"{key}.trust_remote_code=True", "algorithm.adv_estimator=gae"]
+    assert not from_overrides(*words).losses
+    losses = import_overrides([*words, "actor_rollout_ref.model.path=org/Unheard-of-7B"]).losses
+    assert f"{key}.trust_remote_code" in {entry.key for entry in losses}
+
+
+def test_rows_of_verls_visual_data_set_are_a_loss():
+    """verl reads the images of geo3k without image_key, whose default is `images`."""
+    losses = from_overrides("data.train_files=/data/geo3k/train.parquet").losses
+    assert [entry.key for entry in losses] == ["data.train_files"]
+
+
+PROBES = [
+    "DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}",
+    "DEVICE=`python -c \"import torch_npu\" 2>/dev/null && echo npu || echo gpu`",
+    "DEVICE=${DEVICE:-$(if command -v npu-smi >/dev/null 2>&1; then echo npu; else echo gpu; fi)}",
+    "DEVICE=$(nvidia-smi >/dev/null 2>&1 && echo gpu || echo npu)",
+    "if command -v npu-smi &>/dev/null; then DEVICE=npu; else DEVICE=gpu; fi",
+]
+CHOOSES = """
+case "$DEVICE" in
+    gpu) N=8 ;;
+    npu) export HCCL_BUFFSIZE=200; N=16 ;;
+    *) echo "Unsupported DEVICE=${DEVICE}. Expected 'gpu' or 'npu'." >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_script_that_asks_the_machine_for_npus_is_read_as_on_gpus(probe):
+    text = probe + CHOOSES + LAUNCH + "trainer.n_gpus_per_node=$N"
     out = import_script(text, "s", {})
-    assert out.values["cluster.nnodes"] == 2
-    assert any("s:3: the shell ends the command above at the comment" in w for w in out.warnings)
+    assert (out.values["cluster.n_gpus_per_node"], out.values["cluster.device"]) == (8, "cuda") and not out.faults
+    npu = import_script(text, "s", {"DEVICE": "npu"}).values
+    assert (npu["cluster.n_gpus_per_node"], npu["cluster.device"]) == (16, "npu")
+
+
+def test_a_script_that_refuses_a_setting_is_quoted():
+    text = PROBES[0] + CHOOSES + LAUNCH + "trainer.n_gpus_per_node=$N"
+    with pytest.raises(ConfigError, match=r"s:5: the script ends itself \(exit 1\): Unsupported DEVICE=cuda. Expected"):
+        import_script(text, "s", {"DEVICE": "cuda"})
+
+
+def test_what_only_an_undecided_branch_sets_says_nothing_of_the_device():
+    text = f"if [ -f /x ]; then export HCCL_BUFFSIZE=200; fi\n{LAUNCH}"
+    assert import_script(text, "s", {}).values["cluster.device"] == "cuda"
+
+
+def test_the_working_directory_is_known(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.sh").write_text(LAUNCH + "data.train_files=${PWD}/a.parquet data.val_files=$(pwd)/b.parquet\n")
+    found = json.loads(run(capsys, "import-verl", "s.sh", "--json")[1])
+    values = {entry["to"]: entry["value"] for entry in found["carried"]}
+    assert values["data.train_files"] == f"{tmp_path}/a.parquet" and values["data.val_files"] == f"{tmp_path}/b.parquet"
+    text = f"cd /data\nA=$PWD\ncd $SOMEWHERE\n{LAUNCH} data.train_files=$A/a data.val_files=$PWD/b"
+    out = import_script(text, "s", {"PWD": "/home"})
+    assert out.values["data.train_files"] == "/data/a" and [e.key for e in out.losses] == ["data.val_files"]
+
+
+def test_an_empty_path_of_a_model_says_so():
+    (entry,) = import_script(f"P=${{P:-}}\n{LAUNCH} actor_rollout_ref.model.path=$P", "s", {}).losses
+    assert entry.key == "actor_rollout_ref.model.path" and "gives an empty path" in entry.why

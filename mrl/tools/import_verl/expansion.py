@@ -14,7 +14,17 @@ from itertools import groupby
 from pathlib import PurePosixPath
 
 from mrl.errors import ConfigError
-from mrl.tools.import_verl.shell_syntax import Simple, Word, WordPart, parse_script, parse_text
+from mrl.tools.import_verl.shell_syntax import (
+    Chain,
+    Command,
+    CommandBlock,
+    If,
+    Simple,
+    Word,
+    WordPart,
+    parse_script,
+    parse_text,
+)
 
 MAX_TEXT = 1_000_000  # characters in one variable
 MAX_ITEMS = 10_000  # items in one array
@@ -49,7 +59,8 @@ class Value:
 
     text: str
     missing: frozenset[str] = frozenset()
-    line: int = 0
+    line: int = 0  # where the value comes from
+    place: int = 0  # where the argument stands in a command or array
 
     @property
     def known(self) -> bool:
@@ -61,7 +72,8 @@ class Value:
             raise ConfigError(
                 f"a variable of the script grows over {MAX_TEXT} characters, which no launch script needs"
             )
-        return Value(self.text + other.text, self.missing | other.missing, self.line or other.line)
+        place = self.place or other.place
+        return Value(self.text + other.text, self.missing | other.missing, self.line or other.line, place)
 
     def at(self, line: int) -> "Value":
         """Returns the value as written on this line of the script."""
@@ -150,7 +162,7 @@ class Expander:
                 current = piece if current is None else current + piece
         if current is not None and (current.text or quoted):
             done.append(current)
-        return [field.at(field.line or word.line) for field in done]
+        return [replace(field, line=field.line or word.line, place=field.place or word.line) for field in done]
 
     def pieces(self, part: WordPart, line: int) -> list[Value]:
         """Expands one part into pieces. A new argument begins between two pieces."""
@@ -330,16 +342,72 @@ class Expander:
             script = parse_script(text, f"{self.name}:{line}")
         except ConfigError:
             return unknown
-        if script.faults or len(script.block.commands) != 1 or not isinstance(script.block.commands[0], Simple):
+        if script.faults:
             return unknown
-        name, *arguments = self.fields(script.block.commands[0].words) or [EMPTY]
+        printed = self.printed(script.block)
+        if printed is None:
+            return unknown
+        output, _ = printed
+        if not output.known:
+            return Value(f"$({text})", output.missing)
+        return output
+
+    def printed(self, command: Command) -> tuple[Value, bool] | None:
+        """Returns (text that a command writes, whether it succeeds). None where only running it would tell."""
+        match command:
+            case CommandBlock(commands=(only,)):
+                return self.printed(only)
+            case Chain():
+                return self.printed_by_chain(command)
+            case If(branches=((condition, body),)):
+                decided = self.printed(condition)
+                if decided is None:
+                    return None
+                return self.printed(body if decided[1] else command.otherwise)
+            case Simple():
+                return self.printed_by_one(command)
+        return None
+
+    def printed_by_chain(self, chain: Chain) -> tuple[Value, bool] | None:
+        total = EMPTY
+        succeeds = True
+        for operator, command in chain.links:
+            if operator == "" or succeeds is (operator == "&&"):
+                printed = self.printed(command)
+                if printed is None:
+                    return None
+                total = total + printed[0]
+                succeeds = printed[1]
+        return total, succeeds
+
+    def printed_by_one(self, command: Simple) -> tuple[Value, bool] | None:
+        name, *arguments = self.fields(command.words) or [EMPTY]
+        probe = probe_status([name, *arguments])
+        if probe is not None:
+            return EMPTY, probe  # what a probe writes goes to /dev/null
+        if name.text == "pwd" and not arguments:
+            return self.item("PWD", None), True
         shape = _TEXT_COMMANDS.get(name.text)
         if shape is None or not arguments:
-            return unknown
+            return None
         missing = frozenset().union(*(a.missing for a in arguments))
-        if missing:
-            return Value(f"$({text})", missing)
-        return Value(shape([a.text for a in arguments]))
+        return Value(shape([a.text for a in arguments]), missing), True
+
+
+def probe_status(fields: Sequence[Value]) -> bool | None:
+    """Says how a command ends that asks the machine for its devices: as on a machine with NVIDIA GPUs.
+
+    None for other commands. verl's scripts choose between `gpu` and `npu` with it (`python3 -c 'import torch_npu'`).
+    """
+    text = " ".join(field.text for field in fields)
+    name = fields[0].text.rpartition("/")[2] if fields else ""
+    if not (name.startswith("python") or name in _PROBES or (name in _LOOKS_UP and len(fields) > 1)):
+        return None
+    if _ASKS_FOR_NPUS.search(text):
+        return False
+    if "nvidia-smi" in text:
+        return True
+    return None
 
 
 def _substring(text: str, start: int, length: int | None) -> str:
@@ -367,6 +435,9 @@ def _basename(arguments: list[str]) -> str:
     return name
 
 
+_PROBES = frozenset(("npu-smi", "nvidia-smi"))
+_LOOKS_UP = frozenset(("command", "which", "type", "hash"))
+_ASKS_FOR_NPUS = re.compile(r"\bnpu-smi\b|\b(import|find_spec\W+)\s*torch_npu\b")
 _TEXT_COMMANDS: Mapping[str, Callable[[list[str]], str]] = {
     "basename": _basename,
     "dirname": lambda arguments: str(PurePosixPath(arguments[0]).parent),

@@ -3,10 +3,13 @@
 Handlers of loss, correction and filter stand in handlers_algorithm.py.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from mrl.config.override_rules import MINDSPEED_FIELDS, decided_by, override_faults
 from mrl.record.sinks import VIEWS
 from mrl.tools.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
-from mrl.tools.import_verl.handlers_critic import CRITIC_HANDLERS
+from mrl.tools.import_verl.handlers_critic import CRITIC_HANDLERS, remote_code
 from mrl.tools.import_verl.handlers_distillation import DISTILLATION_HANDLERS
 from mrl.tools.import_verl.handlers_lora import LORA_HANDLERS
 from mrl.tools.import_verl.handlers_schedule import SCHEDULE_HANDLERS
@@ -246,15 +249,24 @@ def _upstream(o: Override, out: Import, target: str, name: str, settings: VerlSe
     """Carries a field of Megatron or vLLM over where it exists and the user decides it. Otherwise refuses it with the
     reason.
     """
-    if "." in name:
-        out.leave("unsupported", o.key, o.value, "a value inside a field; give the field as a whole", o.line)
-        return
-    if faults := override_faults(target, {name: o.value}, settings.device):
+    field, *inside = name.split(".")
+    value = o.value
+    if inside:
+        value = _with(out.values.get(f"{target}.{field}"), inside, o.value)
+    if faults := override_faults(target, {field: value}, settings.device):
         out.leave(
             "unsupported", o.key, o.value, "; ".join(part for part in (faults[0].rule, faults[0].why) if part), o.line
         )
         return
-    out.put("carried", o.key, f"{target}.{name}", o.value, line=o.line)
+    why = f"a value inside {target}.{field}" if inside else ""
+    out.put("carried", o.key, f"{target}.{field}", value, why, o.line)
+
+
+def _with(mapping: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
+    """Returns a mapping with one value more, behind the names that lead to it."""
+    name, *inside = names
+    before = mapping if isinstance(mapping, dict) else {}
+    return before | {name: _with(before.get(name), inside, value) if inside else value}
 
 
 def _reference(o: Override, out: Import, settings: VerlSettings) -> None:
@@ -364,6 +376,8 @@ HANDLERS: dict[str, Handler] = (
     | DISTILLATION_HANDLERS
     | {
         "data.gen_batch_size": _gen_batch,
+        "data.trust_remote_code": remote_code,
+        M + "trust_remote_code": remote_code,
         "data.apply_chat_template_kwargs.": _chat_template,
         M + "enable_gradient_checkpointing": _checkpointing,
         M + "use_remove_padding": _padding,

@@ -46,7 +46,6 @@ _MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
     _C + "shuffle": ((False,), _AS_THE_ACTOR),
     _C + "model.lora_rank": ((0,), _AS_THE_ACTOR),
     _C + "model.lora.rank": ((0,), _AS_THE_ACTOR),
-    _C + "model.trust_remote_code": ((False,), "code of a checkpoint is never run"),
     _C + "model.external_lib": ((), "of the user's code rewards, losses, advantages and tools are read by a path"),
     _C + "optim.optimizer": (("adam", "Adam", "AdamW", "adamw"), _AS_THE_ACTOR),
     _C + "optim.lr_warmup_init": ((0,), _AS_THE_ACTOR),
@@ -149,6 +148,12 @@ def _path(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("renamed", o.key, "critic.path", o.value, line=o.line)
 
 
+def remote_code(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Handles trust_remote_code. It asks for nothing where the model's family is here."""
+    asks = o.value not in (False, None) and settings.model is None
+    out.leave("unsupported" if asks else "implied", o.key, o.value, "code of a checkpoint is never run", o.line)
+
+
 def _mini_batch(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value == settings.mini_batch:
         out.leave("implied", o.key, o.value, "as the actor's", o.line)
@@ -199,6 +204,7 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
 
 _OWN: dict[str, Handler] = {
     "model.path": _path,
+    "model.trust_remote_code": remote_code,
     "ppo_mini_batch_size": _mini_batch,
     **dict.fromkeys((*_BY_SAMPLES, *_BY_TOKENS), _micro_batch),
     "use_dynamic_bsz": _dynamic,

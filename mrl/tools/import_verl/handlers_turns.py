@@ -139,7 +139,7 @@ def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("implied", o.key, o.value, "so it is here", o.line)
     elif o.key in CLASSES:
         out.leave("unsupported", o.key, o.value, _NOT_HERE, o.line)
-    elif name in _UNSUPPORTED:
+    elif name in _UNSUPPORTED and o.value is not None:
         out.leave("unsupported", o.key, o.value, _UNSUPPORTED[name], o.line)
     else:
         out.leave("not_applicable", o.key, o.value, "it concerns how verl renders conversations", o.line)
@@ -148,6 +148,7 @@ def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
 _NOT_HERE = "tools of verl's classes, in a file that is not at hand: set rollout.turns.tool_config_path"
 _UNSUPPORTED = {
     "tool_response_truncate_side": "a long answer is cut in the middle",
+    "completion_callback": "callbacks of verl's classes: write each as an environment (docs/tools.md)",
     "interaction_config_path": "interactions of verl's classes: write each as an environment (docs/tools.md)",
 }
 

@@ -1,8 +1,8 @@
-"""Table of verl's keys: where a value goes here, or why it goes nowhere. Names are those of verl up to 0.9.1.
+"""Table of verl's keys: where a value goes here, or why it goes nowhere.
 
 Keys whose value is taken unchanged are named at mrl's fields (`verl=` in mrl/config/schema_*.py). `ROWS` adds all
-others, each with a reason or a conversion. A row ending in a dot covers everything below it. The longest row that fits
-wins. Keys that need more than a row are in handlers.py.
+others, each with a reason or a conversion. A row ending in a dot covers all keys of verl's below it (verl_keys.py says
+which there are). The longest row that fits wins. Keys that need more than a row are in handlers.py.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.config.schema import verl_names
+from mrl.tools.import_verl.verl_keys import is_verls
 
 Kind = Literal["to", "implied", "not_applicable", "unsupported", "special"]
 
@@ -59,6 +60,12 @@ _SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are
 _SERVERS = "no reward model runs here; rewards are functions"
 _PROFILER = "profilers are not part of the configuration"
 _IMAGES = "text only"
+_READ_IMAGES = "prompts are text only: rows with images, videos or sound are refused"
+_CODE = "code of verl's users that is loaded by class or path has no counterpart for this"
+_AHEAD = (
+    "generation ahead of training is trainer.schedule here: one_step_off, or bounded with trainer.max_staleness "
+    "(docs/asynchronous.md); give it by --set trainer.schedule=..."
+)
 _BRIDGE = "weights are always read from model.path through the bridge"
 
 
@@ -101,19 +108,18 @@ ROWS: dict[str, KeyRow] = {
     "data.return_raw_input_ids": _implied("prompts are kept as chats and as token ids"),
     "data.return_full_prompt": _implied("prompts are kept as chats and as token ids"),
     "data.custom_cls.": _missing("data sets are parquet or JSONL in verl's schema", None),
-    "data.trust_remote_code": _missing("code of a checkpoint is never run", False),
+    "data.trust_remote_code": _SPECIAL,
+    "data.sampler.": _missing("prompts are drawn in the order of the data, or shuffled by data.shuffle", None),
+    "data.datagen.": _missing("the rows are those of the files: none is made while a run goes on", None),
+    "data.chat_template_func": _missing("prompts are rendered by the checkpoint's chat template", None),
+    "data.tokenizer": _missing("the tokenizer is the checkpoint's", None),
+    "data.continuous_token.": _implied("a conversation's tokens are kept as they were sampled and given"),
     "data.tool_config_path": _SPECIAL,
     "data.function_tool_path": _SPECIAL,
+    **{f"data.{name}": _missing(_READ_IMAGES, None) for name in ("image_key", "video_key", "audio_key")},
     **{
         f"data.{name}": _nothing(_IMAGES)
-        for name in (
-            "image_key",
-            "video_key",
-            "audio_key",
-            "image_patch_size",
-            "return_multi_modal_inputs",
-            "mm_processor_kwargs.",
-        )
+        for name in ("image_patch_size", "return_multi_modal_inputs", "mm_processor_kwargs.")
     },
     "data.": _nothing("a matter of how verl loads data"),
     # --- model
@@ -126,7 +132,7 @@ ROWS: dict[str, KeyRow] = {
     M + "use_shm": _nothing("a matter of how verl reads weights"),
     M + "tokenizer_path": _missing("the tokenizer is the checkpoint's", None),
     M + "hf_config_path": _missing("config.json is the checkpoint's", None),
-    M + "trust_remote_code": _missing("code of a checkpoint is never run", False),
+    M + "trust_remote_code": _SPECIAL,
     M + "external_lib": _missing("of the user's code rewards, losses, advantages and tools are read by a path", None),
     M + "custom_chat_template": _missing("the chat template is the checkpoint's", None),
     **{
@@ -185,6 +191,15 @@ ROWS: dict[str, KeyRow] = {
     A + "optim.total_training_steps": _nothing("follows from the length of the run"),
     A + "optim.lr_warmup_init": _missing("warm-up starts at zero", 0, 0.0),
     A + "optim.optimizer": _missing("only Adam here", "adam", "AdamW", "adamw"),
+    A + "optim.name": _missing("only Adam here", "adam", "AdamW", "adamw"),
+    A + "optim.optimizer_impl": _missing("only torch's and Megatron's Adam here", "torch.optim"),
+    A + "optim.eps": _missing("Adam's eps is 1e-8; set actor.optim.override_optimizer_config.adam_eps", 1e-8),
+    A + "optim.grad_clip": _missing("deprecated by verl; use clip_grad", None),
+    A + "optim.min_lr_ratio": _missing("a share of the rate: set actor.optim.min_lr", None, 0, 0.0),
+    A + "optim.min_lr_factor": _missing("a share of the rate: set actor.optim.min_lr", None, 0, 0.0),
+    A + "optim.lr_min": _missing("set actor.optim.min_lr", None, 0, 0.0),
+    A + "optim.lr_start": _missing("warm-up starts at zero", None, 0, 0.0),
+    A + "optim.num_cycles": _missing("a cosine falls once, which is half a cycle", None, 0.5),
     A + "optim.weight_decay_incr_style": _missing("weight decay is constant", "constant"),
     A + "optim.override_optimizer_config.": _SPECIAL,
     A + "optim.": _nothing("of schedules and optimizers that are not used"),
@@ -194,7 +209,8 @@ ROWS: dict[str, KeyRow] = {
     MEGATRON + "sequence_parallel": _SPECIAL,
     MEGATRON + "dtype": _SPECIAL,
     **{
-        MEGATRON + name: _implied(_BRIDGE)
+        megatron + name: _implied(_BRIDGE)
+        for megatron in (MEGATRON, F + "megatron.")
         for name in (
             "use_mbridge",
             "vanilla_mbridge",
@@ -264,6 +280,17 @@ ROWS: dict[str, KeyRow] = {
     R + "nnodes": _SPECIAL,
     R + "n_gpus_per_node": _SPECIAL,
     R + "skip_rollout": _missing("responses are always generated", False),
+    R + "skip.enable": _missing("responses are always generated", False),
+    R + "repetition_penalty": _missing(
+        "tokens are drawn as the model gives them: with a penalty log-probs are those of another policy", 1, 1.0, None
+    ),
+    R + "use_fire_sampling": _missing("the temperature is one for the whole response", False),
+    R + "custom": _missing(_CODE, None, {}),
+    R + "checkpoint_manager_class": _missing(_CODE, None),
+    R + "qat": _missing("no quantised training here", None, {}),
+    R + "quantization_config_file": _missing("FP8 engines take their form from rollout.quantization", None),
+    R + "agent.agent_loop_manager_class": _missing("agent loops of verl's classes", None),
+    R + "agent.custom_async_server.": _missing(_CODE, None),
     R: _nothing("a matter of verl's engine"),
     # --- algorithm
     "algorithm.kl_ctrl.type": _missing("the coefficient is constant", "fixed"),
@@ -275,7 +302,7 @@ ROWS: dict[str, KeyRow] = {
     "algorithm.rollout_is": _SPECIAL,
     "algorithm.rollout_is_threshold": _SPECIAL,
     "algorithm.use_pf_ppo": _missing("samples are not drawn again by their score", False),
-    "algorithm.": _nothing("of estimators with a value function"),
+    "algorithm.": _nothing("it goes with estimators, corrections or filters that are off here"),
     # --- reward
     "reward_model.reward_manager": _SPECIAL,
     "reward.reward_manager.name": _SPECIAL,
@@ -288,6 +315,16 @@ ROWS: dict[str, KeyRow] = {
     "reward.sandbox_fusion.url": _missing("no code sandbox here", None),
     "sandbox_fusion.": _nothing("no code sandbox here"),
     "sandbox_fusion.url": _missing("no code sandbox here", None),
+    **{
+        key: _missing("reward managers here are naive and dapo; a reward is a function of its own file", *neutral)
+        for key, neutral in {
+            "reward.reward_manager.source": ("register",),
+            "reward.reward_manager.module.path": (None,),
+            "reward_model.reward_loop_source": (None, "register"),
+            "reward_model.reward_loop_module_path": (None,),
+            "reward_model.reward_loop_class_name": (None,),
+        }.items()
+    },
     "reward_model.launch_reward_fn_async": _implied("scoring runs beside generation"),
     **{f"{section}custom_reward_function.reward_kwargs.": _SPECIAL for section in ("", "reward.")},
     "reward_model.": _nothing(_SERVERS),
@@ -305,7 +342,10 @@ ROWS: dict[str, KeyRow] = {
     "trainer.default_hdfs_dir": _missing("checkpoints stay in the run directory", None),
     "trainer.rollout_data_dir": _implied("samples are always recorded in the run directory"),
     "trainer.validation_data_dir": _implied("samples are always recorded in the run directory"),
-    "trainer.v1.trainer_mode": _missing("every step waits for its own responses", "sync"),
+    "trainer.v1.trainer_mode": _missing(_AHEAD, "sync"),
+    "trainer.v1.sampler.custom_sampler.": _missing(_CODE, None),
+    "trainer.v1.": _nothing("it goes with other modes than sync (trainer.v1.trainer_mode)"),
+    "trainer.checkpoint_callback_class": _missing(_CODE, None),
     "trainer.": _nothing("a matter of verl's trainer"),
     # --- the rest
     "actor_rollout_ref.hybrid_engine": _SPECIAL,
@@ -348,11 +388,14 @@ ROWS: dict[str, KeyRow] = {
 
 
 def row_of(key: str) -> KeyRow | None:
-    """Returns the row of a key, or None for a key that verl does not have either."""
+    """Returns the row of a key. None for a key that has none, among them all that verl does not have either."""
     if key in ROWS:
         return ROWS[key]
     if f"{key}." in ROWS:  # a whole section as one value
         return ROWS[f"{key}."]
     parts = key.split(".")
-    above = (".".join(parts[:n]) + "." for n in range(len(parts) - 1, 0, -1))
-    return next((ROWS[prefix] for prefix in above if prefix in ROWS), None)
+    above = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+    section = next((section for section in above if f"{section}." in ROWS), None)
+    if section is None or (is_verls(section) and not is_verls(key)):
+        return None
+    return ROWS[f"{section}."]

@@ -89,7 +89,7 @@ def named_config(name: str, folder: Value | None, entry: str, script: str) -> Na
     said = ""
     if values:
         said = f"the configuration {name} sets {', '.join(f'{key}={value}' for key, value in values.items())}"
-    return NamedConfig(values, said, tuple(f"--config-name {fault}" for fault in faults))
+    return NamedConfig(values, said, tuple(faults))
 
 
 def _of_file(name: str, folders: Sequence[Path], chain: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -98,8 +98,8 @@ def _of_file(name: str, folders: Sequence[Path], chain: Sequence[str]) -> tuple[
         if name in SHIPPED:
             return dict(SHIPPED[name]), []
         missing = (
-            f"{name}: that file is not at hand, so what it sets is not read; give it by --config-path, "
-            "or its keys as overrides"
+            f"give --config-path FOLDER with {name}.yaml in it, or its keys as overrides: --config-name {name}: that "
+            "file is not at hand, so what it sets is not read"
         )
         return {}, [missing]
     try:

@@ -6,6 +6,7 @@ from mrl.errors import ConfigError
 from mrl.tools.import_verl.keys import ROWS, row_of
 from mrl.tools.import_verl.report import KeyReport
 from mrl.tools.import_verl.translate import import_overrides
+from mrl.tools.import_verl.verl_keys import is_verls
 
 _FIRST = "actor_rollout_ref."  # section that may be left out before a key
 
@@ -63,4 +64,4 @@ def _in_a_section_of_verls(key: str) -> bool:
     parts = key.split(".")
     above = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
     known = next((section for section in above if f"{section}." in ROWS), None)
-    return known is not None and known.removeprefix(_FIRST) not in dict(schema_paths())
+    return known is not None and known.removeprefix(_FIRST) not in dict(schema_paths()) and is_verls(key)

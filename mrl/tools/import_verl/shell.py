@@ -6,9 +6,10 @@ It sets variables, takes branches whose outcome is known, and collects the comma
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 
 from mrl.errors import ConfigError
-from mrl.tools.import_verl.expansion import MAX_ITEMS, Expander, Value, Variable, unset
+from mrl.tools.import_verl.expansion import MAX_ITEMS, Expander, Value, Variable, probe_status, unset
 from mrl.tools.import_verl.shell_syntax import (
     Case,
     Chain,
@@ -49,7 +50,9 @@ class Script:
     commands: tuple[Launch, ...]
     remarks: tuple[str, ...]
     faults: tuple[str, ...] = ()
-    variables: frozenset[str] = frozenset()  # variables that it sets, on any branch
+    variables: frozenset[str] = frozenset()  # variables that it certainly sets
+    refusal: str = ""  # how it ends itself with an error, where it does
+    lines: tuple[str, ...] = ()
 
 
 def read_script(text: str, name: str, given: Mapping[str, str], arguments: Sequence[str] = ()) -> Script:
@@ -62,17 +65,19 @@ def read_script(text: str, name: str, given: Mapping[str, str], arguments: Seque
     reader = _Reader(name, given, [Value(a) for a in arguments])
     for line in parsed.here_documents:
         reader.remark(line, "a here-document, which is not read")
+    refusal = ""
     try:
         reader.block(parsed.block)
-    except _Exit:
-        pass
+    except _Exit as end:
+        refusal = str(end)
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
-    return Script(tuple(reader.commands), tuple(reader.remarks), parsed.faults, frozenset(reader.named_ones))
+    lines = tuple(text.splitlines())
+    return Script(tuple(reader.commands), tuple(reader.remarks), parsed.faults, reader.certain(), refusal, lines)
 
 
 class _Exit(Exception):
-    """Raised where the script ends."""
+    """Raised where the script ends. Its text says how, where that is an error; else it is empty."""
 
 
 class _Reader:
@@ -91,6 +96,7 @@ class _Reader:
         self.remarks: list[str] = []
         self.steps = self.depth = 0
         self.doubt: frozenset[str] = frozenset()  # variables that the last undecided condition depends on
+        self.said = ""  # the last line that the script itself prints
 
     def remark(self, line: int, text: str) -> None:
         entry = f"{self.name}:{line}: {text}"
@@ -105,6 +111,11 @@ class _Reader:
         if block.subshell:
             self.restore(before)
         return status
+
+    def certain(self) -> frozenset[str]:
+        """Returns the variables that the script sets whatever branch it takes."""
+        ends = {name: self.variables.get(name) for name in self.named_ones}
+        return frozenset(n for n, end in ends.items() if not isinstance(end, Value) or end.text != unset(n).text)
 
     def restore(self, variables: Mapping[str, Variable]) -> None:
         self.variables.clear()
@@ -248,7 +259,7 @@ class _Reader:
                 return self.test(fields[1:], line)
             case "exit" | "return" | "exec" if name != "exec" or len(fields) == 1:
                 if name == "exit":
-                    raise _Exit
+                    raise _Exit(self.refusal(fields, line))
                 return None
             case "unset":
                 for field in fields[1:]:
@@ -257,16 +268,41 @@ class _Reader:
             case "source" | ".":
                 self.remark(line, f"{' '.join(f.text for f in fields)}: that file is not read, what it sets is unknown")
                 return None
-            case "set" | "echo" | "printf" | "cd" | "shift" | "true" | ":" | "mkdir" | "ulimit" | "trap" | "sleep":
-                if name in ("cd", "mkdir", "printf", "sleep"):
+            case "echo" | "printf":
+                self.said = " ".join(field.text for field in fields[1:])
+                return True if name == "echo" else None
+            case "cd":
+                self.enter(fields)
+                return None
+            case "set" | "shift" | "true" | ":" | "mkdir" | "ulimit" | "trap" | "sleep":
+                if name in ("mkdir", "sleep"):
                     return None
                 return True
             case "false":
                 return False
+        if (status := probe_status(fields)) is not None:
+            self.remark(line, f"asks for devices ({' '.join(f.text for f in fields)}): read as on a machine with GPUs")
+            return status
         if name in self.functions:
             return self.call(name, fields[1:])
         self.commands.append(Launch(tuple(fields), line))
         return None
+
+    def refusal(self, fields: list[Value], line: int) -> str:
+        """Says how `exit` ends the script. Empty for a success."""
+        status = fields[1].text if len(fields) > 1 else "0"
+        if status == "0":
+            return ""
+        return f"{self.name}:{line}: the script ends itself (exit {status})" + (f": {self.said}" if self.said else "")
+
+    def enter(self, fields: list[Value]) -> None:
+        """Follows `cd`: $PWD is a known folder, or unknown from here on."""
+        before = self.variables.get("PWD")
+        self.given.pop("PWD", None)
+        self.variables.pop("PWD", None)
+        target = fields[1] if len(fields) == 2 else unset("PWD")
+        if target.known and isinstance(before, Value) and before.known and ".." not in target.text:
+            self.variables["PWD"] = Value(str(PurePosixPath(before.text) / target.text))
 
     def call(self, name: str, arguments: list[Value]) -> bool | None:
         if self.depth >= _MAX_DEPTH:

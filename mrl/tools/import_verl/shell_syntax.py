@@ -149,9 +149,10 @@ def _parser() -> Parser:
 
 def _with_plain_ends(text: str) -> str:
     """Lines end in \\n alone, and the last one is not continued:
-    the shell overlooks a backslash at the end of a file.
+    the shell overlooks a backslash at the end of a file. `$(((a + b) * 2))` gets a blank that the grammar needs where
+    it stands in a default (`${x:-...}`).
     """
-    text = text.replace("\r\n", "\n").replace("\r", " ")
+    text = text.replace("\r\n", "\n").replace("\r", " ").replace("$(((", "$(( (")
     return re.sub(r"(?<!\\)\\\s*\Z", "\n", text)
 
 

@@ -5,6 +5,7 @@ chosen where the script has none.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from mrl.tools.import_verl.verl_command import (
     says_megatron,
 )
 from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
+from mrl.tools.import_verl.verl_keys import is_verls, nearest, releases
 
 # mrl's keys whose default differs from verl's -> verl's key. Keys of the policy loss hold only for losses that read
 # them.
@@ -70,6 +72,8 @@ _FILES = {
     "data.val_files",
     "reward.custom_reward_function.path",
 }
+_DATA = ("data.train_files", "data.val_files")
+_PICTURES = re.compile(r"geo(metry)?3k", re.IGNORECASE)  # verl's data set of its visual scripts; it needs no image_key
 _NAMES = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir", "trainer.resume_from_path"}
 _NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size"}
 
@@ -132,6 +136,7 @@ def translate(
         why = "verl corrects nothing where nothing is said"
         out.put("implied", "", "algorithm.rollout_correction.level", None, why)
     _filters(out, settings)
+    _pictures(out, settings)
     if "model.path" not in own:
         _family(out, settings)
     return out
@@ -181,7 +186,7 @@ def _model(settings: VerlSettings) -> ModelSpec | None:
 def _translate_override(o: Override, out: Import, settings: VerlSettings) -> None:
     row = row_of(o.key)
     if row is None:
-        out.leave("unsupported", o.key, o.value, "no such key here, nor in known releases of verl", o.line)
+        out.leave("unsupported", o.key, o.value, _no_row(o.key), o.line)
     elif o.value in (None, {}) and f"{o.key}." in ROWS:
         out.leave("implied", o.key, o.value, "an empty section", o.line)
     elif o.missing and row.kind in ("to", "special") and needs_value(o, settings):
@@ -202,6 +207,14 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
         out.leave(kind, o.key, o.value, row.why, o.line)
     else:
         out.leave(row.kind, o.key, o.value, row.why, o.line)
+
+
+def _no_row(key: str) -> str:
+    if is_verls(key):
+        return "nothing here does what this key of verl's asks for"
+    meant = nearest(key)
+    known = releases()
+    return f"no such key here, nor in verl {known[0]} to {known[-1]}" + (f"; did you mean {meant}?" if meant else "")
 
 
 def _unknown(o: Override, out: Import, to: str) -> None:
@@ -390,10 +403,21 @@ def _engine(out: Import, settings: VerlSettings) -> None:
         out.put("chosen", "", "rollout.max_num_seqs", tokens, "vLLM wants at most max_num_batched_tokens sequences")
 
 
+def _pictures(out: Import, settings: VerlSettings) -> None:
+    for key in _DATA:
+        if key in settings.keys and _PICTURES.search(str(settings.keys[key].value)):
+            why = "geo3k's rows have images, and prompts are text only: such rows are refused"
+            out.leave("unsupported", key, settings.keys[key].value, why, settings.keys[key].line)
+
+
 def _family(out: Import, settings: VerlSettings) -> None:
     if settings.model is not None or settings.model_path is None:
         return
+    line = settings.keys[M + "path"].line
+    if not settings.model_path.strip():
+        why = "the script gives an empty path; give --set model.path=FOLDER, or the variable that it is read from"
+        out.leave("unsupported", M + "path", settings.model_path, why, line)
+        return
     if (family := unknown_family(settings.model_path, os.path.isdir(settings.model_path))) is not None:
-        line = settings.keys[M + "path"].line
         out.leave("unsupported", M + "path", settings.model_path, family, line)
         out.warnings.append(f"line {line}: {family}")

@@ -33,6 +33,7 @@ _WITH_VALUE = frozenset(
 )
 _LONG = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 MOST_INSIDE = 8  # depth of scripts that are given to commands of scripts as text
+_ODD_BLANK = re.compile(r"[\u00a0\u1680\u2000-\u200b\u202f\u205f\u3000\ufeff]")  # blanks to a reader only
 _SHOWN = 80  # characters shown of a word that is not read
 _STRUCTURED = re.compile(r"\s*[\[{'\"]")
 _PLAIN = re.compile(r"\s*(?:[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|[Tt]rue|[Ff]alse|null|TRUE|FALSE)\s*")
@@ -71,7 +72,7 @@ def from_script(script: Script, name: str, depth: int = 0) -> VerlCommand:
     if not launches and (inner := _inside(script, name)) is not None:
         return from_script(inner, name, depth + 1)
     if not launches:
-        raise ConfigError("; ".join((*script.faults, f"{name}: {_why_not(script)}")))
+        raise ConfigError("; ".join((*script.faults, script.refusal or f"{name}: {_why_not(script)}")))
     if len({tuple(w.text for w in launch.words) for launch, _ in launches}) > 1:
         lines = ", ".join(str(launch.line) for launch, _ in launches)
         raise ConfigError(
@@ -83,14 +84,13 @@ def from_script(script: Script, name: str, depth: int = 0) -> VerlCommand:
     remarks = list(script.remarks)
     if stray:
         remarks.append(
-            f"{name}:{stray[0].line}: the shell ends the command above at the comment inside it, so verl never got "
-            "what follows; it is taken as it was meant"
+            f"{name}:{_broken_continuation(script.lines, stray[0].place)}: the shell ends the command there, so verl "
+            f"never got what follows from line {stray[0].place} on; it is taken as it was meant"
         )
     command = from_words([*launch.words, *stray], entry, name)
     ascend = any(_ASCEND.match(variable) for variable in script.variables)
-    return replace(
-        command, remarks=(*remarks, *command.remarks), faults=(*script.faults, *command.faults), ascend=ascend
-    )
+    faults = (*(f"mend {fault}" for fault in script.faults), *command.faults)
+    return replace(command, remarks=(*remarks, *command.remarks), faults=faults, ascend=ascend)
 
 
 def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> VerlCommand:
@@ -128,20 +128,39 @@ def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> Ver
     return VerlCommand(entry, config_name, (*below, *overrides.values()), tuple(remarks), (*named.faults, *faults))
 
 
+def _broken_continuation(lines: Sequence[str], behind: int) -> str:
+    """Says in which line a command ends too early, and why. `behind` is the line where the rest begins."""
+    for number in range(behind - 1, 0, -1):
+        line = lines[number - 1] if number <= len(lines) else ""
+        if not line.strip():
+            return f"{number}: an empty line inside the command"
+        if line.lstrip().startswith("#"):
+            return f"{number}: a comment inside the command"
+        if re.search(r"\\\s+$", line):
+            return f"{number}: a blank behind the backslash"
+        if re.search(r"\\?\s#", line):
+            return f"{number}: a comment behind the argument, where nothing may follow the backslash"
+        return f"{number}: no backslash at the end of the line"
+    return f"{behind}: the command above is not continued"
+
+
 def _not_read(word: Value) -> str:
-    """Describes a word that is neither an option nor an override. What it may hold is lost."""
+    """Describes a word that is neither an option nor an override, its cure first. What it may hold is lost."""
     text = word.text if len(word.text) <= _SHOWN else f"{word.text[:_SHOWN]}..."
+    line = word.place or word.line
+    if odd := _ODD_BLANK.search(word.text):
+        return (
+            f"replace the character U+{ord(odd[0]):04X} by a plain blank in line {line}: the shell takes it for a "
+            f"letter, so {text.strip()} is no override (key=value)"
+        )
     if not word.missing:
-        return f"line {word.line}: {text}: no override (key=value), and not read"
+        return f"mend or remove {text} in line {line}: it is no override (key=value), and not read"
     names = sorted(word.missing)
     hint = " ".join(f"--set {name}=..." for name in names if name.isidentifier())
-    cure = "; give what it comes to as overrides behind the script"
+    cure = "give what it comes to as overrides behind the script"
     if hint:
-        cure = f"; give {hint} (nothing behind = where it is empty)"
-    return (
-        f"line {word.line}: {text}: depends on {', '.join(names)}, which the script does not set, so its "
-        f"overrides are not read{cure}"
-    )
+        cure = f"give {hint} (nothing behind = where it is empty)"
+    return f"{cure}: {text} in line {word.line} depends on {', '.join(names)}, which the script does not set"
 
 
 def hydra_value(text: str) -> Any:
@@ -336,7 +355,8 @@ def _inside(script: Script, name: str) -> Script | None:
                 inner = read_script(word.text, f"{name}:{launch.line}", {})
                 remarks = (*script.remarks, *inner.remarks)
                 faults = (*script.faults, *inner.faults)
-                return Script(inner.commands, remarks, faults, script.variables | inner.variables)
+                variables = script.variables | inner.variables
+                return Script(inner.commands, remarks, faults, variables, inner.refusal, inner.lines)
     return None
 
 

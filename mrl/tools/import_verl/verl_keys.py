@@ -1,0 +1,44 @@
+"""Says whether verl has a key, by the table verl_keys.txt (scripts/generate_verl_keys.py made it from verl's wheels)."""
+
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+_TABLE = Path(__file__).with_name("verl_keys.txt")
+# Free mappings and sections of recipes beside verl's wheels, which the handlers read name by name.
+_OF_RECIPES = ("reward_model.overlong_buffer",)
+
+
+@cache
+def _table() -> tuple[frozenset[str], frozenset[str]]:
+    """Returns (keys and the sections above them, mappings below which verl takes any name)."""
+    rows = [line.split(" ") for line in _TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    keys = {key for _, _, key in rows}
+    free = {key.removesuffix(".*") for key in keys if key.endswith(".*")} | set(_OF_RECIPES)
+    plain = {key.removesuffix(".*") for key in keys}
+    sections = {section for key in plain for section in _sections(key)}
+    return frozenset(plain | sections), frozenset(free)
+
+
+def releases() -> tuple[str, ...]:
+    """Returns the releases of verl that the table knows, the oldest first."""
+    head = _TABLE.read_text(encoding="utf-8").splitlines()[1]
+    return tuple(head.removeprefix("# releases: ").split(" "))
+
+
+def is_verls(key: str) -> bool:
+    """Whether a release of verl has this key or section, or takes any name in the mapping that it is in."""
+    known, free = _table()
+    return key in known or not free.isdisjoint((key, *_sections(key)))
+
+
+def nearest(key: str) -> str:
+    """Returns verl's key of the same section that looks most like `key`; "" where none does."""
+    section = key.rpartition(".")[0]
+    beside = [known for known in _table()[0] if known.rpartition(".")[0] == section]
+    return next(iter(get_close_matches(key, beside, 1, 0.8)), "")
+
+
+def _sections(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
