@@ -5,6 +5,9 @@ numpy only. [tokens] are the response tokens of some rows, end to end. `lengths`
 The metrics have verl's names and formulas. The correction has two axes (mrl.algo.spec.CORRECTIONS names points on
 them). The level says which ratio is tested, the mode says what is done with it. The ratio is old / rollout of a token
 or of the whole response (the product). Or it is the geometric mean over the response's tokens.
+
+A rejected token leaves the loss, its denominators, lengths and ratios (mode mask). A token of weight 0 stays in all of
+them, and only its own part of the policy loss is 0 (mode icepop).
 """
 
 import math
@@ -13,18 +16,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from mrl.algo.rows import RowValues, on_tokens, places, row_extremes, row_sums, second_moment, total
-from mrl.algo.spec import LOG_RATIO_LIMIT
+from mrl.algo.spec import BAND_MODES, LOG_RATIO_LIMIT
 from mrl.errors import NumericAbort
 
 
 @dataclass(frozen=True)
 class CorrectionParameters:
-    """Level, mode and bounds of a correction. Without `low` there is no lower bound."""
+    """Level, mode and bounds of a correction. Without `low` there is no lower bound.
+
+    `weigh`: modes mask and icepop weigh what is inside the band by its ratio; otherwise by 1. None: at every level but
+    geometric, since the geometric mean tests a response and is not its importance weight.
+    """
 
     level: str
     mode: str
     low: float | None
     high: float
+    weigh: bool | None = None
+
+    @property
+    def weighs_inside(self) -> bool:
+        """Whether what is inside the band is weighed by its ratio."""
+        if self.weigh is None:
+            return self.level != "geometric"
+        return self.weigh
 
 
 @dataclass(frozen=True)
@@ -64,9 +79,8 @@ def correct(
     """Computes the weights and rejections of one step. Arrays are [tokens], `mask` is bool, `lengths` int [rows].
 
     Mode `truncate` bounds the ratio above and `clip` on both sides; the result weighs the policy loss. Mode `mask`
-    rejects what is outside the band, and weighs the rest by the ratio. The geometric mean tests a response and is not
-    its importance weight. So `mask` at that level keeps responses with weight 1. Rejected tokens also leave the
-    denominators of the loss.
+    rejects what is outside the band, mode `icepop` (arXiv:2510.18855; arXiv:2512.16144, eq. 1) gives it the weight 0.
+    What is inside is weighed as `CorrectionParameters.weigh` says.
     """
     ratio = np.exp(log_ratios(old_log_probs, rollout_log_probs, mask, lengths, parameters.level))
     low = 0.0
@@ -74,14 +88,19 @@ def correct(
         low = parameters.low
     inside = (ratio >= low) & (ratio <= parameters.high)
     keep = mask
-    weights = np.ones(mask.shape)
-    if parameters.mode == "mask":
-        keep = mask & inside
-        if parameters.level != "geometric":
-            weights = np.where(keep, ratio, 1.0)
-    else:
-        lower = low if parameters.mode == "clip" else None
-        weights = np.where(mask, np.clip(ratio, lower, parameters.high), 1.0)
+    weights = ratio
+    if parameters.mode in BAND_MODES and not parameters.weighs_inside:
+        weights = np.ones(mask.shape)
+    match parameters.mode:
+        case "mask":
+            keep = mask & inside
+        case "icepop":
+            weights = np.where(inside, weights, 0.0)
+        case "clip":
+            weights = np.clip(weights, low, parameters.high)
+        case "truncate":
+            weights = np.clip(weights, None, parameters.high)
+    weights = np.where(keep, weights, 1.0)
     return Correction(keep, weights.astype(np.float32), _of_rows(weights, keep, mask, inside, lengths))
 
 
@@ -93,6 +112,7 @@ def _of_rows(
         "tokens": row_sums(mask, lengths),
         "outside": row_sums(mask & ~inside, lengths),
         "kept": row_sums(keep, lengths),
+        "taken": row_sums(kept > 0, lengths),
         "weight_sum": row_sums(kept, lengths),
         "weight_square": row_sums(kept**2, lengths),
         "weight_low": row_extremes(np.minimum, np.where(keep, weights, np.inf), lengths, np.inf),
@@ -101,18 +121,21 @@ def _of_rows(
 
 
 def correction_metrics(of_rows: RowValues) -> dict[str, float]:
-    """Returns the metrics of all rows, given the `Correction.of_rows` of each."""
+    """Returns the metrics of all rows, given the `Correction.of_rows` of each.
+
+    Weights are those of the tokens that stay in the denominators. A token of weight 0 counts as rejected.
+    """
     tokens = int(of_rows["tokens"].sum())
     kept = int(of_rows["kept"].sum())
     if not tokens:
         return {}
     metrics = {
         "rollout_corr/outside_share": int(of_rows["outside"].sum()) / tokens,
-        "rollout_corr/rejected_token_share": 1.0 - kept / tokens,
+        "rollout_corr/rejected_token_share": 1.0 - int(of_rows["taken"].sum()) / tokens,
         "rollout_corr/rejected_sequence_share": 1.0
-        - int((of_rows["kept"] > 0).sum()) / int((of_rows["tokens"] > 0).sum()),
+        - int((of_rows["taken"] > 0).sum()) / int((of_rows["tokens"] > 0).sum()),
     }
-    if kept:
+    if of_rows["taken"].any():
         mean = total(of_rows["weight_sum"]) / kept
         square = total(of_rows["weight_square"]) / kept
         metrics |= {

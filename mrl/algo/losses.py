@@ -65,12 +65,14 @@ class LossOutput:
 class TokenLoss:
     """The loss of each token, and where the band (or its counterpart) or the dual clip clipped it.
 
-    All tensors are [batch, response_length].
+    All tensors are [batch, response_length]. Where `weighted` is false, `values` are multiplied by the weights of the
+    correction afterwards.
     """
 
     values: Tensor
     clipped: Tensor
     clipped_lower: Tensor | None = None
+    weighted: bool = False
 
 
 TokenLossFunction = Callable[[PolicyLossParameters, LossInputs, Tensor], TokenLoss]
@@ -113,27 +115,18 @@ def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
+@register_loss("gspo-token")
 @register_loss("gspo")
 def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole.
-
-    The advantage is the mean over the response. The log ratio is bounded above by 10. So a response that drifted past
-    e^10 gives a large finite loss without gradient, and not infinity. There is no bound below, where exp goes to 0 by
-    itself. Neither limit is reached inside a band.
-    """
-    ratio = torch.exp(sequence_mean(log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
-    values, clipped = _clipped_surrogate(ratio, sequence_mean(inputs.advantages, inputs.response_mask), parameters)
-    # each token carries the loss of its sequence, so that the mean over the tokens is the sequence's loss
-    return TokenLoss(values[:, None].expand_as(log_ratio), clipped[:, None].expand_as(log_ratio))
-
-
-@register_loss("gspo-token")
-def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]).
+    """GSPO (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]), clipped.
 
     s = exp(mean of d over the response). Every token has the ratio of the sequence as its value, and the gradient of
-    its own log-probability. With one advantage for the whole sequence this equals the sequence form. It is bounded as
-    in `gspo`.
+    its own log-probability. So an advantage or a weight that belongs to a token weighs that token's gradient. Where one
+    advantage holds for the whole sequence, value and gradient are those of the sequence form (eq. 5).
+
+    The log ratio is bounded above by 10. So a response that drifted past e^10 gives a large finite loss without
+    gradient, and not infinity. There is no bound below, where exp goes to 0 by itself. Neither limit is reached inside
+    a band.
     """
     sequence_log_ratio = sequence_mean(log_ratio, inputs.response_mask).detach()[:, None]
     ratio = torch.exp(
@@ -172,13 +165,18 @@ def geo_mean(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Te
 
     The clip bounds d to [-low, high], on the side that the sign of the advantage rewards. A is the mean advantage of
     the sequence.
+
+    The paper has no weights. Times its weight, a token's ratio is that to the policy which generated, so here a
+    sequence is weighed by the geometric mean of its weights, as in verl. One weight of 0 makes it 0.
     """
     sign = torch.sign(inputs.advantages)
     bounded = sign * log_ratio.clamp(-parameters.clip_ratio_low, parameters.clip_ratio_high)
     clipped_log_ratio = sign * torch.minimum(sign * log_ratio, bounded)
     ratio = torch.exp(sequence_mean(clipped_log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
     values = -sequence_mean(inputs.advantages, inputs.response_mask) * ratio
-    return TokenLoss(values[:, None].expand_as(log_ratio), bounded < sign * log_ratio)
+    if inputs.weights is not None:
+        values = values * torch.exp(sequence_mean(torch.log(inputs.weights), inputs.response_mask))
+    return TokenLoss(values[:, None].expand_as(log_ratio), bounded < sign * log_ratio, weighted=True)
 
 
 @register_loss("sapo")
@@ -278,7 +276,9 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
     inputs = _without_padding(_anchored(inputs))
     log_ratio = inputs.log_probs - inputs.old_log_probs
     token_loss = function(parameters, inputs, log_ratio)
-    values = token_loss.values if inputs.weights is None else token_loss.values * inputs.weights
+    values = token_loss.values
+    if inputs.weights is not None and not token_loss.weighted:
+        values = values * inputs.weights
     numerators = {"actor/pg_loss": _numerator(parameters, inputs, values)}
     total = numerators["actor/pg_loss"]
     if inputs.entropy is not None:

@@ -80,6 +80,7 @@ class CorrectionSpec:
     low: float | None
     high: float
     summary: str
+    weigh: bool = True  # whether what is inside the band is weighed by its ratio
 
 
 def _table(*specs):
@@ -154,15 +155,13 @@ LOG_RATIO_LIMIT = 20.0
 
 LOSSES: dict[str, LossSpec] = _table(
     LossSpec(
-        "gspo", PER_SEQUENCE, "one ratio and one clip for a whole sequence (arXiv:2507.18071, eq. 5)", SEQUENCE_BAND
-    ),
-    LossSpec(
-        "gspo-token",
+        "gspo",
         PER_SEQUENCE,
-        "the sequence's ratio as value, each token's own gradient, so that advantages may differ by token "
-        "(arXiv:2507.18071, eq. 13)",
+        "the sequence's ratio as value of each of its tokens, each token's own gradient, so that advantages and "
+        "weights may differ by token (arXiv:2507.18071, eq. 13; eq. 5 where they do not)",
         SEQUENCE_BAND,
     ),
+    LossSpec("gspo-token", PER_SEQUENCE, "gspo by the paper's name of eq. 13", SEQUENCE_BAND),
     LossSpec(
         "vanilla",
         ANY_AGGREGATION,
@@ -180,7 +179,8 @@ LOSSES: dict[str, LossSpec] = _table(
     LossSpec(
         "geo_mean",
         PER_SEQUENCE,
-        "geometric mean of a sequence's clipped token ratios (GMPO, arXiv:2507.20673)",
+        "geometric mean of a sequence's clipped token ratios (GMPO, arXiv:2507.20673), times the mean of its "
+        "advantages and the geometric mean of its weights",
         clips_tokens=True,
     ),
     LossSpec(
@@ -243,16 +243,19 @@ KL_TYPES: dict[str, KlSpec] = _table(
 OVER_WORDS = "reverse_kl_topk"
 
 LEVELS = ("token", "sequence", "geometric")
-MODES = ("mask", "clip", "truncate")
+MODES = ("mask", "icepop", "clip", "truncate")
+BAND_MODES = ("mask", "icepop")  # those that take out what is outside the band, and may leave the rest at weight 1
 CORRECTIONS: dict[str, CorrectionSpec] = {
     "TIS": CorrectionSpec("token", "truncate", None, 2.0, "truncated importance sampling: min(ratio, 2)"),
     "sequence TIS": CorrectionSpec("sequence", "truncate", None, 2.0, "the same with the ratio of the whole response"),
     "MIS": CorrectionSpec(
         "sequence", "mask", 0.5, 2.0, "masked importance sampling: responses outside the band leave the batch"
     ),
-    "IcePop": CorrectionSpec("token", "mask", 0.5, 5.0, "tokens outside the band leave the batch (arXiv:2510.18855)"),
+    "IcePop": CorrectionSpec(
+        "token", "icepop", 0.5, 5.0, "tokens outside the band have weight 0 (arXiv:2510.18855)"
+    ),
     "geometric rejection": CorrectionSpec(
-        "geometric", "mask", 0.999, 1.001, "responses leave whose mean ratio is outside the band"
+        "geometric", "mask", 0.999, 1.001, "responses leave whose mean ratio is outside the band", weigh=False
     ),
 }
 

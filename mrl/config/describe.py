@@ -37,10 +37,15 @@ def _what_is_trained_on(config: RunConfig) -> list[str]:
     low = ""
     if correction.low is not None:
         low = f"{correction.low:g} to "
+    weight = ""
+    if correction.weigh is False:
+        weight = ", weight 1"
     return [
         f"advantages {algorithm.adv_estimator}" if algorithm.adv_estimator != "grpo" else "",
         f"anchor {algorithm.anchor}" if algorithm.anchor != "recompute" else "",
-        f"rollout correction {correction.level} {correction.mode} {low}{correction.high:g}" if correction.level else "",
+        f"rollout correction {correction.level} {correction.mode} {low}{correction.high:g}{weight}"
+        if correction.level
+        else "",
         "dynamic sampling" if algorithm.filter_groups.enable else "",
         f"overlong penalty in the last {algorithm.overlong_buffer.len} tokens"
         if algorithm.overlong_buffer.enable

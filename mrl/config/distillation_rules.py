@@ -36,10 +36,10 @@ def distillation_notes(config: RunConfig) -> Iterator[str]:
         if distillation != DistillationConfig():
             yield "distillation: is set, and no teacher is loaded, because distillation.enabled is false"
         return
-    if distillation.in_advantages and config.algorithm.policy_loss.loss_mode in ("gspo", "geo_mean"):
+    if distillation.in_advantages and config.algorithm.policy_loss.loss_mode == "geo_mean":
         yield (
-            f"{_LOSS}.use_policy_gradient: {config.algorithm.policy_loss.loss_mode} takes the mean of a response's "
-            "advantages, so the teacher judges responses and not tokens; gspo-token keeps them apart"
+            f"{_LOSS}.use_policy_gradient: geo_mean takes the mean of a response's advantages, so the teacher judges "
+            "responses and not tokens; gspo keeps them apart"
         )
     if distillation.in_advantages and not distillation.over_words and _estimator(config) != "k1":
         name = distillation.distillation_loss.loss_mode

@@ -8,6 +8,7 @@ from mrl.algo.spec import (
     ADVANTAGES,
     AGGREGATIONS,
     ALIASES,
+    BAND_MODES,
     CORRECTIONS,
     LOSSES,
     MODES,
@@ -53,11 +54,13 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
             "dynamic sampling may draw several batches of prompts a step, so trainer.total_epochs passes "
             "over the data more often"
         )
-    if algorithm.needs_critic and algorithm.policy_loss.loss_mode in ("gspo", "geo_mean"):
+    of_tokens = algorithm.needs_critic or (
+        algorithm.adv_estimator == "reinforce_plus_plus" and algorithm.use_kl_in_reward
+    )
+    if of_tokens and algorithm.policy_loss.loss_mode == "geo_mean":
         yield (
-            f"algorithm.adv_estimator: gae with policy_loss.loss_mode {algorithm.policy_loss.loss_mode}, which takes "
-            "the mean of a response's advantages: the critic judges responses and not tokens; gspo-token keeps them "
-            "apart"
+            f"algorithm.adv_estimator: {algorithm.adv_estimator} gives each token its own advantage, and "
+            "policy_loss.loss_mode geo_mean takes the mean of a response's; gspo keeps them apart"
         )
     if algorithm.use_kl_loss and not algorithm.kl_loss_coef:
         yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
@@ -293,9 +296,33 @@ LOSS_RULES = (
         "does not go with algorithm.use_kl_loss: true",
         "the KL to the reference would count twice, once as a reward and once as a loss",
     ),
-    *map(_without_level, ("mode", "low", "high")),
+    *map(_without_level, ("mode", "weigh", "low", "high")),
     _correction_mode,
     _correction_band,
+    RuleRow(
+        f"{_CORRECTION}.weigh",
+        lambda c, m: (
+            c.algorithm.rollout_correction.weigh is not None
+            and c.algorithm.rollout_correction.level is not None
+            and c.algorithm.rollout_correction.mode not in BAND_MODES
+        ),
+        "must be null with mode {c.algorithm.rollout_correction.mode}",
+        f"that mode is a weight and nothing else; {' and '.join(BAND_MODES)} may leave what is inside the band at "
+        "weight 1",
+        (None,),
+    ),
+    RuleRow(
+        f"{_CORRECTION}.mode",
+        lambda c, m: (
+            c.algorithm.policy_loss.loss_mode == "geo_mean"
+            and c.algorithm.rollout_correction.mode == "icepop"
+            and c.algorithm.rollout_correction.level == "token"
+        ),
+        "must not be icepop at level token with loss_mode geo_mean",
+        "the loss weighs a response by the geometric mean of its tokens' weights, so a single weight of 0 would take "
+        "the whole response out",
+        tuple(mode for mode in MODES if mode != "icepop"),
+    ),
     RuleRow(
         f"{_CORRECTION}.level",
         lambda c, m: c.algorithm.rollout_correction.level is not None and c.algorithm.anchor == "rollout",

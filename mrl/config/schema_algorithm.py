@@ -112,7 +112,17 @@ class RolloutCorrectionConfig(Section):
         "sync than from rounding.",
         rule=known_name(LEVELS, ALIASES),
     )
-    mode: str = key("truncate", "What happens to a ratio outside the bounds.")
+    mode: str = key(
+        "truncate",
+        "What happens outside the bounds. truncate: the ratio is bounded above. clip: on both sides. mask: tokens or "
+        "responses leave the loss and its denominators. icepop: they have weight 0 and stay in the denominators.",
+    )
+    weigh: bool | None = key(
+        None,
+        "mask and icepop: weighs what is inside the bounds by its ratio. false: its weight is 1, as of verl's "
+        "rollout_rs without rollout_is. Left out: true, but false at level geometric, whose mean is no importance "
+        "weight.",
+    )
     low: float | None = key(
         None, "Lower bound of the ratio, the trainer's probability over the engine's; left out: none.", ge=0
     )

@@ -62,8 +62,8 @@ class DistillationLossConfig(Section):
         True,
         "Adds each token's estimate, with its sign turned, to the token's advantage. false: the estimate is a "
         "term of the loss with its own gradient.",
-        advice="true, with a loss whose advantages may differ by token, such as gspo-token or vanilla. gspo takes "
-        "the mean over a response.",
+        advice="true, with a loss whose advantages may differ by token, such as vanilla or gspo. geo_mean takes the "
+        "mean over a response.",
     )
     use_task_rewards: bool = key(
         True,

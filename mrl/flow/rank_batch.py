@@ -178,7 +178,9 @@ class RankBatch:
         if algorithm.overlong_filter:
             mask = without_truncated(mask, self._overlong, lengths)
         if correction.level is not None:
-            parameters = CorrectionParameters(correction.level, correction.mode, correction.low, correction.high)
+            parameters = CorrectionParameters(
+                correction.level, correction.mode, correction.low, correction.high, correction.weigh
+            )
             result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask, lengths)
             mask = result.keep
             weights = result.weights

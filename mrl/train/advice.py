@@ -108,7 +108,7 @@ def _mismatch_cure(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> str:
     elif algorithm.rollout_correction.level is None:
         cure = (
             "set algorithm.rollout_correction (level token, mode truncate, high 2 is TIS; level token, mode "
-            "mask, 0.5 to 5 is IcePop)"
+            "icepop, 0.5 to 5 is IcePop)"
         )
     else:
         cure = (

@@ -96,7 +96,7 @@ def corrections(
         metrics["train/overlong_filtered_share"] = float(step.rows.overlong.mean())
     if algorithm.rollout_correction.level is not None:
         metrics |= correction_metrics(of_rows)
-    _check_something_left(algorithm, of_rows["trained"], metrics, counted)
+    _check_something_left(algorithm, of_rows.get("taken", of_rows["trained"]), metrics, counted)
     if "not_finite" in of_rows:
         _check_teacher(of_rows)
         metrics |= distillation_metrics(of_rows)
@@ -113,9 +113,10 @@ def _check_teacher(of_rows: RowValues) -> None:
 
 
 def _check_something_left(
-    algorithm: AlgorithmConfig, trained: np.ndarray, metrics: dict[str, float], counted: np.ndarray | None
+    algorithm: AlgorithmConfig, taken: np.ndarray, metrics: dict[str, float], counted: np.ndarray | None
 ) -> None:
-    if trained.any():
+    """Raises NumericAbort where no row has a token left. `taken` [rows] are its tokens of a weight above 0."""
+    if taken.any():
         return
     dropped = []
     cures = []

@@ -204,7 +204,8 @@ def test_a_group_advantage_needs_a_group():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "default"), [("mode", "mask", "truncate"), ("low", 0.5, None), ("high", 5.0, 2.0)]
+    ("name", "value", "default"),
+    [("mode", "mask", "truncate"), ("weigh", False, None), ("low", 0.5, None), ("high", 5.0, 2.0)],
 )
 def test_a_correction_without_a_level_is_not_ignored_silently(name, value, default):
     found = only(f"algorithm.rollout_correction.{name}={value}")
@@ -226,6 +227,22 @@ def test_a_correction_without_a_level_is_not_ignored_silently(name, value, defau
 def test_a_band_of_a_correction_is_not_empty_and_holds_1(low, high, fields):
     given = f"algorithm.rollout_correction={{level: token, mode: mask, low: {low}, high: {high}}}"
     assert [v.field.rpartition(".")[2] for v in broken(given)] == fields
+
+
+@pytest.mark.parametrize(("mode", "refused"), [("truncate", True), ("clip", True), ("mask", False), ("icepop", False)])
+def test_a_weight_of_1_is_of_the_modes_that_take_tokens_out(mode, refused):
+    low = "null" if mode == "truncate" else 0.5
+    given = f"algorithm.rollout_correction={{level: token, mode: {mode}, weigh: false, low: {low}, high: 2}}"
+    assert [v.field.rpartition(".")[2] for v in broken(given)] == ["weigh"] * refused
+
+
+@pytest.mark.parametrize(("level", "refused"), [("token", True), ("sequence", False), ("geometric", False)])
+def test_a_token_of_weight_0_does_not_go_with_a_geometric_mean_of_weights(level, refused):
+    given = f"algorithm.rollout_correction={{level: {level}, mode: icepop, low: 0.5, high: 5}}"
+    loss = ["loss_mode=geo_mean", "clip_ratio_low=0.2", "clip_ratio_high=0.2"]
+    assert [v.field for v in broken(given, *(POLICY + word for word in loss))] == [
+        "algorithm.rollout_correction.mode"
+    ] * refused
 
 
 def test_a_reference_cut_by_tokens_needs_a_limit_that_an_actor_cut_by_samples_has_not():

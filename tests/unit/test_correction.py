@@ -59,7 +59,11 @@ def test_levels_look_at_tokens_products_and_geometric_means():
         ("token", "truncate", 0.8, 5.0, MASK, [4, 0.5, 5, 1]),  # whose lower bound is told, not imposed
         ("token", "clip", 0.8, 5.0, MASK, [4, 0.8, 5, 1]),
         ("token", "clip", None, 5.0, MASK, [4, 0.5, 5, 1]),
-        ("token", "mask", 0.4, 5.0, [True, True, False, False], [4, 0.5, 1, 1]),  # IcePop: tokens go one by one
+        ("token", "mask", 0.4, 5.0, [True, True, False, False], [4, 0.5, 1, 1]),  # tokens go one by one
+        ("token", "icepop", 0.4, 5.0, MASK, [4, 0.5, 0, 1]),  # all stay, and one weighs 0
+        ("token", "icepop", 0.6, 5.0, MASK, [4, 0, 0, 1]),
+        ("sequence", "icepop", 0.5, 2.1, MASK, [2, 2, 0, 1]),
+        ("geometric", "icepop", 0.9, 1.5, MASK, [1, 1, 0, 1]),
         ("token", "mask", 0.6, 5.0, [True, False, False, False], [4, 1, 1, 1]),
         ("sequence", "mask", 0.5, 2.1, [True, True, False, False], [2, 2, 1, 1]),  # MIS: a response stays or goes whole
         ("geometric", "mask", 0.9, 1.5, [True, True, False, False], [1, 1, 1, 1]),  # rejection alone, no weight
@@ -74,8 +78,36 @@ def test_modes_mask_clip_and_truncate(level, mode, low, high, keep, weights):
     assert all(metric_spec(name) for name in correction_metrics(found.of_rows))
 
 
+@pytest.mark.parametrize(
+    ("level", "mode", "weights"),
+    [
+        ("token", "mask", {False: [1, 1, 1, 1], True: [4, 0.5, 1, 1]}),
+        ("token", "icepop", {False: [1, 1, 0, 1], True: [4, 0.5, 0, 1]}),
+        ("geometric", "mask", {False: [1, 1, 1, 1], True: [2**0.5, 2**0.5, 1, 1]}),
+    ],
+)
+def test_a_rejection_weighs_what_is_inside_its_band_or_not(level, mode, weights):
+    old = np.array([-1.0, -2.0, -3.0, np.nan])
+    for weigh, expected in weights.items():
+        found = correct(CorrectionParameters(level, mode, 0.4, 5.0, weigh), old + np.log(RATIOS), old, MASK, LENGTHS)
+        np.testing.assert_allclose(found.weights, expected, rtol=1e-6)
+
+
+def test_shares_of_icepop_count_what_weighs_0_as_rejected():
+    """Of three tokens in the denominators one weighs 0: mean (4 + 1/2) / 3, of squares 16.25 / 3."""
+    metrics = correction_metrics(run("token", "icepop", 0.4, 5.0).of_rows)
+    assert metrics == pytest.approx(
+        {
+            "rollout_corr/outside_share": 1 / 3, "rollout_corr/rejected_token_share": 1 / 3,
+            "rollout_corr/rejected_sequence_share": 1 / 2, "rollout_corr/weight_mean": 1.5,
+            "rollout_corr/weight_max": 4.0, "rollout_corr/weight_min": 0.0,
+            "rollout_corr/effective_sample_share": 1.5**2 / (16.25 / 3),
+        }
+    )  # fmt: skip
+
+
 def test_shares_and_the_effective_sample_size_worked_by_hand():
-    """IcePop above: one of three tokens and one of two responses go; weights 4 and 1/2 stay: mean 2.25,
+    """Rejection by token above: one of three tokens and one of two responses go; weights 4 and 1/2 stay: mean 2.25,
     of squares 8.125.
     """
     metrics = correction_metrics(run("token", "mask", 0.4, 5.0).of_rows)
@@ -181,11 +213,12 @@ def test_the_anchor_is_the_trainers_or_generations_own():
     np.testing.assert_allclose(batch.old_log_probs, -1.0)
 
 
-ICEPOP = "algorithm.rollout_correction={level: token, mode: mask, low: 0.5, high: 5.0}"
+ICEPOP = "algorithm.rollout_correction={level: token, mode: icepop, low: 0.5, high: 5.0}"
 
 
-def test_a_step_of_which_nothing_is_left_stops_and_says_what_dropped_it():
-    config = load_config(TINY, overrides=[ICEPOP]).config
+@pytest.mark.parametrize("mode", ["mask", "icepop"])
+def test_a_step_of_which_nothing_is_left_stops_and_says_what_dropped_it(mode):
+    config = load_config(TINY, overrides=[ICEPOP.replace("icepop", mode)]).config
     batch, _ = filtered(config, [sample(2, "stop")], gap=math.log(4))
     np.testing.assert_allclose(batch.loss_weights, 4.0, rtol=1e-6)
     with pytest.raises(NumericAbort, match=r"nothing of the step is left.*rollout_correction rejected every token"):

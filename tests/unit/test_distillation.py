@@ -518,7 +518,9 @@ def test_what_is_set_without_a_teacher_and_what_a_loss_makes_of_one_is_said():
     assert any("no teacher is loaded" in note for note in said(f"{LOSS}loss_mode=k2"))
     assert not any("distillation" in note for note in said())
     taught_by = ["distillation.enabled=true", f"{TEACHER}model_path=Qwen/Qwen3-30B-A3B"]
-    assert any("gspo-token keeps them apart" in note for note in said(*taught_by))
+    geo_mean = "algorithm.policy_loss.loss_mode=geo_mean"
+    assert any("gspo keeps them apart" in note for note in said(*taught_by, geo_mean))
+    assert not any("keeps them apart" in note for note in said(*taught_by))
     assert any("k1 is" in note for note in said(*taught_by, f"{LOSS}loss_mode=k3"))
 
 

@@ -290,7 +290,7 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         ([CORRECTION + "rollout_is=sequence"], {CORRECTION + "level": "sequence"}),
         (
             [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold='0.5_5.0'"],
-            {CORRECTION + "low": 0.5, CORRECTION + "high": 5.0, CORRECTION + "mode": "mask"},
+            {CORRECTION + "low": 0.5, CORRECTION + "high": 5.0, CORRECTION + "mode": "icepop", CORRECTION + "weigh": None},
         ),
         (
             [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold=2.0", CORRECTION + "rollout_rs=null"],
@@ -298,13 +298,33 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         ),
         (
             [CORRECTION + "rollout_rs=seq_mean_k1", CORRECTION + "rollout_rs_threshold='0.999_1.001'"],
-            {CORRECTION + "level": "geometric", CORRECTION + "mode": "mask", CORRECTION + "low": 0.999,
-                CORRECTION + "high": 1.001},
+            {CORRECTION + "level": "geometric", CORRECTION + "mode": "mask", CORRECTION + "low": 1 / 1.001,
+                CORRECTION + "high": 1 / 0.999, CORRECTION + "weigh": False},
         ),
         (
             [CORRECTION + "rollout_rs=seq_sum_k1", CORRECTION + "rollout_rs_threshold=2.0"],
             {CORRECTION + "level": "sequence", CORRECTION + "mode": "mask", CORRECTION + "low": 0.5,
-                CORRECTION + "high": 2.0},
+                CORRECTION + "high": 2.0, CORRECTION + "weigh": False},
+        ),
+        (  # verl's newer names test rollout / old, its older ones old / rollout
+            [CORRECTION + "rollout_rs=token_k1", CORRECTION + "rollout_rs_threshold='0.5_1.25'"],
+            {CORRECTION + "level": "token", CORRECTION + "low": 0.8, CORRECTION + "high": 2.0},
+        ),
+        (
+            [CORRECTION + "rollout_rs=token", CORRECTION + "rollout_rs_threshold=1.25",
+                CORRECTION + "rollout_rs_threshold_lower=0.5"],
+            {CORRECTION + "level": "token", CORRECTION + "low": 0.5, CORRECTION + "high": 1.25,
+                CORRECTION + "weigh": False},
+        ),
+        (  # verl's preset Seq-MIS: weights that no ratio inside the band reaches the cap of
+            [CORRECTION + "rollout_is=sequence", CORRECTION + "rollout_is_threshold=2.0",
+                CORRECTION + "rollout_rs=seq_sum_k1", CORRECTION + "rollout_rs_threshold='0.5_2.0'"],
+            {CORRECTION + "level": "sequence", CORRECTION + "mode": "mask", CORRECTION + "low": 0.5,
+                CORRECTION + "high": 2.0, CORRECTION + "weigh": None},
+        ),
+        (  # beside the engine's log-probs as anchor verl applies no weights
+            [CORRECTION + "rollout_is=token", CORRECTION + "bypass_mode=True"],
+            {CORRECTION + "level": None, "algorithm.anchor": "rollout"},
         ),
         ([CORRECTION + "rollout_is_threshold=3.0"], {CORRECTION + "high": None}),
         (["algorithm.rollout_correction.bypass_mode=True"], {"algorithm.anchor": "rollout"}),
@@ -387,6 +407,7 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
         (MEGATRON + "override_ddp_config.use_megatron_fsdp=True", "must be false"),
         ("actor_rollout_ref.actor.no_such_key=1", "no such key"),
         ("algorithm.rollout_correction.rollout_rs=seq_max_k2", "no such correction"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", "needs rollout_rs_threshold"),
     ],
 )
 def test_what_is_not_there_is_named_with_the_reason(word, reason):
@@ -464,12 +485,32 @@ def test_a_discount_is_missed_where_verl_would_apply_it():
 
 
 @pytest.mark.parametrize(
-    ("rejection", "warned"),
-    [("token_k1", True), ("seq_sum_k1", True), ("sequence", True), ("seq_mean_k1", False), ("geometric", False)],
+    ("rejection", "aggregation", "warned"),
+    [
+        ("token_k1", "seq-mean-token-mean", False),
+        ("seq_sum_k1", "token-mean", False),
+        ("seq_sum_k1", "seq-mean-token-mean", True),
+        ("geometric", "seq-mean-token-sum", True),
+    ],
 )
-def test_a_rejection_that_also_weighs_here_is_warned_of(rejection, warned):
-    out = from_overrides(CORRECTION + f"rollout_rs={rejection}")
-    assert any(rejection in w and "weighs what it keeps by its ratio" in w for w in out.warnings) == warned
+def test_a_rejection_whose_denominator_is_another_than_verls_is_warned_of(rejection, aggregation, warned):
+    words = [CORRECTION + f"rollout_rs={rejection}", CORRECTION + "rollout_rs_threshold=2.0"]
+    out = from_overrides(*words, f"actor_rollout_ref.actor.loss_agg_mode={aggregation}")
+    assert any(rejection in w and "divides by all of the mini-batch" in w for w in out.warnings) == warned
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["rollout_is=sequence", "rollout_rs=seq_mean_k1", "rollout_rs_threshold='0.9_1.1'"], "rollout_rs"),
+        (["rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold='0.4_2'"], "rollout_rs"),  # up to 2.5: capped
+        (["rollout_rs=token_k1", "rollout_rs_threshold=2", "bypass_mode=True"], "rollout_rs"),
+    ],
+)
+def test_a_weight_and_a_rejection_that_are_no_single_mode_are_not_made_one(words, key):
+    out = from_overrides(*(CORRECTION + word for word in words))
+    assert key in {entry.key.rpartition(".")[2] for entry in out.of("unsupported")}
+    assert out.values.get(CORRECTION + "mode") is None
 
 
 @pytest.mark.parametrize(
@@ -905,7 +946,7 @@ def test_a_key_with_nothing_behind_it_is_refused_as_such_and_breaks_nothing_else
     assert code == 2 and "cluster.nnodes" in err and "refused: 1 violations" in err
 
 
-@pytest.mark.parametrize("loss", ["gspo", "sapo"])
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
 def test_a_loss_whose_key_verl_ignores_is_written_as_it_is_computed(loss):
     mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"
     for said in ("", "actor_rollout_ref.actor.loss_agg_mode=token-mean"):

@@ -175,11 +175,18 @@ def test_gspo_token_gives_each_token_its_own_advantage_under_the_sequence_ratio(
     assert gradient == pytest.approx([-2 * 3.0 / 2, 2 * 1.0 / 2])
 
 
-def test_gspo_takes_the_mean_of_advantages_that_differ():
-    parameters = replace(BASE, loss_mode="gspo", clip_ratio_low=5.0, clip_ratio_high=5.0)
-    loss, gradient, _ = worked(parameters, one_sequence([0.0, 2 * LOG2], [0.0, 0.0], [3.0, -1.0]))
-    assert loss == pytest.approx(-2 * 1.0)
-    assert gradient == pytest.approx([-1.0, -1.0])
+def test_a_weight_of_a_token_weighs_its_own_gradient_and_geo_mean_takes_their_geometric_mean():
+    """s = 2, A = 1, L = 2: -s w_t / L for GSPO; GMPO, with its clip wide open, has s sqrt(w_1 w_2) / L for both."""
+    given = one_sequence([0.0, 2 * LOG2], [0.0, 0.0], [1.0, 1.0])
+    given = replace(given, weights=torch.tensor([[0.5, 2.0]], dtype=torch.float64))
+    open_band = replace(BASE, clip_ratio_low=5.0, clip_ratio_high=5.0)
+    loss, gradient, _ = worked(replace(open_band, loss_mode="gspo"), given)
+    assert loss == pytest.approx(-2 * 2.5 / 2)
+    assert gradient == pytest.approx([-0.5, -2.0])
+    given = replace(given, weights=torch.tensor([[0.5, 8.0]], dtype=torch.float64))
+    loss, gradient, _ = worked(replace(open_band, loss_mode="geo_mean"), given)
+    assert loss == pytest.approx(-2 * 2.0)
+    assert gradient == pytest.approx([-2.0, -2.0])
 
 
 OLD = np.log([[0.5, 0.3, 0.9, 0.05], [0.6, 0.2, 0.7, 0.4]])
@@ -187,7 +194,7 @@ MOVES = {"inside": 0.05, "above": 0.6, "below": -0.6}
 
 
 @pytest.mark.parametrize(
-    "loss_mode", [name for name in TOKEN_LOSSES if name not in ("gspo-token", "cispo", "dppo_tv", "dppo_kl")]
+    "loss_mode", [name for name in TOKEN_LOSSES if name not in ("gspo", "gspo-token", "cispo", "dppo_tv", "dppo_kl")]
 )
 @pytest.mark.parametrize("advantage", [-1.5, 1.5])
 @pytest.mark.parametrize("move", MOVES)
@@ -208,7 +215,7 @@ def test_gradients_agree_with_finite_differences(loss_mode, advantage, move):
 def frozen_weight(loss_mode: str, ratio: np.ndarray, old: np.ndarray, advantage: float) -> np.ndarray:
     """The stop-gradient factor of log_probs, restated in numpy."""
     moved, p, q = old * ratio - old, old, old * ratio
-    if loss_mode == "gspo-token":
+    if loss_mode == "gspo":
         s = np.exp(np.log(ratio).mean(-1, keepdims=True)) * np.ones_like(ratio)
         held = (s > 1.3) if advantage > 0 else (s < 0.8)
         return np.where(held, 0.0, s)
@@ -221,7 +228,7 @@ def frozen_weight(loss_mode: str, ratio: np.ndarray, old: np.ndarray, advantage:
     return np.where(onwards & (distance > bound), 0.0, np.minimum(ratio, 3.0))
 
 
-@pytest.mark.parametrize("loss_mode", ["gspo-token", "cispo", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("loss_mode", ["gspo", "cispo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("advantage", [-1.5, 1.5])
 @pytest.mark.parametrize("move", MOVES)
 def test_gradients_of_stopped_ratios_agree_with_finite_differences_of_the_frozen_form(loss_mode, advantage, move):

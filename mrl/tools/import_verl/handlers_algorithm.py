@@ -1,6 +1,7 @@
 """Handlers of verl's keys of loss, correction and filter. All other handlers stand in handlers.py."""
 
 from collections.abc import Callable
+from typing import Any
 
 from mrl.algo.spec import LOSSES, NEEDS_CRITIC
 from mrl.tools.import_verl.keys import A
@@ -15,6 +16,7 @@ SEQUENCE_MEANS = {
     "gspo": "verl ignored the key and averaged each sequence first, its repository of August 2026 too; "
     "release 0.9.1 obeys it and would train another objective",
     "sapo": "verl ignores the key and averages each sequence first",
+    "geo_mean": "verl ignores the key and takes the mean over the responses of each micro-batch, here of the mini-batch",
 }
 # Metrics that verl's DAPO trainer sums over a response's tokens: the score, which includes the overlong penalty, and
 # the score less the KL penalty.
@@ -98,66 +100,144 @@ _REJECTIONS = {
     "sequence": "sequence",
     "geometric": "geometric",
 }
+_UNKNOWN = "no such correction here; see algorithm.rollout_correction"
+_OFF = "it belongs to a correction that is off"
+_RATIO_WEIGHS = "with bypass_mode the loss takes its ratio against generation; verl applies no weights beside it"
 
 
 def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.rpartition(".")[2]
-    weighs = settings.value(_CORRECTION + "rollout_is", "algorithm.rollout_is") not in (None, False)
+    weighs = _of_correction(settings, "rollout_is")
+    rejects = _of_correction(settings, "rollout_rs")
+    bypassed = _of_correction(settings, "bypass_mode") and not settings.ahead
     match name, o.value:
         case (
             "rollout_is" | "rollout_rs" | "rollout_token_veto_threshold" | "rollout_rs_threshold_lower",
             None | False,
         ):
             out.leave("implied", o.key, o.value, "no correction", o.line)
+        case ("rollout_is" | "rollout_is_threshold", _) if bypassed:
+            out.leave("implied", o.key, o.value, _RATIO_WEIGHS, o.line)
+        case ("rollout_rs", _) if bypassed:
+            why = "with bypass_mode the loss takes its ratio against generation; nothing is rejected beside it here"
+            out.leave("unsupported", o.key, o.value, why, o.line)
         case ("rollout_is", "token" | "sequence"):
             out.put("renamed", o.key, _CORRECTION + "level", o.value, line=o.line)
-        case ("rollout_rs", str()) if o.value in _REJECTIONS and not weighs:
-            out.put("renamed", o.key, _CORRECTION + "level", _REJECTIONS[o.value], line=o.line)
-            out.put(
-                "implied", o.key, _CORRECTION + "mode", "mask", "a rejection masks what is outside its band", o.line
-            )
-            _warn_of_weights(o, out)
+        case ("rollout_is_threshold", _) if not weighs:
+            out.leave("implied", o.key, o.value, _OFF, o.line)
+        case ("rollout_is_threshold", _) if rejects and _masked_weights(settings):
+            why = "no ratio inside the band of the rejection reaches it"
+            out.leave("implied", o.key, o.value, why, o.line)
         case ("rollout_is_threshold", _):
-            _band(o, out, weighs, one_sided=True)
-        case ("rollout_rs_threshold", _):
-            _band(o, out, not weighs and settings.value(_CORRECTION + "rollout_rs") in _REJECTIONS, one_sided=False)
+            _threshold(o, out)
+        case ("rollout_rs", str()) if o.value in _REJECTIONS and (not weighs or _masked_weights(settings)):
+            _rejection(o, out, settings, bool(weighs))
+        case ("rollout_rs_threshold" | "rollout_rs_threshold_lower", _) if not rejects or bypassed:
+            out.leave("implied", o.key, o.value, _OFF, o.line)
+        case ("rollout_rs_threshold", _) if rejects in _REJECTIONS and (not weighs or _masked_weights(settings)):
+            _rejection_band(o, out, settings)
+        case ("rollout_rs_threshold_lower", int() | float()) if rejects in _REJECTIONS and not _turned(rejects):
+            out.leave("implied", o.key, o.value, "is the lower bound of rollout_rs_threshold", o.line)
         case ("bypass_mode", bool()):
             out.put("renamed", o.key, "algorithm.anchor", "rollout" if o.value else "recompute", line=o.line)
         case ("rollout_is_batch_normalize" | "use_policy_gradient", False) | ("loss_type", "ppo_clip"):
             out.leave("implied", o.key, o.value, "as it is here", o.line)
         case _:
-            out.leave(
-                "unsupported", o.key, o.value, "no such correction here; see algorithm.rollout_correction", o.line
-            )
+            out.leave("unsupported", o.key, o.value, _UNKNOWN, o.line)
 
 
-def _warn_of_weights(o: Override, out: Import) -> None:
-    if _REJECTIONS[o.value] != "geometric":
+def _of_correction(settings: VerlSettings, name: str) -> Any:
+    """Returns the value of a key of verl's correction. None and False are off."""
+    return settings.value(_CORRECTION + name, f"algorithm.{name}") or None
+
+
+def _turned(rejection: str) -> bool:
+    """Whether verl tests rollout / old there. Its older names test old / rollout, as everything here does."""
+    return rejection.endswith("_k1")
+
+
+def _numbers(value: Any) -> list[float]:
+    """Reads a threshold: one number, or `low_high`. Returns none where it is something else."""
+    try:
+        numbers = [float(part) for part in str(value).split("_")]
+    except ValueError:
+        return []
+    if len(numbers) > 2 or min(numbers) <= 0:
+        return []
+    return numbers
+
+
+def _kept_band(settings: VerlSettings) -> tuple[float, float] | None:
+    """Returns the band of old / rollout that verl's rejection keeps, or None where its threshold is none.
+
+    One number x is 1/x to x. Older releases may give the lower bound by a key of its own.
+    """
+    rejection = _of_correction(settings, "rollout_rs")
+    numbers = _numbers(_of_correction(settings, "rollout_rs_threshold"))
+    lower = _of_correction(settings, "rollout_rs_threshold_lower")
+    if not numbers:
+        return None
+    low, high = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        low = 1 / high
+        if isinstance(lower, int | float) and not _turned(rejection):
+            low = float(lower)
+    if _turned(rejection):
+        return 1 / high, 1 / low
+    return low, high
+
+
+def _masked_weights(settings: VerlSettings) -> bool:
+    """Whether verl's weight and rejection together are mode mask: the same ratio, and no cap inside the band."""
+    cap = _numbers(_of_correction(settings, "rollout_is_threshold") or 2.0)
+    band = _kept_band(settings)
+    same = _of_correction(settings, "rollout_is") == _REJECTIONS.get(_of_correction(settings, "rollout_rs"))
+    return same and band is not None and len(cap) == 1 and cap[0] >= band[1]
+
+
+def _rejection(o: Override, out: Import, settings: VerlSettings, weighs: bool) -> None:
+    if _kept_band(settings) is None:
+        why = "verl needs rollout_rs_threshold beside it: one number, or low_high"
+        out.leave("unsupported", o.key, o.value, why, o.line)
+        return
+    level = _REJECTIONS[o.value]
+    out.put("renamed", o.key, _CORRECTION + "level", level, line=o.line)
+    why = "what a rejection takes out leaves the denominators, as in verl"
+    out.put("implied", o.key, _CORRECTION + "mode", "mask", why, o.line)
+    if not weighs:
+        why = "without rollout_is verl leaves what it keeps at weight 1"
+        out.put("implied", o.key, _CORRECTION + "weigh", False, why, o.line)
+    aggregation = settings.value(A + "loss_agg_mode")
+    if level != "token" and (settings.loss_mode in SEQUENCE_MEANS or aggregation != "token-mean"):
         out.warnings.append(
-            f"line {o.line}: rollout_rs={o.value} without rollout_is rejects in verl and leaves what it keeps at "
-            f"weight 1; mode mask at level {_REJECTIONS[o.value]} here also weighs what it keeps by its ratio (only "
-            "level geometric does not)"
+            f"line {o.line}: rollout_rs={o.value} rejects whole responses, and the loss is a mean over responses: "
+            "verl's trainer divides by all of the mini-batch, here those that are left are counted"
         )
 
 
-def _band(o: Override, out: Import, used: bool, one_sided: bool) -> None:
-    """Carries a threshold over: `low_high`, or one number.
-
-    One number is the upper bound of a weight. For a rejection it is the bound x on both sides (1/x and x).
-    """
-    parts = str(o.value).split("_")
-    if not used or o.value is None:
-        out.leave("implied", o.key, o.value, "it belongs to a correction that is off", o.line)
-        return
-    try:
-        bounds = [float(part) for part in parts]
-    except ValueError:
+def _rejection_band(o: Override, out: Import, settings: VerlSettings) -> None:
+    band = _kept_band(settings)
+    if band is None:
         out.leave("unsupported", o.key, o.value, "a threshold here is one number, or low_high", o.line)
         return
-    out.put("renamed", o.key, _CORRECTION + "high", bounds[-1], line=o.line)
-    if len(bounds) == 2 or not one_sided:
-        out.put("renamed", o.key, _CORRECTION + "low", bounds[0] if len(bounds) == 2 else 1 / bounds[0], line=o.line)
-        out.put("implied", o.key, _CORRECTION + "mode", "mask", "a band masks what is outside it", o.line)
+    why = ""
+    if _turned(_of_correction(settings, "rollout_rs")):
+        why = "verl tests rollout / old there, here it is old / rollout: 1/high to 1/low"
+    for name, value in zip(("low", "high"), band, strict=True):
+        out.put("renamed", o.key, _CORRECTION + name, value, why, o.line)
+
+
+def _threshold(o: Override, out: Import) -> None:
+    """Carries the threshold of a weight over: an upper bound, or the band of IcePop."""
+    numbers = _numbers(o.value)
+    if not numbers:
+        out.leave("unsupported", o.key, o.value, "a threshold here is one number, or low_high", o.line)
+        return
+    out.put("renamed", o.key, _CORRECTION + "high", numbers[-1], line=o.line)
+    if len(numbers) == 2:
+        out.put("renamed", o.key, _CORRECTION + "low", numbers[0], line=o.line)
+        why = "a band of weights is IcePop: outside it the weight is 0, and the denominators stay, as in verl"
+        out.put("implied", o.key, _CORRECTION + "mode", "icepop", why, o.line)
 
 
 def _metric(o: Override, out: Import, settings: VerlSettings) -> None:
