@@ -27,7 +27,7 @@ from mrl.config.schema import ActorConfig, ModelConfig
 from mrl.errors import ConfigError
 from mrl.megatron.gradient_sums import add_within_products, for_megatron, is_wanted
 from mrl.megatron.lora_layers import attach, hidden
-from mrl.megatron.mapped_bridge import bridge_config
+from mrl.megatron.mapped_bridge import MappedBridge, bridge_config
 from mrl.megatron.padding_row import keep_gradients_from
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.adapters import Lora, adapted_layers
@@ -38,6 +38,8 @@ from mrl.platforms.layers import layers
 from mrl.platforms.versions import OWN_BRIDGES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# families whose bridges in mbridge map models with experts in every layer
+_OF_ONE_KIND = ("qwen2_moe", "qwen3_moe")
 _REPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 _FORMATS = {**DTYPES, "fp32": torch.float32}  # number formats as they are passed to fields of Megatron's classes
 
@@ -85,8 +87,10 @@ class MBridge:
         hf_config = _bridged_config(self.model_config.path, self.model)
         if self.has_value_head:
             hf_config.tie_word_embeddings = False  # tying would need an output layer
-        self._bridge = AutoBridge.from_config(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
-        _refuse_unmapped(self.model, self._bridge)
+        bridge_of = AutoBridge.from_config
+        if _is_mapped_here(self.model):
+            bridge_of = MappedBridge
+        self._bridge = bridge_of(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
         self._chunks: list[torch.nn.Module] = []
         overrides = checked_overrides(
             "model.override_transformer_config", self.model_config.override_transformer_config, TransformerConfig
@@ -175,14 +179,10 @@ def _changed(change: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
         mbridge_base.broadcast_from_megatron_pp = to_all_stages
 
 
-def _refuse_unmapped(model: ModelSpec, bridge: Any) -> None:
-    maps_both = "mlp.linear_fc1.weight" in bridge._MLP_MAPPING
-    if model.is_moe and len(model.moe_layers) != model.num_layers and not maps_both:
-        raise ConfigError(
-            f"the {model.family} model has experts in {len(model.moe_layers)} of {model.num_layers} layers "
-            "(mlp_only_layers or decoder_sparse_step in config.json); the bridge maps models whose layers are all "
-            "dense or all MoE"
-        )
+def _is_mapped_here(model: ModelSpec) -> bool:
+    """Tells whether mrl's own bridge maps the model: mbridge has none, or one for layers of a single kind."""
+    is_mixed = len(model.moe_layers) not in (0, model.num_layers)
+    return model.family in OWN_BRIDGES or (is_mixed and model.family in _OF_ONE_KIND)
 
 
 def _bridged_config(path: str, model: ModelSpec) -> Any:
@@ -190,7 +190,7 @@ def _bridged_config(path: str, model: ModelSpec) -> Any:
 
     mbridge's own families read the files. transformers 5 renamed or moved some fields, which are put back here.
     """
-    if model.family in OWN_BRIDGES:
+    if _is_mapped_here(model):
         return bridge_config(model)
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     hf_config.rope_theta = model.rope_theta

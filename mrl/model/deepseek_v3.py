@@ -13,22 +13,34 @@ from typing import Any
 
 from mrl.errors import ConfigError, shown
 from mrl.model.decoder_weights import dense_layer
-from mrl.model.glm4_moe import is_left_out, with_shared_experts
+from mrl.model.glm4_moe import is_left_out, left_out_layers, with_shared_experts
 from mrl.model.hf_config import (
-    MTP_KEYS,
+    ANY,
     QUANTIZATION,
     HfConfig,
     ModelSpec,
     common,
+    refuse_tied,
     refuse_unless,
     required,
-    rope_fields,
     yarn,
 )
 from mrl.model.latent_attention import VLLM_LATENT_ATTENTION
 from mrl.model.weight_map import VLLM_NORMS, Family
 
 VLLM_ORDER = (*VLLM_LATENT_ATTENTION, "mlp.gate.", "mlp.shared_experts.", "mlp.", *VLLM_NORMS)
+_PLAIN = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+    "moe_router_dtype": None,  # vLLM would route in it
+    "llama_4_scaling": None,
+    "rswa_window": None,
+    "compress_ratios": None,
+    "rope_type": ANY,  # plain, or yarn
+}
 _GROUP_BEST = 2  # experts by which a group is judged
 
 
@@ -38,17 +50,20 @@ def read(config: HfConfig) -> ModelSpec:
             "config.json has index_topk: attention through a sparse indexer (DeepSeek-V3.2, GLM-5) is not supported; "
             "without its indexer it would be another model"
         )
+    refuse_tied(config)
     experts_per_token, groups, chosen = _routing(config)
     size = required(config, "moe_intermediate_size")
     rotated = required(config, "qk_rope_head_dim")
-    plain_rope = {"rope_type": "default", "rope_theta": rope_fields(config).get("rope_theta")}
-    read_alike = common({**config, "rope_scaling": None, "rope_parameters": plain_rope, QUANTIZATION: None})
+    read_alike = common({**config, QUANTIZATION: None}, kv_heads=None, **_PLAIN)
+    heads = read_alike["num_attention_heads"]
+    if read_alike["num_key_value_heads"] != heads:
+        refuse_unless("num_key_value_heads", read_alike["num_key_value_heads"], f"num_attention_heads, {heads}")
+    _refuse_other_head_dim(config, rotated)
     block = _fp8_block(config)
     return ModelSpec(
         **read_alike
         | {
             "family": "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"],
-            "num_key_value_heads": read_alike["num_attention_heads"],
             "dtype": "bfloat16" if block else read_alike["dtype"],
         },
         head_dim=required(config, "qk_nope_head_dim") + rotated,
@@ -62,9 +77,9 @@ def read(config: HfConfig) -> ModelSpec:
         norm_topk_prob=True,
         router_score="sigmoid",
         routed_scaling_factor=float(required(config, "routed_scaling_factor")),
-        left_out_layers=next((config[key] for key in MTP_KEYS if key in config), None) or 0,
+        left_out_layers=left_out_layers(config),
         kv_lora_rank=required(config, "kv_lora_rank"),
-        q_lora_rank=config.get("q_lora_rank") or 0,
+        q_lora_rank=_query_latent(config),
         qk_rope_head_dim=rotated,
         v_head_dim=required(config, "v_head_dim"),
         yarn=yarn(config),
@@ -74,11 +89,27 @@ def read(config: HfConfig) -> ModelSpec:
     )
 
 
+def _query_latent(config: HfConfig) -> int:
+    """Returns the size of the queries' latent; 0 for null. Without the key, transformers takes another model's size."""
+    if "q_lora_rank" not in config:
+        return required(config, "q_lora_rank")
+    return config["q_lora_rank"] or 0
+
+
+def _refuse_other_head_dim(config: HfConfig, rotated: int) -> None:
+    """Raises ConfigError for a head_dim that replaces the rotated part of a head, qk_rope_head_dim, in transformers.
+
+    vLLM mends it where it equals the other part.
+    """
+    head_dim = config.get("head_dim", rotated)
+    if head_dim not in (rotated, config.get("qk_nope_head_dim")):
+        refuse_unless("head_dim", head_dim, f"qk_rope_head_dim, {rotated}")
+    whole = rotated + required(config, "qk_nope_head_dim")
+    refuse_unless("qk_head_dim", config.get("qk_head_dim", whole), whole)
+
+
 def _routing(config: HfConfig) -> tuple[int, int, int]:
     """Returns (experts of a token, groups, chosen groups). Raises ConfigError for a router that Megatron lacks."""
-    supported = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1}
-    for key, value in (supported | {"rope_interleave": True}).items():
-        refuse_unless(key, config.get(key, value), value)
     experts = required(config, "num_experts_per_tok")
     if experts == 1:
         # Megatron does not renormalise the weight of a single expert
@@ -96,12 +127,14 @@ def _routing(config: HfConfig) -> tuple[int, int, int]:
 
 def _moe_layers(config: HfConfig) -> tuple[int, ...]:
     """Returns the numbers of layers with experts. transformers lists the kinds of GLM-4.7-Flash's layers."""
-    if kinds := config.get("mlp_layer_types"):
+    layers = required(config, "num_hidden_layers")
+    kinds = config.get("mlp_layer_types")
+    if kinds and config.get("first_k_dense_replace") is None:
         first = kinds.count("dense")
-        refuse_unless("mlp_layer_types", kinds, ["dense"] * first + ["sparse"] * (len(kinds) - first))
     else:
         first = required(config, "first_k_dense_replace")
-    layers = required(config, "num_hidden_layers")
+    if kinds:
+        refuse_unless("mlp_layer_types", kinds, ["dense"] * first + ["sparse"] * (layers - first))
     # a model without experts might be split over tensor ranks without sequence parallelism; none is known
     if first >= layers:
         refuse_unless("first_k_dense_replace", first, f"less than num_hidden_layers = {layers}")

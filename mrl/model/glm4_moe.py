@@ -9,37 +9,44 @@ import re
 
 from mrl.model.decoder_weights import dense_layer, expert_layer, gated_mlp
 from mrl.model.hf_config import (
+    ANY,
     MTP_KEYS,
     HfConfig,
     ModelSpec,
     common,
     head_dim_from_hidden,
+    or_default,
     partial_rotary_factor,
+    refuse_tied,
     refuse_unless,
     required,
 )
 from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
 
+_PLAIN = {
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,  # Megatron's sigmoid router always does it, but never for one expert
+    "attention_bias": ANY,  # here of queries, keys and values alone: qkv_bias
+    "partial_rotary_factor": ANY,
+}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def read(config: HfConfig) -> ModelSpec:
-    for key in ("n_group", "topk_group"):
-        refuse_unless(key, config.get(key, 1), 1)
-    # Megatron's sigmoid router always does it ...
-    refuse_unless("norm_topk_prob", bool(config.get("norm_topk_prob", True)), True)
+    refuse_tied(config)
     # mbridge builds biases whatever it says
     refuse_unless("attention_bias", bool(config.get("attention_bias", False)), True)
     experts_per_token = required(config, "num_experts_per_tok")
     if experts_per_token == 1:
-        refuse_unless("num_experts_per_tok", 1, "2 or more")  # ... but never for one expert
+        refuse_unless("num_experts_per_tok", 1, "2 or more")
     layers = required(config, "num_hidden_layers")
     size = required(config, "moe_intermediate_size")
     return ModelSpec(
-        **common({**config, "attention_bias": False}),  # here it means queries, keys and values alone: qkv_bias
+        **common(config, kv_heads=8, **_PLAIN),
         head_dim=head_dim_from_hidden(config),
         qkv_bias=True,
-        qk_norm=bool(config.get("use_qk_norm", False)),
+        qk_norm=bool(or_default(config, "use_qk_norm", False)),
         num_experts=required(config, "n_routed_experts", "num_local_experts"),
         num_experts_per_tok=experts_per_token,
         moe_intermediate_size=size,
@@ -47,10 +54,15 @@ def read(config: HfConfig) -> ModelSpec:
         shared_expert_intermediate_size=size * required(config, "n_shared_experts"),
         norm_topk_prob=True,
         router_score="sigmoid",
-        routed_scaling_factor=float(required({"routed_scaling_factor": 1.0, **config}, "routed_scaling_factor")),
+        routed_scaling_factor=float(or_default(config, "routed_scaling_factor", 1.0)),
         partial_rotary_factor=partial_rotary_factor(config, 0.5),
-        left_out_layers=next((config[key] for key in MTP_KEYS if key in config), None) or 0,
+        left_out_layers=left_out_layers(config),
     )
+
+
+def left_out_layers(config: HfConfig) -> int:
+    """Returns the number of layers for multi-token prediction, under any of their names."""
+    return next((required(config, key) for key in MTP_KEYS if key in config), 0)
 
 
 def with_shared_experts(m: ModelSpec, router_in_vllm: str | None = "float32") -> tuple[Weight, ...]:

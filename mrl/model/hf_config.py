@@ -7,10 +7,52 @@ from typing import Any, Literal, NamedTuple
 from mrl.errors import ConfigError, shown
 
 HfConfig = Mapping[str, Any]
+ANY: Any = object()  # as a plain value: the family reads the key by itself
+# Keys that a class of transformers or vLLM reads, with the only values of which training computes the same model.
+# tests/unit/test_config_keys.py finds them, and lists those of which every value means the same.
+_PLAIN: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": None,  # vLLM attends within it, whatever the class of the model says
+    "attention_chunk_size": None,
+    "layer_types": None,
+    "dual_chunk_attention_config": None,  # other rotations inside chunks (Qwen2.5-1M)
+    "is_causal": True,
+    "qk_norm": False,
+    "rope_type": "default",
+    "partial_rotary_factor": 1.0,
+    "mrope_section": None,
+    "mrope_interleaved": False,
+    "compression_config": None,
+    "head_dtype": None,
+    "block_configs": None,
+    "attn_type_list": None,
+}
+# spec field -> other keys in which transformers' or vLLM's readers look for it
+_OTHER_NAMES = {
+    "num_key_value_heads": ("n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
+    "max_position_embeddings": (
+        "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions", "max_sequence_length",
+        "max_seq_length", "seq_len",
+    ),
+    "num_experts": ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k"),
+    "head_dim": ("hidden_size_per_head",),
+    "rope_theta": ("rotary_emb_base",),
+    "partial_rotary_factor": ("rotary_pct", "rotary_emb_fraction"),
+}  # fmt: skip
+_ROTATION_ENTRIES = ("rope_parameters", "rope_scaling")
+_ROTATION_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_ROTATION = (
+    *_ROTATION_BESIDE, "rope_type", "type", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "attention_factor", "truncate", "mrope_section", "mrope_interleaved",
+)  # fmt: skip
 # yarn settings that differ from Megatron's, with their plain values
 _YARN_FIXED = {"attention_factor": None, "truncate": True}
 # For fields that came with later families: `described` leaves them out of models that do not need them.
 _LATER = {"only_where_set": True}
+FULL_ATTENTION = "full_attention"
 QUANTIZATION = "quantization_config"  # how a checkpoint's weights are stored with fewer bits than they are trained in
 # different names of the layers for multi-token prediction
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -168,30 +210,59 @@ def required(config: HfConfig, *keys: str) -> Any:
     )
 
 
-def rope_theta(config: HfConfig) -> float:
-    """Returns the rotary base: a key of its own, or inside `rope_parameters`, as in transformers 5."""
-    return float(required({**config, **(config.get("rope_parameters") or {})}, "rope_theta"))
+def rotation(config: HfConfig) -> dict[str, Any]:
+    """Returns the settings of the rotary positions: `rope_type` and all that belongs to it.
+
+    transformers 5 keeps them in `rope_parameters`. Older files have `rope_scaling`, and some settings beside it. An
+    empty entry is none. Raises ConfigError for two entries that differ: transformers and vLLM then take `rope_scaling`
+    alone, with the class' own base, and other readers `rope_parameters`.
+    """
+    beside = {key: config[key] for key in _ROTATION_BESIDE if config.get(key) is not None}
+    entries = {key: _rotation_entry(key, config[key], beside) for key in _ROTATION_ENTRIES if config.get(key)}
+    if not entries:
+        return {"rope_type": "default", **beside}
+    first, *others = entries.values()
+    if any(other != first for other in others):
+        values = " and ".join(f"{key} = {shown(config[key])}" for key in entries)
+        raise ConfigError(f"config.json: {values} describe different rotations: remove the one that is wrong")
+    return first
+
+
+def _rotation_entry(name: str, entry: HfConfig, beside: HfConfig) -> dict[str, Any]:
+    """Returns one entry's settings with those `beside` it. Raises ConfigError for what readers disagree about."""
+    for key, value in entry.items():
+        if key not in _ROTATION:
+            raise ConfigError(
+                f"config.json: {name}.{key} = {shown(value)} is not supported: training would not compute it"
+            )
+        if value is None and key != "attention_factor":
+            raise ConfigError(f"config.json: {name}.{key} = None: vLLM reads no such value; leave it out")
+        if beside.get(key, value) != value:
+            raise ConfigError(
+                f"config.json: {name}.{key} = {shown(value)} beside {key} = {shown(beside[key])}: remove the wrong one"
+            )
+    kinds = {entry[key] for key in ("rope_type", "type") if key in entry}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"config.json: {name}.rope_type = {shown(entry['rope_type'])} beside {name}.type = {shown(entry['type'])}: "
+            "remove the wrong one"
+        )
+    settings = {key: value for key, value in entry.items() if key != "type"}
+    return {**beside, **settings, "rope_type": next(iter(kinds), "default")}
 
 
 def partial_rotary_factor(config: HfConfig, default: float) -> float:
-    """Returns a key of its own, or one inside `rope_parameters`, as `rope_theta`."""
+    """Returns the rotated share of a head. `default`: that of a configuration without the key."""
     key = "partial_rotary_factor"
-    return float(required({key: default, **config, **(config.get("rope_parameters") or {})}, key))
-
-
-def rope_fields(config: HfConfig) -> dict[str, Any]:
-    """Returns everything in config.json about rotation, from the keys of old and new transformers."""
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    return {"rope_theta": config.get("rope_theta"), **found}
+    return float(required({key: default, **config, **rotation(config)}, key))
 
 
 def yarn(config: HfConfig) -> Yarn | None:
     """Returns how angles are stretched; None if they are not. Raises ConfigError if it differs from Megatron's way."""
-    rope = rope_fields(config)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
+    rope = rotation(config)
+    if rope["rope_type"] == "default":
         return None
-    refuse_unless("rope scaling", kind, "yarn")
+    refuse_unless("rope_type", rope["rope_type"], "yarn")
     for key, value in _YARN_FIXED.items():
         refuse_unless(f"rope scaling's {key}", rope.get(key, value), value)
     scales = (rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0)
@@ -208,16 +279,39 @@ def yarn(config: HfConfig) -> Yarn | None:
     )
 
 
-def refuse_unlike_megatron(config: HfConfig) -> None:
-    """Refuses settings that Megatron's model would silently compute differently from the checkpoint.
+def refuse_unlike(config: HfConfig, plain: Mapping[str, Any]) -> None:
+    """Raises ConfigError, with the key, for a value that training would not compute. `plain`: those that it does."""
+    for key, supported in plain.items():
+        value = config.get(key, supported)
+        if supported is False:
+            value = bool(value)
+        if supported is not ANY:
+            refuse_unless(key, value, supported)
 
-    Raises ConfigError.
-    """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    refuse_unless("rope scaling", rope.get("rope_type", rope.get("type", "default")), "default")
-    refuse_unless("hidden_act", config.get("hidden_act", "silu"), "silu")
-    refuse_unless("use_sliding_window", bool(config.get("use_sliding_window", False)), False)
-    refuse_unless("attention_bias", bool(config.get("attention_bias", False)), False)
+
+def refuse_tied(config: HfConfig) -> None:
+    """Raises ConfigError for tied embeddings, in families whose class in vLLM does not tie them."""
+    if config.get("tie_word_embeddings"):
+        raise ConfigError(
+            f"config.json: tie_word_embeddings = True is not supported for {config.get('model_type')}: vLLM's class "
+            "has an output layer of its own, which no tensor would fill; store a copy of model.embed_tokens.weight as "
+            "lm_head.weight and set it to false"
+        )
+
+
+def refuse_other_names(config: HfConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError for a value under another name, where vLLM also looks, that differs from the model's."""
+    for key, names in _OTHER_NAMES.items():
+        own = getattr(spec, key)
+        for name in names:
+            value = config.get(name)
+            # of all names of the longest text, vLLM takes the smallest value
+            is_larger = key == "max_position_embeddings" and _is_number(value) and value > own
+            if value is not None and value != own and not is_larger:
+                raise ConfigError(
+                    f"config.json: {name} = {shown(value)} is another name of {key}, which is {own}: transformers or "
+                    "vLLM would take it; remove the wrong one"
+                )
 
 
 def refuse_quantised(config: HfConfig) -> None:
@@ -318,31 +412,51 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def common(config: HfConfig) -> dict[str, Any]:
-    """Returns the fields of ModelSpec that all families read alike."""
+def common(config: HfConfig, kv_heads: int | None, **plain: Any) -> dict[str, Any]:
+    """Returns the fields of ModelSpec that all families read alike.
+
+    `kv_heads`: value of an absent num_key_value_heads in transformers' class, which vLLM reads too; None: it must be
+    there. `plain`: values that this family computes in place of those in _PLAIN; ANY for keys that it reads itself.
+    """
     refuse_quantised(config)
-    refuse_unlike_megatron(config)
-    heads = required(config, "num_attention_heads")
+    rope = rotation(config)
+    refuse_unlike({**config, **rope, "layer_types": _layer_kinds(config)}, {**_PLAIN, **plain})
     return {
         "family": required(config, "model_type"),
         "num_layers": required(config, "num_hidden_layers"),
         "hidden_size": required(config, "hidden_size"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "num_attention_heads": required(config, "num_attention_heads"),
+        "num_key_value_heads": or_default(config, "num_key_value_heads", kv_heads),
         "vocab_size": required(config, "vocab_size"),
         "intermediate_size": required(config, "intermediate_size"),
         "max_position_embeddings": required(config, "max_position_embeddings"),
-        "rope_theta": rope_theta(config),
+        "rope_theta": float(required({"model_type": config.get("model_type"), **rope}, "rope_theta")),
         "rms_norm_eps": float(required(config, "rms_norm_eps")),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": bool(or_default(config, "tie_word_embeddings", False)),
         "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
     }
+
+
+def or_default(config: HfConfig, key: str, default: Any) -> Any:
+    """Returns the value of `key`, or that of a configuration without it: transformers' default, which vLLM reads too.
+
+    Raises ConfigError for null, which neither reads as the default, and for an absent key without default.
+    """
+    return required({key: default, **config}, key)
+
+
+def _layer_kinds(config: HfConfig) -> list[str] | None:
+    """Returns the layers' kinds of attention; None if it is full attention everywhere."""
+    kinds = config.get("layer_types")
+    if not kinds or kinds == [FULL_ATTENTION] * required(config, "num_hidden_layers"):
+        return None
+    return kinds
 
 
 def experts(config: HfConfig) -> dict[str, Any]:
     """Returns the fields of ModelSpec that mixture-of-experts families read alike."""
     num_experts = required(config, "num_experts", "num_local_experts")
-    sparse_step = config.get("decoder_sparse_step") or 1
+    sparse_step = or_default(config, "decoder_sparse_step", 1)
     dense = set(config.get("mlp_only_layers") or ())
     layers = range(required(config, "num_hidden_layers"))
     return {
@@ -350,13 +464,14 @@ def experts(config: HfConfig) -> dict[str, Any]:
         "num_experts_per_tok": required(config, "num_experts_per_tok"),
         "moe_intermediate_size": required(config, "moe_intermediate_size"),
         "moe_layers": tuple(n for n in layers if n not in dense and (n + 1) % sparse_step == 0),
-        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+        "norm_topk_prob": bool(or_default(config, "norm_topk_prob", False)),
     }
 
 
 def head_dim_from_hidden(config: HfConfig) -> int:
     """Returns `head_dim`, or hidden size over heads if the configuration lacks it."""
-    return config.get("head_dim") or required(config, "hidden_size") // required(config, "num_attention_heads")
+    split = required(config, "hidden_size") // required(config, "num_attention_heads")
+    return or_default(config, "head_dim", split)
 
 
 def refuse_unless(key: str, value: Any, supported: Any) -> None:

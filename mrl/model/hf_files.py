@@ -14,6 +14,10 @@ from mrl.plain_files import open_regular, parse_json, read_json
 
 _HEADER_LIMIT = 100 * 1024**2  # bytes, the format's own limit
 _SHOWN = 5
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+_COMPARED = 16 * 1024**2  # bytes of two tensors that are compared at once
+_SINGLE = "model.safetensors"
 # bits of an element, by dtype of the format; unknown for others
 ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 FP8 = "F8_E4M3"
@@ -48,13 +52,21 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
             raise ValueError(f"its header describes {8 + length + end} bytes and it has {size}: it was cut short")
         return tensors
     except FileNotFoundError:
-        raise EnvironmentFault(
-            f"{file} does not exist although {INDEX} lists it: download the checkpoint again"
-        ) from None
+        raise EnvironmentFault(f"{file} does not exist{_why_missing(file)}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvironmentFault(
             f"{file} cannot be read as safetensors: {error}; download the checkpoint again"
         ) from None
+
+
+def _why_missing(file: Path) -> str:
+    """Returns the end of a message about a missing file: what there is in its place."""
+    pickles = file.with_suffix(".bin")
+    if pickles.exists():
+        return f": {pickles.name} beside it is a pickle, which is never read; save the tensors as safetensors"
+    if (file.parent / INDEX).exists():
+        return f" although {INDEX} lists it: download the checkpoint again"
+    return ""
 
 
 def safetensors_metadata(file: Path) -> dict[str, str]:
@@ -174,6 +186,7 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
         if stored[n] != wanted[n]
     ]
     problems += _eight_bit_problems(tensors, wanted, model.fp8_block)
+    problems += _head_problems(path, model)
     if problems:
         shown = "; ".join(sorted(problems)[:_SHOWN])
         raise EnvironmentFault(
@@ -196,6 +209,40 @@ def _under_their_names(path: str | Path, tensors: dict[str, TensorBytes], model:
                 raise EnvironmentFault(f"{path}: {inner.name} is stored twice, once as {key}; remove one")
             found[inner.name] = replace(stored, shape=inner.shape)
     return found
+
+
+def _head_problems(path: str | Path, model: ModelSpec) -> list[str]:
+    """Returns why a stored output layer is not that of a model that ties it to its embeddings."""
+    if not model.tie_word_embeddings:
+        return []
+    places = {}
+    for file in weight_files(Path(path)):
+        for key, stored in read_safetensors_header(file).items():
+            for inner in inner_tensors(key, stored.shape):
+                if inner.name in (EMBEDDING, HEAD):
+                    places[inner.name] = (file, stored)
+    if len(places) < 2 or _same_bytes(*places.values()):
+        return []
+    return [
+        f"{HEAD} differs from {EMBEDDING} though config.json says tie_word_embeddings: vLLM ties them and transformers "
+        f"keeps both; remove {HEAD}, or set tie_word_embeddings to false"
+    ]
+
+
+def _same_bytes(one: tuple[Path, TensorBytes], other: tuple[Path, TensorBytes]) -> bool:
+    """Tells whether two tensors have the same dtype, shape and bytes."""
+    if (one[1].dtype, one[1].shape) != (other[1].dtype, other[1].shape):
+        return False
+    with os.fdopen(open_regular(one[0]), "rb") as first, os.fdopen(open_regular(other[0]), "rb") as second:
+        first.seek(one[1].start)
+        second.seek(other[1].start)
+        left = one[1].stop - one[1].start
+        while left > 0:
+            size = min(left, _COMPARED)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
 
 
 def _eight_bit_problems(
@@ -245,7 +292,7 @@ def other_architecture(path: str | Path, model: ModelSpec) -> str:
 
 def _is_spare(name: str, model: ModelSpec) -> bool:
     """Tells whether the model computes a checkpoint's tensor itself, or does not need it."""
-    tied_head = name == "lm_head.weight" and model.tie_word_embeddings
+    tied_head = name == HEAD and model.tie_word_embeddings
     return name.endswith("rotary_emb.inv_freq") or tied_head or family_of(model).is_left_out(name, model)
 
 
@@ -268,6 +315,11 @@ def weight_files(folder: Path) -> list[Path]:
             raise EnvironmentFault(f"{index} cannot be read: {error}") from None
         if outside := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
             raise EnvironmentFault(f"{index} names files outside its directory: {outside[:_SHOWN]}")
+        if (folder / _SINGLE).exists() and _SINGLE not in names:
+            raise EnvironmentFault(
+                f"{folder}: {_SINGLE} is stored beside {INDEX}, which lists other files: transformers reads the former "
+                "and vLLM the latter; remove those of the two that are old"
+            )
         return [_own(folder / name) for name in names]
     files = [_own(file) for file in sorted(folder.glob("*.safetensors"))]
     if not files:

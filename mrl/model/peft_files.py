@@ -44,6 +44,8 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "monteclora_config": (None,),
     "velora_config": (None,),
     "use_bdlora": (None, False),
+    "layers_to_transform": (None,),
+    "layer_replication": (None,),
 }
 
 

@@ -1,19 +1,28 @@
 """Qwen1.5-MoE and Qwen2-MoE: routed experts, and one shared expert with a scalar gate on its output."""
 
 from mrl.model.decoder_weights import dense_layer, expert_layer, gated_mlp
-from mrl.model.hf_config import HfConfig, ModelSpec, common, experts, head_dim_from_hidden, required
+from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, experts, head_dim_from_hidden, refuse_unless, required
 from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Weight, copied
 
 
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
-        **common(config),
+        # vLLM's class has the biases whatever the key says
+        **common(config, kv_heads=16, sliding_window=ANY, qkv_bias=True),
         **experts(config),
         head_dim=head_dim_from_hidden(config),
-        qkv_bias=bool(config.get("qkv_bias", True)),
+        qkv_bias=True,
         qk_norm=False,
-        shared_expert_intermediate_size=required(config, "shared_expert_intermediate_size"),
+        shared_expert_intermediate_size=shared_size(config),
     )
+
+
+def shared_size(config: HfConfig) -> int:
+    """Returns the size of the shared expert. Raises ConfigError for 0: vLLM's class would keep its gate."""
+    size = required(config, "shared_expert_intermediate_size")
+    if size == 0:
+        refuse_unless("shared_expert_intermediate_size", size, "1 or more")
+    return size
 
 
 def with_shared_expert(m: ModelSpec, is_linear: bool = False) -> tuple[Weight, ...]:

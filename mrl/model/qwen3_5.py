@@ -10,7 +10,7 @@ from typing import Any
 
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.delta_attention import MEGATRON_DELTA_ATTENTION, VLLM_DELTA_ATTENTION
-from mrl.model.hf_config import HfConfig, ModelSpec, refuse_unless
+from mrl.model.hf_config import ANY, HfConfig, ModelSpec, refuse_unless
 from mrl.model.qwen3_next import hybrid
 from mrl.model.weight_map import MEGATRON_ORDER, VLLM_ATTENTION, VLLM_NORMS, Family
 from mrl.model.wrapped import VISION_TOWER
@@ -20,10 +20,10 @@ _ARCHITECTURE = "Qwen3_5ForCausalLM"
 
 
 def read(config: HfConfig) -> ModelSpec:
-    return ModelSpec(**of_kinds(config, FAMILY.model_type))
+    return ModelSpec(**of_kinds(config, FAMILY.model_type, kv_heads=4))
 
 
-def of_kinds(config: HfConfig, model_type: str) -> dict[str, Any]:
+def of_kinds(config: HfConfig, model_type: str, kv_heads: int) -> dict[str, Any]:
     """Returns the fields of ModelSpec that dense models and those with experts read alike.
 
     vLLM keeps states in `mamba_ssm_dtype`, whatever its own dtype.
@@ -31,7 +31,7 @@ def of_kinds(config: HfConfig, model_type: str) -> dict[str, Any]:
     refuse_unless("model_type", config.get("model_type"), model_type)
     refuse_unless("mamba_ssm_dtype", config.get("mamba_ssm_dtype", FLOAT32), FLOAT32)
     return {
-        **hybrid(config),
+        **hybrid(config, kv_heads, mrope_section=ANY, mrope_interleaved=ANY),
         "linear_by_kind": True,
         "linear_state_dtype": config.get("mamba_ssm_dtype"),
         "left_out_layers": config.get("mtp_num_hidden_layers") or 0,

@@ -4,7 +4,7 @@ from typing import Any
 
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.hf_config import HfConfig, ModelSpec, experts, refuse_unless, required
-from mrl.model.qwen2_moe import with_shared_expert
+from mrl.model.qwen2_moe import shared_size, with_shared_expert
 from mrl.model.qwen3_5 import PRECISE, engines_of, is_left_out, of_kinds
 from mrl.model.qwen3_next import FAMILY as QWEN3_NEXT
 from mrl.model.weight_map import Family
@@ -22,9 +22,9 @@ def read(config: HfConfig) -> ModelSpec:
     }
     config = {**of_experts, **config}
     return ModelSpec(
-        **of_kinds(config, FAMILY.model_type),
+        **of_kinds(config, FAMILY.model_type, kv_heads=2),
         **experts(config),
-        shared_expert_intermediate_size=required(config, "shared_expert_intermediate_size"),
+        shared_expert_intermediate_size=shared_size(config),
     )
 
 

@@ -1,13 +1,18 @@
 """Qwen3-MoE: routed experts, no shared expert; norms on queries and keys."""
 
 from mrl.model.decoder_weights import dense_layer, expert_layer
-from mrl.model.hf_config import HfConfig, ModelSpec, common, experts, head_dim_from_hidden
+from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, experts, head_dim_from_hidden
 from mrl.model.weight_map import Family
 
 
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
-        **common(config), **experts(config), head_dim=head_dim_from_hidden(config), qkv_bias=False, qk_norm=True
+        # vLLM would add a shared expert
+        **common(config, kv_heads=4, sliding_window=ANY, shared_expert_intermediate_size=0),
+        **experts(config),
+        head_dim=head_dim_from_hidden(config),
+        qkv_bias=False,
+        qk_norm=True,
     )
 
 

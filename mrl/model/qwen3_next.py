@@ -11,16 +11,19 @@ from mrl.errors import ConfigError
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.delta_attention import MEGATRON_DELTA_ATTENTION, VLLM_DELTA_ATTENTION
 from mrl.model.hf_config import (
+    ANY,
+    FULL_ATTENTION,
     HfConfig,
     ModelSpec,
     common,
     experts,
-    head_dim_from_hidden,
+    or_default,
     partial_rotary_factor,
+    refuse_tied,
     refuse_unless,
     required,
 )
-from mrl.model.qwen2_moe import with_shared_expert
+from mrl.model.qwen2_moe import shared_size, with_shared_expert
 from mrl.model.weight_map import MEGATRON_ORDER, VLLM_ATTENTION, VLLM_NORMS, Family
 
 _SIZES = (
@@ -31,7 +34,6 @@ _SIZES = (
     "linear_conv_kernel_dim",
 )
 _LINEAR = "linear_attention"
-_FULL = "full_attention"
 # settings that vLLM or transformers would compute differently, with their plain values
 _PLAIN = {
     "attn_output_gate": True,
@@ -39,34 +41,42 @@ _PLAIN = {
     "layer_scale": False,
     "qkv_bias": False,
     "decoder_sparse_step": 1,
-    "is_causal": True,
+    # in the weight map, layers with one kind of attention have one kind of MLP
+    "mlp_only_layers": [],
+    "layer_types": ANY,
+    "partial_rotary_factor": ANY,
 }
 _SAME = {"swish": "silu"}  # two names of one function
 
 
 def read(config: HfConfig) -> ModelSpec:
+    refuse_tied(config)
     return ModelSpec(
-        **hybrid(config),
+        **hybrid(config, kv_heads=2),
         **experts({"norm_topk_prob": True, **config}),
-        shared_expert_intermediate_size=required(config, "shared_expert_intermediate_size"),
+        shared_expert_intermediate_size=shared_size(config),
     )
 
 
-def hybrid(config: HfConfig) -> dict[str, Any]:
-    """Returns the fields of ModelSpec that hybrids of gated delta and gated attention read alike."""
-    for key, plain in _PLAIN.items():
-        value = config.get(key, plain)
-        refuse_unless(key, _SAME.get(value, value) if isinstance(value, str) else value, plain)
-    # in the weight map, layers with one kind of attention have one kind of MLP
-    refuse_unless("mlp_only_layers", config.get("mlp_only_layers") or [], [])
+def hybrid(config: HfConfig, kv_heads: int, **plain: Any) -> dict[str, Any]:
+    """Returns the fields of ModelSpec that hybrids of gated delta and gated attention read alike.
+
+    `kv_heads`, `plain`: as for `common`.
+    """
+    gate = config.get("output_gate_type", "silu")
+    read_alike = common(
+        {**config, "output_gate_type": _SAME.get(gate, gate), "mlp_only_layers": config.get("mlp_only_layers") or []},
+        kv_heads,
+        **_PLAIN | plain,
+    )
     sizes: dict[str, Any] = {name: required(config, name) for name in _SIZES}
     if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
         whole = f"a multiple of linear_num_key_heads = {sizes['linear_num_key_heads']}"
         refuse_unless("linear_num_value_heads", sizes["linear_num_value_heads"], whole)
     return {
-        **common(config),
+        **read_alike,
         **sizes,
-        "head_dim": head_dim_from_hidden(config),
+        "head_dim": or_default(config, "head_dim", 256),
         "qkv_bias": False,
         "qk_norm": True,
         "partial_rotary_factor": partial_rotary_factor(config, 0.25),
@@ -80,10 +90,11 @@ def _linear_layers(config: HfConfig) -> tuple[int, ...]:
     """Returns the numbers of layers with gated delta attention: listed, or all except every fourth."""
     count = required(config, "num_hidden_layers")
     every = config.get("full_attention_interval") or 4
-    kinds = config.get("layer_types") or [_FULL if (n + 1) % every == 0 else _LINEAR for n in range(count)]
-    if len(kinds) != count or set(kinds) != {_LINEAR, _FULL}:
+    kinds = config.get("layer_types") or [FULL_ATTENTION if (n + 1) % every == 0 else _LINEAR for n in range(count)]
+    if len(kinds) != count or set(kinds) != {_LINEAR, FULL_ATTENTION}:
         raise ConfigError(
-            f"config.json: layer_types must name {_LINEAR} or {_FULL} for each of {count} layers, and both of them"
+            f"config.json: layer_types must name {_LINEAR} or {FULL_ATTENTION} for each of {count} layers, and both of "
+            "them"
         )
     return tuple(number for number, kind in enumerate(kinds) if kind == _LINEAR)
 

@@ -27,7 +27,14 @@ from mrl.model import (
     qwen3_next,
     wrapped,
 )
-from mrl.model.hf_config import HfConfig, ModelSpec, pad_token_id, refuse_impossible
+from mrl.model.hf_config import (
+    HfConfig,
+    ModelSpec,
+    pad_token_id,
+    refuse_impossible,
+    refuse_other_names,
+    refuse_unless,
+)
 from mrl.model.weight_map import Family, WeightMap
 from mrl.plain_files import TEXT_BYTES, read_json, reason
 from mrl.units import MIB
@@ -132,7 +139,10 @@ def model_spec(config: HfConfig) -> ModelSpec:
 
 
 def _read(family: Family, config: HfConfig) -> ModelSpec:
-    return replace(family.read(config), pad_token_id=pad_token_id(config))
+    model = family.read(config)
+    refuse_unless("model_type", model.family, family.model_type)
+    refuse_other_names(config, model)
+    return replace(model, pad_token_id=pad_token_id(config))
 
 
 def wrapper_of(config: HfConfig) -> Family | None:

@@ -21,9 +21,11 @@ from tiny_models import (
     tiny_kinds,
     tiny_kinds_moe,
     tiny_latent,
+    tiny_mixed,
     tiny_moe,
     tiny_next,
     tiny_shared,
+    tiny_shared_mixed,
 )
 from torch import Tensor
 from whole_models import of_text
@@ -42,6 +44,7 @@ TP, PP, CP, EP, ETP = (
 MODELS = {
     "moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm, "latent": tiny_latent,
     "next": tiny_next, "kinds": tiny_kinds, "kinds-moe": tiny_kinds_moe,
+    "mixed": tiny_mixed, "shared-mixed": tiny_shared_mixed,
 }  # fmt: skip
 # name -> (model, ranks, degrees); data parallelism is what remains of the ranks
 LAYOUTS = {
@@ -53,6 +56,12 @@ LAYOUTS = {
     "next-tp1": ("next", 1, {}),
     "kinds-tp1": ("kinds", 1, {}),
     "kinds-moe-tp1": ("kinds-moe", 1, {}),
+    "mixed-tp1": ("mixed", 1, {}),
+    "shared-mixed-tp1": ("shared-mixed", 1, {}),
+    "mixed-tp2-ep2": ("mixed", 2, {TP: 2, EP: 2}),
+    "mixed-pp2": ("mixed", 2, {PP: 2}),
+    "shared-mixed-ep2": ("shared-mixed", 2, {EP: 2}),
+    "shared-mixed-pp2": ("shared-mixed", 2, {PP: 2}),
     "moe-tp2": ("moe", 2, {TP: 2}),
     "moe-tp2-whole-optimizer": ("moe", 2, {TP: 2}),
     "moe-tp2-etp2": ("moe", 2, {TP: 2, ETP: 2}),

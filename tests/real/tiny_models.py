@@ -39,12 +39,29 @@ _COMMON = {
 }
 
 
-def tiny_moe() -> PreTrainedModel:
-    """Qwen3-MoE, 8 experts, top 2. 127 words do not divide by 2, so tensor parallelism pads the vocabulary."""
-    config = Qwen3MoeConfig(
-        **_COMMON, vocab_size=127, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
-    )  # fmt: skip
-    return _uneven(Qwen3MoeForCausalLM, config)
+def tiny_moe(**changes) -> PreTrainedModel:
+    """Qwen3-MoE, 8 experts, top 2. 127 words do not divide by 2, so tensor parallelism pads the vocabulary.
+
+    `changes`: to its configuration.
+    """
+    sizes = _COMMON | {
+        "vocab_size": 127,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
+    return _uneven(Qwen3MoeForCausalLM, Qwen3MoeConfig(**(sizes | changes)))
+
+
+def tiny_mixed() -> PreTrainedModel:
+    """Qwen3-MoE whose first layer is dense."""
+    return tiny_moe(mlp_only_layers=[0])
+
+
+def tiny_shared_mixed() -> PreTrainedModel:
+    """Qwen2-MoE with experts in every second layer, whose router weights sum to one, and tied embeddings."""
+    return tiny_shared(decoder_sparse_step=2, norm_topk_prob=True, tie_word_embeddings=True)
 
 
 def wide_moe(layers: int) -> PreTrainedModel:

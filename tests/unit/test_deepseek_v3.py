@@ -127,7 +127,7 @@ def test_old_and_new_places_of_yarn_mean_the_same():
         ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3"),
         ({"n_shared_experts": None}, "n_shared_experts = None"),
         ({"attention_bias": True}, "attention_bias = True"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling = 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
         ({"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale, mscale_all_dim"),
         ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from mrl.errors import EnvironmentFault
 from mrl.model import model_spec, tensor_specs
-from mrl.model.hf_files import check_checkpoint, checkpoint_tensors
+from mrl.model.hf_files import check_checkpoint, checkpoint_tensors, read_safetensors_header
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1,
@@ -67,6 +67,36 @@ def test_missing_foreign_and_misshapen_tensors_are_all_told(tmp_path, model, ten
     assert "lm_head.weight is missing" in text
     assert "q_proj.bias is not part of the model" in text
     assert "model.norm.weight has shape [9], not [8]" in text
+
+
+def test_a_head_beside_tied_embeddings_must_be_the_same(tmp_path, tensors):
+    """transformers 5.19 keeps both tensors, and vLLM ties them (EvolvingLMMs-Lab/lmms-engine#157)."""
+    tied = model_spec({**CONFIG, "tie_word_embeddings": True})
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path, tied)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + np.float32(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        EnvironmentFault, match=r"lm_head\.weight differs .* vLLM ties them and transformers keeps both"
+    ):
+        check_checkpoint(tmp_path, tied)
+
+
+def test_one_file_beside_an_index_of_others_is_refused(tmp_path, model, tensors):
+    """transformers reads model.safetensors, and vLLM the files of the index."""
+    save_file(tensors, tmp_path / "old.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "old.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_checkpoint(tmp_path, model)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(EnvironmentFault, match="transformers reads the former and vLLM the latter"):
+        check_checkpoint(tmp_path, model)
+
+
+def test_a_pickle_in_place_of_safetensors_is_told(tmp_path):
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(EnvironmentFault, match=r"adapter_model\.bin beside it is a pickle"):
+        read_safetensors_header(tmp_path / "adapter_model.safetensors")
 
 
 def test_a_directory_without_safetensors_is_refused_and_pickles_are_not_opened(tmp_path):

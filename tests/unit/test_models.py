@@ -277,7 +277,7 @@ def test_sparse_step_and_dense_layers_say_which_layers_have_experts():
         ({"auto_map": {"AutoModel": "modeling.X"}}, "trust_remote_code"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_experts": None}, "num_experts or num_local_experts"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling = 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

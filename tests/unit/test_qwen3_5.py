@@ -96,7 +96,7 @@ def test_layers_of_a_dense_model_have_no_experts_of_either_kind():
         ({"attn_output_gate": False}, "attn_output_gate = False"),
         ({"model_type": "qwen3_5_moe"}, "model_type = 'qwen3_5_moe'"),
         ({"linear_num_value_heads": 6}, "linear_num_value_heads = 6"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "rope scaling = 'yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "rope_type = 'yarn'"),
         ({"tie_word_embeddings": True}, r"text_config\.tie_word_embeddings = True"),
         ({"hidden_size": -1}, "hidden_size = -1"),
     ],

@@ -83,7 +83,7 @@ def test_layers_are_listed_or_all_but_every_fourth_are_linear():
         ({"layer_scale": True}, "layer_scale = True"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"qkv_bias": True}, "qkv_bias = True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling = 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
         ({"linear_num_value_heads": 6}, "linear_num_value_heads = 6"),
         ({"linear_key_head_dim": None}, "has no linear_key_head_dim"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0"),
