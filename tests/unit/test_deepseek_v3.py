@@ -16,7 +16,7 @@ from mrl.config.rules import violations
 from mrl.errors import ConfigError
 from mrl.model import known_spec, model_spec
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.model.registry import _KNOWN, _MODULES, FAMILIES, family_of, known_hf_config, load_model_spec
+from mrl.model.registry import _KNOWN, FAMILIES, family_of, known_hf_config, load_model_spec
 from mrl.model.vllm_parameters import target_parameters
 from mrl.plan.engine_memory import cache_bytes_per_token, worker_weights
 from mrl.platforms.replicated_linear import ReplicatedLinear
@@ -88,11 +88,6 @@ def test_code_in_official_folders_is_neither_run_nor_copied_and_vllm_reads_the_m
         assert [file.name for file in copy.iterdir()] == ["config.json"]
     assert read == [[512, "noaux_tc", spec.expert_groups] for spec in specs]
     assert not list(tmp_path.rglob("RUN"))
-
-
-def test_a_family_is_a_file_of_at_most_150_lines():
-    for module in _MODULES:
-        assert len(inspect.getsource(module).splitlines()) <= 150, module.__name__
 
 
 def test_a_choice_from_one_group_must_say_so_since_engines_take_four():
