@@ -59,7 +59,6 @@ WITHOUT_EFFECT = {
     "use_cache": "of transformers' generation",
     "bos_token_id": "of a tokenizer; no layer reads it",
     "eos_token_id": "of a tokenizer; no layer reads it",
-    "pad_token_id": "a row that transformers never trains; see the embedding's rule",
     "pretraining_tp": "read by no layer",
     "max_window_layers": "the first layers with a sliding window, which is refused",
     "_attn_implementation": "another code for the same attention",
