@@ -270,7 +270,7 @@ def inputs_of(row: dict[str, Any], assumed: Assumptions = USUAL) -> PlanInputs:
         lengths["prompt_share"] = row["prompt"] / limits.max_prompt_length
     if pretraining:  # balanced, and Megatron's own loss reads logits in 16 bits; what NeMo-RL's does is not known
         lengths |= {"prompt_share": 1.0, "expert_load": 1.0, "logit_passes": 3.0}
-    assumed = replace(assumed, **lengths)
+    assumed = replace(assumed, **lengths, **row.get("assume", {}))
     device = _H800 if row["base"].startswith("pai") else find_device(row.get("device", "h100-80g"))
     return PlanInputs.of(config, known_spec(config.model.path), device, assumed)
 

@@ -179,17 +179,22 @@ class Assumptions:
     prefill_mfu: float = 0.3
     # Share of the memory's rate for reading weights, caches and activations: kernels that read in order lose a quarter.
     decode_memory_share: float = 0.75
+    # Factor on a device's `decode_layer`. On NVIDIA that is what one H100 took with vLLM 0.32, 87 us; published
+    # single-sequence steps on A100 and H20 leave room for 60 (docs/predictions.md).
+    decode_layers: float = 1.0
     # Seconds of vLLM's host for a decode step, and for each of its sequences: scheduler, sampler's rows, output. They
     # fit steps with many and with few sequences (docs/predictions.md). The ladder's rung `decode` measures the first.
     step_host: float = 2e-3
     sequence_host: float = 60e-6
     # Seconds of a step beside its phases: rewards, batches, advantages. NVIDIA-NeMo/RL#959 has 3, 3, 4 and 8 s.
     rest: float = 3.0
-    # Least seconds of the host for one layer in one forward pass: a layer of experts waits for its counts. One H100's
-    # host, with 8 us a launch, took 4.5e-3 at most: log_prob_s of actor_16k without the head's, and layer_s of actor_8k
-    # with CUTLASS (docs/results/hardware/h100.jsonl). With more than 2e-3 Megatron-MoE-ModelZoo's updates could not be
-    # as fast.
-    moe_launch: float = 2e-3
+    # Least seconds of the host for one layer of experts in one forward pass, beside its grouped products: a hundred-odd
+    # launches and a wait for the experts' counts. One H100's host took 4.5e-3 with 16 experts: log_prob_s of actor_16k
+    # without the head's (docs/results/hardware/h100.jsonl).
+    moe_launch: float = 1.3e-3
+    # Seconds of the host for one expert's part of a grouped product: Transformer Engine's default launches one cuBLASLt
+    # product an expert and asks its heuristic each time. One H100's host took 1.6e-3 for a product of 16 experts.
+    expert_launch: float = 0.1e-3
     dense_launch: float = 0.3e-3
     # A 400 Gb/s adapter reaches 46 of 50 GB/s.
     link_share: float = 0.92
@@ -217,9 +222,11 @@ _FASTER = {
     "head_share": 0.75,
     "prefill_mfu": 0.4,
     "decode_memory_share": 0.85,
+    "decode_layers": 0.69,
     "step_host": 1e-3,
     "sequence_host": 30e-6,
     "moe_launch": 1e-3,
+    "expert_launch": 0.0,  # one launch for all experts: CUTLASS' or torch's grouped product
     "link_share": 0.95,
     "expert_load": 1.1,
     "rest": 1.0,
@@ -232,7 +239,8 @@ _SLOWER = {
     "decode_memory_share": 0.55,
     "step_host": 3e-3,
     "sequence_host": 90e-6,
-    "moe_launch": 4.5e-3,
+    "moe_launch": 2e-3,
+    "expert_launch": 0.15e-3,
     "link_share": 0.7,
     "expert_load": 1.5,
     "rest": 8.0,

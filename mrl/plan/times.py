@@ -40,6 +40,7 @@ _F32 = 4
 # Memory traffic a byte of a 16-bit parameter, once a micro-batch: its gradient is written and read, then added in 32.
 _GRADIENT_TRAFFIC = 6
 _LAUNCHES = 30  # kernel launches of a dense layer in a forward pass
+_GROUPED_PRODUCTS = 2  # of a layer of experts in a forward pass: gate and up in one, down
 # modules that share an input
 _QKV = ("q_proj", "k_proj", "v_proj")
 _OUT = ("o_proj",)
@@ -400,12 +401,19 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
         + through * assumed.logit_passes * _F32 * m.vocab_size
     )
     stages = [sum(chunks) for chunks in layout.chunk_layers]
-    launch = passes.others * (assumed.moe_launch if m.is_moe else assumed.dense_launch)
+    launch = passes.others * _layer_launches(m, layout, assumed)
     launch += passes.others * adapter_launches(work, layout) * assumed.dense_launch / _LAUNCHES
     seconds = [max(body * layers / m.num_layers, layers * launch) for layers in stages]
     if len(seconds) > 1:
         return max(*seconds[:-1], seconds[-1] + output)
     return seconds[0] + output
+
+
+def _layer_launches(model: ModelSpec, layout: TrainLayout, assumed: Assumptions) -> float:
+    """Returns the host's least seconds for one layer in one forward pass."""
+    if not model.is_moe:
+        return assumed.dense_launch
+    return assumed.moe_launch + _GROUPED_PRODUCTS * (model.num_experts // layout.expert) * assumed.expert_launch
 
 
 def adapter_launches(work: PassWork, layout: TrainLayout) -> int:
