@@ -18,8 +18,8 @@ SPOKEN = [
     [ToolCall("guess", {"number": 4})],  # of the turn that goes on
 ]
 CAME_TO = [
-    TurnCall("guess", "ok", 0.1, b"one"), TurnCall("calculator", "ok", 0.1, b"sum"), TurnCall("guess", "ok", 0.1, b"two"),
-    TurnCall("", "unread"), TurnCall("guess", "unanswered"),
+    TurnCall("guess", "ok", 0.1, b"one"), TurnCall("calculator", "ok", 0.1, b"sum"),
+    TurnCall("guess", "ok", 0.1, b"two"), TurnCall("", "unread"), TurnCall("guess", "unanswered"),
 ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_what_was_done_to_an_environment_is_done_again_and_nothing_else(partner)
 
 def test_calls_that_do_not_fit_what_they_came_to_are_an_error(partner, monkeypatch):
     monkeypatch.setattr(partners, "_calls_of", lambda kept: CAME_TO[:-1])
-    with pytest.raises(ValueError, match="shorter|argument"):
+    with pytest.raises(ValueError, match=r"zip\(\)"):
         partner._steps(None)
 
 
@@ -70,12 +70,12 @@ def test_a_record_has_each_calls_outcome_in_order():
     assert len(record.calls) == 3
 
 
-def test_a_record_that_is_continued_lacks_the_turn_under_way(monkeypatch):
-    monkeypatch.undo()
+def test_a_record_that_is_continued_lacks_the_turn_under_way():
     row = SimpleNamespace(
         turn_calls=np.array([2, 0, 3]), turn_rewards=np.array([0.5, 0.0, 9.0]), part_names=np.array([b"score"]),
         part_values=np.array([2.0]), call_names=np.array([b"guess", b""] + [b"guess"] * 3),
-        call_reasons=np.zeros(5, np.int64), call_seconds=np.arange(5.0), call_replies=np.array([b"a", b"b", b"", b"", b""]),
+        call_reasons=np.zeros(5, np.int64), call_seconds=np.arange(5.0),
+        call_replies=np.array([b"a", b"b", b"", b"", b""]),
     )  # fmt: skip
     record = CallRecord.of(row)
     assert [[call.name for call in turn] for turn in record.calls] == [["guess", ""], []]

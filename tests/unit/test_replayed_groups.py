@@ -10,6 +10,7 @@ from mrl.train.replays import Replays
 from mrl.train.rollouts import prompt_seed
 
 SEED = 7
+REPLAYED = "trainer/replayed_responses"
 
 
 class Prompts:
