@@ -503,10 +503,7 @@ def test_a_rejection_whose_denominator_is_another_than_verls_is_warned_of(reject
     ("words", "key"),
     [
         (["rollout_is=sequence", "rollout_rs=seq_mean_k1", "rollout_rs_threshold='0.9_1.1'"], "rollout_rs"),
-        (
-            ["rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold='0.4_2'"],
-            "rollout_rs",
-        ),  # up to 2.5: capped
+        (["rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold='0.4_2'"], "rollout_rs"),  # up to 2.5: capped
         (["rollout_rs=token_k1", "rollout_rs_threshold=2", "bypass_mode=True"], "rollout_rs"),
     ],
 )
@@ -1134,7 +1131,7 @@ def test_rows_of_verls_visual_data_set_are_a_loss():
 
 PROBES = [
     "DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}",
-    'DEVICE=`python -c "import torch_npu" 2>/dev/null && echo npu || echo gpu`',
+    "DEVICE=`python -c \"import torch_npu\" 2>/dev/null && echo npu || echo gpu`",
     "DEVICE=${DEVICE:-$(if command -v npu-smi >/dev/null 2>&1; then echo npu; else echo gpu; fi)}",
     "DEVICE=$(nvidia-smi >/dev/null 2>&1 && echo gpu || echo npu)",
     "if command -v npu-smi &>/dev/null; then DEVICE=npu; else DEVICE=gpu; fi",
