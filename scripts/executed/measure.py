@@ -98,7 +98,9 @@ def run(work: Path) -> None:
     }
     preset = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
     command = [sys.executable, "-m", "mrl.cli.main", "train", str(preset), "--run-dir", "run"]
-    command += ["--set", f"trainer.total_training_steps={STEPS}", "--set", "trainer.val_before_train=false"]
+    given = [f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false"]
+    given += ["rollout.start_timeout_s=3600", "cluster.step_timeout_s=3600"]  # the hook slows what imports much
+    command += [word for setting in given for word in ("--set", setting)]
     subprocess.run(command, cwd=work, env=environment, check=True, stdout=sys.stderr)
 
 
