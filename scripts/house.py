@@ -4,6 +4,7 @@ Nothing of it is imported or run; source files are parsed.
 
 python scripts/house.py                              of the working tree
 python scripts/house.py --before 91eebfc [--json]    the same beside a commit's
+python scripts/house.py --executed WORK              of one step of the tiny preset, by process; WORK must be new
 python scripts/house.py --svg docs/house.svg         rooms and arrows, as docs/architecture.md shows them
 """
 
@@ -13,6 +14,7 @@ import io
 import json
 import re
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections import Counter, defaultdict
@@ -359,13 +361,27 @@ def print_table(columns: dict[str, dict]) -> None:
                 print(f"{title}, {key.replace('_', ' ')}: {figures[key]}")
 
 
+def executed(work: Path) -> dict:
+    """What runs in a step of the default preset: see scripts/executed. `work` is a new folder."""
+    sys.path.insert(0, str(ROOT / "scripts" / "executed"))
+    import measure
+
+    return measure.of_default_preset(work)
+
+
 def main() -> None:
     """Prints the figures, or writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", metavar="COMMIT", help="measure this commit too")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--executed", type=Path, metavar="WORK", help="train the tiny world in WORK; count what a step runs"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.executed:
+        print(json.dumps(executed(args.executed), indent=2))
+        return
     here = House.of_folder(ROOT)
     if args.svg:
         args.svg.write_text(svg(here), encoding="utf-8")

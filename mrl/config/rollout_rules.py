@@ -5,10 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from mrl.config.places import Deployment
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import AlgorithmConfig, RolloutConfig, RunConfig, leaf
-from mrl.environments.builtin import BUILTIN_ENVIRONMENTS
-from mrl.environments.named import SHIPPED, SHIPPED_ENVIRONMENTS
-from mrl.environments.search_tool import SEARCH
-from mrl.environments.verl_tool_config import CONFIG_KEY, VERL_TOOLS
 from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.device_grid import ClusterShape, engine_places
@@ -276,6 +272,10 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
     if turns is None or config.rollout.endpoint:
         return
+    from mrl.environments.named import SHIPPED, SHIPPED_ENVIRONMENTS
+    from mrl.environments.search_tool import SEARCH
+    from mrl.environments.verl_tool_config import CONFIG_KEY, VERL_TOOLS
+
     if not turns.tools and not turns.environments:
         known = (*SHIPPED, *SHIPPED_ENVIRONMENTS)
         yield Violation(
@@ -319,6 +319,8 @@ def _parts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
     if not (_rewards_environment(config) and turns and turns.environments) or turns.path is not None:
         return
+    from mrl.environments.builtin import BUILTIN_ENVIRONMENTS
+
     declared = [set(BUILTIN_ENVIRONMENTS[name].parts) for name in turns.environments if name in BUILTIN_ENVIRONMENTS]
     bonus = config.reward.bonus_rules
     of_all = set.intersection(*declared) if declared else set()

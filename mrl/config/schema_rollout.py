@@ -4,8 +4,6 @@ from typing import Any, Literal
 
 from mrl.config.schema_actor import Dtype
 from mrl.config.section import Section, key, must_be
-from mrl.environments.python_tool import PYTHON
-from mrl.environments.verl_tool_config import VERL_TOOLS
 from mrl.model.quantised import BLOCK
 
 _NO_FILTER = must_be(lambda k: k == -1 or k >= 1, "must be -1 (no filter) or at least 1", "so many words are left", -1)
@@ -150,6 +148,9 @@ class TurnsConfig(Section):
     @property
     def runs_programs(self) -> bool:
         """Whether a tool runs programs of the model: the shipped one, or one of verl's."""
+        from mrl.environments.python_tool import PYTHON
+        from mrl.environments.verl_tool_config import VERL_TOOLS
+
         return PYTHON in self.tools or VERL_TOOLS in self.environments
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from mrl.data.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
 from mrl.data.dialects import Dialect, ToolTokenizer
+from mrl.data.parameter_types import properties_of, types_of
 
 _ANSWER = "\ue000"  # stands for an answer of the model; repeated until no message contains it
 _FIRST_STAND_IN = 0xE001  # first of the characters that stand for the family's own tokens in texts
@@ -61,7 +62,7 @@ class ChatText:
     def said(self, turn: Sequence[int], tools: Sequence[Mapping[str, Any]], number: int) -> ChatMessage:
         """Returns the sampled tokens of turn `number` as a message."""
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        parameters = {name: _read_as(function["parameters"]["properties"]) for name, function in functions.items()}
+        parameters = {name: _read_as(function["parameters"]) for name, function in functions.items()}
         read = self._dialect.said(turn, parameters)
         numbers = count()
         calls = [ChatCall(f"call_{number}_{next(numbers)}", call.name, call.arguments or {}) for call in read.calls]
@@ -109,16 +110,9 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(each)
 
 
-def _read_as(properties: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns the type that the value of each parameter is read as: string where the schema allows it."""
-    types = {}
-    for name, schema in properties.items():
-        kinds = "string"
-        if isinstance(schema, Mapping):
-            kinds = schema.get("type", "string")
-        is_text = "string" in kinds if isinstance(kinds, list) else kinds == "string"
-        types[name] = {"type": "string" if is_text else str(kinds)}
-    return types
+def _read_as(root: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Returns the types of each parameter of a function's schema, where everything that points elsewhere is resolved."""
+    return {name: {"type": sorted(types_of(schema, root))} for name, schema in properties_of(root).items()}
 
 
 def _with_stand_ins(value: Any, stand_ins: Mapping[str, str]) -> Any:

@@ -16,7 +16,6 @@ dialect is recognised by what the tokenizer's own template writes, not by the na
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from tokenizers import Tokenizer
 
 from mrl.data.dataset import ChatTokenizer
+from mrl.data.parameter_types import json_of, types_of, value_of
 from mrl.errors import ConfigError
 
 # tool -> parameter -> JSON schema of its value
@@ -272,7 +272,7 @@ def _goes_on(frame: Frame, before: str, after: str) -> str | None:
 def _read_json(text: str, parameters: Parameters) -> ToolCall:
     """Reads a call of the form {"name": ..., "arguments": {...}}."""
     try:
-        call = _json_of(text)
+        call = json_of(text)
     except (ValueError, RecursionError) as error:
         return ToolCall(problem=f"it is no JSON ({str(error) or type(error).__name__})")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -283,33 +283,10 @@ def _read_json(text: str, parameters: Parameters) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
-def _json_of(text: str) -> Any:
-    """Parses JSON. Raises ValueError for numbers that JSON cannot write, and RecursionError."""
-    return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no value")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:60]} is no value: it is beyond all floating-point numbers")
-    return value
-
-
-_PYTHON = {"True": True, "False": False, "None": None}  # as Qwen3-Coder's own template writes these values
-
-
-def _value_of(text: str) -> Any:
-    """Reads a value of a call that is no string. Raises ValueError and RecursionError."""
-    word = text.strip()
-    return _PYTHON[word] if word in _PYTHON else _json_of(text)
-
-
 _FUNCTION = re.compile(r"<function=([^<>\n]+)>\n?(.*?)\n?</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_OPENS_PARAMETER = re.compile(r"<parameter=[^<>\n]+>")
+_OPENS_ARGUMENT = re.compile(r"<arg_key>|<arg_value>")
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
@@ -318,7 +295,7 @@ def _read_functions(text: str, parameters: Parameters) -> ToolCall:
     function = _FUNCTION.fullmatch(text)
     if function is None:
         return ToolCall(problem="it is no <function=...> that ends with </function>")
-    return _of_pairs(function[1], function[2], _PARAMETER, parameters)
+    return _of_pairs(function[1], function[2], _PARAMETER, _OPENS_PARAMETER, parameters)
 
 
 def _read_pairs(text: str, parameters: Parameters) -> ToolCall:
@@ -326,11 +303,13 @@ def _read_pairs(text: str, parameters: Parameters) -> ToolCall:
     name, mark, rest = text.partition("<arg_key>")
     if not name.strip():
         return ToolCall(problem="it has no name")
-    return _of_pairs(name.strip(), mark + rest, _ARGUMENT, parameters)
+    return _of_pairs(name.strip(), mark + rest, _ARGUMENT, _OPENS_ARGUMENT, parameters)
 
 
-def _of_pairs(name: str, text: str, pair: re.Pattern[str], parameters: Parameters) -> ToolCall:
-    """Reads a call whose values are texts. Values of parameters that are no strings are read as JSON."""
+def _of_pairs(
+    name: str, text: str, pair: re.Pattern[str], opens: re.Pattern[str], parameters: Parameters
+) -> ToolCall:
+    """Reads a call whose values are texts, by the schemas of its parameters. `opens` begins an argument."""
     left = pair.sub("", text).strip()
     if left:
         return ToolCall(problem=f"{left[:60]!r} stands between its arguments")
@@ -339,11 +318,13 @@ def _of_pairs(name: str, text: str, pair: re.Pattern[str], parameters: Parameter
         key = key.strip()
         if key in arguments:
             return ToolCall(problem=f"it names {key!r} twice")
-        kind = parameters.get(name, {}).get(key, {}).get("type", "string")
+        if begun := opens.search(key) or opens.search(value):
+            return ToolCall(problem=f"{key!r} is not closed: {begun[0]} begins inside it")
+        types = types_of(parameters.get(name, {}).get(key), {})
         try:
-            arguments[key] = value if kind == "string" else _value_of(value)
+            arguments[key] = value_of(value, types)
         except (ValueError, RecursionError):
-            return ToolCall(problem=f"{key!r} is no {kind}: {value[:60]!r}")
+            return ToolCall(problem=f"{key!r} is no {' or '.join(sorted(types))}: {value[:60]!r}")
     return ToolCall(name, arguments)
 
 

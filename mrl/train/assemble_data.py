@@ -3,15 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.config.schema import DataConfig, RewardConfig, RolloutConfig, TrainerConfig
 from mrl.config.schema_rollout import AgentConfig, TurnsConfig
 from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_tokenizer
-from mrl.data.dialects import Dialect, dialect_of
 from mrl.data.order import PromptStream
 from mrl.data.quick_tokenizer import quick_tokenizer
-from mrl.environments.environment_pool import check_tools
 from mrl.environments.offer import Offer
 from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError
@@ -20,6 +18,9 @@ from mrl.reward.items import RewardSpec
 from mrl.reward.pool import check_function
 from mrl.reward.resolve import check_data_sources
 from mrl.vllm.requests import stop_token_ids, turns_spec
+
+if TYPE_CHECKING:  # what few runs need is imported by the line that reads its key
+    from mrl.data.dialects import Dialect
 
 VALIDATION_SAMPLE = 0  # seed for the sample of held-out prompts
 
@@ -106,11 +107,13 @@ def checked_tools(
     return offer
 
 
-def checked_dialect(template_arguments: Mapping[str, Any], offer: Offer, model_path: str, tokenizer: Any) -> Dialect:
+def checked_dialect(template_arguments: Mapping[str, Any], offer: Offer, model_path: str, tokenizer: Any) -> "Dialect":
     """Returns how the model's family writes calls.
 
     Raises ConfigError if that is unknown, or its turns would not end.
     """
+    from mrl.data.dialects import dialect_of
+
     dialect = dialect_of(tokenizer, {**template_arguments, "tools": list(offer.all_schemas)})
     if dialect.end not in stop_token_ids(model_path):
         raise ConfigError(
@@ -126,6 +129,8 @@ def offer_of(tools: ToolsSpec, reward: RewardConfig) -> Offer:
 
     Raises ConfigError if they cannot be loaded, EnvironmentFault if no process for them starts.
     """
+    from mrl.environments.environment_pool import check_tools
+
     own = reward.custom_reward_function
     return replace(check_tools(tools), rewards=own is None and reward.function == ENVIRONMENT)
 

@@ -34,7 +34,6 @@ from mrl.config.rules import check, notes
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig, with_values
-from mrl.environments.verl_tool_config import CONFIG_KEY, files_of
 from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec, known_name, load_model_spec, model_spec, planning_model_spec
 from mrl.model.hf_files import check_checkpoint
@@ -209,6 +208,8 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
         files += [("rollout.agent.command", file) for file in map(Path, config.rollout.agent.command) if _is_text(file)]
     turns = config.rollout.turns
     if turns is not None and turns.tool_config_path is not None:
+        from mrl.environments.verl_tool_config import CONFIG_KEY, files_of
+
         files += [(CONFIG_KEY, file) for file in files_of(Path(turns.tool_config_path))]
     found = []
     for key, file in files:

@@ -7,11 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import mrl.megatron.attention as attention_module
 from mrl.megatron.attention import CausalAttention
+from mrl.megatron.packing import kept_positions
 from mrl.model.computed_sizes import ATTENTION_LENGTHS
 from mrl.platforms.packs import Pack, tie
 
@@ -87,3 +90,84 @@ def test_a_sequences_bits_do_not_depend_on_what_else_is_in_the_pack():
 
 def test_padded_lengths_waste_at_most_a_half_from_the_second_on():
     assert all(longer <= 1.5 * shorter for shorter, longer in pairwise(ATTENTION_LENGTHS))
+
+
+# ---------------------------------------------------------------- latent attention: narrower values, a scale of its own
+
+WIDE, NARROW, SCALE = 12, 7, 0.31  # dims of keys and values; the scale is not 1 / sqrt(12)
+
+
+def latent(context: int = 1, rank: int = 0) -> CausalAttention:
+    group = SimpleNamespace(size=lambda: context, rank=lambda: rank)
+    return CausalAttention(None, 1, None, "self", softmax_scale=SCALE, pg_collection=SimpleNamespace(cp=group))
+
+
+def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """softmax(scale q k^T) v over earlier positions (arXiv:1706.03762, eq. 1), float64, of one sequence."""
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    scores = SCALE * q @ k.repeat_interleave(len(q) // len(k), 0).transpose(1, 2)
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    shares = scores.masked_fill(later, float("-inf")).softmax(-1)
+    return (shares @ v.repeat_interleave(len(q) // len(v), 0)).transpose(0, 1).flatten(1)
+
+
+def latent_inputs(length: int, groups: int) -> list[torch.Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    sizes = ((HEADS, WIDE), (groups, WIDE), (groups, NARROW))
+    return [torch.randn(length, *size, generator=drawn, requires_grad=True) for size in sizes]
+
+
+@pytest.mark.parametrize("groups", [HEADS, GROUPS])
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
+def test_narrower_values_and_a_scale_are_computed_as_defined(lengths, groups):
+    results = []
+    for function in ("packed", "defined"):
+        tensors = latent_inputs(sum(lengths), groups)
+        if function == "packed":
+            starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+            out = latent()(*tensors, packed_seq_params=SimpleNamespace(cu_seqlens_q_padded=starts))
+        else:
+            out = torch.cat([by_definition(*qkv) for qkv in zip(*(t.split(lengths) for t in tensors), strict=True)])
+        assert out.shape == (sum(lengths), HEADS * NARROW)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        results.append([out.detach().double(), *(tensor.grad.double() for tensor in tensors)])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_padded_rows_are_computed_as_defined():
+    rows = [[x.detach() for x in latent_inputs(9, GROUPS)], [x.detach() + 1 for x in latent_inputs(9, GROUPS)]]
+    out = latent()(*(torch.stack(parts, 1) for parts in zip(*rows, strict=True)))
+    for row, tensors in enumerate(rows):
+        torch.testing.assert_close(out[:, row].double(), by_definition(*tensors), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("context", [2, 4])
+def test_ranks_that_share_sequences_compute_them_together(context, is_packed, monkeypatch):
+    """Each rank has two opposite parts of every sequence (zigzag); together they are the whole, gradients too."""
+    lengths = [24, 40, 8] if is_packed else [24]
+    tensors = latent_inputs(sum(lengths), GROUPS)
+    given = tensors if is_packed else [x[:, None] for x in tensors]
+    places = [torch.as_tensor(kept_positions(np.array(lengths), context, rank)) for rank in range(context)]
+    assert sorted(torch.cat(places).tolist()) == list(range(sum(lengths)))
+
+    def gathered(x, group):
+        """Every rank's part of keys or values, one behind the other."""
+        return torch.cat([given[1 if x.shape[-1] == WIDE else 2][own] for own in places])
+
+    monkeypatch.setattr(attention_module, "gather_from_sequence_parallel_region", gathered)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    pack = {"packed_seq_params": SimpleNamespace(cu_seqlens_q_padded=starts)} if is_packed else {}
+    whole = torch.zeros(sum(lengths), HEADS * NARROW)
+    for rank, own in enumerate(places):
+        out = latent(context, rank)(*(x[own] for x in given), **pack)
+        whole = whole.index_copy(0, own, out.reshape(len(own), -1))
+    results = [whole.detach().double()]
+    (whole * torch.linspace(-1, 1, whole.numel()).view_as(whole)).sum().backward()
+    results += [tensor.grad.double() for tensor in tensors]
+    again = latent_inputs(sum(lengths), GROUPS)
+    out = torch.cat([by_definition(*qkv) for qkv in zip(*(t.split(lengths) for t in again), strict=True)])
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    for ours, expected in zip(results, [out.detach(), *(t.grad.double() for t in again)], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

@@ -9,8 +9,9 @@ import pytest
 from dialect_templates import CODER, tokenizer
 
 from mrl.data.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
-from mrl.data.chat_text import ChatText
+from mrl.data.chat_text import ChatText, _read_as
 from mrl.data.dialects import dialect_of
+from mrl.data.parameter_types import value_of
 
 FAMILIES = ("hermes", "coder", "glm")
 TOOL = {
@@ -182,3 +183,65 @@ def test_a_name_in_a_schema_that_a_template_could_write_as_a_token_is_refused(fa
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": schema}}
         with pytest.raises(BadRequest, match="is a token of the model's own"):
             family.text.prompt(ChatRequest((ChatMessage("user", "u"),), (tool,)))
+
+
+SCHEMA = {
+    "allOf": [{"$ref": "#/$defs/Base"}],
+    "properties": {
+        "where": {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]},
+        "tree": {"$ref": "#/definitions/Tree"},
+        "size": {"type": "integer", "nullable": True},
+        "open": {"properties": {"x": {"type": "number"}}},
+        "gone": {"$ref": "#/$defs/Nowhere"},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "name": {"const": "a"},
+    },
+    "$defs": {
+        "Base": {"properties": {"count": {"type": "integer"}}},
+        "Point": {"type": "object"},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "array"}]},
+    },
+    "definitions": {"Tree": {"oneOf": [{"type": "array"}, {"const": 1}]}},
+}
+TYPES = {
+    "count": ["integer"], "where": ["null", "object"], "tree": ["array", "integer"], "size": ["integer", "null"],
+    "open": ["object"], "gone": ["any"], "loop": ["array", "string"], "name": ["string"],
+}  # fmt: skip
+
+
+def test_types_of_parameters_are_found_behind_references_and_compositions():
+    assert _read_as(SCHEMA) == {name: {"type": types} for name, types in TYPES.items()}
+
+
+def test_a_schema_that_repeats_itself_is_read_in_no_time():
+    """Two references a definition, 60 definitions: followed one by one they would be 2^60."""
+    both = (
+        {"anyOf": [{"$ref": f"#/$defs/D{i + 1}"}] * 2, "allOf": [{"$ref": f"#/$defs/D{i + 1}"}] * 2} for i in range(60)
+    )
+    defs = {f"D{i}": each for i, each in enumerate(both)} | {"D60": {"type": "integer", "properties": {"n": {}}}}
+    root = {"$ref": "#/$defs/D40", "properties": {"a": {"$ref": "#/$defs/D40"}}, "$defs": defs}
+    assert _read_as(root)["a"] == {"type": ["integer"]} and "n" in _read_as(root)
+
+
+@pytest.mark.parametrize(
+    ("types", "text", "value"),
+    [
+        (["any"], '{"a": 1}', {"a": 1}), (["any"], "{broken", "{broken"), (["any"], "1e999", "1e999"),
+        (["integer", "null"], "None", None), (["null", "string"], "None", "None"), (["null", "string"], "NULL", None),
+        (["boolean"], "False", False), (["boolean"], "1", True), (["boolean", "integer"], "1", 1),
+        (["number"], "140", 140), (["number"], "4.0", 4.0), (["object", "string"], "5", "5"),
+        (["string"], " 5 ", " 5 "), (["integer"], "140.0", 140.0), (["array", "object"], "[1]", [1]),
+    ],
+)  # fmt: skip
+def test_a_text_is_read_as_the_first_type_that_it_fits(types, text, value):
+    read = value_of(text, frozenset(types))
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("types", "text"), [(["integer"], "1e999"), (["integer"], "abc"), (["object"], "{broken"), (["number"], "nan"),
+                        (["boolean"], "True?"), (["integer"], "9" * 5000)]
+)  # fmt: skip
+def test_a_text_that_fits_no_type_and_is_no_json_is_refused(types, text):
+    with pytest.raises(ValueError):
+        value_of(text, frozenset(types))

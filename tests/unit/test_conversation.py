@@ -210,3 +210,18 @@ def test_a_turn_that_nobody_waits_for_counts_as_one_and_adds_no_token():
     last = again.left(105.0).answered(2, 0, "", 106.0).rewound(0).told(0)
     assert last.turn == 3 and last.left(107.0).stop is Stop.TURNS
     assert left.passed(111.0).stop is Stop.SECONDS
+
+
+def test_each_turns_seconds_count_until_all_are_spent():
+    """By hand: 10 seconds, of which turns take 2, 3 and 4; the fourth has one second from its calls on."""
+    talk = Conversation(replace(BUDGETS, turns=9))
+    for start, taken, left in ((100.0, 2.0, 10.0), (200.0, 3.0, 8.0), (300.0, 4.0, 5.0)):
+        talk = talk.sampled(1, start, [None])
+        assert talk.deadline == start + left
+        talk = talk.answered(talk.turn, 0, "408", start + taken).told(1)
+    assert talk.acted_s == 9.0
+    talk = talk.sampled(1, 400.0, [None])
+    assert talk.deadline == 401.0
+    assert talk.answered(4, 0, "408", 400.9).told(1).state is State.SAMPLING
+    late = talk.answered(4, 0, "408", 401.0)
+    assert (late.stop, late.acting_s) == (Stop.SECONDS, 1.0)

@@ -35,8 +35,9 @@ from mrl.data.samples import packed
 from mrl.errors import ConfigError, NumericAbort
 from mrl.flow.handed_rows import HandedRows
 from mrl.flow.step_batch import StepBatch
+from mrl.flow.teacher_rows import deal
 from mrl.megatron import parallel
-from mrl.megatron.batching import RowResult
+from mrl.megatron.batching import RowLengths, RowResult
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.megatron.teacher import Teacher
 from mrl.model import model_spec, parameter_count, planning_model_spec
@@ -168,6 +169,20 @@ def test_the_teachers_term_stands_in_the_loss_under_its_weight_and_bound(mode, f
     own = torch.autograd.grad(output.loss, inputs.log_probs)[0]
     torch.testing.assert_close(own, torch.autograd.grad(expected, leaf)[0])
     assert reduce_parts([to_floats(output.metrics)])["distillation/loss"] == pytest.approx(term.item())
+
+
+def test_a_term_of_the_loss_is_bounded_on_both_sides():
+    """By hand, as verl clamps a loss of distillation: k1 of -8, 0.5 and 7 within 4; beyond there is no gradient."""
+    log_probs = torch.tensor([[-9.0, -0.5, -1.0]], dtype=torch.float64)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    inputs = make(log_probs, log_probs, 0.0, mask, teacher_log_probs=torch.tensor([[-1.0, -1.0, -8.0]]).double())
+    parameters = PolicyLossParameters(
+        "vanilla", "token-mean", distillation_coef=0.3, distillation_mode="k1", distillation_clamp=4.0
+    )
+    output = policy_loss(parameters, inputs, count(mask))
+    assert output.loss.item() == pytest.approx(0.3 * (-4.0 + 0.5 + 4.0) / 3)
+    gradient = torch.autograd.grad(output.loss, inputs.log_probs)[0]
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.1, 0.0]]).double())
 
 
 def test_a_weight_without_the_teachers_log_probs_is_an_error_and_no_loss_without_it():
@@ -345,6 +360,26 @@ def test_words_that_a_teacher_cannot_score_end_the_run(monkeypatch):
     monkeypatch.setattr("test_distillation.opinion", lambda ids: np.full(len(ids), np.nan, np.float32))
     with pytest.raises(NumericAbort, match=r"teacher's log-probs of .* are no finite numbers"):
         taught(2)
+
+
+@pytest.mark.parametrize("data", [1, 2, 4])
+def test_a_teacher_of_as_many_replicas_scores_its_actors_own_rows(data):
+    """So no score has to travel. With another number each row is scored by one replica."""
+    config = load_config(TINY, None, [*STEP, "distillation.enabled=true"]).config
+    lengths = RowLengths.of(packed(samples()))
+    rows = np.random.default_rng(0).permutation(len(samples()))
+    own = [np.sort(part) for part in np.array_split(rows, data)]
+    for replicas in (data, 3):
+        layout = TrainLayout.build({"world_size": replicas}, model_spec(DENSE))
+        teacher = SimpleNamespace(model=model_spec(DENSE), layout=layout)
+        shares = deal(config.actor, config.distillation.teacher_model, teacher, lengths, own)
+        scored = [share.rows.tolist() for share in shares]
+        assert sorted(row for rows_of in scored for row in rows_of) == list(range(len(rows)))
+        if replicas == data:
+            assert scored == [part.tolist() for part in own]
+        for share in shares:
+            real = [micro.rows for micro in share.micros if not micro.is_filler]
+            assert sorted(np.concatenate(real).tolist()) == list(range(len(share.rows)))  # indices into its rows
 
 
 def test_scores_of_some_rows_are_those_of_these_rows():

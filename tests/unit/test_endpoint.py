@@ -555,6 +555,43 @@ def test_host_key_and_size_are_looked_at_before_anything_is_read():
     assert statuses(requests) == [403, 403, 401, 401, 401, 413, 400, 400, 400, 400, 405, 200]
 
 
+def test_a_key_opens_its_own_session_alone_and_none_after_its_end():
+    """A late request of an agent whose session has ended is of no session (401), while others' keys go on."""
+    endpoint = Endpoint()
+    found = []
+
+    class Noting(Deaf):
+        def __init__(self):
+            self.rewards = []
+
+        def reward(self, reply):
+            self.rewards.append(reply.reward)
+
+    def send(key: str, reward: float) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=20)
+        connection.request("POST", "/v1/reward", json.dumps({"reward": reward}), {"x-api-key": key})
+        found.append(connection.getresponse().status)
+        connection.close()
+
+    async def run() -> list[Noting]:
+        await endpoint.serve()
+        sessions = [Noting(), Noting()]
+        keys = [endpoint.open(session) for session in sessions]
+        assert len(set(keys)) == 2 and min(map(len, keys)) >= 43  # 32 random bytes
+        for key, reward in zip(keys, (0.25, 0.5), strict=True):
+            await asyncio.to_thread(send, key, reward)
+        endpoint.close_session(keys[0])
+        endpoint.close_session(keys[0])
+        for key in keys:
+            await asyncio.to_thread(send, key, 0.75)
+        endpoint.close()
+        return sessions
+
+    first, second = asyncio.run(run())
+    assert (first.rewards, second.rewards) == ([0.25], [0.5, 0.75])
+    assert found == [200, 200, 401, 200]
+
+
 def test_a_port_that_is_taken_is_said():
     taken = Endpoint()
     with pytest.raises(EnvironmentFault, match=f"finds no port: 127.0.0.1:{taken.port}"):

@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,40 @@ def expected() -> tuple[Tensor, dict[str, Tensor]]:
     out = torch.cat([layer(part[None])[0] for part in x.split(LENGTHS)])
     (out * weights).sum().backward()
     return out.detach(), {name: p.grad for name, p in layer.named_parameters()} | {"input": x.grad}
+
+
+def test_decays_and_rates_of_a_bfloat16_layer_have_transformers_bits(monkeypatch):
+    """Decays are computed in float32 whatever the weights are; they multiply over the whole sequence."""
+    layer, x, _ = hugging_face()
+    layer = layer.bfloat16()
+    x = x.bfloat16()[None]
+    seen = {}
+
+    def noted(*given, **named):
+        seen.update(named)
+        raise InterruptedError
+
+    layer.chunk_gated_delta_rule = noted  # where older versions have it
+    monkeypatch.setattr(sys.modules[type(layer).__module__], "torch_chunk_gated_delta_rule", noted)
+    with torch.no_grad(), pytest.raises(InterruptedError):
+        layer(x)
+
+    own = torch.nn.Module()
+    for name, size in (("key_heads", 4), ("values_a_key", 2), ("value_heads", 8), ("key_dim", 16), ("value_dim", 24)):
+        setattr(own, name, size)
+    own.by_kind = False
+    own.A_log, own.dt_bias = layer.A_log, layer.dt_bias
+    own.conv1d = lambda channels, lengths: channels
+    own._by_kind = partial(GatedDelta._by_kind, own)
+    found = []
+    monkeypatch.setattr(rule, "gated_delta", lambda q, k, v, decay, rate, lengths: found.extend((decay, rate)) or v)
+    own.norm = lambda out, gate: out
+    with torch.no_grad():
+        GatedDelta._of_pack(own, layer.in_proj_qkvz(x[0]), layer.in_proj_ba(x[0]), (TOKENS,))
+    decay, rate = found
+    assert decay.dtype is torch.float32 and torch.equal(decay, seen["g"][0])
+    assert torch.equal(rate, seen["beta"][0])
+    assert not torch.equal(layer.A_log.exp().float(), layer.A_log.float().exp()), "the test would not see it"
 
 
 def own_part(name: str, whole: Tensor, rank: int, ranks: int) -> Tensor:

@@ -197,6 +197,17 @@ def test_the_receiving_side_can_be_imported_in_an_engine_process():
     ]
 
 
+# tools and environments, conversations and the chat endpoint; what is plain data for other processes is none of them
+FOR_TURNS = ("mrl.environments", "mrl.data.dialects", "mrl.data.chat_", "mrl.flow.conversations", "mrl.flow.endpoint")
+PLAIN = {"mrl.environments", "mrl.environments.tool", "mrl.environments.offer"}
+
+
+def test_what_turns_need_is_loaded_by_the_line_that_reads_their_key():
+    starts = ("mrl.train.loop", "mrl.cluster.workers", "mrl.vllm.engine", "mrl.flow.rank_batch", "mrl.flow.scoring")
+    loaded = set().union(*map(loaded_by, starts))
+    assert not [name for name in loaded - PLAIN if name.startswith(FOR_TURNS)]
+
+
 DEVICE_WORDS = ("nccl", "hccl", "cuda", "npu")  # as whole strings
 DEVICE_PREFIXES = ("cuda:", "npu:", "CUDA_", "NCCL_", "ASCEND_", "HCCL_", "torch_npu", "mindspeed")
 # the configuration must be able to say which device, and the reshard target whose weight layout it describes; they do
