@@ -111,7 +111,7 @@ def _names(value: Any) -> Iterator[str]:
 
 
 def _read_as(root: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """Returns the types of each parameter of a function's schema, where everything that points elsewhere is resolved."""
+    """Returns the types of each parameter of a function's schema, with all references resolved."""
     return {name: {"type": sorted(types_of(schema, root))} for name, schema in properties_of(root).items()}
 
 

@@ -16,7 +16,7 @@ SEQUENCE_MEANS = {
     "gspo": "verl ignored the key and averaged each sequence first, its repository of August 2026 too; "
     "release 0.9.1 obeys it and would train another objective",
     "sapo": "verl ignores the key and averages each sequence first",
-    "geo_mean": "verl ignores the key and takes the mean over the responses of each micro-batch, here of the mini-batch",
+    "geo_mean": "verl ignores the key and takes the mean over the responses of a micro-batch, here of the mini-batch",
 }
 # Metrics that verl's DAPO trainer sums over a response's tokens: the score, which includes the overlong penalty, and
 # the score less the KL penalty.
