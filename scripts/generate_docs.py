@@ -140,9 +140,9 @@ _FROM_VERL = (
     "branch adds to and nobody can decide, a configuration file (`--config-name`) that is neither verl's own nor "
     "at hand: each is named, with the variable to give by `--set NAME=VALUE`, and the answer is then never "
     "`valid`.",
-    "* **Keys that verl has not.** A table of verl's own keys by release (scripts/generate_verl_keys.py reads them from "
-    "its wheels) says which there are: a misspelt one is a loss under every prefix, with the nearest name; below verl's "
-    "free mappings (`engine_kwargs`, `override_*`, `reward_kwargs`) any name is one.",
+    "* **Keys that verl has not.** A table of verl's own keys by release (scripts/generate_verl_keys.py reads them "
+    "from its wheels) says which there are: a misspelt one is a loss under every prefix, with the nearest name; below "
+    "verl's free mappings (`engine_kwargs`, `override_*`, `reward_kwargs`) any name is one.",
     "* **Devices.** A script that asks the machine for NPUs (`python3 -c 'import torch_npu' && echo npu || echo gpu`, "
     "`npu-smi`) is read as on a machine with GPUs; `--set DEVICE=npu` chooses the other branch.",
     "* **The verdict.** `valid`: what changes training is all in the file. `carried with losses`: something is asked "

@@ -20,7 +20,9 @@ from typing import Any
 import yaml
 
 TARGET = Path(__file__).parents[1] / "mrl" / "tools" / "import_verl" / "verl_keys.txt"
-_TRAINERS = re.compile(r"verl/(trainer|experimental/(fully_async_policy|one_step_off_policy))/config/\w*ppo\w*trainer.yaml")
+_TRAINERS = re.compile(
+    r"verl/(trainer|experimental/(fully_async_policy|one_step_off_policy))/config/\w*ppo\w*trainer.yaml"
+)
 _READ = re.compile(r"config\.((?:\w+\.)+)get\(\s*[\"'](\w+)[\"']")
 _READ_OF_DATA = re.compile(r"config\.get\(\s*[\"'](\w+)[\"']")
 _DATA_SETS = "verl/utils/dataset/rl_dataset.py"  # its `config` is the section data

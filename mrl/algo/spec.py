@@ -251,9 +251,7 @@ CORRECTIONS: dict[str, CorrectionSpec] = {
     "MIS": CorrectionSpec(
         "sequence", "mask", 0.5, 2.0, "masked importance sampling: responses outside the band leave the batch"
     ),
-    "IcePop": CorrectionSpec(
-        "token", "icepop", 0.5, 5.0, "tokens outside the band have weight 0 (arXiv:2510.18855)"
-    ),
+    "IcePop": CorrectionSpec("token", "icepop", 0.5, 5.0, "tokens outside the band have weight 0 (arXiv:2510.18855)"),
     "geometric rejection": CorrectionSpec(
         "geometric", "mask", 0.999, 1.001, "responses leave whose mean ratio is outside the band", weigh=False
     ),

@@ -306,9 +306,7 @@ def _read_pairs(text: str, parameters: Parameters) -> ToolCall:
     return _of_pairs(name.strip(), mark + rest, _ARGUMENT, _OPENS_ARGUMENT, parameters)
 
 
-def _of_pairs(
-    name: str, text: str, pair: re.Pattern[str], opens: re.Pattern[str], parameters: Parameters
-) -> ToolCall:
+def _of_pairs(name: str, text: str, pair: re.Pattern[str], opens: re.Pattern[str], parameters: Parameters) -> ToolCall:
     """Reads a call whose values are texts, by the schemas of its parameters. `opens` begins an argument."""
     left = pair.sub("", text).strip()
     if left:

@@ -1,4 +1,4 @@
-"""What import-verl writes for verl's rollout correction keeps the tokens and gives the weights that verl's function does."""
+"""What import-verl writes for verl's rollout correction keeps verl's tokens and gives verl's weights."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Calls in XML and GLM form give the values that vLLM's own parsers give, over schemas with every way to name a type."""
+"""Calls in XML and GLM form give the values that vLLM's own parsers give, over schemas with every form of a type."""
 
 import json
 from collections import Counter

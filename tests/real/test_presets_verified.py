@@ -2,7 +2,8 @@
 model.
 
 Each in a process of its own, in at most 20 s of a core and 1 GB; DeepSeek-V3, Kimi-K2 and Qwen3.5-397B-A17B, 671, 1000
-and 397 billion parameters on 256 devices, in at most a minute. The order of the two largest syncs is walked with NCCL's waits.
+and 397 billion parameters on 256 devices, in at most a minute. The order of the two largest syncs is walked with
+NCCL's waits.
 """
 
 import json

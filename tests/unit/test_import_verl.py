@@ -290,7 +290,12 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         ([CORRECTION + "rollout_is=sequence"], {CORRECTION + "level": "sequence"}),
         (
             [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold='0.5_5.0'"],
-            {CORRECTION + "low": 0.5, CORRECTION + "high": 5.0, CORRECTION + "mode": "icepop", CORRECTION + "weigh": None},
+            {
+                CORRECTION + "low": 0.5,
+                CORRECTION + "high": 5.0,
+                CORRECTION + "mode": "icepop",
+                CORRECTION + "weigh": None,
+            },
         ),
         (
             [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold=2.0", CORRECTION + "rollout_rs=null"],
@@ -503,7 +508,10 @@ def test_a_rejection_whose_denominator_is_another_than_verls_is_warned_of(reject
     ("words", "key"),
     [
         (["rollout_is=sequence", "rollout_rs=seq_mean_k1", "rollout_rs_threshold='0.9_1.1'"], "rollout_rs"),
-        (["rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold='0.4_2'"], "rollout_rs"),  # up to 2.5: capped
+        (
+            ["rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold='0.4_2'"],
+            "rollout_rs",
+        ),  # up to 2.5: capped
         (["rollout_rs=token_k1", "rollout_rs_threshold=2", "bypass_mode=True"], "rollout_rs"),
     ],
 )
@@ -745,7 +753,10 @@ LAUNCH = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwe
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (LAUNCH + "trainer.nnodes=2 $MORE", "give --set MORE=... (nothing behind = where it is empty): ${MORE} in line 1"),
+        (
+            LAUNCH + "trainer.nnodes=2 $MORE",
+            "give --set MORE=... (nothing behind = where it is empty): ${MORE} in line 1",
+        ),
         (LAUNCH + "trainer.nnodes=2 nonsense", "mend or remove nonsense in line 1: it is no override (key=value)"),
         (LAUNCH + "$(cat overrides)", "give what it comes to as overrides behind the script: $(cat overrides)"),
         (LAUNCH + "\u00a0trainer.nnodes=2", "replace the character U+00A0 by a plain blank in line 1"),
@@ -1131,7 +1142,7 @@ def test_rows_of_verls_visual_data_set_are_a_loss():
 
 PROBES = [
     "DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}",
-    "DEVICE=`python -c \"import torch_npu\" 2>/dev/null && echo npu || echo gpu`",
+    'DEVICE=`python -c "import torch_npu" 2>/dev/null && echo npu || echo gpu`',
     "DEVICE=${DEVICE:-$(if command -v npu-smi >/dev/null 2>&1; then echo npu; else echo gpu; fi)}",
     "DEVICE=$(nvidia-smi >/dev/null 2>&1 && echo gpu || echo npu)",
     "if command -v npu-smi &>/dev/null; then DEVICE=npu; else DEVICE=gpu; fi",

@@ -1,4 +1,4 @@
-"""Says whether verl has a key, by the table verl_keys.txt (scripts/generate_verl_keys.py made it from verl's wheels)."""
+"""Says whether verl has a key, by verl_keys.txt, a table that scripts/generate_verl_keys.py makes of its wheels."""
 
 from difflib import get_close_matches
 from functools import cache

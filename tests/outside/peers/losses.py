@@ -1,4 +1,4 @@
-"""Policy losses, KL estimators and the value loss of verl, OpenRLHF and TRL over drawn micro-batches: value and gradient.
+"""Policy losses, KL estimators and value loss of verl, OpenRLHF and TRL over drawn micro-batches: value and gradient.
 
 Numbers of a case are rows of tokens; the gradient is that of the log-probs (or values) at the tokens of the mask.
 """

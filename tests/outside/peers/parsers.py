@@ -70,15 +70,19 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 TOKENIZER = _tokenizer()
 FORMS = {
-    "xml": (Qwen3EngineToolParser, "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"),
+    "xml": (
+        Qwen3EngineToolParser,
+        "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
+    ),
     "glm": (Glm47MoeModelToolParser, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
 }
+_GLM_B = "<arg_key>b</arg_key>\n<arg_value>2</arg_value>"
 BROKEN = [
     ("xml", "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"),
     ("xml", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>"),
-    ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"),
-    ("glm", "<tool_call>f\n<arg_key>a<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"),
-]  # fmt: skip
+    ("glm", f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n{_GLM_B}\n</tool_call>"),
+    ("glm", f"<tool_call>f\n<arg_key>a<arg_value>1</arg_value>\n{_GLM_B}\n</tool_call>"),
+]
 
 
 def _case(form: str, schema: dict, value: str) -> dict:
