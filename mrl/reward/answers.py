@@ -10,7 +10,25 @@ from typing import Any
 
 TAIL = 2000  # characters of the conclusion that are searched, as an answer is near the end
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-STATED = re.compile(r"(?i)\banswer\s*(?:is\s*:?|:)\s*")
+_MARKS = r"[*_`]*"  # of Markdown
+_FILLED = r"(?:(?:therefore|thus|hence|then|simply|just|exactly|given by|equal to)\s+)*"
+STATED = re.compile(
+    rf"(?i)(?:(?<![a-z\\])answers?|答案){_MARKS}\s*"
+    rf"(?:(?:is|are|equals|是|为)(?![a-z]){_MARKS}\s*{_FILLED}[:\uff1a]?|[:\uff1a=])\s*{_MARKS}\s*"
+)
+HEADING = re.compile(r"(?im)^[ \t#*_]*(?:the\s+)?(?:final\s+)?answer[ \t#*_]*(?:\n\s*|(?=\$|\\[\[(]))")
+OPEN_BOX = re.compile(r"\\boxed(?![a-zA-Z]|\s*\{)\s*")
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|\A[.,;:!?)]")
+OPEN_BOX_END = re.compile(r"\$|\\[)\]]|\n|\\[bf]?box(?:ed)?(?![a-zA-Z])")
+_DISPLAY = {"$$": "$$", "\\[": "\\]"}
+# what may stand behind a stated answer: a sentence that states nothing else, a reason
+_LATER = re.compile(r"[.。]\s+(?=[A-Z])|。")
+_REASON = re.compile(r",\s*(?:since|because|as|where|for)\s")
+# what follows takes something back, or adds something
+_HEDGE = re.compile(
+    r"(?i)\b(?:or|and|but|not|no|wait|unless|except|actually|however|instead|rather|if|otherwise|alternatively|"
+    r"maybe|perhaps|wrong|incorrect|also|another|mistake|correction|n't)\b|n't"
+)
 
 
 def behind_reasoning(response: str) -> str:
@@ -89,22 +107,54 @@ def unboxed(content: str) -> str:
     return content
 
 
-def stated(text: str) -> str | None:
-    """Returns the text after the last `Answer:` or `answer is` on its line, without asterisks and the final period.
+def open_boxes(text: str) -> list[str]:
+    """Returns what stands behind each `\\boxed` that has no braces, up to the end of its formula or line.
 
-    Returns None if there is none.
+    It ends before words: the text may speak about boxes.
     """
-    matches = list(STATED.finditer(text))
+    contents = []
+    for match in OPEN_BOX.finditer(text):
+        end = OPEN_BOX_END.search(text, match.end())
+        content = text[match.end() : end.start() if end else len(text)]
+        contents.append(_PROSE.split(content, maxsplit=1)[0].strip().rstrip(",;:."))
+    return contents
+
+
+def stated(text: str) -> str | None:
+    """Returns the text after the last `Answer:`, `answer is` or heading `Answer`, without Markdown's marks; None if
+    there is none.
+
+    It goes to the end of the line, or of a formula that is displayed on lines of its own. A reason, or a further
+    sentence, is left out if it states nothing else.
+    """
+    matches = [*STATED.finditer(text), *HEADING.finditer(text)]
     if not matches:
         return None
-    line = text[matches[-1].end() :].split("\n", 1)[0].replace("**", "").strip()
-    return line.removesuffix(".").strip() or None
+    rest = text[max(match.end() for match in matches) :]
+    formula = ""
+    if closing := _DISPLAY.get(rest[:2]):
+        formula, _, rest = rest[2:].partition(closing)
+        formula = " ".join(formula.split())
+    line = formula + rest.partition("\n")[0]
+    line = _alone(line.replace("**", "")).strip().strip("*_`").strip()
+    return line.removesuffix(".").removesuffix("。").strip() or None
+
+
+def _alone(line: str) -> str:
+    """Returns a stated answer without what follows it, where that is words that neither take back nor add."""
+    reason = _REASON.search(line)
+    if reason and not _HEDGE.search(line, reason.end()):
+        line = line[: reason.start()]
+    later = _LATER.search(line)
+    if later and not _HEDGE.search(line, later.end()) and not re.search(r"[\d\\$]", line[later.end() :]):
+        line = line[: later.start()]
+    return line
 
 
 def answers(response: str) -> list[str]:
     """Returns the response's answers as written: those in boxes, else the stated one; empty if there is none."""
     text = conclusion(response)
-    in_boxes = [content.strip() for content in boxed(text) if content.strip()]
+    in_boxes = [content.strip() for content in boxed(text) or open_boxes(text) if content.strip()]
     if in_boxes:
         return in_boxes
     line = stated(text)

@@ -45,7 +45,7 @@ _UNITS = {
     "dollar": "dollar dollars usd", "cent": "cent cents", "deg": "deg degree degrees", "rad": "rad radian radians",
     "mph": "mph",
     "unit": "unit units",
-    "L": "L liter liters litre litres", "%": "percent", "元": "元", "万元": "万元", "亿元": "亿元",
+    "L": "L liter liters litre litres", "%": "percent percentage pct", "元": "元", "万元": "万元", "亿元": "亿元",
 }  # fmt: skip
 _UNIT_OF = {spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()}
 # a single letter may be a variable
@@ -57,16 +57,29 @@ _TRAILING_UNIT = re.compile(
     rf"(?<=[0-9)}}\s])\s*(?:(square|sq|cubic)\.?\s+)?({'|'.join(map(re.escape, _BARE_UNITS))}){_POWER}$"
 )
 _TEXT_UNIT = re.compile(r"(?:(square|sq|cubic)\.?\s+)?([A-Za-z元万亿]+)" + _POWER + "$")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{")
+_TEXT = re.compile(
+    r"\\(?:text(?:normal|bf|it|rm|sf|tt|sc|sl|up|md)?|math(?:rm|bf|it|sf|tt|normal)|[mh]box|operatorname\*?|emph|"
+    r"boldsymbol|bm|pmb|underline|uline)\s*\{"
+)
 
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;:! ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z])|enspace(?![a-zA-Z]))|~")
 _LEFT_OUT = re.compile(
-    r"\\(?:left|right|displaystyle|bigl|bigr|Bigl|Bigr|big|Big|limits)(?![a-zA-Z])\.?|(?<!\\)\\[()\[\]]|\$"
+    r"\\(?:left|right|(?:display|text|script)style|[bB]ig[lrm]?|[bB]igg[lrm]?|limits)(?![a-zA-Z])\.?|"
+    r"\\(?:bf|it|rm|sf|tt|sc|sl|em|bfseries|itshape|boldmath|tiny|small|normalsize|large|Large|huge|Huge)(?![a-zA-Z])|"
+    r"\\(?:text)?color\s*\{[^{}]*\}|"
+    r"(?<!\\)\\[()\[\]]|\$"
 )
+# commas between thousands that are no commas of a list: 11,\!111 and 11{,}111
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}\s*(?:\\!\s*)*|,\s*(?:\\!\s*)+)(?=\d{3}(?!\d))")
+_TWICE = re.compile(r"\\\\(?=[A-Za-z]{2})")  # a command as JSON writes it
+_UNEQUAL = re.compile(r"\\neq?(?![a-zA-Z])|\\not\s*=|(?<=\s)!=")
 _DOLLARS = re.compile(r"^\s*\$?\s*([+-]?)\s*\\\$([^§]*?)(\$?)$")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|\{([^{}]*)\}\s*(\d)|(\d)\s*\{([^{}]*)\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d|[a-z])(?![a-zA-Z])")
+_NO_COMMAND = re.compile(r"(?<![A-Za-z\\])(?:pi(?![A-Za-z])|(?:sqrt|exp|sin|cos|tan|log|ln)(?=\())")
+_ROUND_ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+_PLUS_NEGATIVE = re.compile(r"(?<=[\w)}])\s*\+\s*-\s*(?=[\w\\(.])")
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])")
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
@@ -75,7 +88,7 @@ _PLAIN = re.compile(_DECIMAL, re.ASCII)
 _BRACED = rf"\{{\s*([+-]?)\s*({_DECIMAL})\s*\}}"
 _RATIO = re.compile(rf"\\frac{_BRACED}{_BRACED}|({_DECIMAL})\s*/\s*([+-]?)({_DECIMAL})", re.ASCII)
 _MIXED = re.compile(r"(\d+)\s*\\frac\{\s*(\d+)\s*\}\{\s*(\d+)\s*\}|(\d+) (\d+)/(\d+)", re.ASCII)
-_SCIENTIFIC = re.compile(rf"({_DECIMAL})\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{{\s*([+-]?\d+)\s*\}}|(\d))", re.ASCII)
+_SCIENTIFIC = re.compile(rf"(?:({_DECIMAL})\s*\\(?:times|cdot)\s*)?10\s*\^\s*(?:\{{\s*([+-]?\d+)\s*\}}|(\d))", re.ASCII)
 
 _OPEN = "(["
 _CLOSE = ")]"
@@ -96,26 +109,32 @@ def clean(text: str) -> str:
 
     Units are marked with `§`.
     """
+    if r"\begin" not in text:  # where \\ ends a row
+        text = _TWICE.sub(lambda m: "\\", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: "^{" + m[0].translate(_RAISED) + "}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_LOWERED) + "}", text)
-    text = (
-        text.translate(_TABLE)
-        .replace("{,}", ",")
-        .replace(r"\%", "%")
-        .replace(r"\lbrace", r"\{")
-        .replace(r"\rbrace", r"\}")
-    )
+    text = _UNEQUAL.sub(lambda m: r"\ne ", _THOUSANDS.sub("", text.translate(_TABLE)))
+    text = text.replace("{,}", ",").replace(r"\%", "%").replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
     text = (
         _DOLLARS.sub(lambda m: f"{m[1]}{m[2]} {UNIT}$$", text).replace(r"\$", "").replace(f"{UNIT}$$", f"{UNIT}dollar")
     )
     text = _FRACTION.sub(lambda m: r"\frac", text)
     text = _DEGREES.sub(f" {UNIT}deg", _LEFT_OUT.sub("", text))
     text = _unwrap_text(_SPACES.sub(" ", text.replace(r"\!", "")))
+    text = _NO_COMMAND.sub(lambda m: rf"\{m[0]} ", text)
     text = _SHORT_FRACTION.sub(_long_fraction, text)
-    text = _SHORT_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", text)
-    text = re.sub(r"\s+", " ", text).strip()
-    text = text[:-1].rstrip() if text.endswith(".") else text
+    text = _SHORT_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", _ROUND_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", text))
+    text = _PLUS_NEGATIVE.sub("-", re.sub(r"\s+", " ", text)).strip()
+    text = text.removeprefix("=").lstrip()
+    text = _without_braces(text[:-1].rstrip() if text.endswith(".") else text)
     return _TRAILING_UNIT.sub(lambda m: f" {UNIT}{_unit(*m.groups())}", text).replace(f" {UNIT}", UNIT)
+
+
+def _without_braces(text: str) -> str:
+    """Removes braces around the whole: they group, and are left of \\color{red}{5}."""
+    while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
 
 
 def _long_fraction(match: re.Match) -> str:
@@ -202,11 +221,11 @@ def _mixed(*parts: str) -> Fraction:
     return int(whole) + Fraction(int(above), int(below))
 
 
-def _scientific(digits: str, braced: str, plain: str) -> Fraction:
+def _scientific(digits: str | None, braced: str, plain: str) -> Fraction:
     exponent = int(braced or plain)
     if abs(exponent) > LARGEST_EXPONENT:
         raise OverflowError
-    return _fraction(digits) * Fraction(10) ** exponent
+    return _fraction(digits or "1") * Fraction(10) ** exponent
 
 
 def same_quantity(truth: Quantity, answer: Quantity) -> bool:
@@ -266,6 +285,69 @@ class Collection:
     def ordered(self) -> bool:
         """Tells whether the order of the items counts."""
         return self.kind not in ("list", "union")
+
+
+_RELATION = re.compile(r"<=|>=|<|>|\\(?:[lg](?:e|eq|eqslant|t)|ne)(?![a-zA-Z])")
+_ONE_NAME = re.compile(r"[A-Za-z]|\\(?!infty|pi)[a-z]+")
+_ALTERNATIVE = re.compile(r"\s+or\s+|\\(?:lor|vee)(?![a-zA-Z])")
+
+
+def as_interval(text: str) -> str | None:
+    """Returns an inequality of one name as the interval that it allows; None for any other text.
+
+    `x \\ge 2` is `[2,\\infty)`, `1 < x \\le 3` is `(1,3]`, `x < 1 or x > 3` is a union.
+    """
+    parts = split_top(text, _ALTERNATIVE)
+    intervals = [_one_interval(part) for part in parts]
+    if None in intervals or len(set(map(bounded_name, parts))) > 1:
+        return None
+    return r"\cup ".join(intervals)
+
+
+def bounded_name(inequality: str) -> str | None:
+    """Returns the first name that stands alone on a side of an inequality; None without one."""
+    sides = split_top(inequality, _RELATION)
+    return next((side for side in sides if _ONE_NAME.fullmatch(side)), None)
+
+
+def _one_interval(text: str) -> str | None:
+    sides = split_top(text, _RELATION)
+    signs = _RELATION.findall(text)
+    name = bounded_name(text)
+    if not signs or len(sides) != len(signs) + 1 or name is None or not all(sides) or sides.count(name) != 1:
+        return None
+    if signs == [r"\ne"]:
+        other = sides[1 - sides.index(name)]
+        return rf"(-\infty,{other})\cup ({other},\infty)"
+    if len({_is_less(sign) for sign in signs}) > 1 or r"\ne" in signs:
+        return None
+    if not _is_less(signs[0]):
+        sides, signs = sides[::-1], signs[::-1]
+    place = sides.index(name)
+    if place > 1 or len(sides) - place > 2:
+        return None
+    low, opened = (sides[0], "(" if _is_strict(signs[0]) else "[") if place else (r"-\infty", "(")
+    high, closed = (sides[-1], ")" if _is_strict(signs[-1]) else "]") if place < len(sides) - 1 else (r"\infty", ")")
+    return f"{opened}{low},{high}{closed}"
+
+
+def _is_less(sign: str) -> bool:
+    return sign[0] == "<" or sign.startswith(r"\l")
+
+
+def _is_strict(sign: str) -> bool:
+    return sign in "<>" or sign.endswith("t")
+
+
+def is_interval(text: str) -> bool:
+    """Tells whether a text is one interval, or several that are joined. `(1, 2)` is none, since it may be a point."""
+    whole = collection(text)
+    if whole is None:
+        return False
+    if whole.kind == "union":
+        return True
+    ends = "[" in whole.kind or "]" in whole.kind or any(r"\infty" in item for item in whole.items)
+    return len(whole.items) == 2 and whole.ordered and whole.kind[0] in _OPEN and ends
 
 
 _MATRIX = re.compile(r"\\begin\s*\{([pbv]?matrix|array)\}(.*)\\end\s*\{\1\}", re.DOTALL)

@@ -9,16 +9,20 @@ Decimals are exact: 0.333 is not 1/3. It uses no signal and no alarm. The only d
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection as Container
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mrl.reward.answers import answers, boxed, closing_brace
+from mrl.reward.answers import answers, boxed, closing_brace, truth_text
 from mrl.reward.latex import (
     UNIT,
     Collection,
+    as_interval,
+    bounded_name,
     clean,
     collection,
     deepest,
+    is_interval,
     quantity,
     same_quantity,
     split_top,
@@ -37,14 +41,18 @@ DEEPEST = 6  # nested brackets; the parser's time grows exponentially with them
 MOST_ITEMS = 16
 LARGEST_EXPONENT = 10_000  # product of all whole exponents of an expression
 PRIMES = (11, 13, 17, 19, 23, 29, 31)  # numerators of the values at which expressions are compared
-TOLERANCE = 1e-12
+FEWEST_DIGITS = 50  # with which a difference is computed; each digit that a power can hide adds one
+MOST_DIGITS = 20_000
+DIGITS_OF_A_BIT = 0.30103
 LARGEST_SYMBOLIC_EXPONENT = 50  # for terms with letters
 
 _NAME = r"(?:[A-Za-z]+|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma|angle\s*[A-Z]+))(?:_\{?\w+\}?)?'?"
-_ASSIGNED = re.compile(rf"({_NAME}(?:\(\s*{_NAME}(?:,\s*{_NAME})*\s*\))?)\s*(?:=|\\in(?![a-zA-Z]))\s*")
+_SEVERAL_NAMES = rf"\(\s*{_NAME}(?:,\s*{_NAME})*\s*\)"  # (p, q) = (3, 2)
+_ASSIGNED = re.compile(rf"({_NAME}(?:{_SEVERAL_NAMES})?|{_SEVERAL_NAMES})\s*(?:=|\\in(?![a-zA-Z]))\s*")
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z\\])[^\W\d_]{2,}|[^\x00-\x7f]")
 _SPACED_DIGITS = re.compile(r"\d\s+[\d.]")
+_WHOLE_DECIMAL = re.compile(r"(?<![\d.])(\d+)\.0+(?![\d.])")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
 _KNOWN_COMMANDS = frozenset(
     rf"\{name}"
@@ -73,7 +81,9 @@ def math(
     The answer is the content of `\\boxed{}`, else the text after `Answer:` or `answer is`, after `</think>`. A truth
     that is a list of texts names alternatives. `pred` is the answer as compared. Raises ValueError for an empty truth.
     """
-    truths = [_truth(t) for t in (ground_truth if isinstance(ground_truth, list) and ground_truth else [ground_truth])]
+    truths = [_truth(t) for t in (ground_truth if isinstance(ground_truth, list) else [ground_truth])]
+    if not truths:
+        raise ValueError("ground_truth is an empty list")
     verdict, pred = judge(truths, solution_str)
     correct = float(verdict == MATCH)
     return {"score": correct, "acc": correct, "verdict": verdict, "pred": pred}
@@ -95,7 +105,7 @@ def judge(truths: list[str], response: str) -> tuple[str, str]:
 
 
 def _truth(value: Any) -> str:
-    text = str(value)
+    text = truth_text(value)
     inside = boxed(text)
     cleaned = clean(inside[-1] if inside else text)
     if not cleaned:
@@ -135,6 +145,8 @@ def equal(truth: str, answer: str) -> bool:
     parts = None
     if given is None:
         parts = collection(answer)
+    if interval := _as_intervals(truth, answer):
+        return equal(*interval)
     if wholes is not None and parts is not None:
         return _same_collection(wholes, parts)
     if assigned := _without_names(truth, answer):
@@ -191,13 +203,29 @@ def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text:
     return equal(truth_text, single.items[0])
 
 
+def _as_intervals(truth: str, answer: str) -> tuple[str, str] | None:
+    """Returns both sides as intervals where both are inequalities of one name, or one is and the other an interval."""
+    known = as_interval(truth)
+    given = as_interval(answer)
+    if known is not None and given is not None and bounded_name(truth) == bounded_name(answer):
+        return known, given
+    if known is not None and given is None and collection(answer) is not None:
+        return known, answer
+    if given is not None and known is None and is_interval(truth):
+        return truth, given
+    return None
+
+
 def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
     """Removes `x =`, `f(x) =` or `x \\in` if one side has it or both have the same. Returns both sides.
 
-    Returns None if there is nothing to remove.
+    Two chains of one name (`x = 1 + 1 = 2`) are as equal as their ends. Returns None if there is nothing to remove.
     """
     known = _ASSIGNED.match(truth)
     given = _ASSIGNED.match(answer)
+    ends = [split_top(text, _EQUALS) for text in (truth, answer)]
+    if known and given and known[1] == given[1] and len(ends[0]) == len(ends[1]) > 2:
+        return ends[0][-1], ends[1][-1]
     known = known if known and len(_EQUALS.findall(truth)) <= 1 else None
     given = given if given and len(_EQUALS.findall(answer)) <= 1 else None
     if known and given:
@@ -231,7 +259,7 @@ def _same_expression(truth: str, answer: str) -> bool:
         return False
     for text in (truth, answer):
         _check_size(text)
-    return _math_verify(truth.strip(), answer.strip())
+    return _math_verify(*(_WHOLE_DECIMAL.sub(r"\1", text.strip()) for text in (truth, answer)))
 
 
 def _letters(text: str) -> set[str]:
@@ -262,7 +290,7 @@ def _is_expression(text: str) -> bool:
 
 def _check_size(text: str) -> None:
     """Raises TooComplex for long expressions, nested or huge powers, and factorials of anything but small numbers."""
-    letters = re.search("[A-Za-z]", _COMMAND.sub(" ", text)) is not None
+    letters = re.search("[A-Za-df-z]", _COMMAND.sub(" ", text)) is not None  # e is a number
     if len(text) > LONGEST_EXPRESSION or _TOWER.search(text) or re.search(r"\d{41}", text):
         raise TooComplex
     product = 1
@@ -283,34 +311,118 @@ def _exponents(text: str) -> Iterator[str]:
 
 
 def _math_verify(truth: str, answer: str) -> bool:
-    """Compares with math-verify, for LaTeX only and without its alarms. An unreadable answer is wrong."""
+    """Compares with math-verify, for LaTeX only and without its alarms. An unreadable answer is wrong.
+
+    Two numbers are compared without it, exactly.
+    """
     parse, verify, targets = load_math_verify()
     sides = [parse(f"${text}$", targets, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
-    return (
-        bool(sides[0] and sides[1])
-        and bool(verify(*sides, timeout_seconds=None))
-        and _confirmed(sides[0][0], sides[1][0])
-    )
+    if not (sides[0] and sides[1]):
+        return False
+    known, given = sides[0][0], sides[1][0]
+    if _is_number(known) and _is_number(given):
+        return _confirmed(known, given)
+    return bool(verify(*sides, timeout_seconds=None)) and _confirmed(known, given)
+
+
+def _is_number(expression: Any) -> bool:
+    """Tells whether a parsed expression has no variable. math-verify reads i as one."""
+    from sympy import Expr
+
+    return isinstance(expression, Expr) and {str(name) for name in expression.free_symbols} <= {"i"}
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
-    """Tells whether two expressions have equal finite values for some values of their variables. True for relations.
+    """Tells whether what math-verify finds equal has equal numbers. Raises TooComplex.
 
-    math-verify accepts a difference that it cannot evaluate as zero: it finds 7 pi^infinity equal to 5.
+    math-verify accepts a difference below some decimals, and one that it cannot evaluate: it finds 1/2^99 equal to
+    1/2^98, and 7 pi^infinity equal to 5.
     """
-    from sympy import Expr, Float, Rational
+    from sympy import Expr
+    from sympy.core.relational import Relational
 
-    if not (isinstance(truth, Expr) and isinstance(answer, Expr)):
-        return True
-    names = sorted(truth.free_symbols | answer.free_symbols, key=str)
-    point = {name: Rational(PRIMES[i % len(PRIMES)], 7 + i) for i, name in enumerate(names)}
-    values = [side.subs(point).evalf(20) for side in (truth, answer)]
-    parts = [part for value in values for part in value.as_real_imag()]
-    if not all(isinstance(part, Float) or part.is_Rational for part in parts):
-        return truth == answer
-    real = parts[0] - parts[2]
-    imaginary = parts[1] - parts[3]
-    return bool(max(abs(real), abs(imaginary)) <= TOLERANCE * max(1, *map(abs, parts)))
+    if isinstance(truth, Expr) and isinstance(answer, Expr):
+        point = _point({*truth.free_symbols, *answer.free_symbols}, PRIMES)
+        return _is_zero(_at(truth, point) - _at(answer, point), truth == answer)
+    if isinstance(truth, Relational) and isinstance(answer, Relational):
+        return _same_relation(truth, answer)
+    known = getattr(truth, "args", ())
+    given = getattr(answer, "args", ())
+    if type(truth) is not type(answer) or not known or len(known) != len(given):
+        return bool(truth == answer)
+    return all(_confirmed(*pair) for pair in zip(known, given, strict=True))
+
+
+def _same_relation(truth: Any, answer: Any) -> bool:
+    """Tells whether two relations are of one kind and what they compare with zero has one ratio everywhere.
+
+    It is positive for inequalities: x > 1 is 2x > 2 and not -x > -1.
+    """
+    known, known_kind = _against_zero(truth)
+    given, given_kind = _against_zero(answer)
+    names = {*known.free_symbols, *given.free_symbols}
+    if known_kind != given_kind:
+        return False
+    if not names:
+        return _confirmed(truth.lhs, answer.lhs) and _confirmed(truth.rhs, answer.rhs)
+    one, other = _point(names, PRIMES), _point(names, PRIMES[::-1])
+    crossed = _at(known, one) * _at(given, other) - _at(known, other) * _at(given, one)
+    if not _is_zero(crossed, truth == answer):
+        return False
+    turned = (_at(known, one) * _at(given, one)).evalf()
+    return known_kind in ("==", "!=") or bool(turned.is_positive)
+
+
+def _against_zero(relation: Any) -> tuple[Any, str]:
+    """Returns what the relation compares with zero, and how: `==`, `!=`, `>` or `>=`."""
+    if relation.rel_op in ("<", "<="):
+        return relation.rhs - relation.lhs, relation.rel_op.replace("<", ">")
+    return relation.lhs - relation.rhs, relation.rel_op
+
+
+def _point(names: Container[Any], primes: Sequence[int]) -> dict[Any, Any]:
+    """Returns a value for each variable."""
+    from sympy import Rational
+
+    in_order = sorted({str(name) for name in names})  # one name may be two symbols, of different assumptions
+    values = {name: Rational(primes[i % len(primes)], 7 + i) for i, name in enumerate(in_order)}
+    return {name: values[str(name)] for name in names}
+
+
+def _at(expression: Any, point: Mapping[Any, Any]) -> Any:
+    """Returns the value of an expression, exact where it is rational. Decimals are the numbers that are written."""
+    from sympy import Float, Rational
+
+    decimals = {number: Rational(str(number)) for number in expression.atoms(Float)}
+    return expression.xreplace(decimals).subs(point).doit()
+
+
+def _is_zero(number: Any, otherwise: bool) -> bool:
+    """Tells whether an exact number is zero; `otherwise` where it has no finite value. Raises TooComplex.
+
+    An irrational one is zero if it is smaller than the error of as many digits as its powers can hide.
+    """
+    if number.is_Rational:
+        return bool(number == 0)
+    digits = FEWEST_DIGITS + _hidden_digits(number)
+    if digits > MOST_DIGITS:
+        raise TooComplex
+    parts = number.evalf(15, maxn=digits).as_real_imag()
+    if not all(part.is_Float or part.is_Rational for part in parts):
+        return otherwise
+    # sympy leaves one bit of precision to a number that may be nothing but error
+    return all(part == 0 or (part.is_Float and part._prec <= 1) for part in parts)
+
+
+def _hidden_digits(number: Any) -> int:
+    """Returns how many digits may have to be computed before a part of a sum shows: 2^-99 needs 30."""
+    if number.is_Rational:
+        return int((number.p.bit_length() + number.q.bit_length()) * DIGITS_OF_A_BIT) + 2
+    base, exponent = number.as_base_exp()
+    if exponent != 1 and exponent.is_number:
+        power = abs(exponent.evalf(5))
+        return (1 + int(power)) * (1 + _hidden_digits(base)) if power <= MOST_DIGITS else MOST_DIGITS + 1
+    return 1 + sum(map(_hidden_digits, number.args))
 
 
 @functools.cache

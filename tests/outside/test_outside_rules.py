@@ -1,9 +1,13 @@
 """The built-in rules that score as verl does, and the stand-ins of verl's modules, against verl's own functions."""
 
+from collections import Counter
+from importlib.util import find_spec
+
 import pytest
 from golden import differences, golden
 
 from mrl.reward.builtin_rules import gsm8k, math_dapo, normalised
+from mrl.reward.math_verifier import math
 from mrl.reward.verl_modules import SCORES
 
 VERL = "verl.utils.reward_score"
@@ -80,3 +84,17 @@ def test_the_stand_in_by_data_source_gives_verls_score():
                 score(case["source"], case["text"], case["truth"])
         else:
             assert score(case["source"], case["text"], case["truth"]) == case["gave"], case
+
+
+@pytest.mark.skipif(not find_spec("math_verify"), reason="math-verify is not installed")
+def test_the_math_rule_differs_from_math_verify_where_math_verify_is_wrong():
+    """Answers are right or wrong by construction; the rule finds all, and Math-Verify differs as listed."""
+    differing = Counter()
+    cases = of("math_verify")
+    assert len(cases) >= 700
+    for case in cases:
+        found = math("math", case["text"], case["truth"])["score"] == 1
+        assert found == case["right"], case
+        differing[f"math_{case['kind']}"] += found != case["gave"]
+    table = {name: row["cases"] for name, row in differences("rules").items() if row["peer"] == "math-verify"}
+    assert +differing == table

@@ -1,15 +1,20 @@
 """The layered math verifier against verdicts written by hand (verifier_pairs.py)."""
 
 import pytest
-from verifier_pairs import ADVERSARIAL, EXPRESSIONS, LISTS, PLAIN, RESPONSES, UNITS, WORDS
+from verifier_pairs import ADVERSARIAL, EXPRESSIONS, FORMS, LISTS, NEAR, PLAIN, RESPONSES, UNITS, WORDS
 
 from mrl.reward.latex import clean
 from mrl.reward.math_verifier import MATCH, NO_ANSWER, SEVERAL, TOO_COMPLEX, WRONG, canonical, math
 
 pytest.importorskip("math_verify")
-TABLE = [(truth, answer, right) for group in (PLAIN, UNITS, LISTS, EXPRESSIONS, WORDS, ADVERSARIAL) for truth, good,
-    bad in group
-         for right, answers in ((True, good), (False, bad)) for answer in answers]  # fmt: skip
+GROUPS = (PLAIN, UNITS, LISTS, NEAR, FORMS, EXPRESSIONS, WORDS, ADVERSARIAL)
+TABLE = [
+    (truth, answer, right)
+    for group in GROUPS
+    for truth, good, bad in group
+    for right, answers in ((True, good), (False, bad))
+    for answer in answers
+]
 
 
 def boxed_verdict(truth, answer) -> str:

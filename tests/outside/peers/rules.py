@@ -3,11 +3,13 @@
 import contextlib
 import io
 import random
+from math import gcd
 from typing import Any
 
+from math_verify import parse, verify
 from verl.utils.reward_score import default_compute_score, gsm8k, math_dapo, math_reward
 
-PEERS = ("verl",)
+PEERS = ("verl", "math-verify")
 SOURCES = (
     "openai/gsm8k", "math", "math_dapo", "math_dapo_reasoning", "aime2024", "aime_2025", "lighteval/MATH",
     "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "mine",
@@ -30,6 +32,7 @@ def cases() -> list[dict[str, Any]]:
     made += [_normalised(rng) for _ in range(1000)]
     made += [_math_reward(rng) for _ in range(2500)]
     made += [_by_source(rng) for _ in range(800)]
+    made += [_math_verify(rng, kind) for kind in KINDS for _ in range(60)]
     return made
 
 
@@ -114,3 +117,122 @@ def _by_source(rng: random.Random) -> dict[str, Any]:
     except NotImplementedError:
         gave = None
     return {"rule": "by_source", "source": source, "text": text, "truth": truth, "gave": gave}
+
+
+def _math_verify(rng: random.Random, kind: str) -> dict[str, Any]:
+    """Returns Math-Verify's verdict on an answer that is right or wrong by construction."""
+    truth, answer, right = KINDS[kind](rng)
+    sides = [parse(text, parsing_timeout=None) for text in (f"${truth}$", answer)]
+    gave = bool(verify(*sides, timeout_seconds=None))
+    return {"rule": "math_verify", "kind": kind, "text": answer, "truth": truth, "right": right, "gave": gave}
+
+
+def _number(rng: random.Random, other: int | None = None) -> int:
+    return rng.choice([n for n in range(2, 100) if n != other])
+
+
+def _boxed(answer: str) -> str:
+    return f"Therefore it is $\\boxed{{{answer}}}$."
+
+
+def _fraction(rng: random.Random) -> tuple[str, str, bool]:
+    above, below, times = (_number(rng) for _ in range(3))
+    right = rng.random() < 0.5
+    said = above if right else above + 1
+    forms = (f"\\frac{{{said * times}}}{{{below * times}}}", f"\\dfrac{{{said}}}{{{below}}}", f"{said}/{below}")
+    return f"\\frac{{{above}}}{{{below}}}", _boxed(rng.choice(forms)), right
+
+
+def _tiny(rng: random.Random) -> tuple[str, str, bool]:
+    base, power = rng.choice((2, 3, 5, 7)), rng.randint(45, 400)
+    said = power + rng.choice((0, 0, 1, -1, 5))
+    forms = (
+        f"{base}^{{-{said}}}",
+        f"\\frac{{1}}{{{base}^{{{said}}}}}",
+        f"\\left(\\frac{{1}}{{{base}}}\\right)^{{{said}}}",
+    )
+    return f"\\frac{{1}}{{{base}^{{{power}}}}}", _boxed(rng.choice(forms)), said == power
+
+
+def _near_one(rng: random.Random) -> tuple[str, str, bool]:
+    above, power = rng.randint(2, 9), rng.randint(100, 300)
+    said = power + rng.choice((0, 0, 1, -1))
+    ratio = f"\\left(\\frac{{{above}}}{{{above + 1}}}\\right)"
+    return f"1-{ratio}^{{{power}}}", _boxed(f"-{ratio}^{{{said}}}+1"), said == power
+
+
+def _irrational(rng: random.Random) -> tuple[str, str, bool]:
+    number, power = rng.choice(("\\pi", "\\sqrt{2}", "e")), rng.randint(30, 200)
+    said = power + rng.choice((0, 0, 1, -1))
+    return f"{number}+2^{{-{power}}}", _boxed(f"2^{{-{said}}}+{number}"), said == power
+
+
+def _root(rng: random.Random) -> tuple[str, str, bool]:
+    factor, under = rng.randint(2, 12), rng.choice((2, 3, 5, 6, 7, 10))
+    said = factor * factor * under + rng.choice((0, 0, 1))
+    forms = (f"\\sqrt{{{said}}}", f"\\sqrt({said})")
+    return f"{factor}\\sqrt{{{under}}}", _boxed(rng.choice(forms)), said == factor * factor * under
+
+
+def _thousands(rng: random.Random) -> tuple[str, str, bool]:
+    value = rng.randint(1000, 10**10)
+    said = value + rng.choice((0, 0, 0, 1000))
+    separator = rng.choice((",", ",\\!", "{,}", ",\\! "))
+    return str(value), _boxed(f"{said:,}".replace(",", separator)), said == value
+
+
+def _font(rng: random.Random) -> tuple[str, str, bool]:
+    value = _number(rng)
+    said = rng.choice((value, value, _number(rng, value)))
+    forms = ("\\mathbf{%d}", "\\text{%d}", "\\textbf{%d}", "\\mathrm{%d}", "\\displaystyle %d", "\\textnormal{%d}",
+             "\\boldsymbol{%d}", "\\color{blue}{%d}", "\\bf %d", "\\emph{%d}")  # fmt: skip
+    return str(value), _boxed(rng.choice(forms) % said), said == value
+
+
+def _named(rng: random.Random) -> tuple[str, str, bool]:
+    one = _number(rng)
+    two = _number(rng, one)
+    said = rng.choice(((one, two), (one, two), (two, one)))
+    names = rng.choice(("(p,q)", "(x, y)", "(m,n)", "(A,B)"))
+    return f"({one},{two})", _boxed(f"{names} = {said}"), said == (one, two)
+
+
+def _inequality(rng: random.Random) -> tuple[str, str, bool]:
+    low = _number(rng)
+    strict, said_strict = rng.random() < 0.5, rng.random() < 0.5
+    said = rng.choice((low, low, _number(rng, low)))
+    truth = f"x > {low}" if strict else f"x \\geq {low}"
+    right = (low, strict) == (said, said_strict)
+    return truth, _boxed(f"{'(' if said_strict else '['}{said}, \\infty)"), right
+
+
+def _rounded(rng: random.Random) -> tuple[str, str, bool]:
+    below = rng.choice((3, 7, 9, 11, 13))
+    above = rng.choice([n for n in range(2, 100) if gcd(n, below) == 1])
+    return f"\\frac{{{above}}}{{{below}}}", _boxed(f"{above / below:.{rng.randint(6, 9)}f}"), False
+
+
+def _stated(rng: random.Random) -> tuple[str, str, bool]:
+    value = _number(rng)
+    said = rng.choice((value, value, _number(rng, value)))
+    forms = (
+        "Final Answer: The final answer is $%d$. I hope it is correct.", "**Answer**: %d", "**Answer:** %d",
+        "The answer is %d.", "The answer is:\n$$\n%d\n$$", "The answer is:\n\\[%d\\]", "The **answer** is %d.",
+        "The answer is $%d$. I am sure.", "$\\boxed %d$", "### Final answer: %d", "The final answer is therefore $%d$.",
+        "Answer: \\(%d\\)", "Thus the answer is **%d**.", "The answer is equal to $%d$",
+    )  # fmt: skip
+    return str(value), rng.choice(forms) % said, said == value
+
+
+def _of_x(rng: random.Random) -> tuple[str, str, bool]:
+    one, two = _number(rng), _number(rng)
+    said = two + rng.choice((0, 0, 1))
+    forms = (f"x^2+{one + said}x+{one * said}", f"(x+{said})(x+{one})", f"({one}+x) \\cdot (x+{said})")
+    return f"(x+{one})(x+{two})", _boxed(rng.choice(forms)), said == two
+
+
+KINDS = {
+    "fraction": _fraction, "tiny": _tiny, "near_one": _near_one, "irrational": _irrational, "root": _root,
+    "thousands": _thousands, "font": _font, "named": _named, "inequality": _inequality, "rounded": _rounded,
+    "stated": _stated, "of_x": _of_x,
+}  # fmt: skip
