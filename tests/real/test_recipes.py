@@ -24,7 +24,7 @@ def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
     settings = overrides(
         world, trainer__total_training_steps=2, trainer__val_before_train=False, trainer__test_freq=-1, rollout__n=4,
-        algorithm__rollout_correction={"level": "token", "mode": "mask", "low": 0.5, "high": 5.0},
+        algorithm__rollout_correction={"level": "token", "mode": "icepop", "low": 0.5, "high": 5.0},
         algorithm__policy_loss__custom={"path": str(ROOT / "tests" / "real" / "users_loss.py"),
             "parameters": {"beta": 0.1}},
         algorithm__policy_loss__loss_mode="leashed", actor__router_replay="R3",

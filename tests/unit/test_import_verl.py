@@ -868,6 +868,11 @@ def test_a_trainer_that_generates_ahead_has_its_schedule_and_engines_of_its_own(
     }
     assert {key: out.values[key] for key in ours} == ours
     assert any("takes the engine's log-probs" in warning for warning in out.warnings)
+    # tokens of older weights are weighed, also where the script only rejects
+    rejecting = f"{CORRECTION}rollout_rs=token_k1 {CORRECTION}rollout_rs_threshold='0.5_1.25'"
+    out = launched(f"trainer.nnodes=1 rollout.nnodes=1 {rejecting}", module)
+    ours = {CORRECTION + "mode": "mask", CORRECTION + "low": 0.8, CORRECTION + "high": 2.0}
+    assert {key: out.values[key] for key in ours} == ours and CORRECTION + "weigh" not in out.values
 
 
 FULLY = "verl.experimental.fully_async_policy.fully_async_main"

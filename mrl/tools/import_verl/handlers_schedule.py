@@ -132,6 +132,7 @@ def _weigh_older_tokens(out: Import) -> None:
         return
     out.drop(anchor, _BEFORE)
     out.put("chosen", "", anchor, "recompute", _BEFORE)
+    out.drop("algorithm.rollout_correction.weigh", "what a rejection keeps is weighed, too")
     if out.values.get(level) is None:
         weighing = {"level": "token", "mode": "truncate", "high": 2.0}
         for name, value in weighing.items():
