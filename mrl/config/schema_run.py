@@ -253,7 +253,8 @@ class ReshardConfig(Section):
     transport: Literal["auto", "shm", "p2p", "ipc"] = key(
         "auto",
         "How two processes exchange bytes. auto: device memory that a process can open from another (CUDA: "
-        "the whole node, NPU: its own device), host shared memory on CPU, else p2p. p2p: torch.distributed. "
+        "the whole node, NPU: its own device), host shared memory on CPU, else p2p. p2p: torch.distributed, but "
+        "device memory for two processes on one device. "
         "ipc: as auto, with host shared memory instead of p2p within a node. shm: host shared memory, which "
         "every byte crosses twice.",
         advice="auto. p2p where devices of a node cannot reach each other's memory (neither NVLink nor peer access).",

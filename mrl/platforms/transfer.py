@@ -5,9 +5,11 @@ Separate from the platforms because engine processes use it too, where no part o
 """
 
 import base64
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,9 +21,7 @@ from mrl.errors import EnvironmentFault
 from mrl.platforms.addresses import address_towards
 
 _POLL_S = 1e-4
-# The group's own deadline, as a multiple of mrl's. When it passes, a watchdog ends the process, and no later fence or
-# sync is possible.
-_WATCHDOG = 4
+_WATCHDOG = 4  # the group's own deadline, as a multiple of mrl's: a watchdog reports it, and no fence needs its report
 _NO_DEVICE = "the CPU has no device memory to share; the pair goes through a shared-memory file"
 
 
@@ -32,8 +32,12 @@ class Transfer(Protocol):
     def device(self) -> torch.device:
         """The device of this process, which was chosen before."""
 
-    def synchronize(self) -> None:
-        """Waits for all work of this device."""
+    def mark(self) -> Callable[[], bool]:
+        """Returns a function that tells whether the work of the current stream up to here has ended.
+
+        Not of the whole device, which may also hold sends and receives of later rounds. They end only when their peers
+        come, and a peer that is gone would hold the host for good.
+        """
 
     def free_bytes(self) -> int | None:
         """Returns the free bytes of this device over all processes; None if it has no memory apart from the host's."""
@@ -41,7 +45,7 @@ class Transfer(Protocol):
     def point_to_point_group(
         self, store: dist.Store, number: int, size: int, timeout_s: float, host: str
     ) -> dist.Backend:
-        """Makes a process group that is not registered anywhere.
+        """Makes a process group that is not registered anywhere. A peer that fails does not end this process.
 
         `host` has the store. `timeout_s` is the longest timeout that `wait` will get.
         """
@@ -86,8 +90,8 @@ class CpuTransfer:
 
     device = torch.device("cpu")
 
-    def synchronize(self) -> None:
-        pass
+    def mark(self) -> Callable[[], bool]:
+        return lambda: True
 
     def free_bytes(self) -> int | None:
         return None
@@ -143,8 +147,10 @@ class _DeviceMemory:
     def device(self) -> torch.device:
         return torch.device(self.name, self._module.current_device())
 
-    def synchronize(self) -> None:
-        self._module.synchronize()
+    def mark(self) -> Callable[[], bool]:
+        event = self._module.Event()
+        event.record()
+        return event.query
 
     def free_bytes(self) -> int | None:
         return self._module.mem_get_info()[0]
@@ -157,11 +163,13 @@ class _DeviceMemory:
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
+        if error := work.exception():  # `wait` would not raise it
+            raise error
         return work.wait()
 
     def arena(self, nbytes: int) -> Tensor:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.synchronize()
+        self._module.synchronize()
         if pool := _private_pool(self._module.memory_snapshot(), tensor.data_ptr()):
             raise EnvironmentFault(
                 f"an arena for weight syncs would lie in the private memory pool {pool} (vLLM's, which sleeps). "
@@ -210,6 +218,25 @@ def _private_pool(segments: Iterable[Mapping[str, Any]], address: int) -> tuple[
     return None
 
 
+@contextmanager
+def _unhandled_errors(variable: str) -> Iterator[None]:
+    """Makes a group that is constructed inside leave its errors to who waits.
+
+    Otherwise its watchdog ends this process about a second after a peer's process has ended, before any fence or retry.
+    `variable` is read in the constructor alone, so groups of training keep their value: with them, a process that ends
+    must end its peers.
+    """
+    known = os.environ.get(variable)
+    os.environ[variable] = "0"
+    try:
+        yield
+    finally:
+        if known is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = known
+
+
 class CudaTransfer(_DeviceMemory):
     """Uses NCCL, and CUDA's inter-process handles. Follows torch's interfaces; untested on hardware.
 
@@ -235,7 +262,8 @@ class CudaTransfer(_DeviceMemory):
     ) -> dist.Backend:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=_WATCHDOG * timeout_s)
-        return dist.ProcessGroupNCCL(store, number, size, options)
+        with _unhandled_errors("TORCH_NCCL_ASYNC_ERROR_HANDLING"):  # ErrorHandlingMode, ProcessGroupNCCL.hpp
+            return dist.ProcessGroupNCCL(store, number, size, options)
 
     def abort(self, group: dist.Backend) -> None:
         group.abort()
@@ -258,7 +286,8 @@ class NpuTransfer(_DeviceMemory):
 
         options = ProcessGroupHCCL.Options()
         options._timeout = timedelta(seconds=_WATCHDOG * timeout_s)
-        return ProcessGroupHCCL(store, number, size, options)
+        with _unhandled_errors("HCCL_ASYNC_ERROR_HANDLING"):  # CheckUseHcclAsyncErrorHandleEnable
+            return ProcessGroupHCCL(store, number, size, options)
 
     def abort(self, group: dist.Backend) -> None:
         # the inherited `abort` does nothing (csrc/distributed/Init.cpp)

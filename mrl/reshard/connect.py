@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.transfer import get_transfer
+from mrl.reshard.copies import warm_up
 from mrl.reshard.digest import Merge, Shards
 from mrl.reshard.execute import Receiver, Sender
 from mrl.reshard.messages import Message
@@ -16,7 +17,7 @@ from mrl.reshard.transport import ReceivingEnd, SendingEnd
 from mrl.reshard.transport_p2p import PointToPointReceiver, PointToPointSender
 from mrl.reshard.transport_shm import DeviceReceiver, DeviceSender, SharedMemoryReceiver, SharedMemorySender
 
-# The order in which they are opened: opening point-to-point waits for all peers.
+_ORDER = ("shm", "ipc", "p2p")  # of opening: point-to-point waits for all peers
 _SENDERS = {"shm": SharedMemorySender, "ipc": DeviceSender, "p2p": PointToPointSender}
 _RECEIVERS = {"shm": SharedMemoryReceiver, "ipc": DeviceReceiver, "p2p": PointToPointReceiver}
 
@@ -36,7 +37,9 @@ def connect_sender(
     place = setup.places.ranks[rank]
     workers = setup.places.workers
     local = [worker for worker, other in enumerate(workers) if other == place]
-    free_bytes = get_transfer(setup.dialect).free_bytes
+    transfer = get_transfer(setup.dialect)
+    warm_up(getattr(torch, setup.dtype), transfer.device)
+    free_bytes = transfer.free_bytes
     end = _open_sender(setup, rank, check_wanted)
     return Sender(setup.plan(), rank, shards, end, getattr(torch, setup.dtype), local, free_bytes, merge)
 
@@ -47,7 +50,9 @@ def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
     ranks = setup.places.ranks
     local = [rank for rank, other in enumerate(ranks) if other == place]
     remote = [rank for rank, other in enumerate(ranks) if other.node != place.node]
-    free_bytes = get_transfer(setup.dialect).free_bytes
+    transfer = get_transfer(setup.dialect)
+    warm_up(getattr(torch, setup.dtype), transfer.device)
+    free_bytes = transfer.free_bytes
     return Receiver(
         setup.plan(), worker, _open_receiver(setup, worker), getattr(torch, setup.dtype), local, remote, free_bytes
     )
@@ -57,32 +62,29 @@ def _open_sender(setup: SyncSetup, rank: int, check_wanted: Callable[[], None]) 
     transfer = get_transfer(setup.dialect)
     reach = get_hosting(setup.dialect).memory_reach
     routes = {w: route(setup, rank, w, reach) for w in setup.workers}
-    ends = {
-        kind: _SENDERS[kind](setup, rank, _peers(routes, kind), transfer, check_wanted)
-        for kind in _SENDERS
-        if kind in routes.values()
-    }
-    return _one_end(ends, routes, _SenderBundle)
+    return _opened(
+        routes, _SenderBundle, lambda kind, peers: _SENDERS[kind](setup, rank, peers, transfer, check_wanted)
+    )
 
 
 def _open_receiver(setup: SyncSetup, worker: int) -> ReceivingEnd:
     transfer = get_transfer(setup.dialect)
     reach = get_hosting(setup.dialect).memory_reach
     routes = {r: route(setup, r, worker, reach) for r in range(setup.train_layout.world_size)}
-    ends = {
-        kind: _RECEIVERS[kind](setup, worker, _peers(routes, kind), transfer)
-        for kind in _RECEIVERS
-        if kind in routes.values()
-    }
-    return _one_end(ends, routes, _ReceiverBundle)
+    return _opened(routes, _ReceiverBundle, lambda kind, peers: _RECEIVERS[kind](setup, worker, peers, transfer))
 
 
-def _peers(routes: dict[int, str], kind: str) -> list[int]:
-    return [peer for peer, route_kind in routes.items() if route_kind == kind]
-
-
-def _one_end(ends: dict[str, Any], routes: dict[int, str], bundle: type) -> Any:
-    """Returns the only end, or a bundle of several."""
+def _opened(routes: dict[int, str], bundle: type, open_end: Callable[[str, list[int]], Any]) -> Any:
+    """Opens an end for each transport. Returns the only one, or a bundle of several."""
+    ends: dict[str, Any] = {}
+    try:
+        for kind in _ORDER:
+            if peers := [peer for peer, route_kind in routes.items() if route_kind == kind]:
+                ends[kind] = open_end(kind, peers)
+    except BaseException:  # nobody else has those that are open
+        for end in ends.values():
+            end.close()
+        raise
     if len(ends) == 1:
         return next(iter(ends.values()))
     return bundle({peer: ends[kind] for peer, kind in routes.items()}, list(ends.values()))

@@ -101,6 +101,19 @@ def copy_pairs(large: Iterable[Pair], *together: Sequence[Pair]) -> None:
             torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
+def warm_up(dtype: torch.dtype, device: torch.device) -> None:
+    """Loads the kernels of packing and unpacking. The first launch of each waits for the whole device, so also for
+    messages of later rounds.
+
+    `dtype` is that of the wire. Ranks may hold float32.
+    """
+    for of_source in {dtype, torch.float32}:
+        targets = torch.zeros(4, 8, dtype=dtype, device=device)
+        sources = torch.zeros(4, 8, dtype=of_source, device=device)
+        copy_all([targets[0], targets[2]], [sources[0], sources[2]])
+        copy_all([targets[:, :3]], [sources[:, :3]])
+
+
 class Landing(NamedTuple):
     """A block of a parameter, told by its distance from the parameter's first element."""
 

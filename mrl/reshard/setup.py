@@ -119,10 +119,13 @@ def pair_route(kind: str, rank: Place, worker: Place, reach: MemoryReach) -> str
 
     `auto` uses device memory as far as another process can open it, which `reach` tells. Between further devices of a
     node it uses the transport for two nodes. `ipc` uses host memory there. A platform without device memory uses host
-    memory on one node in any case.
+    memory on one node in any case. Two processes on one device cannot have a communicator (NCCL: "Duplicate GPU
+    detected"), so with `p2p` they use device memory.
     """
-    if kind == "p2p" or rank.node != worker.node:
+    if rank.node != worker.node:
         return "p2p"
+    if kind == "p2p":
+        return "ipc" if rank == worker and reach != "process" else "p2p"
     if kind == "shm" or reach == "process":
         return "shm"
     if reach == "node" or rank == worker:

@@ -5,9 +5,10 @@ while the receiver unpacks round r, the senders pack round r + 1. Every wait has
 not answer. setup.py says which transport serves which pair. connect.py opens the ends.
 """
 
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -112,6 +113,33 @@ def wait_until(
             checked = now
             check_peer()
         time.sleep(_NAP_S)
+
+
+def run_steps(steps: Iterator[str], timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+    """Runs steps that may block inside torch, where no deadline reaches them, in a thread of their own.
+
+    Before each, `steps` yields what has not happened if it never ends. `check` is called a few times a second, and
+    raises when nobody wants the result any more. Raises TransferError for a step of more than `timeout_s`. Its thread
+    is then left behind.
+    """
+    state: dict[str, Any] = {"what": "", "began": time.monotonic()}
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            for what in steps:
+                state.update(what=what, began=time.monotonic())
+        except Exception as error:
+            state["error"] = error
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    while not ended.wait(_CHECK_S):
+        check()
+        if time.monotonic() > state["began"] + timeout_s:
+            raise TransferError(f"{state['what']} within {timeout_s:g} s")
+    if "error" in state:
+        raise state["error"]
 
 
 def sequence_number(update: int, message: Message) -> int:

@@ -3,9 +3,13 @@
 Members are the ranks and workers with a peer on another host, or all if this transport was requested. Ranks come first.
 A header of four words precedes each message, and the receiver checks it. Sender and receiver hold two buffers of one
 round each.
+
+With NCCL and HCCL each pair has a communicator of its own, which the first message makes. It takes a good part of a
+second, and waits for the peer without a deadline. So each pair exchanges a greeting, a message without weights, while
+they connect: in the order of a sync's actions, where the round is the rank's number, and watched by another thread.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -13,13 +17,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.platforms.transfer import Transfer
+from mrl.reshard.actions import receiving, sending
 from mrl.reshard.messages import Message, by_round
 from mrl.reshard.setup import SyncSetup, p2p_members
-from mrl.reshard.transport import TransferError, aligned, largest_round, plan_word, received_rounds, sequence_number
+from mrl.reshard.transport import (
+    TransferError,
+    aligned,
+    largest_round,
+    plan_word,
+    received_rounds,
+    run_steps,
+    sequence_number,
+    wait_until,
+)
 
 _HEADER = 64  # bytes, so that the message after it begins on a cache line
 _HEADER_WORDS = 4 * 8  # bytes of it that are used: four int64
 _TAGS = 1 << 30
+_GREETINGS = 0  # as the number of an update
 
 
 class _Group:
@@ -47,6 +62,14 @@ class _Group:
     def number(self, side: str, index: int) -> int:
         return self._members.index((side, index))
 
+    def meet(self, steps: Iterator[str], check_wanted: Callable[[], None] = lambda: None) -> None:
+        """Exchanges greetings. Raises TransferError."""
+        try:
+            run_steps(steps, self._timeout_s, check_wanted)
+        except BaseException:
+            self.abort()
+            raise
+
     def wait(self, work: dist.Work, what: str) -> None:
         try:
             finished = self._transfer.wait(work, self._timeout_s)
@@ -54,6 +77,7 @@ class _Group:
             raise TransferError(f"{what}: {error}") from error
         if not finished:
             raise TransferError(f"{what}: not within {self._timeout_s:g} s")
+        wait_until(self._transfer.mark(), self._timeout_s, what)
 
     def abort(self) -> None:
         self._transfer.abort(self.process_group)
@@ -67,6 +91,10 @@ def _tag(update: int, message: Message) -> int:
     return sequence_number(update, message) % _TAGS
 
 
+def _greeting(rank: int, worker: int) -> Message:
+    return Message(rank, rank, worker, (), 0)
+
+
 class PointToPointSender:
     """A SendingEnd with two buffers of the rank's largest round."""
 
@@ -78,19 +106,35 @@ class PointToPointSender:
         transfer: Transfer,
         check_wanted: Callable[[], None] = lambda: None,
     ):
-        check_wanted()  # once: from here on it waits for its peers inside torch
+        check_wanted()  # once: the group waits for its members inside torch
         plan = setup.plan()
         self._rank = rank
         self._plan_word = plan_word(plan)
         self._update = 0
-        half = largest_round(by_round(m for m in plan.sends(rank) if m.worker in set(workers)), _HEADER)
+        messages = [message for message in plan.sends(rank) if message.worker in set(workers)]
+        greetings = [_greeting(rank, worker) for worker in sorted({message.worker for message in messages})]
+        half = largest_round([*by_round(messages), greetings], _HEADER)
         self._buffers = [torch.empty(half, dtype=torch.uint8, device=transfer.device) for _ in range(2)]
         self.staging_bytes = 2 * half
         self._group = _Group(setup, ("rank", rank), transfer)
+        self._group.meet(self._greet(greetings), check_wanted)
+
+    def _greet(self, greetings: Sequence[Message]) -> Iterator[str]:
+        """Makes the communicators. Says before each step what would not have happened."""
+        self.begin(_GREETINGS)
+        for step, (message, *others) in sending(greetings, self.is_remote):
+            yield f"rank {self._rank} did not connect to worker {message.worker}"
+            if step == "slot":
+                self.slot(message)
+            elif step == "post":
+                self.post(message)
+            else:
+                self.wait([message, *others])
 
     def begin(self, update: int) -> None:
         self._update = update
-        self._under_way: dict[tuple[int, int], list[dist.Work]] = {}  # by round and worker
+        # by round and worker, with the header, which lives until it has been sent
+        self._under_way: dict[tuple[int, int], list[tuple[dist.Work, Tensor]]] = {}
         self._packing = -1  # round
         self._half = 0  # of the buffers, where it is packed
         self._used = 0  # bytes of that half
@@ -116,16 +160,16 @@ class PointToPointSender:
     def post(self, message: Message) -> None:
         slot = self._slots.pop(message.worker)
         words = torch.tensor(_header(self._update, message, self._plan_word), dtype=torch.int64)
-        slot[:_HEADER_WORDS].view(torch.int64).copy_(words)
+        slot[:_HEADER_WORDS].view(torch.int64).copy_(words, non_blocking=True)
         work = self._group.process_group.send(
             [slot], self._group.number("worker", message.worker), _tag(self._update, message)
         )
-        self._under_way.setdefault((message.round, message.worker), []).append(work)
+        self._under_way.setdefault((message.round, message.worker), []).append((work, words))
 
     def wait(self, messages: Sequence[Message]) -> None:
         for message in messages:
             who = f"rank {self._rank}: worker {message.worker} did not take round {message.round}"
-            for work in self._under_way.pop((message.round, message.worker), ()):
+            for work, _ in self._under_way.pop((message.round, message.worker), ()):
                 self._group.wait(work, f"{who} of update {self._update}")
 
     def abandon(self) -> None:
@@ -148,6 +192,20 @@ class PointToPointReceiver:
         self._buffers = [torch.empty(half, dtype=torch.uint8, device=transfer.device) for _ in range(2)]
         self.staging_bytes = 2 * half
         self._group = _Group(setup, ("worker", worker), transfer)
+        senders = {message.source for message in plan.receives(worker)} & set(ranks)
+        self._group.meet(self._greet(sorted(senders)))
+
+    def _greet(self, ranks: Iterable[int]) -> Iterator[str]:
+        """Makes the communicators. Says before each step what would not have happened."""
+        self.begin(_GREETINGS)
+        for step, messages in receiving([[_greeting(rank, self._worker)] for rank in ranks], self.is_remote):
+            yield f"worker {self._worker} did not connect to rank {messages[0].source}"
+            if step == "ask":
+                self.ask(messages)
+            elif step == "take":
+                self.take(messages)
+            else:
+                self.release(messages)
 
     def begin(self, update: int) -> None:
         self._update = update

@@ -351,7 +351,8 @@ class SharedMemorySender:
         words = self._granted_words(message)
         if (staged := self._staged.pop(message.worker, None)) is not None:
             self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes].copy_(staged)
-        self._transfer.synchronize()
+        what = f"rank {self._rank} did not pack round {message.round} of update {self._update}"
+        wait_until(self._transfer.mark(), self._timeout, what, lambda: self._check_worker(message))
         memory_fence()
         words[_READY] = sequence_number(self._update, message)
 
@@ -393,7 +394,8 @@ class DeviceReceiver(SharedMemoryReceiver):
         return arena
 
     def release(self, messages: Sequence[Message]) -> None:
-        self._transfer.synchronize()  # what was unpacked from the half must have been read before it is granted again
+        what = f"worker {self._worker} did not unpack round {messages[0].round} of update {self._update}"
+        wait_until(self._transfer.mark(), self._timeout, what)  # read before the half is granted again
         super().release(messages)
 
     def close(self) -> None:

@@ -69,7 +69,13 @@ class End:
 
     staging_bytes = 0
 
-    def begin(self, update: int, rounds) -> None:
+    def begin(self, update: int) -> None:
+        pass
+
+    def is_remote(self, message: Message) -> bool:
+        return False
+
+    def ask(self, messages: list[Message]) -> None:
         pass
 
     def take(self, messages: list[Message]) -> list[Tensor]:

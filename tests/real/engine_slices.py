@@ -42,8 +42,15 @@ class FileEnd:
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
 
-    def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
+    def begin(self, update: int) -> None:
         """Nothing to prepare."""
+
+    def is_remote(self, message: Message) -> bool:
+        """Nothing comes through a communicator."""
+        return False
+
+    def ask(self, messages: Sequence[Message]) -> None:
+        """Nobody to ask."""
 
     def take(self, messages: Sequence[Message]) -> list[torch.Tensor]:
         """The messages as a sender would pack them."""

@@ -21,13 +21,14 @@ class PerturbingWorker(ActorWorker):
         end, left = self.sender.end, [count]
         begin, post = end.begin, end.post
 
-        def begin_spoilt(update, messages):
-            self.spoilt = messages[0] if left[0] > 0 and messages else None
+        def begin_spoilt(update):
+            self.spoils = left[0] > 0
             left[0] -= 1
-            begin(update, messages)
+            begin(update)
 
         def post_spoilt(message):
-            if message is self.spoilt:
+            if self.spoils:
+                self.spoils = False
                 end.slot(message)[5] ^= 4
             post(message)
 
@@ -49,18 +50,14 @@ class PerturbingWorker(ActorWorker):
     def stall(self, seconds: float) -> None:
         """The last message of the next sync is late."""
         end = self.sender.end
-        begin, post = end.begin, end.post
-
-        def begin_known(update, messages):
-            self.last = messages[-1]
-            begin(update, messages)
+        post, last = end.post, self.sender._messages[-1]
 
         def post_late(message):
-            if message is self.last:
+            if message is last:
                 time.sleep(seconds)
             post(message)
 
-        end.begin, end.post = begin_known, post_late
+        end.post = post_late
 
     def rebuild(self, config: dict[str, Any], address: str) -> None:
         """The model anew, in another layout of as many ranks, from its Hugging Face weights."""

@@ -1,44 +1,65 @@
-"""A transfer for tests on the CPU that waits where NCCL and HCCL do and gloo does not; ranks and workers as processes.
+"""The transfer of CUDA on the CPU, with a process group that does what NCCL's does and gloo does not.
 
-* The first send or receive of a pair blocks its caller until the peer's.
+* The first send or receive of a pair blocks its caller until the peer's, without a deadline.
 * Sends and receives are kernels of one device. They run in the order in which they were begun, and each holds the
   device until the peer's has come to its turn, too.
-* `synchronize` waits for all of them.
+* Who waits for a stream waits for all of them, as with one hardware queue.
+* A kernel whose peer is gone ends its process, unless errors were unhandled when the group was made (torch's
+  ErrorHandlingMode).
 * Device memory that another process opens is a file.
+
+Ranks and workers are processes, made by a server that has imported this file.
 """
 
 import multiprocessing
+import os
 import queue
+import sys
 import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from reshard_world import DictWriter, expected, hf_weights, shards_of
+from sync_simulation import each_transport_two_rounds_ahead
 
 from mrl.platforms import transfer as platform
 from mrl.platforms.hosting import Hosting
-from mrl.platforms.transfer import CpuTransfer
-from mrl.reshard import connect, transport_shm
+from mrl.platforms.transfer import CpuTransfer, CudaTransfer
+from mrl.reshard import connect, execute, transport_shm
 from mrl.reshard import setup as sync_setup
 from mrl.reshard.connect import connect_receiver, connect_sender
 from mrl.reshard.setup import SyncSetup
+from mrl.reshard.transport import TransferError
 
+FOREVER_S = 600.0
+TOGETHER_S = 120.0
 _TURN = 1 << 30  # added to a message's tag: its kernel has come to its turn
 _FIRST_USE = 1 << 30  # no message has the tag 0
 
 
 class Kernel:
-    """A send or receive that was begun."""
+    """A send or receive that was begun: what torch's Work is to a transfer."""
 
     def __init__(self, run: Callable[[], None]):
         self.run = run
         self.ended = threading.Event()
         self.error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+    def wait(self) -> bool:
+        return True
 
 
 class Device:
@@ -54,9 +75,8 @@ class Device:
         self._kernels.put(kernel)
         return kernel
 
-    def synchronize(self) -> None:
-        if self._last is not None:
-            self._last.ended.wait()
+    def is_idle(self) -> bool:
+        return self._last is None or self._last.ended.is_set()
 
     def _work(self) -> None:
         while True:
@@ -68,12 +88,19 @@ class Device:
             kernel.ended.set()
 
 
-class Group:
-    """A gloo group with communicators of pairs, as NCCL's."""
+class ProcessGroupNCCL:
+    """A gloo group with communicators of pairs."""
 
-    def __init__(self, group: dist.Backend, device: Device, timeout_s: float):
-        self._group, self._device, self._timeout_s = group, device, timeout_s
+    class Options:
+        _timeout = timedelta(minutes=10)
+
+    device: Device  # of this process
+
+    def __init__(self, store: dist.Store, number: int, size: int, options: Options):
+        self._group = CpuTransfer().point_to_point_group(store, number, size, FOREVER_S, "127.0.0.1")
+        self._handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
         self._met: set[int] = set()
+        self._aborted = threading.Event()
 
     def send(self, tensors: list, peer: int, tag: int) -> Kernel:
         return self._begin(self._group.send, tensors, peer, tag)
@@ -82,7 +109,7 @@ class Group:
         return self._begin(self._group.recv, tensors, peer, tag)
 
     def abort(self) -> None:
-        self._group.abort()
+        self._aborted.set()
 
     def _begin(self, move: Callable, tensors: list, peer: int, tag: int) -> Kernel:
         if peer not in self._met:
@@ -90,10 +117,15 @@ class Group:
             self._met.add(peer)
 
         def run() -> None:
-            self._meet(peer, _TURN | tag)
-            self._wait(move(tensors, peer, tag))
+            try:
+                self._meet(peer, _TURN | tag)
+                self._wait(move(tensors, peer, tag))
+            except Exception:
+                if self._handling != "0" and not self._aborted.is_set():
+                    os._exit(134)  # of SIGABRT
+                raise
 
-        return self._device.begin(run)
+        return self.device.begin(run)
 
     def _meet(self, peer: int, tag: int) -> None:
         mine, theirs = torch.zeros(1), torch.zeros(1)
@@ -102,29 +134,38 @@ class Group:
             self._wait(work)
 
     def _wait(self, work: dist.Work) -> None:
-        work.wait(timedelta(seconds=self._timeout_s))
+        """Waits until it has ended, its peer is gone, or the group was aborted."""
+        error: list[Exception | None] = []
+
+        def wait() -> None:
+            try:
+                work.wait(timedelta(seconds=FOREVER_S))
+                error.append(None)
+            except Exception as failed:
+                error.append(failed)
+
+        threading.Thread(target=wait, daemon=True).start()
+        while not error:
+            if self._aborted.is_set():
+                raise RuntimeError("NCCL communicator was aborted")
+            time.sleep(1e-4)
+        if error[0] is not None:
+            raise error[0]
 
 
-class NcclLike(CpuTransfer):
-    """One process's device."""
+class NcclLike(CudaTransfer):
+    """One process's transfer."""
+
+    device = torch.device("cpu")
 
     def __init__(self, folder: Path):
-        self._folder, self._device = folder, Device()
+        self._folder = folder
 
-    def synchronize(self) -> None:
-        self._device.synchronize()
+    def mark(self) -> Callable[[], bool]:
+        return ProcessGroupNCCL.device.is_idle
 
-    def point_to_point_group(self, store, number, size, timeout_s, host) -> Group:
-        return Group(super().point_to_point_group(store, number, size, timeout_s, host), self._device, timeout_s)
-
-    def wait(self, work: Kernel, timeout_s: float) -> bool:
-        has_ended = work.ended.wait(timeout_s)
-        if work.error is not None:
-            raise work.error
-        return has_ended
-
-    def abort(self, group: Group) -> None:
-        group.abort()
+    def free_bytes(self) -> None:
+        return None
 
     def arena(self, nbytes: int) -> torch.Tensor:
         self._path = str(self._folder / uuid.uuid4().hex)
@@ -137,35 +178,54 @@ class NcclLike(CpuTransfer):
         return torch.from_file(handle["path"], shared=True, size=handle["bytes"], dtype=torch.uint8)
 
 
-def use(monkeypatch, folder: Path) -> None:
-    """Gives this process and those forked from it such devices; each process of a node can open the memory of all."""
-    monkeypatch.setattr(platform, "_TRANSFERS", {"cpu": lambda: NcclLike(folder)})
+def _be_like_nccl(folder: Path, order_before: bool) -> None:
+    """Gives this process such a device; each process of a node can open the memory of all."""
+    ProcessGroupNCCL.device = Device()
+    dist.ProcessGroupNCCL = ProcessGroupNCCL
+    platform._TRANSFERS["cpu"] = lambda: NcclLike(folder)
     hosting = Hosting("cpu", None, checks_batch_order=True, memory_reach="node")
     for module in (connect, transport_shm, sync_setup):
-        monkeypatch.setattr(module, "get_hosting", lambda device: hosting)
+        module.get_hosting = lambda device: hosting
+    if order_before:
+        execute.receiving = each_transport_two_rounds_ahead
 
 
-def at_once(calls: dict[Any, Callable[[], Any]], timeout_s: float) -> dict[Any, Any]:
-    """What each call returned, each in a process of its own; an error as its text, None where it did not end."""
-    forking = multiprocessing.get_context("fork")
+def _answer(answers: Any, name: Any, folder: Path, order_before: bool, call: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    _be_like_nccl(folder, order_before)
+    try:
+        answers.put((name, call()))
+    except Exception as error:
+        answers.put((name, f"{type(error).__name__}: {error}"))
+
+
+def at_once(
+    calls: dict[Any, partial], folder: Path, order_before: bool = False, stopped: Collection[Any] = ()
+) -> dict[Any, Any]:
+    """What each call returned, each in a process of its own; an error as its text, None where it did not end.
+
+    Those of `stopped` are not waited for.
+    """
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload([__name__])
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the server, which does not take over this process's
     answers = forking.Queue()
-
-    def run(name: Any, call: Callable[[], Any]) -> None:
-        try:
-            answers.put((name, call()))
-        except Exception as error:
-            answers.put((name, f"{type(error).__name__}: {error}"))
-
-    processes = [forking.Process(target=run, args=item, daemon=True) for item in calls.items()]
+    processes = [
+        forking.Process(target=_answer, args=(answers, name, folder, order_before, call), daemon=True)
+        for name, call in calls.items()
+    ]
     for process in processes:
         process.start()
     found: dict[Any, Any] = dict.fromkeys(calls)
-    try:
-        for _ in calls:
-            name, answer = answers.get(timeout=timeout_s)
-            found[name] = answer
-    except queue.Empty:
-        pass
+    deadline = time.monotonic() + TOGETHER_S
+    left = len(calls) - len(stopped)
+    while left and time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        try:
+            name, answer = answers.get(timeout=0.5)
+        except queue.Empty:
+            continue
+        found[name] = answer
+        left -= 1
     for process in processes:
         process.kill()
         process.join()
@@ -181,11 +241,56 @@ def send_all(setup: SyncSetup, rank: int, updates: int) -> list[dict[int, dict[s
 
 def receive_all(setup: SyncSetup, worker: int, updates: int) -> list[dict[str, int]]:
     """A worker's syncs: the digests of each, after a comparison of every element."""
-    weights, receiver, digests = hf_weights(setup), connect_receiver(setup, worker), []
-    wanted = expected(setup, worker, weights)
-    for update in range(1, updates + 1):
-        writer = DictWriter(setup, worker)
-        receiver.receive(writer, update)
-        assert [name for name in wanted if not torch.equal(writer.tensors[name], wanted[name])] == []
-        digests.append(writer.digests)
-    return digests
+    receiver = connect_receiver(setup, worker)
+    return [_received(setup, worker, receiver, update) for update in range(1, updates + 1)]
+
+
+def _received(setup: SyncSetup, worker: int, receiver: Any, update: int) -> dict[str, int]:
+    writer, wanted = DictWriter(setup, worker), expected(setup, worker, hf_weights(setup))
+    receiver.receive(writer, update)
+    assert [name for name in wanted if not torch.equal(writer.tensors[name], wanted[name])] == []
+    return writer.digests
+
+
+def send_again(setup: SyncSetup, second: SyncSetup, rank: int) -> tuple[str, dict[int, dict[str, int]]]:
+    """A rank's failed sync, and one over a second connection: the error, and digests."""
+    held = shards_of(setup, rank, hf_weights(setup))
+    sender = connect_sender(setup, rank, lambda name, chunk: held[name, chunk])
+    said = ""
+    try:
+        sender.send(1, setup.workers)
+    except TransferError as error:
+        said = str(error)
+    sender.close()
+    sender = connect_sender(second, rank, lambda name, chunk: held[name, chunk])
+    return said, sender.send(2, second.workers).digests
+
+
+def receive_again(setup: SyncSetup, second: SyncSetup, worker: int) -> tuple[str, dict[str, int]]:
+    """A worker's side of `send_again`; a worker that is not in the second connection ends in the first's middle."""
+    receiver, said = connect_receiver(setup, worker), ""
+    if worker not in second.workers:
+        take, rounds = receiver.end.take, []
+
+        def take_and_end(messages: Any) -> Any:
+            rounds.append(messages)
+            if len(rounds) == 3:
+                os._exit(137)
+            return take(messages)
+
+        receiver.end.take = take_and_end
+    try:
+        _received(setup, worker, receiver, 1)
+    except TransferError as error:
+        said = str(error)
+    receiver.close()
+    return said, _received(second, worker, connect_receiver(second, worker), 2)
+
+
+def stop_while_connecting(setup: SyncSetup, worker: int) -> str:
+    """A worker that meets nobody, though it has joined the group."""
+    from mrl.reshard.transport_p2p import PointToPointReceiver
+
+    PointToPointReceiver._greet = lambda self, ranks: iter([time.sleep(FOREVER_S)])
+    connect_receiver(setup, worker)
+    return "connected"

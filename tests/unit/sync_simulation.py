@@ -214,6 +214,9 @@ def check_completes(preset: str, *overrides: str) -> None:
     ):
         stuck = Simulation(some, route, **given).stuck()
         assert not stuck, next(iter(stuck.items()))
+    greetings = [Note(rank, rank, worker) for rank, worker in pairs if route(rank, worker) == "p2p"]
+    stuck = Simulation(greetings, route).stuck()  # while they connect: see transport_p2p
+    assert not stuck, next(iter(stuck.items()))
 
 
 def check_deadlock_before(preset: str, *overrides: str, causes=CAUSES) -> None:

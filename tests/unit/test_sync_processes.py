@@ -2,53 +2,83 @@
 network.
 """
 
-import nccl_like
-import pytest
-from reshard_world import setup_for
-from sync_simulation import each_transport_two_rounds_ahead
+import time
+from dataclasses import replace
+from functools import partial
 
-from mrl.reshard import execute
+import pytest
+from nccl_like import at_once, receive_again, receive_all, send_again, send_all, stop_while_connecting
+from reshard_world import setup_for
+
+from mrl.cluster.prerequisites import free_port
 from mrl.reshard.digest import MODULUS
 from mrl.reshard.setup import route
 
 # two nodes of two devices, a rank and a worker on each; a pipeline stage on either node
 PP2 = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 PLACES = [[0, 0], [0, 1], [1, 2], [1, 3]]
+FOUR = range(4)
 
 
-def two_nodes(timeout_s: float, **changes):
+def two_nodes(timeout_s: float, kind: str = "auto"):
     topology = {"ranks": PLACES, "workers": PLACES}
-    return setup_for(PP2, dict(num_engines=4), "auto", topology=topology, timeout_s=timeout_s, **changes)
+    return setup_for(PP2, dict(num_engines=4), kind, topology=topology, timeout_s=timeout_s)
 
 
-@pytest.fixture
-def devices(monkeypatch, tmp_path):
-    nccl_like.use(monkeypatch, tmp_path)
+def both(send, receive, workers=FOUR):
+    return {("rank", r): partial(send, rank=r) for r in FOUR} | {
+        ("worker", w): partial(receive, worker=w) for w in workers
+    }
 
 
-def synced(setup, updates, timeout_s):
-    calls = {("rank", r): lambda r=r: nccl_like.send_all(setup, r, updates) for r in range(4)}
-    calls |= {("worker", w): lambda w=w: nccl_like.receive_all(setup, w, updates) for w in range(4)}
-    return nccl_like.at_once(calls, timeout_s)
+def sent_to(worker, of_ranks):
+    sent: dict[str, int] = {}
+    for digests in of_ranks:
+        for name, digest in digests.get(worker, {}).items():
+            sent[name] = (sent.get(name, 0) + digest) % MODULUS
+    return sent
 
 
-def test_a_pipeline_over_two_nodes_is_synced_to_workers_beside_its_ranks(devices):
-    setup = two_nodes(60.0)
-    assert {route(setup, r, 0, "node") for r in range(4)} == {"ipc", "p2p"}
+@pytest.mark.parametrize("kind", ["auto", "p2p"])
+def test_a_pipeline_over_two_nodes_is_synced_to_workers_beside_its_ranks(tmp_path, kind):
+    setup = two_nodes(60.0, kind)
+    assert {route(setup, r, 0, "node") for r in FOUR} == {"ipc", "p2p"}
     assert setup.plan().num_rounds > 4
-    found = synced(setup, 2, 120.0)
+    found = at_once(both(partial(send_all, setup, updates=2), partial(receive_all, setup, updates=2)), tmp_path)
     assert {name: answer for name, answer in found.items() if not isinstance(answer, list)} == {}
     for update in range(2):
-        for worker in range(4):
-            sent: dict[str, int] = {}
-            for rank in range(4):
-                for name, digest in found["rank", rank][update].get(worker, {}).items():
-                    sent[name] = (sent.get(name, 0) + digest) % MODULUS
-            assert found["worker", worker][update] == sent
+        for worker in FOUR:
+            assert found["worker", worker][update] == sent_to(worker, [found["rank", r][update] for r in FOUR])
 
 
-def test_the_order_before_deadlocks_there(devices, monkeypatch):
+def test_the_order_before_deadlocks_there(tmp_path):
     """So the processes of this file would tell it."""
-    monkeypatch.setattr(execute, "receiving", each_transport_two_rounds_ahead)
-    found = synced(two_nodes(2.0), 1, 60.0)
-    assert "got no room for its message within 2 s" in found["rank", 0]
+    setup = two_nodes(3.0)
+    calls = both(partial(send_all, setup, updates=1), partial(receive_all, setup, updates=1))
+    found = at_once(calls, tmp_path, order_before=True)
+    assert all(isinstance(answer, str) for answer in found.values()), found
+    assert any("within 3 s" in answer for answer in found.values()), found
+
+
+def test_a_worker_that_is_lost_in_a_sync_costs_the_others_a_retry_with_the_same_bits(tmp_path):
+    setup = two_nodes(15.0)
+    where = setup.transport | {"name": f"{setup.transport['name']}-2", "workers": [0, 1, 2]}
+    second = replace(setup, timeout_s=60.0, transport=where | {"address": f"127.0.0.1:{free_port()}"})
+    found = at_once(both(partial(send_again, setup, second), partial(receive_again, setup, second)), tmp_path)
+    assert found.pop(("worker", 3)) is None
+    assert {name: answer for name, answer in found.items() if not isinstance(answer, tuple)} == {}
+    assert all(found["rank", rank][0] for rank in (2, 3)), "they noticed"
+    for worker in (0, 1, 2):
+        assert found["worker", worker][1] == sent_to(worker, [found["rank", r][1] for r in FOUR])
+
+
+def test_a_peer_that_stops_while_it_connects_ends_it_for_all_within_the_deadline(tmp_path):
+    setup = two_nodes(10.0)
+    calls = both(partial(send_all, setup, updates=1), partial(receive_all, setup, updates=1), workers=[0, 1, 2])
+    calls["worker", 3] = partial(stop_while_connecting, setup, worker=3)
+    began = time.monotonic()
+    found = at_once(calls, tmp_path, stopped=[("worker", 3)])
+    assert time.monotonic() - began < 60
+    assert found.pop(("worker", 3)) is None
+    assert found["rank", 0] == "TransferError: rank 0 did not connect to worker 3 within 10 s"
+    assert all(isinstance(answer, str) and answer.startswith("TransferError") for answer in found.values()), found

@@ -5,6 +5,7 @@ v2.10.0 ProcessGroupHCCL.cpp and Init.cpp).
 """
 
 import ast
+import os
 import sys
 import time
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from mrl.platforms.transfer import CudaTransfer, NpuTransfer, Transfer
 
 DEVICES = [CudaTransfer, NpuTransfer]
+HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
 
 
 class EnqueuedWork:
@@ -35,10 +37,15 @@ class EnqueuedWork:
         self.order.append("wait")
         return True
 
+    def exception(self):
+        return None
+
 
 class FailedWork(EnqueuedWork):
-    def wait(self, timeout=timedelta(0)):
-        raise RuntimeError("NCCL communicator was aborted")
+    """It is completed, and its `wait` says nothing."""
+
+    def exception(self):
+        return RuntimeError("NCCL communicator was aborted")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -68,6 +75,7 @@ class Group:
 
     def __init__(self, store, rank, size, options):
         self.options, self.calls = options, []
+        self.handling = [os.environ.get(variable) for variable in HANDLING]
 
     def abort(self):  # HCCL inherits one that does nothing
         self.calls.append("abort")
@@ -89,6 +97,19 @@ def test_the_groups_own_deadline_comes_well_after_ours(transfer):
     assert group.options._timeout >= 3 * timedelta(seconds=300)
 
 
+@pytest.mark.parametrize("known", [None, "1"])
+def test_a_peer_that_fails_ends_no_process_of_a_sync_and_other_groups_are_as_the_user_says(
+    transfer, known, monkeypatch
+):
+    for variable in HANDLING:
+        monkeypatch.delenv(variable, raising=False)
+        if known:
+            monkeypatch.setenv(variable, known)
+    group = transfer.point_to_point_group(None, 0, 2, 300.0, "host")
+    assert group.handling == (["0", known] if transfer.name == "cuda" else [known, "0"])
+    assert [os.environ.get(variable) for variable in HANDLING] == [known, known]
+
+
 def test_a_group_is_ended_by_the_call_that_does_it(transfer):
     group = transfer.point_to_point_group(None, 0, 2, 300.0, "host")
     transfer.abort(group)
@@ -102,7 +123,7 @@ def test_the_stand_ins_have_what_torchs_own_classes_have():
         name: {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
         for name, node in classes.items()
     }
-    assert {"is_completed", "wait"} <= methods["Work"].keys() and "abort" in methods["ProcessGroupNCCL"]
+    assert {"is_completed", "exception", "wait"} <= methods["Work"].keys() and "abort" in methods["ProcessGroupNCCL"]
     assert [part.arg for part in methods["ProcessGroupNCCL"]["__init__"].args.args] == [
         "self",
         "store",
