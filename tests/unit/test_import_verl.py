@@ -962,6 +962,13 @@ def test_a_key_with_nothing_behind_it_is_refused_as_such_and_breaks_nothing_else
     assert code == 2 and "cluster.nnodes" in err and "refused: 1 violations" in err
 
 
+@pytest.mark.parametrize(("loss", "warned"), [("gspo", True), ("vanilla", False)])
+def test_a_bypass_that_some_of_verls_trainers_take_for_another_loss_is_warned_of(loss, warned):
+    out = from_overrides(f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}", CORRECTION + "bypass_mode=True")
+    assert out.values[LOSS + "loss_mode"] == loss
+    assert any("computes token-level PPO" in w for w in out.warnings) == warned
+
+
 @pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
 def test_a_loss_whose_key_verl_ignores_is_written_as_it_is_computed(loss):
     mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"

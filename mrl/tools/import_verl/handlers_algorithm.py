@@ -140,6 +140,12 @@ def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
             out.leave("implied", o.key, o.value, "is the lower bound of rollout_rs_threshold", o.line)
         case ("bypass_mode", bool()):
             out.put("renamed", o.key, "algorithm.anchor", "rollout" if o.value else "recompute", line=o.line)
+            if o.value and settings.loss_mode != VERL_DEFAULTS[A + "policy_loss.loss_mode"]:
+                out.warnings.append(
+                    f"line {o.line}: bypass_mode with loss_mode={settings.loss_mode}: verl's ray_trainer (0.7, and its "
+                    "trainers that generate ahead) then computes token-level PPO whatever loss_mode says; its v1 "
+                    f"trainer, the default of 0.9.1, computes {settings.loss_mode}, which is written"
+                )
         case ("rollout_is_batch_normalize" | "use_policy_gradient", False) | ("loss_type", "ppo_clip"):
             out.leave("implied", o.key, o.value, "as it is here", o.line)
         case _:
