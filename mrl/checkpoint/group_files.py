@@ -108,12 +108,6 @@ def _small(described: Iterable[tuple[str, str, list[int]]], joined: bytes) -> di
     return columns
 
 
-def read_columns(path: Path) -> Samples:
-    """Returns the responses in a file of an older checkpoint, whose manifest has the rewards."""
-    with np.load(path) as columns:
-        return Samples(**columns)
-
-
 def name_again(written: Path, path: Path) -> None:
     """Links `path` to an existing file, or copies it if the disk has no hard links."""
     try:

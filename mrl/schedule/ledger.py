@@ -6,8 +6,8 @@ samples. A ledger is taken between two steps, when a batch that was trained on i
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mrl.errors import DataError
@@ -29,18 +29,9 @@ FIXED = (
 
 
 @dataclass(frozen=True)
-class Fingerprint:
-    """The origin of kept tokens, as digests in text form."""
-
-    data: str  # tokens of the prompts, and so tokenizer, chat template and order
-    model: str
-
-
-@dataclass(frozen=True)
 class Ledger:
     """The state of a buffer between two steps."""
 
-    fingerprint: Fingerprint
     schedule: Schedule
     step: int
     next_number: int
@@ -57,7 +48,6 @@ class Ledger:
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, which `from_json` reads back."""
         parts = {
-            "fingerprint": asdict(self.fingerprint),
             "schedule": asdict(self.schedule),
             "counts": self.counts.to_json(),
         }
@@ -69,9 +59,7 @@ class Ledger:
         """Reads what `to_json` made. Raises DataError if numbers are missing or doubled."""
         # older ledgers have it
         rules = {name: value for name, value in data["schedule"].items() if name != "max_losses"}
-        made_with = data["fingerprint"]  # older ledgers also have `template`, which equals the data's digest
         ledger = cls(
-            Fingerprint(made_with["data"], made_with["model"]),
             Schedule(**rules),
             data["step"],
             data["next_number"],
@@ -95,25 +83,73 @@ def _check_numbers(ledger: Ledger) -> None:
         )
 
 
-def snapshot(buffer: GroupBuffer, fingerprint: Fingerprint) -> Ledger:
+def snapshot(buffer: GroupBuffer) -> Ledger:
     """Returns a copy of the buffer's state. Raises ValueError while a step has its batch."""
     if buffer.taken != buffer.step * buffer.schedule.batch:
         raise ValueError(f"step {buffer.step} is being trained on")
     groups = tuple(Group.from_json(buffer.groups[number].to_json()) for number in sorted(buffer.groups))
     counts = Counts.from_json(buffer.counts.to_json())
     numbers = (buffer.step, buffer.next_number, buffer.admitted, tuple(sorted(buffer.settled)))
-    return Ledger(fingerprint, buffer.schedule, *numbers, groups, counts)
+    return Ledger(buffer.schedule, *numbers, groups, counts)
 
 
-def check_goes_on(ledger: Ledger, schedule: Schedule, now: Fingerprint) -> None:
-    """Raises DataError for a ledger of other data, another model, or a schedule with other rules."""
-    _check_same(asdict(ledger.fingerprint), asdict(now), [field.name for field in fields(Fingerprint)])
+def begun_anew(ledger: Ledger, numbers: Collection[int] | None = None) -> Ledger:
+    """Returns the ledger with these groups without tokens, each for the step that it was issued for. None: all."""
+    groups = []
+    for group in ledger.groups:
+        has_begun = group.tokens or any(group.ended)
+        if has_begun and (numbers is None or group.number in numbers):
+            group = replace(group.anew(), begun=group.begun)
+        groups.append(group)
+    return replace(ledger, groups=tuple(groups))
+
+
+def reissued(ledger: Ledger, dropped: Collection[int]) -> Ledger:
+    """Returns the ledger with `dropped` groups live again, without tokens, because their rewards no longer hold.
+
+    The groups that replaced them are live too, so there may be too many. Ready first, only as many are issued again as
+    may exist. In order, the last groups are withdrawn, and the data gives their prompts again later. A group that would
+    be trained on too late after its first token begins anew.
+    """
+    schedule = ledger.schedule
+    in_order = schedule.order == "in_order"
+    again = sorted(dropped)
+    begun = ledger.step
+    if not in_order:
+        again = again[: max(0, schedule.max_groups - len(ledger.groups))]
+        begun = None
+    if not again:
+        return ledger
+    first = min(ledger.frontier, again[0])
+    size = schedule.responses
+    groups = [*ledger.groups, *(replace(Group.new(number, size).anew(), begun=begun) for number in again)]
+    groups.sort(key=lambda group: group.number)
+    end = ledger.next_number
+    if in_order:
+        end = next((group.number for group in groups[schedule.admitted :]), end)
+        groups = [_in_time(group, place, ledger) for place, group in enumerate(groups[: schedule.admitted])]
+    live = {group.number for group in groups}
+    known = {*ledger.settled, *range(first, ledger.frontier)} - live
+    settled = tuple(sorted(number for number in known if number < end))
+    return replace(ledger, next_number=end, settled=settled, groups=tuple(groups))
+
+
+def _in_time(group: Group, place: int, ledger: Ledger) -> Group:
+    """In order: returns the group, begun anew if its first token would be too old. `place`: among the live groups."""
+    trained = ledger.step + place // ledger.schedule.batch
+    if group.begun is not None and group.begun < trained - ledger.schedule.max_staleness:
+        return replace(group.anew(), begun=ledger.step)
+    return group
+
+
+def check_goes_on(ledger: Ledger, schedule: Schedule) -> None:
+    """Raises DataError for a ledger of a schedule with other rules."""
     _check_same(asdict(ledger.schedule), asdict(schedule), FIXED)
 
 
 def begun_at(step: int, number: int, schedule: Schedule) -> GroupBuffer:
     """Makes a buffer that continues after `step` with group `number`, when nothing is known of earlier groups."""
-    return restored(Ledger(Fingerprint("", ""), schedule, step, number, step - 1, (), (), Counts()), schedule)
+    return restored(Ledger(schedule, step, number, step - 1, (), (), Counts()), schedule)
 
 
 def restored(ledger: Ledger, schedule: Schedule) -> GroupBuffer:

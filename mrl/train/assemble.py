@@ -50,7 +50,7 @@ from mrl.train.generation_rules import GenerationRules
 from mrl.train.placement import Placement
 from mrl.train.preflight import RunInputs
 from mrl.train.reporting import AdvisedRecord, SpikeWatch
-from mrl.train.resume import TrainState, generated_again, groups_again, made_by, rewind
+from mrl.train.resume import TrainState, generated_again, groups_again, rewind
 from mrl.train.rollouts import Judge, Responder
 from mrl.train.saving import SavedRun, Saver
 from mrl.train.spool import Spool
@@ -393,7 +393,6 @@ def _generation_rules(config: RunConfig, files: Files) -> GenerationRules:
         Judge(config.algorithm, config.reward, config.data.max_response_length),
         training_sampling(config.rollout, config.data, config.actor, config.model.path),
         config.trainer.seed,
-        made_by(config.model.path, order.data_fingerprint),
         files.spool,
         files.lost,
         files.suspects,

@@ -31,7 +31,7 @@ from mrl.train.assemble_data import Data
 from mrl.train.kept_groups import read_kept, read_left
 from mrl.train.lost_engines import LostEngines
 from mrl.train.preflight import plug_ins, run_dir_path
-from mrl.train.resume import RunIdentity, TrainState, made_by, resume_point, resumed_state
+from mrl.train.resume import RunIdentity, TrainState, resume_point, resumed_state
 from mrl.train.sampled_by import SampledBy, Sources, sources_of
 from mrl.train.spool import Spool
 from mrl.train.stop_signals import StopFlag, stop_on_signals
@@ -61,7 +61,6 @@ class FilesOrder:
         held_out = None
         if data.val_prompts:
             held_out = len(data.val_prompts)
-        origin = made_by(config.model.path, data.fingerprint)
         found = plug_ins(config)
         return cls(
             config.trainer,
@@ -72,7 +71,7 @@ class FilesOrder:
             config_yaml,
             partial(plan_again, config, model, held_out_prompts=held_out),
             found,
-            sources_of(config, origin, data.rows_digest, found),
+            sources_of(config, data.fingerprint, data.rows_digest, found),
         )
 
 
@@ -183,7 +182,7 @@ def with_spool(own: ExitStack, files: Files) -> Files:
     spool = own.enter_context(_spool(order, files.run_dir, origin))
     if state.step and "ahead" in beginning.point.manifest.trainer:
         written = beginning.point.manifest.trainer["ahead"]
-        state = replace(state, ahead=read_kept(beginning.checkpoint, written, spool))
+        state = replace(state, ahead=read_kept(beginning.checkpoint, written, spool, origin))
     most = beginning.plan["memory"]["host"]["object_store_bytes"]
     if state.ahead is not None:
         most -= state.ahead.bytes(order.token_routes)

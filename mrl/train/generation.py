@@ -267,7 +267,7 @@ class Generation:
             ended = self._dispatcher.advance()
             self._replays.give_up()
             self._rules.serve(state, self._saves)
-            kept = self._taken_snapshot(before)
+            kept = self._taken_snapshot(before, state)
             self._admit()
             self.streams.progress.resume()
             self._is_settling = False
@@ -288,20 +288,26 @@ class Generation:
             return state
         before = dict(self._buffer.groups)
         self._buffer.advance()
-        return replace(state, ahead=self._taken_snapshot(before))
+        return replace(state, ahead=self._taken_snapshot(before, state))
 
-    def _taken_snapshot(self, before: Mapping[int, Group]) -> KeptGroups:
-        """Takes a snapshot just after the version has changed. `before`: all groups that existed before."""
+    def _taken_snapshot(self, before: Mapping[int, Group], state: TrainState) -> KeptGroups:
+        """Takes a snapshot just after the version has changed to that of `state`.
+
+        `before`: all groups that existed before.
+        """
         self._forget([number for number, group in before.items() if self._buffer.groups.get(number) is not group])
         if self._rules.schedule.is_synchronous:  # surplus groups among them belong to no step
             self._groups.filtered = []
-        place = self._prompts.forget_before(self._buffer.frontier)
-        ledger = snapshot(self._buffer, self._rules.made_by)
+        oldest = min([self._buffer.frontier, *(number for number, _ in self._groups.filtered)])
+        place = self._prompts.forget_before(oldest)  # a start with other rewards issues filtered groups again
+        ledger = snapshot(self._buffer)
         self._counted = buffer_metrics(self._buffer)
         self._groups.look_again()
         previous = self._snapshot
         made = copies(self._groups.made)
-        self._snapshot = KeptGroups.of(ledger, place, made, tuple(self._groups.filtered), self._rules.spool)
+        origin = self._rules.sources.by(state.step, state.weights)
+        filtered = tuple(self._groups.filtered)
+        self._snapshot = KeptGroups.of(ledger, place, made, filtered, self._rules.spool, origin)
         if previous is not None:
             previous.release()
         return self._snapshot

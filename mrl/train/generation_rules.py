@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mrl.schedule.ledger import Fingerprint
 from mrl.schedule.rate import Rate, RateRules
 from mrl.schedule.staleness import Schedule
 from mrl.schedule.suspects import Suspects
@@ -23,7 +22,6 @@ class GenerationRules:
     judge: Judge
     sampling: Sampling
     seed: int  # of the run
-    made_by: Fingerprint
     spool: Spool  # gets finished groups that wait for their step
     lost: LostEngines
     suspects: Suspects  # prompts that were running on lost engines

@@ -5,6 +5,11 @@
 
 A resumed run continues with them, so nothing is generated twice or lost. Only the process that writes tokens handles
 them, one group at a time. Finished groups are on the disk before a save (spool.py).
+
+The manifest also says what made them (sampled_by.py). A start with other inputs mixes nothing:
+
+    other rewards              rewards are asked for again, filtered groups are generated again; tokens are kept
+    anything else, or unknown  all groups are generated again, by the present weights
 """
 
 from collections import Counter
@@ -16,7 +21,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from mrl.checkpoint.group_files import GroupRecord, group_file, read_columns, read_group
+from mrl.checkpoint.group_files import GroupRecord, group_file, read_group
 from mrl.checkpoint.manifest import check_digest, file_facts
 from mrl.data.order import DataCursor
 from mrl.data.samples import LEFT_OUT, STOP_REASONS, Samples
@@ -26,9 +31,12 @@ from mrl.flow.response_store import ResponseStore
 from mrl.flow.reward_texts import with_texts
 from mrl.reward.items import UNJUDGED, RewardResult, is_failure
 from mrl.schedule.groups import Group, State
-from mrl.schedule.ledger import Ledger
+from mrl.schedule.ledger import Ledger, begun_anew, reissued
 from mrl.train.numbered_prompts import PromptCursor
+from mrl.train.sampled_by import SampledBy
 from mrl.train.spool import Spool, SpoolFile
+
+REWARDS = "rewards"
 
 Filtered = tuple[int, list[RewardResult]]  # number of a group whose responses do not differ, and its rewards
 
@@ -46,6 +54,7 @@ class KeptGroups:
     filtered: Sequence[Filtered]  # dropped groups that no step has reported yet
     files: Mapping[int, SpoolFile]  # by number: those of finished groups in the spool
     spool: Spool
+    origin: SampledBy  # of the groups' tokens, apart from their versions, and of all rewards
 
     @classmethod
     def of(
@@ -55,10 +64,11 @@ class KeptGroups:
         groups: Mapping[int, GroupParts],
         filtered: Sequence[Filtered],
         spool: Spool,
+        origin: SampledBy,
     ) -> "KeptGroups":
         """Makes a snapshot, and pins the files of groups that the ledger has as finished."""
         finished = [group.number for group in ledger.groups if group.state is State.FINISHED]
-        return cls(ledger, place, groups, filtered, spool.pinned(finished), spool)
+        return cls(ledger, place, groups, filtered, spool.pinned(finished), spool, origin)
 
     def hold(self) -> None:
         """Adds a user, until `release`."""
@@ -94,6 +104,7 @@ class KeptGroups:
             "cursor": vars(self.place.cursor),
             "filtered": [[number, _said(results)] for number, results in self.filtered],
             "files": files,
+            "sampled_by": asdict(self.origin),
         }
 
 
@@ -102,8 +113,10 @@ def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
     return [asdict(result) for result in with_texts(results)]
 
 
-def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
+def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool, origin: SampledBy) -> KeptGroups:
     """Reads the files of `write`, group by group. Tokens go into the object store of this node.
+
+    `origin`: what makes responses and rewards from now on. What was made otherwise is left out, with a message.
 
     Failed rewards are left out and requested again. Groups with log-probs that are not finite begin again, and so do
     those whose environment failed. Otherwise they would end the resumed run as they ended this one. Groups that were
@@ -112,22 +125,44 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
     Raises DamagedCheckpoint for a file that differs from what was written, or from the ledger's counts.
     """
     ledger = Ledger.from_json(said["ledger"])
-    if "results" in said:
-        ledger, groups = _read_old(folder, said, ledger)
-    else:
-        there = [group for group in ledger.groups if group_file(group.number, group.attempts) in said["files"]]
-        read = {group.number: _read(folder, said["files"], group, spool) for group in there}
-        groups = {number: parts for number, parts in read.items() if parts is not None}
-        again = read.keys() - groups.keys()
-        # without tokens, for the step that each was issued for
-        ledger = replace(
-            ledger, groups=tuple(replace(g.anew(), begun=g.begun) if g.number in again else g for g in ledger.groups)
-        )
-    _check_tokens(folder, ledger, groups)
-    place = PromptCursor(said["draw"], DataCursor(**said["cursor"]))
     told = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
     filtered = [(number, results) for number, results in told if not any(map(_misleads, results))]
-    return KeptGroups.of(ledger, place, groups, filtered, spool)
+    why = _differences(said, origin)
+    is_judged = not why
+    if why:
+        if why != [REWARDS]:
+            ledger = begun_anew(ledger)
+        _tell_other(folder, why, ledger, len(told))
+        ledger = reissued(ledger, [number for number, _ in told])
+        filtered = []
+    there = [group for group in ledger.groups if group_file(group.number, group.attempts) in said["files"]]
+    read = {group.number: _read(folder, said["files"], group, spool, is_judged) for group in there}
+    groups = {number: parts for number, parts in read.items() if parts is not None}
+    # without tokens, for the step that each was issued for
+    ledger = begun_anew(ledger, read.keys() - groups.keys())
+    _check_tokens(folder, ledger, groups)
+    place = PromptCursor(said["draw"], DataCursor(**said["cursor"]))
+    return KeptGroups.of(ledger, place, groups, filtered, spool, origin)
+
+
+def _differences(said: Mapping[str, Any], origin: SampledBy) -> list[str]:
+    """Returns names of what made the groups and differs from `origin`. Older checkpoints do not say what it was."""
+    if "sampled_by" not in said:
+        return ["versions of this program"]
+    made_by = SampledBy(**said["sampled_by"])
+    differing = made_by.differing(origin)
+    if made_by.rewards != origin.rewards:
+        differing.append(REWARDS)
+    return differing
+
+
+def _tell_other(folder: Path, why: Sequence[str], ledger: Ledger, filtered: int) -> None:
+    judged = sum(group.tokens > 0 for group in ledger.groups)
+    if why == [REWARDS]:
+        what = f"of {judged} groups on their way rewards are asked for again, and {filtered} filtered groups are "
+    else:
+        what = f"{len(ledger.groups)} groups on their way and {filtered} filtered ones are "
+    print(f"{folder.name}: {what}generated again: they were made by other {' and '.join(why)}", flush=True)
 
 
 def read_left(spool: Spool, most: int, route_bytes: int) -> dict[int, GroupParts]:
@@ -140,6 +175,12 @@ def read_left(spool: Spool, most: int, route_bytes: int) -> dict[int, GroupParts
     """
     groups: dict[int, GroupParts] = {}
     left_out: Counter[str] = Counter()
+    unjudged = sum(not file.is_judged for file in spool.left.values())
+    if unjudged:
+        print(
+            f"rewards of {unjudged} groups in {spool.folder.parent} are asked for again: the reward is another",
+            flush=True,
+        )
     for number in sorted(spool.left):
         try:
             record = _whole_record(number, spool.left[number])
@@ -190,14 +231,14 @@ def _misleads(result: RewardResult) -> bool:
     return is_failure(result) or result.reason in UNJUDGED
 
 
-def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) -> GroupParts | None:
-    """Returns the stored parts of the group; None if it must begin again."""
+def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool, is_judged: bool) -> GroupParts | None:
+    """Returns the stored parts of the group; None if it must begin again. `is_judged`: whether its rewards hold."""
     name = group_file(group.number, group.attempts)
     check_digest(folder, name, files)
     record = read_group(folder / name)
     if record.samples is not None and _is_unjudged(record.samples).any():
         return None
-    judged = _judged(record, keeps=True)
+    judged = _judged(record, is_judged)
     if len(judged.results) < len(record.results):  # the reason for failed rewards may be gone
         group.state = State.RUNNING
     elif group.state is State.FINISHED:
@@ -239,24 +280,3 @@ def _is_counted(group: Group, parts: GroupParts | None) -> bool:
         lengths[index] = int(response.rows.response_lengths[0])
     judged = group.state is not State.FINISHED or len(parts.results) == len(group.lengths)
     return (parts.number, parts.attempt, lengths) == (group.number, group.attempts, group.lengths) and judged
-
-
-def _read_old(folder: Path, said: Mapping[str, Any], ledger: Ledger) -> tuple[Ledger, dict[int, GroupParts]]:
-    """Reads an old checkpoint, whose rewards are in its manifest instead of beside the tokens.
-
-    Tokens of groups that began again may be of another attempt than their rewards. Nothing tells, so all are generated
-    again.
-    """
-    if ledger.schedule.order == "ready_first" and ledger.schedule.on_stale == "requeue":
-        print(f"{folder.name} is older than its format: {len(ledger.groups)} groups on their way are generated again")
-        return replace(ledger, groups=tuple(replace(g.anew(), attempts=g.attempts) for g in ledger.groups)), {}
-    results: dict[int, dict[int, RewardResult]] = {}
-    for number, index, result in said["results"]:
-        results.setdefault(number, {})[index] = RewardResult(**result)
-    groups = {}
-    for number in sorted({number for number, _ in said["responses"]}):
-        name = f"group-{number}.npz"
-        check_digest(folder, name, said["files"])
-        record = GroupRecord(number, 0, read_columns(folder / name), results.get(number, {}))
-        groups[number] = _parts(record)
-    return ledger, groups

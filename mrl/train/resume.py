@@ -3,8 +3,6 @@
 No torch, no Ray.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,13 +19,13 @@ from mrl.config.schema import ModelConfig, RunConfig, TrainerConfig, leaf, with_
 from mrl.config.schema_actor import LoraConfig
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
-from mrl.model import load_model_spec, model_spec, read_hf_config
+from mrl.model import load_model_spec, model_spec
 from mrl.model.peft_files import WEIGHTS, adapter_digest, base_digest
 from mrl.model.vocabularies import TOKENIZER, differing_tokens, vocabulary
 from mrl.record.attempts import AttemptNotes, generated_after
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink
-from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on
+from mrl.schedule.ledger import Ledger, check_goes_on
 from mrl.schedule.staleness import Schedule
 from mrl.train.sampled_by import new_name
 
@@ -334,12 +332,12 @@ def resume_point(
 
 
 def check_same_prompts(identity: RunIdentity, point: Newest, data_fingerprint: str) -> None:
-    """Raises DataError if a checkpoint was trained on other prompts, or has groups of others.
+    """Raises DataError if a checkpoint was trained on other prompts, or has live groups of another schedule.
 
     Raises ConfigError if live groups are missing.
     """
     _check_same_data(point.manifest, data_fingerprint, point.path)
-    _check_same_groups(identity, point.manifest, data_fingerprint, point.path)
+    _check_same_groups(identity, point.manifest, point.path)
 
 
 def resumed_state(point: Newest | None) -> TrainState:
@@ -413,8 +411,8 @@ def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) ->
         )
 
 
-def _check_same_groups(identity: RunIdentity, manifest: Manifest, data_fingerprint: str, folder: Path) -> None:
-    """Raises DataError if live groups were made with other inputs, ConfigError if the checkpoint has none."""
+def _check_same_groups(identity: RunIdentity, manifest: Manifest, folder: Path) -> None:
+    """Raises DataError if live groups were issued by other rules, ConfigError if the checkpoint has none."""
     if identity.schedule.is_synchronous:
         return
     if "ahead" not in manifest.trainer:
@@ -423,7 +421,7 @@ def _check_same_groups(identity: RunIdentity, manifest: Manifest, data_fingerpri
             f"{new_run(manifest)}"
         )
     ledger = Ledger.from_json(manifest.trainer["ahead"]["ledger"])
-    check_goes_on(ledger, identity.schedule, made_by(identity.model.path, data_fingerprint))
+    check_goes_on(ledger, identity.schedule)
 
 
 def what_is_left(folder: Path, command: str) -> str:
@@ -439,12 +437,6 @@ def what_is_left(folder: Path, command: str) -> str:
     if newest.manifest is None:
         return f"nothing is saved yet; the run begins anew in its folder with: {goes_on}"
     return f"saved: step {newest.manifest.step} in {newest.path}; it goes on with: {goes_on}"
-
-
-def made_by(model_path: str, data_fingerprint: str) -> Fingerprint:
-    """Returns the origin of kept tokens. `data_fingerprint`: of the prompts' tokens, and so also of the template."""
-    model = json.dumps(read_hf_config(model_path), sort_keys=True)
-    return Fingerprint(data_fingerprint, hashlib.sha256(model.encode()).hexdigest())
 
 
 def _restore_line(manifest: Manifest, run_dir: RunDir) -> None:

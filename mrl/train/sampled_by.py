@@ -1,12 +1,15 @@
 """The origin of responses. A later start compares it to decide whether it may use them instead of new ones.
 
+Files of the spool carry it, and so do the live groups of a checkpoint.
+
     version, weights     which weights, by the name that their checkpoint has for them; layouts have no say
     data, model          tokens of the prompts; config.json
     sampling             temperature, limits, stop tokens, routes, seed, words of engines, arguments for vLLM alone but
                          for VLLM_SPEED; tools, their files, and with tools the rows
     rewards              the section `reward` but for SAME_REWARDS, the user's file, answers and extra_info of the rows
 
-Tokens are reused if all except the last are equal. Rewards are reused if the last is equal too. An engine's layout,
+Tokens are reused if all except the last are equal. Rewards are reused if the last is equal too. What has no such name
+is not reused. An engine's layout,
 devices and speed do not change the distribution of responses, and are left out.
 """
 
@@ -21,7 +24,7 @@ from typing import Any
 from mrl.config.override_fields import VLLM_SPEED
 from mrl.config.schema import RunConfig
 from mrl.config.schema_rollout import TurnsConfig
-from mrl.schedule.ledger import Fingerprint
+from mrl.model import read_hf_config
 from mrl.vllm.requests import training_sampling, turns_spec
 
 REWARD_FILE = "reward."  # keys of plug-ins that judge, as in mrl.train.preflight.plug_ins
@@ -64,10 +67,11 @@ class Sources:
 UNKNOWN = Sources()
 
 
-def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequence[Mapping[str, str]]) -> Sources:
+def sources_of(config: RunConfig, data: str, rows: str, files: Sequence[Mapping[str, str]]) -> Sources:
     """Returns the inputs of a run with this configuration.
 
-    `rows`: digest of what training rows have beside tokens. `files`: its plug-ins, with their digests.
+    `data`: digest of the prompts' tokens, and so also of the tokenizer, the template and their order. `rows`: digest of
+    what training rows have beside tokens. `files`: its plug-ins, with their digests.
     """
     rollout = config.rollout
     arguments = {name: value for name, value in rollout.vllm_kwargs.items() if name not in VLLM_SPEED}
@@ -84,7 +88,9 @@ def sources_of(config: RunConfig, made_by: Fingerprint, rows: str, files: Sequen
     rewards = {"reward": reward, "rows": rows, "files": _digests(files, REWARD_FILE)}
     adapter = config.actor.lora.path
     start = [_weight_files(config.model.path), adapter and _weight_files(adapter)]
-    return Sources(_digest(start), made_by.data, made_by.model, _digest(sampling), _digest(rewards))
+    return Sources(
+        _digest(start), data, _digest(read_hf_config(config.model.path)), _digest(sampling), _digest(rewards)
+    )
 
 
 def new_name() -> str:

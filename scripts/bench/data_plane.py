@@ -439,7 +439,6 @@ def assembled(config, run_dir, actor: Ranks, engines, scorers, prompts: list, ro
 def generation_of(config, run_dir, responder, spool, prompts: list, routes: bool):
     """Generation of one step, which is all the prompts."""
     from mrl.config.schedule_rules import schedule_of
-    from mrl.schedule.ledger import Fingerprint
     from mrl.train.generation import Generation
     from mrl.train.generation_rules import GenerationRules
     from mrl.train.lost_engines import LostEngines
@@ -455,7 +454,7 @@ def generation_of(config, run_dir, responder, spool, prompts: list, routes: bool
         replace(schedule_of(config), total_steps=1),
         Judge(config.algorithm, config.reward, config.data.max_response_length),
         Sampling(1.0, LONGEST, (), routes=routes),
-        0, Fingerprint("", ""), spool, lost, lost.suspects(),
+        0, spool, lost, lost.suspects(),
     )  # fmt: skip
     return Generation(rules, responder, stream, TrainState())
 

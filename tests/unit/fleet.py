@@ -21,13 +21,12 @@ from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.fleet import READY, STALE
 from mrl.schedule.fleet import Fleet as Machine
 from mrl.schedule.groups import Group, State
-from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on, restored, snapshot
+from mrl.schedule.ledger import Ledger, check_goes_on, restored, snapshot
 from mrl.schedule.progress import ProgressWatch
 from mrl.schedule.rate import Observation, Rate, RateRules
 from mrl.schedule.staleness import Schedule
 from mrl.schedule.suspects import suspects
 
-MADE_WITH = Fingerprint(data="d", model="m")
 Spans = tuple[tuple[int, int], ...]  # (first token, version)
 
 
@@ -324,7 +323,7 @@ class Fleet:
 
     def save(self) -> None:
         """A checkpoint, which can be read again; loads are those of what is under way."""
-        self.saved = json.dumps(snapshot(self.buffer, MADE_WITH).to_json()), self.books.copy()
+        self.saved = json.dumps(snapshot(self.buffer).to_json()), self.books.copy()
         Ledger.from_json(json.loads(self.saved[0]))
         loads: Counter[str] = Counter()
         for sent in self.dispatcher.under_way.values():
@@ -337,7 +336,7 @@ class Fleet:
         text, books = self.saved
         lengths = {n: [books.lengths.get((n, k), 0) for k in range(self.schedule.responses)] for n, _ in books.spans}
         ledger = Ledger.from_json(json.loads(text))
-        check_goes_on(ledger, self.schedule, MADE_WITH)
+        check_goes_on(ledger, self.schedule)
         assert all(lengths.get(g.number) == g.lengths for g in ledger.groups if g.tokens), "tokens are what is counted"
         self.begin(restored(ledger, self.schedule), books.copy())
 

@@ -10,16 +10,14 @@ from mrl.checkpoint.group_files import write_group
 from mrl.config.schedule_rules import schedule_of
 from mrl.flow.group_writer import record_of
 from mrl.flow.request_streams import FinishedResponses, FleetChange
-from mrl.schedule.ledger import Fingerprint
 from mrl.train.generation import Generation
 from mrl.train.generation_rules import GenerationRules
 from mrl.train.lost_engines import LostEngines
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Judge
+from mrl.train.sampled_by import SampledBy
 from mrl.train.spool import Spool
 from mrl.vllm.requests import Sampling
-
-MADE_BY = Fingerprint("data", "model")
 
 _FOLDERS = TemporaryDirectory(prefix="mrl-tests-")  # goes with the process
 
@@ -27,6 +25,11 @@ _FOLDERS = TemporaryDirectory(prefix="mrl-tests-")  # goes with the process
 def new_folder() -> Path:
     """An empty folder of its own."""
     return Path(mkdtemp(dir=_FOLDERS.name))
+
+
+def origin_in(said) -> SampledBy:
+    """What made the groups of a checkpoint, as it says itself: a start with the same inputs has the same."""
+    return SampledBy(**said["sampled_by"])
 
 
 class Files:
@@ -118,7 +121,6 @@ def generation_of(
         Judge(config.algorithm, config.reward, config.data.max_response_length),
         Sampling(1.0, config.data.max_response_length, ()),
         config.trainer.seed,
-        MADE_BY,
         spool or Spool(new_folder() / "spool", Files()),
         lost,
         lost.suspects(),

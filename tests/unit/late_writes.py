@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from generations import Files
+from generations import Files, origin_in
 from replicas import InMemory
 from test_generation import AHEAD, BATCH, N, World, assert_same
 from test_ready_first import MODES, Flight
@@ -179,7 +179,7 @@ class Case:
             return TrainState(), again
         self.seen["resumes"] += 1
         saved, folder, said = whole[-1]
-        kept = read_kept(folder, json.loads(json.dumps(said)), again)
+        kept = read_kept(folder, json.loads(json.dumps(said)), again, origin_in(said))
         return TrainState(saved.step, saved.cursor, kept, saved.weights), again
 
     def _world(self, state, spool) -> World:

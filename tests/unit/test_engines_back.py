@@ -10,7 +10,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from generations import Files
+from generations import Files, origin_in
 from test_generation import AHEAD, BATCH, Engines, N, World, assert_same, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, Flight, LiveEngines, check_each_once
 
@@ -170,7 +170,7 @@ def run_back_and_on(seed, mode, engines, steps, folder):
                 at.mkdir(parents=True)
                 said = json.loads(json.dumps(state.ahead.write(at)))
                 spool = Spool(at / "spool", Files())
-                state = TrainState(state.step, state.cursor, read_kept(at, said, spool))
+                state = TrainState(state.step, state.cursor, read_kept(at, said, spool, origin_in(said)))
     counted = sum((Counter(metrics()) for metrics in fleets), Counter())
     return found, counted | Counter({"went back": len(fleets) - 1})
 
@@ -251,7 +251,7 @@ class GoesBack:
         state = None
         if self.checkpoint is not None:
             before, at, said = self.checkpoint
-            state = TrainState(before.step, before.cursor, read_kept(at, said, spool))
+            state = TrainState(before.step, before.cursor, read_kept(at, said, spool, origin_in(said)))
         seed = self.seed + 100 * self.starts
         return World(seed, self.overrides, state, spool=spool, engines=lambda seed: self.engines, prompts=1000)
 

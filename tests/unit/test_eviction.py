@@ -11,11 +11,10 @@ from fleet_cases import random_schedule
 
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher, InLine
-from mrl.schedule.ledger import Fingerprint, restored, snapshot
+from mrl.schedule.ledger import restored, snapshot
 from mrl.schedule.staleness import Schedule
 
 ENGINES = ["a", "b", "c"]
-MADE_WITH = Fingerprint(data="d", model="m")
 
 
 class SearchedBuffer(GroupBuffer):
@@ -190,7 +189,7 @@ class Pair:
 
     def go_on(self) -> None:
         """Both from a checkpoint."""
-        ledger = snapshot(self.quick.buffer, MADE_WITH)
+        ledger = snapshot(self.quick.buffer)
         self.quick = quick(restored(ledger, self.schedule))
         again = restored(ledger, self.schedule)
         again.__class__ = SearchedBuffer

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from generations import Files, SteadyFleet, generation_of, new_folder
+from generations import Files, SteadyFleet, generation_of, new_folder, origin_in
 from replicas import InMemory
 from segment_checks import token_versions
 
@@ -284,7 +284,9 @@ def test_a_synchronous_run_goes_on_from_a_checkpoint_of_its_place_in_the_data_al
     old = TrainState(2, first.state.cursor)
     said = json.loads(json.dumps(first.state.ahead.write(tmp_path)))
     assert not list(tmp_path.iterdir()), "nothing is kept of groups"
-    new = TrainState(2, first.state.cursor, read_kept(tmp_path, said, Spool(tmp_path / "spool", Files())))
+    new = TrainState(
+        2, first.state.cursor, read_kept(tmp_path, said, Spool(tmp_path / "spool", Files()), origin_in(said))
+    )
     for state in (old, new):
         assert_same([*begun, *World(2, filtering, state).steps(4)], whole)
 
@@ -395,7 +397,7 @@ def test_a_resumed_run_goes_on_with_what_was_under_way(name, tmp_path):
         folder, spool = tmp_path / str(step), Spool(tmp_path / "spool", Files())
         folder.mkdir()
         said = json.loads(json.dumps(first.state.ahead.write(folder)))
-        state = TrainState(first.state.step, first.state.cursor, read_kept(folder, said, spool))
+        state = TrainState(first.state.step, first.state.cursor, read_kept(folder, said, spool, origin_in(said)))
         second = World(2, AHEAD[name], state, spool=spool)
         assert state.ahead.groups, "something was under way"
         assert_same([*begun, *second.steps(6 - step)], whole)

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from generations import Files
+from generations import Files, origin_in
 from test_generation import AHEAD, BATCH, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, Flight, LiveEngines
 
@@ -134,7 +134,7 @@ def test_a_run_that_is_resumed_again_and_again_trains_on_all_but_the_prompt_that
         if world.state.ahead is not None:
             said = json.loads(json.dumps(world.state.ahead.write(folder)))
             state, spool = world.state, Spool(tmp_path / f"spool-{starts}", Files())
-            state = TrainState(state.step, state.cursor, read_kept(folder, said, spool))
+            state = TrainState(state.step, state.cursor, read_kept(folder, said, spool, origin_in(said)))
     prompts = [prompt for step, prompt in trained]
     assert losses >= 2 and FATAL not in prompts
     assert len(set(prompts)) == len(prompts) == STEPS * BATCH

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from generations import Files
+from generations import Files, origin_in
 from replicas import InMemory
 from segment_checks import token_versions
 from test_generation import BATCH, LONGEST, Engines, N, World, in_memory  # noqa: F401
@@ -139,8 +139,10 @@ class GivingBack(LiveEngines):
 class Flight(World):
     """A run of the schedule, one prompt a number."""
 
-    def __init__(self, seed=0, mode="requeue", state=None, engines=LiveEngines, spool=None, lost=None, left=None):
-        super().__init__(seed, MODES[mode], state, spool=spool, engines=engines, prompts=1000, lost=lost, left=left)
+    def __init__(
+        self, seed=0, mode="requeue", state=None, engines=LiveEngines, spool=None, lost=None, left=None, score=None
+    ):
+        super().__init__(seed, MODES[mode], state, score, spool, engines, prompts=1000, lost=lost, left=left)
         self.trained: list[tuple[int, int]] = []  # step, prompt
 
     def step(self, saves=False):
@@ -217,7 +219,7 @@ def test_a_resumed_run_trains_on_each_group_once_and_keeps_the_tokens_of_a_saved
         folder, spool = tmp_path / str(kill), Spool(tmp_path / "spool", Files())
         folder.mkdir()
         said = json.loads(json.dumps(first.state.ahead.write(folder)))
-        state = TrainState(first.state.step, first.state.cursor, read_kept(folder, said, spool))
+        state = TrainState(first.state.step, first.state.cursor, read_kept(folder, said, spool, origin_in(said)))
         unfinished = [group for group in state.ahead.ledger.groups if not group.is_whole]
         kept += sum(group.tokens for group in unfinished)
         second = Flight(kill + 10, mode, state, spool=spool)

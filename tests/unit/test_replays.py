@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from generations import MADE_BY, Files
+from generations import Files, origin_in
 from orders import files_order
 from replicas import InMemory
 from small_model import write_model
@@ -73,7 +73,7 @@ class Replays(GoesBack):
             step, weights = saved.step, saved.weights
         self.spool = Spool(self.folder / "spool", Files(), origin=by(step, weights))
         if self.checkpoint is not None:
-            state = TrainState(saved.step, saved.cursor, read_kept(at, said, self.spool), weights)
+            state = TrainState(saved.step, saved.cursor, read_kept(at, said, self.spool, origin_in(said)), weights)
         left = read_left(self.spool, ROOM, 0)
         self.repeats.append(step)
         return World(
@@ -177,7 +177,10 @@ class Killed:
         """Steps 3 to 5 of the next start, and how many requests its engines got in step 3."""
         spool = Spool(self.folder / "spool", self.writer(), origin=origin or self.origin)
         state = TrainState(
-            2, self.saved.cursor, read_kept(self.folder / "step-2", self.said, spool), self.origin.weights
+            2,
+            self.saved.cursor,
+            read_kept(self.folder / "step-2", self.said, spool, origin_in(self.said)),
+            self.origin.weights,
         )
         world = self.world(2, state, spool, left=read_left(spool, ROOM, 0), **more)
         found = [self.step(world, saves=False, batch_taken=lambda: setattr(self, "sent", world.engines.sent))]
@@ -529,7 +532,7 @@ def test_rewards_that_came_after_the_checkpoint_are_not_asked_for_again(tmp_path
     spool.close()
 
     spool = Spool(tmp_path / "spool", Files(), origin=by(1, saved.weights))
-    state = TrainState(1, saved.cursor, read_kept(tmp_path / "step-1", said, spool), saved.weights)
+    state = TrainState(1, saved.cursor, read_kept(tmp_path / "step-1", said, spool, origin_in(said)), saved.weights)
     left = read_left(spool, ROOM, 0)
     assert any(group.number in left and any(group.ended) for group in saved.ahead.ledger.groups)
     asked = []
@@ -766,7 +769,7 @@ def sources(tmp_path):
 
     def of(*overrides, files=(), rows="rows") -> Sources:
         settings = [f"model.path={tmp_path / 'model'}", *overrides]
-        return sources_of(load_config(TINY, None, settings).config, MADE_BY, rows, files)
+        return sources_of(load_config(TINY, None, settings).config, "data", rows, files)
 
     return of
 
@@ -809,7 +812,7 @@ def sampling_with(tmp_path):
 
     def digest(**arguments) -> str:
         rollout = config.rollout.model_copy(update={"engine_kwargs": {"vllm": arguments}})
-        return sources_of(config.model_copy(update={"rollout": rollout}), MADE_BY, "rows", ()).sampling
+        return sources_of(config.model_copy(update={"rollout": rollout}), "data", "rows", ()).sampling
 
     return digest
 

@@ -4,17 +4,14 @@ test_fleet.py has all of it at work.
 
 import json
 import random
-from dataclasses import replace
 
 import pytest
 
 from mrl.errors import DataError
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.groups import Counts, State, Tally
-from mrl.schedule.ledger import Fingerprint, Ledger, begun_at, check_goes_on, restored, snapshot
+from mrl.schedule.ledger import Ledger, begun_at, check_goes_on, reissued, restored, snapshot
 from mrl.schedule.staleness import Schedule, request_end, version_of, violations
-
-MADE_WITH = Fingerprint("data", "model")
 
 
 def schedule(**rules) -> Schedule:
@@ -384,7 +381,7 @@ def half_done() -> GroupBuffer:
 
 def test_a_ledger_goes_through_json_and_gives_the_same_run_again():
     buffer = half_done()
-    ledger = Ledger.from_json(json.loads(json.dumps(snapshot(buffer, MADE_WITH).to_json())))
+    ledger = Ledger.from_json(json.loads(json.dumps(snapshot(buffer).to_json())))
     assert (ledger.frontier, ledger.next_number, ledger.settled) == (2, 6, (4,))
     again = restored(ledger, schedule())
     assert again.groups[3].state is State.RESERVED and again.groups[3].lengths == [0, 5]
@@ -403,7 +400,7 @@ def test_a_ledger_goes_through_json_and_gives_the_same_run_again():
 def test_a_finished_group_stays_finished():
     buffer = half_done()
     complete(buffer, 2)
-    again = restored(snapshot(buffer, MADE_WITH), schedule())
+    again = restored(snapshot(buffer), schedule())
     complete(again, 3, 2, 0)
     assert numbers(again.take()) == [2, 3]
 
@@ -415,28 +412,58 @@ def test_a_group_that_was_sent_and_had_no_token_begins_with_the_weights_of_then(
     buffer = GroupBuffer(rules)
     buffer.reserve()
     buffer.start(0)
-    again = restored(snapshot(buffer, MADE_WITH), rules)
+    again = restored(snapshot(buffer), rules)
     again.step = 5
     again.start(0)
     assert again.groups[0].begun == begun
 
 
-@pytest.mark.parametrize("name", ["data", "model"])
-def test_a_ledger_made_with_something_else_is_refused_by_name(name):
-    with pytest.raises(DataError, match=name):
-        check_goes_on(snapshot(half_done(), MADE_WITH), schedule(), replace(MADE_WITH, **{name: "other"}))
+def judged(buffer: GroupBuffer, rng: random.Random) -> list[int]:
+    """All that may be issued is judged until the step has its batch. Returns the numbers that were filtered."""
+    filtered = []
+    while True:
+        buffer.reserve()
+        for number in [n for n, group in buffer.groups.items() if group.state is State.RESERVED]:
+            complete(buffer, number)
+            if rng.random() < 0.4:
+                filtered += buffer.filter(number)
+        if buffer.take():
+            return filtered
 
 
-def test_a_ledger_that_also_says_its_template_is_read():
-    """As ledgers did while they repeated the digest of the data there."""
-    data = snapshot(half_done(), MADE_WITH).to_json()
-    data["fingerprint"]["template"] = data["fingerprint"]["data"]
-    assert Ledger.from_json(data).fingerprint == MADE_WITH
+@pytest.mark.parametrize("order", ["in_order", "ready_first"])
+def test_groups_that_were_dropped_for_rewards_of_before_live_again_and_none_is_lost_or_too_old(order):
+    """A step of each buffer raises ValueError for a group in order that is too old for it."""
+    seen = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        rules = schedule(order=order, max_staleness=rng.randrange(1, 4), batch=rng.randrange(1, 5), max_tokens=10)
+        buffer = GroupBuffer(rules)
+        filtered: list[int] = []
+        for _ in range(rng.randrange(1, 4)):
+            filtered += judged(buffer, rng)
+            last = buffer.next_number - 1
+            buffer.advance()
+        trained = set(range(last + 1)) - set(filtered) - set(buffer.groups)
+        pending = [number for number in filtered if number > max(trained)]  # no step has reported them
+        before = snapshot(buffer)
+        ledger = Ledger.from_json(json.loads(json.dumps(reissued(before, pending).to_json())))
+        live = [group.number for group in ledger.groups]
+        assert len(live) <= max(rules.max_groups, len(before.groups)) and not set(live) & trained
+        if order == "in_order":
+            withdrawn = {number for number in [*pending, *buffer.groups] if number >= ledger.next_number}
+            assert {*pending, *buffer.groups} - set(live) == withdrawn, "the data gives them again"
+        seen += bool(pending)
+        again = restored(ledger, rules)
+        for _ in range(4):
+            judged(again, rng)
+            again.advance()
+    assert seen > 20
 
 
 def test_a_ledger_that_counts_lost_engines_of_its_groups_is_read():
     """As ledgers did while two of them set a group aside."""
-    now = snapshot(half_done(), MADE_WITH).to_json()
+    now = snapshot(half_done()).to_json()
     older = json.loads(json.dumps(now))
     older["schedule"]["max_losses"] = 2
     for group in older["groups"]:
@@ -445,10 +472,10 @@ def test_a_ledger_that_counts_lost_engines_of_its_groups_is_read():
 
 
 def test_a_ledger_of_other_rules_is_refused_and_places_may_change():
-    ledger = snapshot(half_done(), MADE_WITH)
+    ledger = snapshot(half_done())
     with pytest.raises(DataError, match=r"max_staleness \(1 then, 2 now\)"):
-        check_goes_on(ledger, schedule(max_staleness=2), MADE_WITH)
-    check_goes_on(ledger, schedule(concurrency=7), MADE_WITH)
+        check_goes_on(ledger, schedule(max_staleness=2))
+    check_goes_on(ledger, schedule(concurrency=7))
     assert restored(ledger, schedule(concurrency=7)).schedule.concurrency == 7
 
 
@@ -456,7 +483,7 @@ def test_a_ledger_of_other_rules_is_refused_and_places_may_change():
     "settled", [[], [4, 4], [4, 5], [4, 6]], ids=["lost", "twice", "settled and on its way", "never issued"]
 )
 def test_a_number_that_is_lost_or_doubled_in_the_file_is_found(settled):
-    data = snapshot(half_done(), MADE_WITH).to_json() | {"settled": settled}
+    data = snapshot(half_done()).to_json() | {"settled": settled}
     with pytest.raises(DataError, match="damaged"):
         Ledger.from_json(data)
 
@@ -467,4 +494,4 @@ def test_no_ledger_is_taken_of_a_step_that_is_being_trained_on():
     complete(buffer, 3, 1, 1)
     buffer.take()
     with pytest.raises(ValueError, match="being trained on"):
-        snapshot(buffer, MADE_WITH)
+        snapshot(buffer)

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import test_generation
-from generations import Files
+from generations import Files, origin_in
 from replicas import stored
 from test_generation import AHEAD, BATCH, N, World, assert_columns, in_memory  # noqa: F401
 from test_ready_first import STEPS, Flight, LiveEngines
@@ -51,8 +51,10 @@ def step_until(world, holds):
         world.step()
 
 
-def read_back(folder, said, tmp_path):
-    return read_kept(folder, FROM_JSON(said), Spool(tmp_path / f"spool-of-{folder.name}", Files()))
+def read_back(folder, said, tmp_path, origin=None):
+    return read_kept(
+        folder, FROM_JSON(said), Spool(tmp_path / f"spool-of-{folder.name}", Files()), origin or origin_in(said)
+    )
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -234,39 +236,6 @@ def test_a_group_that_has_a_response_which_nobody_judges_begins_anew(name, reaso
     for _ in range(3):
         again.step()
     again.generation.close()
-
-
-def as_before(folder, said):
-    """As checkpoints were when rewards stood in the manifest."""
-    results, responses, files = [], [], {}
-    for group in said["ledger"]["groups"]:
-        file = group_file(group["number"], group["attempts"])
-        if file not in said["files"]:
-            continue
-        record = read_group(folder / file)
-        np.savez_compressed(folder / f"group-{group['number']}.npz", **record.samples.arrays)
-        files[f"group-{group['number']}.npz"] = file_facts(folder / f"group-{group['number']}.npz")
-        responses += [[group["number"], index] for index in record.samples.sample_id.tolist()]
-        results += [[group["number"], index, vars(result)] for index, result in record.results.items()]
-    return said | {"results": results, "responses": responses, "files": files}
-
-
-def test_an_older_checkpoint_in_order_is_read_whole(tmp_path):
-    folder, said = saved(tmp_path, "in order, partial")
-    new, old = read_back(folder, said, tmp_path), read_back(folder, as_before(folder, said), tmp_path)
-    assert new.ledger == old.ledger and new.groups.keys() == old.groups.keys() and new.groups
-    for number, parts in new.groups.items():
-        assert parts.results == old.groups[number].results
-        for index, part in parts.responses.items():
-            assert_columns(part.read(), old.groups[number].responses[index].read())
-
-
-def test_of_an_older_checkpoint_whose_groups_may_be_mixed_all_are_generated_again(tmp_path, capsys):
-    folder, said = saved(tmp_path)
-    old = read_back(folder, as_before(folder, said), tmp_path)
-    assert not old.groups and not any(group.tokens for group in old.ledger.groups)
-    assert [group.number for group in old.ledger.groups] == [group["number"] for group in said["ledger"]["groups"]]
-    assert "groups on their way are generated again" in capsys.readouterr().out
 
 
 class HeldRewards(test_generation.Rewards):

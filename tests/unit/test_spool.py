@@ -240,9 +240,9 @@ def test_room_is_asked_for_what_the_spool_has_not(spool):
     """Two prompt tokens, and 5, 6 and 7 of responses: 4 bytes an id, 4 a log-prob."""
     spool.put(group(4))
     ledger = Ledger(
-        None, None, 0, 6, 0, (), tuple(Group(n, [5, 6, 7], [True] * 3, state=State.FINISHED) for n in (4, 5)), None
+        None, 0, 6, 0, (), tuple(Group(n, [5, 6, 7], [True] * 3, state=State.FINISHED) for n in (4, 5)), None
     )
-    kept = KeptGroups.of(ledger, None, {4: group(4), 5: group(5)}, (), spool)
+    kept = KeptGroups.of(ledger, None, {4: group(4), 5: group(5)}, (), spool, UNKNOWN.by(0, "w"))
     without = 4 * (3 * 2 + 5 + 6 + 7) + 4 * (5 + 6 + 7)
     assert kept.bytes_to_write(0) == without
     assert kept.bytes_to_write(48) == without + 48 * (3 * 2 + 5 + 6 + 7)

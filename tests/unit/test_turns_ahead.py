@@ -17,7 +17,7 @@ import environment_classes
 import numpy as np
 import pytest
 from dialect_templates import tokenizer
-from generations import Files
+from generations import Files, origin_in
 from replicas import InMemory
 from segment_checks import token_versions
 from test_generation import BATCH, Engines, N, World, assert_same
@@ -139,7 +139,7 @@ def resumed(first: World, folder: Path) -> tuple[TrainState, Spool]:
     spool = Spool(folder.parent / "spool", Files())
     folder.mkdir()
     said = json.loads(json.dumps(first.state.ahead.write(folder)))
-    return TrainState(first.state.step, first.state.cursor, read_kept(folder, said, spool)), spool
+    return TrainState(first.state.step, first.state.cursor, read_kept(folder, said, spool, origin_in(said))), spool
 
 
 def check_answers(rows: Samples) -> None:
