@@ -35,6 +35,7 @@ from mrl.cli import (
 )
 from mrl.cli.config_arguments import refuse_leftovers
 from mrl.errors import ConfigError, Interrupted, MrlError, printable
+from mrl.lossy_output import lossy
 from mrl.tools.own_command import DEFECT, SUPERVISED
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
@@ -71,7 +72,11 @@ def _main(arguments: Sequence[str] | None) -> None:
         if options.command in PASS_ON:
             _run(parser, options, leftovers)
             return
-        stack.enter_context(redirect_stdout(_Answer(sys.stdout)))
+        stdout = sys.stdout
+        if options.command == "train":  # its output may be on the disk of the run, which may be full for a while
+            stdout = lossy(stdout)
+            stack.enter_context(redirect_stderr(_Plain(lossy(sys.stderr))))
+        stack.enter_context(redirect_stdout(_Answer(stdout)))
         _run(parser, options, leftovers)
         sys.stdout.flush()
 

@@ -29,6 +29,7 @@ from mrl.flow.kept_tokens import fetched, going_on, with_kept
 from mrl.flow.outbox import Outboxes
 from mrl.flow.response_store import ResponseBlock, ResponseStore
 from mrl.flow.routes import Readers
+from mrl.lossy_output import lossy
 from mrl.megatron.batching import MicroRows
 from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
@@ -49,7 +50,10 @@ MODEL_VERBS = ("kernels", "offload", "bring", "prefetch")  # methods of Megatron
 
 
 def log_to(path: str) -> None:
-    """Redirects stdout and stderr of this process and its children to a file of the run directory."""
+    """Redirects stdout and stderr of this process and its children to a file of the run directory.
+
+    A full disk there loses lines.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -57,6 +61,8 @@ def log_to(path: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    sys.stdout = lossy(sys.__stdout__)
+    sys.stderr = lossy(sys.__stderr__)
 
 
 def own_places() -> list[tuple[str, int]]:

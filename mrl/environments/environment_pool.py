@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,7 +220,7 @@ class EnvironmentPool:
         self.spec = spec
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
-        self._log = log_path.open("ab") if log_path else None
+        self._log = log_path.open("ab", buffering=0) if log_path else None
         self._environment = environment
         self._folder = folder
         self._changed = threading.Condition()
@@ -421,11 +422,10 @@ class EnvironmentPool:
         return process in self._ended_for_one
 
     def log(self, line: str) -> None:
-        """Writes a line into the log of the tools."""
-        with self._changed:
+        """Writes a line into the log of the tools. A full disk loses it."""
+        with self._changed, suppress(OSError):
             if self._log is not None:
                 self._log.write(f"{line[:_LOGGED]}\n".encode("utf-8", "replace"))
-                self._log.flush()
 
     def close(self) -> None:
         """Kills all processes, even during work. Safe to call twice."""

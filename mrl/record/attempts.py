@@ -32,7 +32,7 @@ from typing import Any
 from mrl.errors import ConfigError, EnvironmentFault, LostLock, MrlError, described
 from mrl.plain_files import LINES_BYTES, parse_json, read_json, read_text, reason
 from mrl.record.redact import command_without_secrets, without_secrets
-from mrl.record.run_dir import METRICS, UNDER_WAY, json_line, open_lines, read_metrics
+from mrl.record.run_dir import METRICS, UNDER_WAY, append_lines, json_line, read_metrics
 
 ATTEMPTS = "attempts.jsonl"
 NOTE_EVERY_S = 1.0
@@ -256,8 +256,7 @@ def _append(folder: Path, check: Callable[[], None], event: str, row: Mapping[st
     line = json_line({"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds")} | row)
     with suppress(OSError, EnvironmentFault, LostLock):
         check()
-        with open_lines(folder / ATTEMPTS) as file:
-            file.write(line)
+        append_lines(folder / ATTEMPTS, line)
 
 
 def _text(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.plain_files import LINES_BYTES, parse_json, read_text
-from mrl.record.run_dir import json_line, open_lines, write_text
+from mrl.record.run_dir import append_lines, json_line, write_text
 
 QUARANTINE = "quarantine.jsonl"
 QUARANTINE_BYTES = 64 * 2**20
@@ -50,12 +50,13 @@ class Quarantine:
             size = 0
             if self._path.exists():
                 size = self._path.stat().st_size
-            with open_lines(self._path) as file:
-                for line in lines:
-                    size += len(line.encode())
-                    if size > QUARANTINE_BYTES:
-                        break
-                    file.write(line)
+            fitting = []
+            for line in lines:
+                size += len(line.encode())
+                if size > QUARANTINE_BYTES:
+                    break
+                fitting.append(line)
+            append_lines(self._path, "".join(fitting))
         except (OSError, ValueError) as error:
             self._say(error)
 

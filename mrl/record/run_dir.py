@@ -7,9 +7,10 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.plain_files import LINES_BYTES, parse_json, read_text, reason
@@ -239,17 +240,26 @@ def write_text(path: Path, text: str) -> None:
         work.write_text(text, encoding="utf-8")
 
 
-def open_lines(path: Path) -> TextIO:
-    """Opens a file of lines for appending. First ends a last line that a kill during a write left torn.
+def append_lines(path: Path, lines: str, durable: bool = False) -> None:
+    """Appends whole lines, all of them or none: a disk that refuses a part gets the file back as it was.
 
-    Readers skip a torn line, and would skip anything appended to it.
+    First ends a last line that a kill during a write left torn. Readers skip it, and would skip anything appended to
+    it. `durable`: the lines are on the disk when this returns. Raises OSError if the disk refuses.
     """
-    with path.open("a+b") as file:
+    with path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
-        if file.read(1) not in (b"", b"\n"):
-            file.write(b"\n")
-    return path.open("a", encoding="utf-8")
+        is_torn = file.read(1) not in (b"", b"\n")
+        left = memoryview(("\n" * is_torn + lines).encode())
+        try:
+            while left:
+                left = left[file.write(left) :]
+            if durable:
+                os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def json_safe(value: Any) -> Any:

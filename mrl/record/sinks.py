@@ -4,19 +4,19 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from mrl.errors import ConfigError, EnvironmentFault
+from mrl.errors import ConfigError, EnvironmentFault, MrlError
 from mrl.record.loggers import MlflowSink, RunInfo, SwanlabSink, TensorBoardSink, WandbSink
-from mrl.record.run_dir import RunDir, json_line, open_lines
+from mrl.record.run_dir import RunDir, append_lines, json_line
 from mrl.record.views import Metrics, Rows, View, ViewThread
 
 
 class JsonlSink:
-    """Writes one object for each step, which is on disk when `write` returns.
+    """Writes one object for each step, which is on disk when `write` returns, unless the disk is full.
 
-    Keys keep their order, `training/global_step` first. `check` raises where nothing may be written.
+    Then the line waits in memory, is printed about, and comes before the next one. Keys keep their order,
+    `training/global_step` first. `check` raises where nothing may be written.
     """
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -24,34 +24,49 @@ class JsonlSink:
         check()
         self._path = path
         self._check = check
+        self._waiting: dict[int, str] = {}  # by step: lines that the disk has refused so far
         try:
-            self._file = open_lines(path)
+            append_lines(path, "")
         except OSError as error:
             raise EnvironmentFault(f"{path} cannot be opened for new lines ({error.strerror})") from error
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Appends the step's line durably. Raises EnvironmentFault if the disk refuses."""
+        """Appends the step's line durably, behind those that the disk refused before."""
         self._check()
-        try:
-            self._file.write(json_line({"training/global_step": step} | dict(metrics)))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise EnvironmentFault(
-                f"{self._path}: the line of step {step} cannot be written ({error.strerror}); without a "
-                "record a run must not continue. Free disk space and pass --resume"
-            ) from error
+        self._waiting = {earlier: line for earlier, line in self._waiting.items() if earlier < step}
+        self._waiting[step] = json_line({"training/global_step": step} | dict(metrics))
+        if fault := self._refusal():
+            print(f"error: {self._path}: {fault}; not written yet: {self._steps()}. Training goes on", flush=True)
 
     def close(self) -> None:
-        """Closes the file. Errors of the disk were reported before."""
-        with suppress(OSError):
-            self._file.close()
+        """Tries once more to write what the disk has refused. Prints which lines are lost."""
+        if not self._waiting:
+            return
+        try:
+            self._check()
+            fault = self._refusal()
+        except MrlError as lost:
+            fault = str(lost)
+        if fault:
+            print(f"error: {self._path}: {fault}; lost: {self._steps()}", flush=True)
+
+    def _refusal(self) -> str:
+        """Writes the lines that wait. Returns why the disk refuses them; empty if they are written."""
+        try:
+            append_lines(self._path, "".join(self._waiting.values()), durable=True)
+        except OSError as error:
+            return error.strerror or str(error)
+        self._waiting.clear()
+        return ""
+
+    def _steps(self) -> str:
+        return ", ".join(f"the line of step {step}" for step in self._waiting)
 
 
 class Record:
     """All destinations of a run's metrics.
 
-    The JSONL line is written first. Its errors are raised, because a run without a record must not go on.
+    The JSONL line is written first. Where the disk is full it waits in memory, and the run goes on.
 
     A view has its own thread. A view that raises, or spends more than `timeout_s` seconds on one call, is logged once
     and then left out. Training continues. It only waits for views at the end of the run, at most for `timeout_s`

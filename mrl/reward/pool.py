@@ -79,7 +79,7 @@ class RewardPool:
         self.timeout_s = timeout_s
         self.failure_score = failure_score
         self.start_timeout_s = start_timeout_s
-        self._log = log_path.open("ab") if log_path else None
+        self._log = log_path.open("ab", buffering=0) if log_path else None
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._results: dict[int, RewardResult] = {}

@@ -82,13 +82,11 @@ def train(run: Run) -> None:
         run.generation.begin()
         while run.state.step < run.total_steps:
             train_step(run)
+        run.sample_writer.finish()
     except (Interrupted, DataError, EnvironmentFault) as error:  # not NumericAbort: its weights must not be saved
         save_whole(run, error)
         raise
-    try:
-        run.sample_writer.finish()
-    finally:
-        run.saver.save_last(run.state, run.line)
+    run.saver.save_last(run.state, run.line)
     run.spool.ended()
 
 
@@ -96,8 +94,8 @@ def save_whole(run: Run, error: MrlError) -> None:
     """Saves a checkpoint of the newest weights if that is possible.
 
     It is impossible during an update of the weights, or if a rank was lost. It is skipped if the run would not
-    repeat bit by bit from there. It is also skipped if the last save took longer than a signal's grace. Raises
-    EnvironmentFault if the disk accepts none.
+    repeat bit by bit from there. It is also skipped if the last save took longer than a signal's grace. What prevents
+    it is printed, because `error` is what ended the run.
     """
     lost = processes_of(error)
     if not run.is_whole or any(name.startswith("rank ") for name in lost):
@@ -118,7 +116,7 @@ def save_whole(run: Run, error: MrlError) -> None:
         with suppress(Interrupted):  # lost samples are no reason to lose the weights
             run.sample_writer.finish()
         run.saver.save_last(run.generation.given_up(run.state), run.line)
-    except Interrupted as another:
+    except (Interrupted, EnvironmentFault) as another:
         print(f"error: step {run.state.step} is not saved: {another}", flush=True)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mrl.errors import DataError
 from mrl.plain_files import LINES_BYTES, parse_json, read_text, reason
-from mrl.record.run_dir import open_lines
+from mrl.record.run_dir import append_lines
 from mrl.schedule.suspects import Suspects, suspects
 
 TOLD = 5  # prompts that a message names
@@ -96,8 +96,7 @@ class LostEngines:
         loss = Loss(step, list(engines), why, list(groups))
         if self._losses is not None:
             self._losses.append(loss)
-        with open_lines(self._path) as file:
-            file.write(json.dumps(asdict(loss)) + "\n")
+        append_lines(self._path, json.dumps(asdict(loss)) + "\n")
         prompts = ", ".join(str(group.prompt_id) for group in groups[:TOLD]) + (", ..." if len(groups) > TOLD else "")
         if groups:
             return f"{len(groups)} unfinished groups go on when the run is resumed (prompts {prompts})"

@@ -12,6 +12,7 @@ from mrl.config.schema import DataConfig, RolloutConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import PromptDataset
 from mrl.data.samples import SampleRows
+from mrl.errors import EnvironmentFault
 from mrl.flow.response_store import ResponseStore
 from mrl.record.run_dir import RunDir
 from mrl.record.validation_metrics import ACC, PRED, REWARD, Answers, evenly_spread, validation_metrics
@@ -67,11 +68,16 @@ def record_validation(
 ) -> None:
     """Writes every response into `validation/step-N.jsonl`, and passes `limit` of them to the loggers.
 
-    `step`: the step whose weights generated them. Raises LostLock.
+    `step`: the step whose weights generated them. A full disk costs the file, and the loggers' rows, not the run.
+    Raises LostLock.
     """
     run_dir.check_lock()
-    run_dir.validation.mkdir(parents=True, exist_ok=True)
-    shown = validation.write(responder, run_dir.validation / f"step-{step}.jsonl", limit)
+    try:
+        run_dir.validation.mkdir(parents=True, exist_ok=True)
+        shown = validation.write(responder, run_dir.validation / f"step-{step}.jsonl", limit)
+    except (OSError, EnvironmentFault) as fault:
+        print(f"error: held-out responses of step {step} are not kept: {fault}. Training goes on", flush=True)
+        return
     if limit:
         record.generations(step, shown)
 

@@ -76,12 +76,14 @@ def rendezvous_files(places: Iterable[str]) -> set[Path]:
 def note(file: str, own: set[Path]) -> None:
     """Writes down what a kill would leave behind: `own`, and what processes below this one have mapped.
 
-    Entries whose file still exists stay, because the process that mapped it may have died meanwhile.
+    Entries whose file still exists stay, because the process that mapped it may have died meanwhile. On a full disk the
+    file stays as it was.
     """
     existing = {path for path in noted(file) if path.exists()}
     part = Path(f"{file}.part")
-    part.write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own | existing)))
-    part.replace(file)
+    with suppress(OSError):
+        part.write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own | existing)))
+        part.replace(file)
 
 
 def noted(file: str) -> set[Path]:

@@ -4,8 +4,9 @@ object store nor the disk that it spills to has room.
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 from safetensors.torch import load_file
-from test_runs import finish, train
+from test_runs import finish, train, wait_for_step
 from world import PRESET, make_world, metrics
 
 from mrl.checkpoint.manifest import check_digests, read_manifest
@@ -28,6 +29,7 @@ from mrl.errors import Interrupted
 from mrl.flow.outbox import Outboxes
 from mrl.flow.scoring import Channel, PoolSettings, Scorer, ScorerGroup
 from mrl.reward.items import Question, RewardSpec
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 from mrl.train.rollouts import generate
 from mrl.vllm.requests import Request, Sampling
 
@@ -121,3 +123,54 @@ def test_training_goes_on_and_the_old_checkpoint_stays_and_the_end_says_so(small
     assert newest.path is not None and newest.damaged == {}
     check_digests(newest.path, read_manifest(newest.path))
     assert load_file(newest.path / "rank-00000.safetensors")
+
+
+AHEAD = dict(
+    trainer__total_training_steps=8, trainer__save_freq=1, trainer__max_actor_ckpt_to_keep=1, trainer__test_freq=3,
+    trainer__val_before_train=False, trainer__schedule="bounded", trainer__max_staleness=2,
+    trainer__partial_rollouts=True, trainer__segment_tokens=1, trainer__deterministic=True, trainer__max_failed_saves=0,
+)  # fmt: skip
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_a_run_directory_without_a_byte_of_room_for_some_steps_costs_these_checkpoints_and_no_bit(tmp_path):
+    """Metrics, samples, spool, validation, logs of ranks and checkpoints are all on the disk that is full."""
+    world = make_world(tmp_path / "world")
+    expected = tmp_path / "expected"
+    assert finish(train(world, expected, **AHEAD), expected) == 0
+    with disk(tmp_path / "run", 150_000_000) as run_dir:
+        process = train(world, run_dir, **AHEAD)
+        wait_for_step(process, run_dir, 2)
+        fill(run_dir / "filler")
+        log = run_dir.with_suffix(".log")
+        deadline = time.monotonic() + 300
+        while "not written yet: the line of step 4" not in said_by(log) and time.monotonic() < deadline:
+            assert process.poll() is None, said_by(log)[-3000:]
+            time.sleep(0.1)
+        (run_dir / "filler").unlink()
+        assert finish(process, run_dir) == 0, said_by(log)[-3000:]
+        assert "is not saved" in said_by(log) and "Traceback" not in said_by(log)
+        rows = metrics(run_dir)
+        assert [row["training/global_step"] for row in rows] == list(range(1, 9))
+        assert rows[-1]["training/failed_saves"] >= 1
+        found = [without_failures(row) for row in rows]
+        assert metrics_difference(found, [without_failures(row) for row in metrics(expected)]) is None
+        assert checkpoint_difference(*(folder / "checkpoints" / "step-8" for folder in (run_dir, expected))) is None
+
+
+def said_by(log: Path) -> str:
+    return log.read_text(errors="replace")
+
+
+def without_failures(row: dict) -> dict:
+    return {name: value for name, value in row.items() if not name.startswith(("training/failed_", "reshard/"))}
+
+
+def fill(path: Path) -> None:
+    """Leaves not one byte."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 512, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))

@@ -15,7 +15,7 @@ from mrl.config.schedule_rules import schedule_of
 from mrl.errors import ConfigError
 from mrl.record import attempts
 from mrl.record.attempts import UnderWay, attempt, generated_after, note_under_way, read_attempts
-from mrl.record.run_dir import RunDir, json_line, open_lines, read_metrics
+from mrl.record.run_dir import RunDir, append_lines, json_line, read_metrics
 from mrl.record.sample_files import write_differences, write_samples
 from mrl.record.sinks import JsonlSink
 from mrl.train.reporting import AdvisedRecord
@@ -128,8 +128,7 @@ def test_lines_are_added_after_the_end_of_the_last(tmp_path, before, after):
     path = tmp_path / "lines.jsonl"
     if before is not None:
         path.write_text(before, encoding="utf-8")
-    with open_lines(path) as file:
-        file.write("b\n")
+    append_lines(path, "b\n")
     assert path.read_text(encoding="utf-8") == after
 
 
