@@ -35,7 +35,7 @@ from mrl.cli import (
 )
 from mrl.cli.config_arguments import refuse_leftovers
 from mrl.errors import ConfigError, Interrupted, MrlError, printable
-from mrl.lossy_output import lossy
+from mrl.record.lossy_output import lossy
 from mrl.tools.own_command import DEFECT, SUPERVISED
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {

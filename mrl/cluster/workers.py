@@ -29,7 +29,6 @@ from mrl.flow.kept_tokens import fetched, going_on, with_kept
 from mrl.flow.outbox import Outboxes
 from mrl.flow.response_store import ResponseBlock, ResponseStore
 from mrl.flow.routes import Readers
-from mrl.lossy_output import lossy
 from mrl.megatron.batching import MicroRows
 from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
@@ -39,6 +38,7 @@ from mrl.platforms.collective_trail import Trail, trail
 from mrl.platforms.imports import many_imports
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
+from mrl.record.lossy_output import lossy
 from mrl.remote.process_logs import stacks_file
 from mrl.schedule.engine_loads import request_limit_of
 from mrl.vllm.engine_state import CONTROL_VERBS

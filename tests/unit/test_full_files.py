@@ -262,7 +262,7 @@ def test_no_more_saves_may_fail_in_a_row_than_the_configuration_says(tmp_path, m
 
 PRINTS = """
 import sys
-from mrl.lossy_output import lossy
+from mrl.record.lossy_output import lossy
 sys.stdout = lossy(sys.stdout)
 for number in range(3000):
     print("line", number, flush=True)
