@@ -20,6 +20,7 @@ from typing import Any
 FOLDER = os.environ.get("EXECUTED_FOLDER")
 SLICE_S = 0.02
 STEP = "train_step"  # its calls and returns are noted with their times
+QUIET = ("mbridge", "megatron", "numpy", "pyarrow", "pydantic", "ray", "torch", "transformers", "vllm")
 EXECUTORS = "ray._private.function_manager"  # makes what a thread of an actor, which Python did not start, calls first
 
 
@@ -89,21 +90,33 @@ class Notes:
         os.write(self.file, line.encode())
 
 
-class Executors(importlib.abc.MetaPathFinder):
-    """Lets the threads of Ray's actors be noted: patches what they call first when its module is imported."""
+class Imports(importlib.abc.MetaPathFinder):
+    """Keeps the hook out of other packages' imports, and brings it into threads that Python did not start.
+
+    Imports of QUIET would take minutes with it, and run nothing of mrl. A thread of a Ray actor first calls what
+    EXECUTORS makes.
+    """
 
     def __init__(self, hook: Any):
         self.hook = hook
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != EXECUTORS:
+        if name.partition(".")[0] not in QUIET:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
         load = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
-            load(module)
-            self.patch(module.FunctionActorManager)
+            before = sys.getprofile()
+            sys.setprofile(None)
+            try:
+                load(module)
+            finally:
+                sys.setprofile(before)
+            if name == EXECUTORS:
+                self.patch(module.FunctionActorManager)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -127,6 +140,6 @@ class Executors(importlib.abc.MetaPathFinder):
 if FOLDER:
     notes = Notes(str(Path(__file__).resolve().parents[2] / "mrl") + os.sep)
     os.register_at_fork(after_in_child=notes.begin)
-    sys.meta_path.insert(0, Executors(notes.hook))
+    sys.meta_path.insert(0, Imports(notes.hook))
     threading.setprofile(notes.hook)
     sys.setprofile(notes.hook)
