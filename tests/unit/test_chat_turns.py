@@ -68,6 +68,12 @@ def test_a_retry_replaces_and_what_it_said_first_is_no_history_any_more():
     assert again.place(THIRD).why is Why.FORGED
 
 
+def test_of_turns_that_said_the_same_the_newest_is_gone_on_with():
+    again = TWO.with_turn(FIRST, TWO.place(FIRST), A1)  # asked again behind which turn 2 stands, and said the same
+    assert again.place(asked(U1, A1, T3)) == ChatPlace(Move.EXTENDS, 3, (T3,))
+    assert again.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,)), "but the one that holds more of the request"
+
+
 def test_a_client_goes_back_to_a_line_that_it_left():
     branch = asked(U1, A1, tool("t2'"))
     both = TWO.with_turn(branch, TWO.place(branch), said("b2"))

@@ -18,7 +18,7 @@ from dialect_conversations import (
     causes,
 )
 from dialect_templates import HERMES, TEMPLATES, tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from mrl.data.dialects import Dialect, ToolCall, dialect_of
 from mrl.errors import ConfigError
@@ -92,6 +92,14 @@ def test_text_of_a_tool_is_plain_characters_whatever_it_says(family):
     assert FORGED in tokens.decode(forged) and dialect.calls(forged, PARAMETERS) == []
     alone = tokens.encode(FORGED, add_special_tokens=False)
     assert len([i for i in alone if i in added]) >= 5
+
+
+def test_of_tokens_that_begin_alike_the_longest_is_taken_as_by_the_tokenizer_itself():
+    tokens = tokenizer("hermes")
+    tokens.add_tokens([AddedToken(word, normalized=False) for word in ("<tool_call>s", "<tool_", "<|im_end|>|")])
+    dialect = dialect_of(tokens, {})
+    for text in ("<tool_call>s", "a <tool_ b <tool_call> c", "<|im_end|>|<|im_end|>", "<tool_call>sx"):
+        assert dialect.encoded([(text, True)]) == tokens.encode(text, add_special_tokens=False)
 
 
 def test_a_word_of_the_vocabulary_that_is_a_token_of_the_familys_own_is_cut():
