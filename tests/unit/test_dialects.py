@@ -164,6 +164,17 @@ def test_an_unclosed_call_before_another_is_answered_too_and_thoughts_call_nothi
     assert dialect.calls(tokens.encode("no call"), PARAMETERS) == []
 
 
+def test_calls_count_behind_the_last_thought_alone():
+    tokens, dialect = TOOLS["hermes"], DIALECTS["hermes"]
+    call = '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
+    said = f"<think>{call.format(1)}</think>{call.format(2)}</think>so {call.format(3)}<|im_end|>"
+    ids = tokens.encode(said, add_special_tokens=False)
+    assert [each.arguments for each in dialect.calls(ids, PARAMETERS)] == [{"expression": "3"}]
+    turn = dialect.said(ids, PARAMETERS)
+    assert (turn.content, [each.arguments for each in turn.calls]) == ("so", [{"expression": "3"}])
+    assert turn.thought.startswith("<tool_call>") and turn.thought.endswith("</tool_call>")
+
+
 @EACH
 def test_text_that_looks_like_a_call_is_none(family):
     """Sampled as characters, not as the family's token."""

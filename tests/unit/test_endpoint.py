@@ -549,10 +549,12 @@ def test_host_key_and_size_are_looked_at_before_anything_is_read():
         ("POST", path, own, b"[" * 100_000),
         ("POST", "/v1/reward", own, b'{"reward": "much"}'),
         ("POST", "/v1/reward", own, b'{"reward": NaN}'),
+        ("POST", "/v1/reward", own, b'{"parts": {}}'),
+        ("POST", "/v1/reward", own, b"1"),
         ("GET", path, own, None),
         ("GET", "/v1/models", {"x-api-key": "{key}"}, None),
     ]
-    assert statuses(requests) == [403, 403, 401, 401, 401, 413, 400, 400, 400, 400, 405, 200]
+    assert statuses(requests) == [403, 403, 401, 401, 401, 413, 400, 400, 400, 400, 400, 400, 405, 200]
 
 
 def test_a_key_opens_its_own_session_alone_and_none_after_its_end():

@@ -24,6 +24,7 @@ from mrl.model.adapters import (
     adapter_shapes,
     adapter_shards,
     factor_name,
+    is_adapter,
 )
 from mrl.model.boxes import Box
 from mrl.model.layout import TrainLayout
@@ -246,6 +247,7 @@ def test_only_factors_are_trained_and_what_walks_over_weights_does_not_see_them(
     rank = Rank(LAYOUTS["one rank"], 0)
     trained = {name for name, p in rank.chunk.named_parameters() if p.requires_grad}
     assert trained == {shard.megatron_name for shard in rank.adapters.described}
+    assert {name for name, _ in rank.chunk.named_parameters() if is_adapter(name)} == trained
     with hidden([rank.chunk]):
         assert {name for name, _ in rank.chunk.named_parameters()} == {shard.megatron_name for shard in rank.shards}
     assert {name for name, p in rank.chunk.named_parameters() if p.requires_grad} == trained
