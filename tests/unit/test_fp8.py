@@ -107,6 +107,18 @@ def test_a_box_has_the_scales_of_its_place(box):
     assert np.array_equal(bfloat16_words(codes.numpy()[cut], scales.numpy(), (BLOCK, BLOCK), first), whole[cut])
 
 
+@pytest.mark.parametrize("first", [(0, 0), (3, 7)])
+def test_blocks_need_not_be_square(first):
+    """torch's own values and product in float32, rounded by torch; blocks of 2 rows and 5 columns."""
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 120, (7, 13), generator=random, dtype=torch.uint8)
+    scales = torch.rand(4, 3, generator=random) + 0.1
+    each = scales.repeat_interleave(2, 0)[:7].repeat_interleave(5, 1)[:, :13]
+    whole = (codes.view(torch.float8_e4m3fn).float() * each).bfloat16()[first[0] :, first[1] :]
+    words = bfloat16_words(codes.numpy()[first[0] :, first[1] :], scales.numpy(), (2, 5), first)
+    assert np.array_equal(words, whole.contiguous().view(torch.int16).numpy().view(np.uint16))
+
+
 # ---------------------------------------------------------------- conversion
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mrl.data.dialects import ToolCall
-from mrl.data.samples import TurnCall
+from mrl.data.samples import Sample, Turn, TurnCall, packed
 from mrl.environments.environment_pool import CallAnswer
 from mrl.flow import partners
-from mrl.flow.partners import CallRecord, ToolPartner
+from mrl.flow.partners import CallRecord, ToolPartner, followed, sampled_turns
 
 # calls of three turns, and what each came to: name, digest of its reply (empty: none)
 SPOKEN = [
@@ -81,3 +81,16 @@ def test_a_record_that_is_continued_lacks_the_turn_under_way():
     assert [[call.name for call in turn] for turn in record.calls] == [["guess", ""], []]
     assert [call.seconds for call in record.calls[0]] == [0.0, 1.0]
     assert (record.rewards, record.parts) == ([0.5, 0.0], {"score": 2.0})
+
+
+def test_what_the_model_said_in_each_turn_is_without_the_context_behind_it():
+    row = Sample(
+        0, 0, 0, 1, (7, 8), (1, 2, 5, 6, 3), (-0.1, -0.2, 0, 0, -0.3), "stop", 5, sampled=(1, 1, 0, 0, 1),
+        turns=(Turn(0, "stop", 2, 0.5), Turn(4, "stop")), calls=(TurnCall("guess", "ok"), TurnCall("", "unread")),
+    )  # fmt: skip
+    made = packed([row])
+    assert [turn.tolist() for turn in sampled_turns(made)] == [[1, 2], [3]]
+    more = followed(made, [9, 9], calls=1, seconds=0.25)
+    assert more.token_ids.tolist() == [7, 8, 1, 2, 5, 6, 3, 9, 9] and more.sampled[-2:].tolist() == [False, False]
+    assert [turn.tolist() for turn in sampled_turns(more)] == [[1, 2], [3], []]
+    assert (more.turn_calls.tolist(), more.turn_seconds.tolist()) == ([2, 1, 0], [0.5, 0.25, 0])

@@ -106,6 +106,21 @@ def test_words_and_scales_are_those_of_the_definition_element_by_element(shape):
     assert torch.equal(words_of(weight[3:, 5:], scales, 16, (3, 5)).double(), words[3:, 5:])
 
 
+def test_words_between_two_are_rounded_as_their_products_with_the_inverse_scale():
+    """vLLM multiplies by 1 / scale. Where a quotient would be halfway between two words the product may not be."""
+    largest = torch.tensor([float(number) for number in range(33, 86, 2) if number % 7])  # three times as much fits
+    weight = torch.zeros(16, 16 * len(largest))
+    weight[0, ::16] = largest
+    for row, tie in enumerate((10.5, 21.0, 42.0, 84.0), start=1):  # 21 lies between the words 20 and 22
+        weight[row, ::16] = largest * tie / 448
+    assert torch.equal(weight.bfloat16().float(), weight)
+    words, scales = reference(weight.bfloat16(), 16)
+    made = words_of(weight.bfloat16(), scales, 16)
+    assert torch.equal(made.double(), words)
+    each = scales.repeat_interleave(16, 1).repeat_interleave(16, 0)
+    assert not torch.equal((weight / each).to(WORDS).double(), words), "a quotient would be another word"
+
+
 def test_a_block_of_zeros_has_words_of_zero_and_the_least_scale():
     weight = torch.zeros(16, 16, dtype=torch.bfloat16)
     scales = block_scales(weight, 16)
