@@ -22,7 +22,7 @@ ENTRYPOINT ["mrl"]
 # (shared memory for engines and weight syncs, addresses that other nodes reach, pinned memory and adapters for NCCL between nodes)
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
 ENV PIP_NO_CACHE_DIR=1 MRL_VENV=/opt/venv PATH=/opt/venv/bin:$PATH
-RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ \
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ wget \
     libibverbs1 ibverbs-providers rdma-core && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/mrl
 COPY --from=source /opt/mrl .
@@ -40,16 +40,24 @@ FROM swr.cn-south-1.myhuaweicloud.com/ascendhub/cann:9.1.0-${CHIP}-ubuntu22.04-p
 ARG SOC_VERSION=ascend910_9392
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL="https://triton-ascend.osinfra.cn/pypi/simple/ https://download.pytorch.org/whl/cpu"
-RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake git libnuma-dev && rm -rf /var/lib/apt/lists/* \
+# clang is what Ascend's Triton compiles with, wget what Kubernetes' probes may call
+RUN apt-get update && apt-get install -y --no-install-recommends g++ clang-15 git libnuma-dev wget && rm -rf /var/lib/apt/lists/* \
+    && update-alternatives --install /usr/bin/clang clang /usr/bin/clang-15 20 \
+    && update-alternatives --install /usr/bin/clang++ clang++ /usr/bin/clang++-15 20 \
     && pip install setuptools==80.10.2 setuptools-scm==9.2.2 wheel==0.45.1 packaging==25.0
 WORKDIR /opt
 # vLLM without a device of its own, then its Ascend plugin, whose operators are compiled against CANN and the torch that is installed.
 # torch's builds for CPUs, also on x86-64: torch_npu is made for them, and torchvision and torchaudio, which vllm-ascend wants, follow.
+# vllm-ascend's wheel on the index is built for A2, and on A3 no engine would start: it is built here, from the sdist. Without isolation
+# pip installs none of the requirements of that build (its pyproject.toml), so those that vLLM does not bring are named.
 RUN git clone --depth 1 --branch v0.23.0 https://github.com/vllm-project/vllm.git \
     && VLLM_TARGET_DEVICE=empty pip install ./vllm && rm -rf vllm
 RUN . /usr/local/Ascend/ascend-toolkit/set_env.sh && . /usr/local/Ascend/nnal/atb/set_env.sh \
     && pip install torch==2.10.0 torch-npu==2.10.0.post4 \
-    && COMPILE_CUSTOM_KERNELS=1 SOC_VERSION=${SOC_VERSION} pip install --no-build-isolation vllm-ascend==0.23.0
+    && pip install cmake==3.31.6 pybind11==2.13.6 attrs==25.3.0 decorator==5.2.1 scipy==1.15.3 pandas==2.2.3 einops==0.8.1 \
+    googleapis-common-protos==1.70.0 \
+    && COMPILE_CUSTOM_KERNELS=1 SOC_VERSION=${SOC_VERSION} \
+    pip install --no-build-isolation --no-binary=vllm-ascend vllm-ascend==0.23.0
 # MindSpeed is on no package index and is imported from its sources. Its requirements ask for an older numpy and tokenizers than the row
 # has; what it imports of them, the row brings.
 RUN git clone --depth 1 --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed.git && pip install --no-deps -e ./MindSpeed

@@ -19,7 +19,8 @@ EXTRAS = {
     # compiled against the torch that is there: scripts/install.sh does it.
     "cuda": ["torch==2.13.0", "vllm==0.32.0", "transformer-engine[core_cu13]==2.11.0", TRANSFORMERS, *TRAIN, *MATH],
     # Never run. vLLM 0.23.0 is built from source without a device, and MindSpeed is on no index: the Dockerfile's npu
-    # target does both. vllm-ascend takes exactly one transformers. On x86-64 torch_npu wants torch's build for CPUs,
+    # target does both. vllm-ascend's wheel is built for A2: on A3 install it before, from the sdist, as the Dockerfile
+    # does (`mrl doctor` compares). It takes exactly one transformers. On x86-64 torch_npu wants torch's build for CPUs,
     # which is on PyTorch's own index.
     "npu": [
         "torch==2.10.0", "torch-npu==2.10.0.post4", "vllm-ascend==0.23.0", "triton-ascend==3.2.2",

@@ -34,9 +34,11 @@ RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN DEVICE=$device DEVICES=$devices
 export TEMP=${TEMP:-/tmp/ray-mrl-$SLURM_JOB_ID} # short: Ray puts sockets below it
 
-HOST=$address PORT=$port DASHBOARD_PORT=$((port + 2000)) srun --nodes=1 --ntasks=1 --overlap --nodelist="$first" launch/start_head.sh --block &
+# a step does not take over the job's --cpus-per-task (since 22.05): where tasks are bound, Ray would see one core of a node
+cores=${SLURM_CPUS_PER_TASK:-1}
+HOST=$address PORT=$port DASHBOARD_PORT=$((port + 2000)) srun --nodes=1 --ntasks=1 --cpus-per-task="$cores" --overlap --nodelist="$first" launch/start_head.sh --block &
 if [ "$others" -gt 0 ]; then
-    HEAD=$address:$port srun --nodes="$others" --ntasks="$others" --ntasks-per-node=1 --overlap --exclude="$first" launch/start_worker.sh --block &
+    HEAD=$address:$port srun --nodes="$others" --ntasks="$others" --ntasks-per-node=1 --cpus-per-task="$cores" --overlap --exclude="$first" launch/start_worker.sh --block &
 fi
 mrl_wait_cluster "$address:$port" $(((others + 1) * devices)) "$device"
 

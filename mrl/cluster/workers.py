@@ -35,6 +35,7 @@ from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
 from mrl.platforms.addresses import address_environment
 from mrl.platforms.collective_trail import Trail, trail
+from mrl.platforms.hosting import set_communicator_defaults
 from mrl.platforms.imports import many_imports
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
@@ -81,6 +82,7 @@ class ActorWorker:
     def __init__(self, config: dict[str, Any], rank: int, log_path: str, places: list[tuple[str, int]] | None = None):
         """`places` is the seat's: one device."""
         log_to(log_path)
+        set_communicator_defaults()
         self._log = Path(log_path)
         self._places = places
         self.config = RunConfig.model_validate(config)

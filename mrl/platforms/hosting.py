@@ -55,6 +55,22 @@ _NPU_ACTOR = _NPU_SHARED_DEVICE | {
 # one queue for each device keeps the order in which Megatron overlaps communication with computation
 _CUDA_ACTOR = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
+# What each process with communicators gets where the user has set nothing, in the job's environment or a node's. HCCL
+# has no such sums in switches, and reports errors without being told.
+_COMMUNICATORS = {
+    # NVLink SHARP keeps several GB of a device for each rank's communicators, while engines have the device (verl's
+    # 235B scripts switch it off as well). The exchanges of training are gathers and all-to-alls, which gain nothing.
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_DEBUG": "WARN",  # silent otherwise, also about the reason of an error; INFO shows interface and transport
+}
+
+
+def set_communicator_defaults() -> None:
+    """Sets variables of this process that communicators read when they are made. What is set already stays."""
+    for name, value in _COMMUNICATORS.items():
+        os.environ.setdefault(name, value)
+
+
 _NPU_ENGINE = _NPU_SHARED_DEVICE | {
     # FRACTAL_NZ storage cannot be written in place: new weights would become garbage
     "VLLM_ASCEND_ENABLE_NZ": "0",

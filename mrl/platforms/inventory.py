@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -23,6 +23,7 @@ TORCH_PROBES = {
     "npu": "import torch, torch_npu; n = torch.npu.device_count(); assert n, 'torch_npu sees no device'; "
     "torch.ones(2).npu().sum().item(); print('torch_npu', torch_npu.__version__, 'computes on', n, 'devices')",
 }
+BUILT_FOR_A_CHIP = "npu"  # the device whose vLLM is built for one type of chip: mrl/platforms/ascend_build.py
 # programs that prove that the layers of an accelerator's ranks are available; slow
 LAYER_PROBES = {
     "cuda": "import transformer_engine.pytorch, transformer_engine as te; print('Transformer Engine', "
@@ -35,6 +36,8 @@ MIN_CUDA_DRIVER = "580"
 _COMPAT = "cuda/compat"  # folder of NVIDIA's package that runs a newer CUDA on older drivers of data-center devices
 _ASCEND = Path("/usr/local/Ascend")
 _TIMEOUT_S = 5.0
+_OF_NETWORK = ("NCCL_", "TORCH_NCCL_", "HCCL_", "GLOO_", "TP_SOCKET_")
+_OWN_TO_A_NODE = ("_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE")  # may differ
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,51 @@ def network_fault(kind: str, rdma: Rdma, nnodes: int) -> tuple[str, str] | None:
             "apt-get install libibverbs1 ibverbs-providers rdma-core",
         )
     return None
+
+
+def network_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that communicators of several nodes read."""
+    return {name: value for name, value in sorted(environment.items()) if name.startswith(_OF_NETWORK)}
+
+
+def network_setting_faults(
+    settings: Mapping[str, Mapping[str, str]], interfaces: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Returns what would keep communicators between nodes from working, each with its cure.
+
+    `settings` are the `network_settings` of each node, by address. `interfaces` are the names of its interfaces.
+    """
+    faults = [
+        f"{name}={value} on {node}, which has no such interface (it has {', '.join(interfaces[node])}): correct it"
+        for node, own in settings.items()
+        for name, value in own.items()
+        if name.endswith("_SOCKET_IFNAME") and not _names_one(value, interfaces[node])
+    ]
+    for name in sorted({name for own in settings.values() for name in own if not name.endswith(_OWN_TO_A_NODE)}):
+        values = {node: own.get(name, "unset") for node, own in settings.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{value} on {node}" for node, value in values.items())
+            faults.append(f"{name} differs ({listed}): set one value on every node")
+    by_host: dict[str, list[str]] = {}
+    for node, own in settings.items():
+        if host := own.get("NCCL_HOSTID"):
+            by_host.setdefault(host, []).append(node)
+    faults += [
+        f"NCCL_HOSTID={host} on {' and '.join(nodes)}, so NCCL takes them for one host: unset it"
+        for host, nodes in by_host.items()
+        if len(nodes) > 1
+    ]
+    return faults
+
+
+def _names_one(value: str, interfaces: Sequence[str]) -> bool:
+    """Tells whether a list of interfaces, as NCCL reads it, leaves one: `=` for whole names, `^` for all but these."""
+    names = value.lstrip("^=").split(",")
+    is_exact = "=" in value[:2]
+    found = [own for own in interfaces if any(own == name if is_exact else own.startswith(name) for name in names)]
+    if value.startswith("^"):
+        return len(found) < len(interfaces)
+    return bool(found)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

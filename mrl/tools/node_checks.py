@@ -1,11 +1,12 @@
-"""Checks that the nodes of a cluster fit together: devices, drivers, software, shared memory, clocks, and reachable
-ports.
+"""Checks that the nodes of a cluster fit together: devices, drivers, software, shared memory, clocks, variables of
+communicators, and reachable ports.
 
 Run by python -m mrl.tools.node_checks ADDRESS DEVICE. `mrl doctor` starts it as a program, and the ladder of
 scripts/hardware calls it. Each node has one actor, which reports facts and its clock. It listens on two ports: one from
 mrl's own range, one from the kernel's, where gloo and NCCL listen. Then each actor tries the ports of all others.
 """
 
+import os
 import shutil
 import socket
 import sys
@@ -13,12 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from mrl.cluster.same_software import check_same, software
 from mrl.errors import EnvironmentFault
 from mrl.platforms.device_state import read_device_state
-from mrl.platforms.inventory import find_devices
+from mrl.platforms.inventory import find_devices, network_setting_faults, network_settings
 from mrl.tools.doctor.host_checks import SHM_LEAST
 from mrl.units import GIB
 
@@ -41,6 +42,8 @@ class NodeFacts:
     driver: str
     software: dict[str, str]
     shm_gib: float  # size of /dev/shm
+    network: dict[str, str] = field(default_factory=dict)  # variables that communicators read, of its raylet
+    interfaces: list[str] = field(default_factory=list)
 
     @classmethod
     def here(cls, device: str) -> "NodeFacts":
@@ -48,7 +51,9 @@ class NodeFacts:
         driver = ""
         if device != "cpu":
             driver = find_devices(device).driver or "unknown"
-        return cls(_kinds(device), driver, software(), shutil.disk_usage("/dev/shm").total / GIB)
+        shm_gib = shutil.disk_usage("/dev/shm").total / GIB
+        interfaces = [name for _, name in socket.if_nameindex()]
+        return cls(_kinds(device), driver, software(), shm_gib, network_settings(os.environ), interfaces)
 
 
 def _kinds(device: str) -> str:
@@ -85,6 +90,8 @@ def unlike_faults(nodes: Mapping[str, NodeFacts]) -> list[str]:
     small = [f"{address} {node.shm_gib:.2f} GiB" for address, node in nodes.items() if node.shm_gib < SHM_LEAST]
     if small:
         problems.append(f"/dev/shm is small ({', '.join(small)}): give containers --shm-size=16g or --ipc=host")
+    network = {address: node.network for address, node in nodes.items()}
+    problems += network_setting_faults(network, {address: node.interfaces for address, node in nodes.items()})
     try:
         check_same({f"node {address}": (address, node.software) for address, node in nodes.items()})
     except EnvironmentFault as fault:

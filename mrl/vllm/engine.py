@@ -20,6 +20,7 @@ import numpy as np
 
 from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import EnvironmentFault, Interrupted
+from mrl.platforms.hosting import set_communicator_defaults
 from mrl.platforms.imports import many_imports
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
@@ -107,6 +108,7 @@ class VllmEngine:
         return time.monotonic() - began
 
     async def _start(self, meeting: tuple[str, int] | None, folder: Path) -> None:
+        set_communicator_defaults()
         if self.settings.is_on_cpu:
             start_server(folder)
         with many_imports():

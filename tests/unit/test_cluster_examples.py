@@ -115,7 +115,7 @@ class Allocation:
         environment = {
             "PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.bin), "POLL_S": "0.1", "DEVICE": "cuda",
             "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "1042", "SLURM_JOB_NODELIST": "node-[1-3]",
-            "SLURM_GPUS_ON_NODE": "8",
+            "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "96",
         }  # fmt: skip
         words = [str(ROOT / "launch" / "slurm.sh"), *TRAIN]
         return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -135,6 +135,7 @@ def test_the_job_starts_a_head_its_workers_and_the_run_and_ends_as_the_run_does(
     assert run == f"mrl 10.1.2.3:6421 train {' '.join(TRAIN)}"
     worker, head = sorted(steps, key=lambda line: "start_head" in line)
     assert "10.1.2.3" in head and "--nodelist=node-1" in head
+    assert all("--cpus-per-task=96" in step for step in steps), "a step does not take over the job's"
     assert "10.1.2.3:6421" in worker and "--nodes=2" in worker and "--exclude=node-1" in worker
 
 

@@ -76,6 +76,23 @@ def test_torch_is_there_before_what_is_compiled_against_it():
     )
 
 
+def test_vllm_ascend_is_built_for_the_chip_and_not_taken_from_its_wheel_for_a2():
+    """Whose `_build_info` says A2; a worker on A3 refuses it."""
+    _, body = stages()["npu"]
+    (building,) = re.findall(r"SOC_VERSION=\$\{SOC_VERSION\} \\\n\s+pip install ([^\n]*)", body)
+    assert {"--no-binary=vllm-ascend", "--no-build-isolation"} <= set(building.split())
+    before = body[: body.index("COMPILE_CUSTOM_KERNELS=1")]
+    # of its build, and nothing brings them before (pyproject.toml and setup.py of v0.23.0)
+    assert {"cmake", "pybind11", "setuptools-scm", "attrs", "decorator", "scipy"} <= set(
+        re.findall(r"([a-z0-9-]+)==", before)
+    )
+
+
+def test_images_have_what_the_probes_of_kubernetes_call():
+    for device in ("cuda", "npu"):
+        assert re.search(r"apt-get install [^&]*\bwget\b", stages()[device][1])
+
+
 def test_transformer_engine_is_compiled_against_the_torch_that_was_installed_before():
     script, row = (ROOT / "scripts" / "install.sh").read_text(), row_of("cuda")
     ((name, version),) = row.compiled.items()

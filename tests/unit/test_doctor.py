@@ -274,6 +274,7 @@ def test_a_cluster_is_probed_only_where_there_is_one():
     assert [p.name for p in probes("npu", "10.0.0.1:6379", deep=True)] == [
         "torch",
         "ray cluster",
+        "vllm-ascend build",
         "import mbridge",
         "import vllm",
     ]

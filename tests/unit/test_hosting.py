@@ -1,20 +1,24 @@
 """What processes of each device are given: environment by kind of process, and nothing of it again in the job's own."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from vllm.config.kernel import MoEBackend
 
+from mrl.cluster import workers
 from mrl.config.load import load_config
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.inventory import device_number
 from mrl.platforms.torch_platforms import CudaPlatform
+from mrl.vllm import engine
 from mrl.vllm.handshake import _KEEPING
 from mrl.vllm.requests import _arguments
 
@@ -97,3 +101,32 @@ def test_devices_with_names_are_numbered_alike_in_every_process():
     numbers = [device_number(name) for name in ("3", uuid, partition)]
     assert list(map(str, numbers)) == elsewhere
     assert numbers[0] == 3 and len({*numbers, *range(1 << 16, (1 << 16) + 9)}) == 12 and max(numbers) < 1 << 63
+
+
+def test_sums_in_switches_are_off_and_errors_said_however_a_run_is_started_unless_the_user_says_otherwise(
+    monkeypatch, tmp_path
+):
+    """Where mrl train, Slurm or an own cluster starts it, no runtime environment is read."""
+    names = ("NCCL_NVLS_ENABLE", "NCCL_DEBUG")
+    job = yaml.safe_load((ROOT / "launch" / "runtime_env.cuda.yaml").read_text())["env_vars"]
+    assert not set(names) & set(job)
+    monkeypatch.setattr(workers, "log_to", lambda path: None)
+    config = load_config(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml").config.model_dump()
+    for user, wanted in ((None, ["0", "WARN"]), ("1", ["1", "1"])):
+        for name in names:
+            monkeypatch.setenv(name, user or "")
+            if user is None:
+                monkeypatch.delenv(name)
+        workers.ActorWorker(config, 0, str(tmp_path / "log"))
+        assert [os.environ[name] for name in names] == wanted
+
+
+def test_an_engine_has_them_before_it_makes_a_process(monkeypatch):
+    called = []
+    monkeypatch.setattr(engine, "set_communicator_defaults", lambda: called.append("defaults"))
+    monkeypatch.setattr(engine, "start_server", lambda folder: called.append("server") or 1 / 0)
+    made = engine.VllmEngine.__new__(engine.VllmEngine)
+    made.settings = SimpleNamespace(is_on_cpu=True)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(made._start(None, Path()))
+    assert called == ["defaults", "server"]

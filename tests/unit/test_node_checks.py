@@ -78,3 +78,35 @@ def test_a_node_says_what_it_is():
     here = NodeFacts.here("cpu")
     assert here.devices and here.shm_gib > 0 and here.software == software()
     assert NodeFacts.here("cuda").devices.startswith("none (")  # this machine's torch has no CUDA
+
+
+def test_what_communicators_are_told_is_compared_between_nodes():
+    fine = NodeFacts(
+        "H100", "580", software(), 64.0, {"NCCL_SOCKET_IFNAME": "eth", "NCCL_IB_HCA": "mlx5"}, ["lo", "eth0"]
+    )
+    other = replace(
+        fine, network={"NCCL_SOCKET_IFNAME": "=eno1,bond0", "NCCL_IB_HCA": "mlx4"}, interfaces=["lo", "eno1"]
+    )
+    assert unlike_faults({"10.0.0.1": fine, "10.0.0.2": other}) == []
+    said = unlike_faults(
+        {
+            "10.0.0.1": replace(fine, network={"NCCL_HOSTID": "a", "NCCL_IB_DISABLE": "1"}),
+            "10.0.0.2": replace(fine, network={"NCCL_HOSTID": "a", "NCCL_SOCKET_IFNAME": "=eth"}),
+        }
+    )
+    assert said == [
+        "NCCL_SOCKET_IFNAME==eth on 10.0.0.2, which has no such interface (it has lo, eth0): correct it",
+        "NCCL_IB_DISABLE differs (1 on 10.0.0.1, unset on 10.0.0.2): set one value on every node",
+        "NCCL_HOSTID=a on 10.0.0.1 and 10.0.0.2, so NCCL takes them for one host: unset it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "is_there"),
+    [("eth", True), ("eth0", True), ("=eth", False), ("=eth0", True), ("ib,eth", True), ("ib", False), ("^lo", True),
+     ("^lo,docker", True), ("^lo,eth", False), ("^=lo,eth0", False)],
+)  # fmt: skip
+def test_interfaces_are_named_as_nccl_reads_them(value, is_there):
+    """NCCL's user guide, NCCL_SOCKET_IFNAME: prefixes; = for whole names; ^ for all others."""
+    node = NodeFacts("H100", "580", software(), 64.0, {"NCCL_SOCKET_IFNAME": value}, ["lo", "eth0"])
+    assert (unlike_faults({"10.0.0.1": node}) == []) == is_there

@@ -4,7 +4,6 @@ and the status that comes back.
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import socket
@@ -461,8 +460,3 @@ def test_every_runtime_environment_is_complete_and_explained(device):
     for name in yaml.safe_load(path.read_text())["env_vars"]:
         at = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
         assert "#" in lines[at] or lines[at - 1].strip().startswith("#"), f"{name} is not explained"
-
-
-def test_sums_in_switches_are_off_on_nvidia_and_the_memory_that_they_hold_is_said():
-    text = (ROOT / "launch" / "runtime_env.cuda.yaml").read_text()
-    assert re.search(r'# NVLink SHARP keeps several GB .*\n(?:  #.*\n)*  NCCL_NVLS_ENABLE: "0"$', text, re.MULTILINE)

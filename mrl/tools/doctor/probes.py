@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mrl.platforms.inventory import LAYER_PROBES, TORCH_PROBES
+from mrl.platforms.inventory import BUILT_FOR_A_CHIP, LAYER_PROBES, TORCH_PROBES
 from mrl.tools.doctor.host_facts import Finding, failure, ok, warning
 
 DEADLINE_S = 8.0
@@ -61,6 +61,9 @@ def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tup
         wanted.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
     if address and nnodes > 1:
         wanted.append(Probe("between nodes", _NODES, "each says its own cure", (address, device)))
+    if device == BUILT_FOR_A_CHIP:
+        program = "from mrl.platforms.ascend_build import main; main()"
+        wanted.append(Probe("vllm-ascend build", program, "the Dockerfile's npu target has the commands"))
     if deep and device in LAYER_PROBES:
         cure = "compile it against the torch that is installed: scripts/install.sh"
         wanted.append(Probe("import transformer_engine", LAYER_PROBES[device], cure))
