@@ -1,4 +1,6 @@
-"""Units of size in bytes, and rounding up."""
+"""Units of size in bytes, rounding up, and numbers as text."""
+
+from decimal import Decimal
 
 KIB = 1024
 MIB = 1024**2
@@ -8,3 +10,11 @@ GIB = 1024**3
 def round_up(value: int, multiple: int) -> int:
     """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def plain_number(number: Decimal) -> str:
+    """Returns a finite decimal without an exponent, and without zeros at the end of its fraction."""
+    text = format(number, "f")
+    if "." in text:
+        text = text.rstrip("0").removesuffix(".")
+    return "0" if text == "-0" else text

@@ -13,7 +13,7 @@ The last part of this file loads the tokenizer.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -76,6 +76,8 @@ class PromptParameters:
     drop_duplicates: bool = True
     reward_fn_key: str = "data_source"
     tools: ToolOffer | None = None  # what the model may call
+    # from a row's data_source and ground_truth to why no response can be right; None: the reward is the user's own
+    unmatched: Callable[[str, Any], str | None] | None = None
 
     def template_arguments(self, extra_info: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Returns the arguments of the chat template beside the messages. Raises BadRow where the row names unknown
@@ -85,6 +87,12 @@ class PromptParameters:
         if self.enable_thinking is not None:
             switch = {THINKING: self.enable_thinking}
         return {**self.apply_chat_template_kwargs, **switch, **self._tools(extra_info)}
+
+    def check_truth(self, rest: Mapping[str, Any]) -> None:
+        """Raises BadRow for a row whose truth the reward can find in no response."""
+        why = self.unmatched and self.unmatched(rest["data_source"], rest["ground_truth"])
+        if why:
+            raise BadRow(why, f"truth of {rest['data_source']}")
 
     def _tools(self, extra_info: Mapping[str, Any]) -> dict[str, Any]:
         if self.tools is None:
@@ -268,6 +276,7 @@ class _Loader:
         self.rows += 1
         try:
             messages, rest = parse_row(raw, self.parameters.prompt_key, self.parameters.reward_fn_key)
+            self.parameters.check_truth(rest)
             self.texts += isinstance(raw.value[self.parameters.prompt_key], str)
             # two rows on which responses act may begin differently although their prompts are equal: no duplicates
             acts = self.parameters.tools is not None and self.parameters.tools.needs_row(rest["extra_info"])

@@ -6,6 +6,7 @@ So a large file is never in memory as Python objects all at once.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 
 from mrl.errors import DataError
 from mrl.plain_files import parse_json, read_json
-from mrl.units import MIB
+from mrl.units import MIB, plain_number
 
 ROWS_AT_ONCE = 1024
 ROW_BYTES = 16 * MIB  # limit of a line of JSON; the longest prompts have a few MiB
@@ -193,7 +194,7 @@ def parse_row(
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Returns the messages of a row, and the prompt's other fields. Raises BadRow.
 
-    Values that JSON does not have (dates, decimals) become text.
+    Values that JSON does not have (dates, decimals) become text: a truth of a column of decimals as 42, not 42.00.
     """
     if raw.problem:
         raise BadRow(raw.problem)
@@ -208,6 +209,10 @@ def parse_row(
     truth = (reward_model or {}).get("ground_truth")
     if truth is None or truth != truth:  # tables have NaN where a value is missing
         raise BadRow("reward_model.ground_truth is missing")
+    if isinstance(truth, bytes):
+        raise BadRow("reward_model.ground_truth is bytes, expected text or a number", "ground_truth bytes")
+    if isinstance(truth, Decimal) and truth.is_finite():
+        truth = plain_number(truth)
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping", "extra_info")

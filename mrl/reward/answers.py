@@ -8,6 +8,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from mrl.units import plain_number
+
 TAIL = 2000  # characters of the conclusion that are searched, as an answer is near the end
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MARKS = r"[*_`]*"  # of Markdown
@@ -174,11 +176,3 @@ def truth_text(truth: Any) -> str:
     if isinstance(truth, str | int):
         return str(truth)
     raise ValueError(f"ground_truth {truth!r} is no text and no finite number")
-
-
-def plain_number(number: Decimal) -> str:
-    """Returns a finite decimal without an exponent, and without zeros at the end of its fraction."""
-    text = format(number, "f")
-    if "." in text:
-        text = text.rstrip("0").removesuffix(".")
-    return "0" if text == "-0" else text

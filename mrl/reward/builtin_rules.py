@@ -69,7 +69,7 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Ma
     whether there was such a number.
     """
     answers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL:])
-    correct = float(bool(answers) and answers[-1].replace(",", "") == str(ground_truth).replace(",", ""))
+    correct = float(bool(answers) and answers[-1].replace(",", "") == truth_text(ground_truth).replace(",", ""))
     return {"score": correct, "acc": correct, "answered": float(bool(answers))}
 
 
@@ -141,7 +141,7 @@ def multiple_choice(
     Order and separators do not matter. Parts: `acc`, `verdict`, `pred`. Unlike a search for letters anywhere in the
     box, `\\boxed{CAB}` counts as letters and `\\boxed{None}` does not. Raises ValueError for a truth that is no choice.
     """
-    truth = letters("".join(ground_truth) if isinstance(ground_truth, list) else str(ground_truth))
+    truth = letters("".join(map(truth_text, ground_truth if isinstance(ground_truth, list) else [ground_truth])))
     if truth is None:
         raise ValueError(f"ground_truth {ground_truth!r} names no choice; expected letters of {LETTERS}")
     boxes = boxed(conclusion(solution_str))

@@ -16,9 +16,9 @@ from mrl.reward.builtin_rules import RULE_OF_DATA_SOURCE, RULE_OF_PREFIX, RULES,
 from mrl.reward.items import ACC, RewardSpec
 from mrl.reward.math_verifier import load_math_verify
 from mrl.reward.reasoning_rule import REASONING, load_reasoning_gym
+from mrl.reward.truths import AUTO
 from mrl.reward.verl_modules import SCORES, missing, stand_in
 
-AUTO = "auto"
 MATH = "math"
 PATH_KEY = "reward.custom_reward_function.path"
 CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names

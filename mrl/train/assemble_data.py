@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from mrl.reward.builtin_rules import ENVIRONMENT
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import check_function
 from mrl.reward.resolve import check_data_sources
+from mrl.reward.truths import unmatched
 from mrl.vllm.requests import stop_token_ids, turns_spec
 
 if TYPE_CHECKING:  # what few runs need is imported by the line that reads its key
@@ -63,8 +65,9 @@ def read_data(
     tokenizer = prompt_tokenizer(model_path, data)
     tools = checked_tools(rollout.turns, data, reward, model_path, tokenizer, rollout.agent)
     check_goes_on(tools, trainer)
-    stream = load_training(data, trainer.seed, tokenizer, tools)
-    val_prompts = load_validation(data, tokenizer, tools)
+    rule = rule_in(reward)
+    stream = load_training(data, trainer.seed, tokenizer, tools, rule)
+    val_prompts = load_validation(data, tokenizer, tools, rule)
     held_out_sources = val_prompts.data_sources if val_prompts else frozenset()
     scoring = reward_spec(reward, stream.prompts.data_sources | held_out_sources)
     check_function(scoring)
@@ -146,8 +149,15 @@ def check_goes_on(tools: Offer | None, trainer: TrainerConfig) -> None:
     )
 
 
-def prompt_parameters(data: DataConfig, tools: Offer | None = None) -> PromptParameters:
-    """Returns the parameters that turn rows into prompts."""
+def rule_in(reward: RewardConfig) -> str | None:
+    """Returns `reward.function`; None where the reward is a function of the user's."""
+    if reward.custom_reward_function is not None:
+        return None
+    return reward.function
+
+
+def prompt_parameters(data: DataConfig, tools: Offer | None = None, rule: str | None = None) -> PromptParameters:
+    """Returns the parameters that turn rows into prompts. `rule`: see `rule_in`."""
     return PromptParameters(
         data.prompt_key,
         data.max_prompt_length,
@@ -159,18 +169,23 @@ def prompt_parameters(data: DataConfig, tools: Offer | None = None) -> PromptPar
         data.drop_duplicates,
         data.reward_fn_key,
         tools,
+        None if rule is None else partial(unmatched, rule),
     )
 
 
-def load_training(data: DataConfig, seed: int, tokenizer: Any, tools: Offer | None = None) -> PromptStream:
+def load_training(
+    data: DataConfig, seed: int, tokenizer: Any, tools: Offer | None = None, rule: str | None = None
+) -> PromptStream:
     """Returns the training prompts in order, sampled by `data.train_max_samples` if that is set. Raises DataError."""
-    usable = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(data, tools))
+    usable = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(data, tools, rule))
     prompts = usable.sample(data.train_max_samples, seed if data.shuffle else None)
     print(f"training prompts: {_read_and_taken(usable, prompts)}")
     return PromptStream(prompts, data.prompts_at_a_time, seed, data.shuffle, prompts.sizes, data.train_weights)
 
 
-def load_validation(data: DataConfig, tokenizer: Any, tools: Offer | None = None) -> PromptDataset | None:
+def load_validation(
+    data: DataConfig, tokenizer: Any, tools: Offer | None = None, rule: str | None = None
+) -> PromptDataset | None:
     """Returns the held-out prompts of all files, sampled by `data.val_max_samples` if that is set.
 
     Returns None without files. The sample does not depend on `trainer.seed`, so that runs of different seeds are
@@ -178,7 +193,7 @@ def load_validation(data: DataConfig, tokenizer: Any, tools: Offer | None = None
     """
     if not data.val_files:
         return None
-    usable = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(data, tools), files_apart=True)
+    usable = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(data, tools, rule), files_apart=True)
     prompts = usable.sample(data.val_max_samples, VALIDATION_SAMPLE)
     print(f"validation prompts: {_read_and_taken(usable, prompts)}")
     return prompts

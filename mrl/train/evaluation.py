@@ -27,7 +27,7 @@ from mrl.record.console import PlainConsole
 from mrl.record.run_dir import json_line, write_text
 from mrl.remote.process_logs import with_log_tails
 from mrl.reward.pool import check_function
-from mrl.train.assemble_data import checked_tools, load_validation, prompt_tokenizer, reward_spec
+from mrl.train.assemble_data import checked_tools, load_validation, prompt_tokenizer, reward_spec, rule_in
 from mrl.train.assemble_files import leave_nothing
 from mrl.train.rollouts import Responder
 from mrl.train.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
@@ -56,7 +56,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         tokenizer = prompt_tokenizer(source, config.data)
         rollout = config.rollout
         tools = checked_tools(rollout.turns, config.data, config.reward, source, tokenizer, rollout.agent)
-        prompts = load_validation(config.data, tokenizer, tools)
+        prompts = load_validation(config.data, tokenizer, tools, rule_in(config.reward))
         scoring = reward_spec(config.reward, prompts.data_sources)
         check_function(scoring)
         if stored := _stored_otherwise(config.model.path, checkpoint):

@@ -30,6 +30,7 @@ from mrl.errors import ConfigError, DataError
 from mrl.reward.items import OK, ONE_TURN, RewardItem, check_failures
 from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.process import PACKAGE_ROOT
+from mrl.reward.truths import right_responses
 from mrl.train.assemble_data import (
     check_goes_on,
     checked_dialect,
@@ -38,6 +39,7 @@ from mrl.train.assemble_data import (
     offer_of,
     prompt_parameters,
     reward_spec,
+    rule_in,
 )
 from mrl.train.own_loss import try_loss
 from mrl.units import MIB
@@ -69,16 +71,21 @@ def look(config: RunConfig) -> str | None:
     here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
     small = _bytes(here) <= READ_WHOLE_BYTES
     if small:
-        _read_untokenised(here)
-    rows = [row for file in (*here.train_files, *here.val_files) if (row := _first_row(file, data)) is not None]
+        _read_untokenised(here, rule_in(config.reward))
+    rows = [
+        row
+        for file in (*here.train_files, *here.val_files)
+        if (row := _first_row(file, data, rule_in(config.reward))) is not None
+    ]
     outcome = {}
-    if config.rollout.turns is not None:
+    if turns is not None:
         outcome = ONE_TURN
     _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
     reads = here == data and small
     if not Path(config.model.path).is_dir() or (turns and not offer) or not (reads or turns):
         return None
-    asked = _Asked(config.model.path, data, config.trainer.seed, offer, turns and turns.template_arguments, reads)
+    rule = rule_in(config.reward)
+    asked = _Asked(config.model.path, data, config.trainer.seed, offer, turns and turns.template_arguments, reads, rule)
     if (tokenizer := quick_tokenizer(Path(config.model.path), data.apply_chat_template_kwargs)) is not None:
         return _answered(asked, tokenizer)
     if "torch" in sys.modules:
@@ -121,6 +128,7 @@ class _Asked:
     offer: Offer | None = None
     template_arguments: Mapping[str, Any] | None = None  # for conversations; None: responses have one turn
     reads: bool = True  # whether all rows are read
+    rule: str | None = None  # that judges them; None: a function of the user's
 
 
 def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
@@ -131,7 +139,7 @@ def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
     if asked.offer is not None and asked.template_arguments is not None:
         checked_dialect(asked.template_arguments, asked.offer, asked.model_path, tokenizer)
     if asked.reads:
-        return _read(tokenizer, asked.data, asked.seed, asked.offer)
+        return _read(tokenizer, asked.data, asked.seed, asked.offer, asked.rule)
     return None
 
 
@@ -150,46 +158,59 @@ class _Untokenised:
         return [0] * len(conversation)
 
 
-def _read_untokenised(data: DataConfig) -> None:
+def _read_untokenised(data: DataConfig, rule: str | None) -> None:
     """Reads all rows, without checks of their tokens. Raises DataError."""
-    usual = prompt_parameters(data)
+    usual = prompt_parameters(data, rule=rule)
     parameters = replace(usual, max_prompt_length=sys.maxsize, apply_chat_template_kwargs={}, enable_thinking=None)
     for files, apart in ((data.train_files, False), (data.val_files, True)):
         if files:
             PromptDataset.load(files, _Untokenised(), parameters, files_apart=apart)
 
 
-def _first_row(file: str, data: DataConfig) -> dict[str, Any] | None:
-    """Returns the fields of the first usable row for the reward; None if the first ROWS_TRIED are unusable."""
+def _first_row(file: str, data: DataConfig, rule: str | None) -> dict[str, Any] | None:
+    """Returns the fields of the first usable row for the reward; None if the first ROWS_TRIED are unusable.
+
+    Raises DataError if some of those could be used but for truths that the rule finds in no response.
+    """
+    parameters = prompt_parameters(data, rule=rule)
+    unmatched = None
     for raw in islice(read_rows([file], data.prompt_key, data.reward_fn_key), ROWS_TRIED):
         with contextlib.suppress(BadRow):
-            return parse_row(raw, data.prompt_key, data.reward_fn_key)[1]
+            row = parse_row(raw, data.prompt_key, data.reward_fn_key)[1]
+            try:
+                parameters.check_truth(row)
+            except BadRow as problem:
+                unmatched = unmatched or f"{file}, row {raw.row}: {problem}; so are all of the first {ROWS_TRIED}"
+                continue
+            return row
+    if unmatched is not None:
+        raise DataError(unmatched)
     return None
 
 
 def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
-    """Loads a user's function that is on this host, and asks it about the first row.
+    """Loads a user's function that is on this host, or a built-in rule, and asks it about the first row.
 
     The responses are nonsense, the truth, and the truth in words, until one is judged. A correct function may
-    fail on some answers, so it raises only if all three fail.
+    fail on some answers, so it raises only if all three fail. A built-in rule is asked about the truth as it wants it
+    said, and has to judge that.
     """
     spec = reward_spec(reward, {row["data_source"] for row in rows})
     custom = reward.custom_reward_function
-    if custom is None or not Path(custom.path).is_file():
+    if custom is not None and not Path(custom.path).is_file():
         return
     check_function(spec)
     if not rows:
         return
     row = rows[0]
-    texts = (NONSENSE, str(row["ground_truth"]), f"Answer: {row['ground_truth']}")
-    items = [
-        RewardItem(number, row["data_source"], text, row["ground_truth"], row["extra_info"])
-        for number, text in enumerate(texts)
-    ]
+    truth = row["ground_truth"]
+    texts = [NONSENSE, str(truth), f"Answer: {truth}"]
+    if custom is None:
+        texts = right_responses(reward.function, row["data_source"], truth)
     results = []
     with RewardPool(spec, 1, reward.timeout_s) as pool:
-        for item in items:
-            results += pool.score([item])
+        for number, text in enumerate(texts):
+            results += pool.score([RewardItem(number, row["data_source"], text, truth, row["extra_info"])])
             if results[-1].reason == OK:
                 return
     try:
@@ -224,10 +245,10 @@ def _answered_apart(question: _Asked) -> str | None:
     return found.get("fingerprint")
 
 
-def _read(tokenizer: ChatTokenizer, data: DataConfig, seed: int, offer: Offer | None) -> str:
+def _read(tokenizer: ChatTokenizer, data: DataConfig, seed: int, offer: Offer | None, rule: str | None = None) -> str:
     with contextlib.redirect_stdout(io.StringIO()):  # the run prints it, once
-        fingerprint = load_training(data, seed, tokenizer, offer).prompts.fingerprint
-        load_validation(data, tokenizer, offer)
+        fingerprint = load_training(data, seed, tokenizer, offer, rule).prompts.fingerprint
+        load_validation(data, tokenizer, offer, rule)
     return fingerprint
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mrl.model.registry import known_hf_config
 from mrl.reward.items import ONE_TURN, RewardItem, RewardSpec, check_failures
 from mrl.reward.pool import RewardPool
 from mrl.reward.resolve import check_data_sources
+from mrl.reward.truths import unmatched
 from mrl.tools.rehearse.compose import Rehearsal, WorkFolder, compose
 from mrl.tools.rehearse.notes import OutOfReach
 from mrl.tools.rehearse.scoring import ROW, VALIDATION, ScoringSettings, write_scorer
@@ -30,7 +32,7 @@ from mrl.tools.rehearse.small_model import (
     write_checkpoint,
     write_tokenizer,
 )
-from mrl.train.assemble_data import offer_of
+from mrl.train.assemble_data import offer_of, rule_in
 from mrl.vllm.requests import stop_token_ids, turns_spec
 
 TRAIN_ROWS = 32
@@ -96,12 +98,14 @@ def _tokenizer(original: RunConfig, work: WorkFolder) -> str:
 
 def _parameters(config: RunConfig) -> PromptParameters:
     data = config.data
+    rule = rule_in(config.reward)
     return PromptParameters(
         prompt_key=data.prompt_key,
         max_prompt_length=data.max_prompt_length,
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
         enable_thinking=data.enable_thinking,
         reward_fn_key=data.reward_fn_key,
+        unmatched=None if rule is None else partial(unmatched, rule),
     )
 
 
@@ -201,6 +205,7 @@ def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple
         try:
             parsed = parse_row(raw, parameters.prompt_key, parameters.reward_fn_key)
             parameters.template_arguments(parsed[1]["extra_info"])
+            parameters.check_truth(parsed[1])
         except BadRow:
             continue
         count -= 1
