@@ -217,6 +217,15 @@ ICEPOP = "algorithm.rollout_correction={level: token, mode: icepop, low: 0.5, hi
 
 
 @pytest.mark.parametrize("mode", ["mask", "icepop"])
+@pytest.mark.parametrize(("weigh", "weight"), [("null", 4.0), ("true", 4.0), ("false", 1.0)])
+def test_what_is_inside_the_band_has_the_weight_that_the_configuration_says(mode, weigh, weight):
+    correction = f"{{level: token, mode: {mode}, weigh: {weigh}, low: 0.5, high: 5.0}}"
+    config = load_config(TINY, overrides=[f"algorithm.rollout_correction={correction}"]).config
+    batch, _ = filtered(config, [sample(2, "stop")], gap=math.log(4))
+    np.testing.assert_allclose(batch.loss_weights, weight, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["mask", "icepop"])
 def test_a_step_of_which_nothing_is_left_stops_and_says_what_dropped_it(mode):
     config = load_config(TINY, overrides=[ICEPOP.replace("icepop", mode)]).config
     batch, _ = filtered(config, [sample(2, "stop")], gap=math.log(4))
