@@ -115,6 +115,43 @@ def test_partial_rollouts_mix_versions_within_the_bound_train_and_go_on_after_a_
     assert any(name.startswith("val-core/") for name in rows[2]), "validation between two versions"
 
 
+OTHER_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 100.0 + sum(c.isdigit() for c in solution_str)
+"""
+
+
+@pytest.mark.long
+def test_a_resume_with_another_reward_and_temperature_trains_on_no_group_of_both(world, tmp_path):
+    """First another reward, whose groups keep their tokens; then another temperature, by which all begin anew."""
+    run_dir = tmp_path / "run"
+    other = tmp_path / "other_reward.py"
+    other.write_text(OTHER_REWARD)
+    stopped = start(world, run_dir, **PARTIAL)
+    wait_for_step(stopped, run_dir, 2)
+    stopped.send_signal(signal.SIGTERM)
+    assert finish(stopped, run_dir) == 5
+    done = len(metrics(run_dir)) - 1
+    judged = PARTIAL | {"reward__custom_reward_function__path": other, "trainer__total_training_steps": 9}
+    stopped = start(world, run_dir, "--resume", **judged)
+    wait_for_step(stopped, run_dir, done + 2)
+    stopped.send_signal(signal.SIGTERM)
+    assert finish(stopped, run_dir) == 5
+    said = run_dir.with_suffix(".log").read_text()
+    assert "rewards are asked for again" in said and "by other rewards" in said
+    again = len(metrics(run_dir)) - 1
+    trained(
+        world, run_dir, "--resume", **judged | {"rollout__temperature": 0.5, "trainer__total_training_steps": again + 2}
+    )
+    assert "they were made by other sampling" in run_dir.with_suffix(".log").read_text()
+    rows = metrics(run_dir)[1:]
+    assert all(row["critic/score/max"] < 50 for row in rows[:done])
+    assert all(row["critic/score/min"] >= 100 for row in rows[done:])
+    assert rows[done]["training/off_policy/trajectory_staleness/max"] > 0, "tokens were kept"
+    assert rows[again]["training/off_policy/trajectory_staleness/max"] == 0
+    assert rows[again]["training/rollout_log_probs_abs_diff_max"] < 1e-4
+
+
 READY_FIRST = {
     "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True,
     "trainer__order": "ready_first", "trainer__save_freq": 2, "data__max_response_length": 100,
