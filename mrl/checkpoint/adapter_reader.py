@@ -53,8 +53,12 @@ def stored_adapters(folder: Path, manifest: Manifest, files: TensorFiles, model:
     check_files(folder, facts, _THREADS)
     lora = lora_of(manifest, folder)
     entries = tuple(manifest.read_entries(folder))
-    described = {piece.hf_name for entry in entries if entry.role == WEIGHT for piece in entry.pieces}
-    if odd := sorted(described ^ adapter_shapes(model, lora).keys()):
+    described: dict[str, tuple[int, ...]] = {}
+    for piece in (piece for entry in entries if entry.role == WEIGHT for piece in entry.pieces):
+        stops = tuple(stop for _, stop in piece.hf_box.ranges)
+        described[piece.hf_name] = tuple(map(max, described.get(piece.hf_name, stops), stops))
+    wanted = adapter_shapes(model, lora)
+    if odd := sorted(name for name in described.keys() | wanted.keys() if described.get(name) != wanted.get(name)):
         raise EnvironmentFault(
             f"{folder}: its tensors are not those of its adapters ({len(odd)} differ): {', '.join(odd[:3])}; the "
             "checkpoint is damaged, choose another one"

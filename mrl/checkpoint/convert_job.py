@@ -162,7 +162,7 @@ def run_conversion(
     began = time.monotonic()
     work = output.with_name(f".{output.name}.partial")
     files = target.files
-    refuse_in_the_way(output)
+    refuse_in_the_way(output, source.folder)
     sizes = {file.name: file_bytes(target.container, file) for file in files}
     processes = 1
     if sum(sizes.values()) > SMALL_BYTES:
@@ -245,8 +245,10 @@ def _verify(source: Checkpoint, target: Target, folder: Path, facts: FileFacts, 
         raise
 
 
-def refuse_in_the_way(output: Path) -> None:
-    """Raises ConfigError for an output that exists, except an empty folder."""
+def refuse_in_the_way(output: Path, source: Path) -> None:
+    """Raises ConfigError for an output that exists, except an empty folder, and for one inside of its source."""
+    if output.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{output} is inside of {source}, which stays as it is; choose another output")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists and is not an empty folder; choose another output")
 

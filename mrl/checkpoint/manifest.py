@@ -267,6 +267,10 @@ def _check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         file = folder / name
         actual = None
+        if file.is_symlink():
+            raise EnvironmentFault(
+                f"{file} is a link, and a checkpoint has files of its own: replace it by the file that it points to"
+            )
         if file.is_file():
             actual = file.stat().st_size
         if actual != size:
@@ -432,7 +436,20 @@ def _entry(data: dict[str, Any]) -> StoredTensor:
     words = [data["file"], data["key"], data["role"]]
     if not all(isinstance(word, str) for word in words) or (flat is not None and len(flat) != 2):
         raise ValueError(f"an entry of {str(words)[:200]}")
-    return StoredTensor(*words, _numbers(data["shape"]), flat, pieces)
+    shape = _numbers(data["shape"])
+    for piece in pieces:
+        _check_inside(piece, shape)
+    return StoredTensor(*words, shape, flat, pieces)
+
+
+def _check_inside(piece: Piece, shape: Sequence[int]) -> None:
+    """Raises ValueError for a piece outside of its local tensor, or whose two boxes differ in shape."""
+    local = piece.local_box
+    is_inside = len(local.ranges) == len(shape) and all(
+        stop <= size for (_, stop), size in zip(local.ranges, shape, strict=True)
+    )
+    if not is_inside or local.shape != piece.hf_box.shape:
+        raise ValueError(f"{piece.hf_name} at {piece.hf_box.ranges} in {local.ranges} of a tensor of {tuple(shape)}")
 
 
 def _numbers(values: Sequence[int]) -> tuple[int, ...]:

@@ -29,8 +29,9 @@ def write_peft(checkpoint: Path, output: Path) -> PeftReport:
     Raises ConfigError for a checkpoint without adapters or an existing output, EnvironmentFault for a damaged source or
     a full disk.
     """
-    refuse_in_the_way(output)
-    adapters, manifest = open_adapters(step_folder(checkpoint))
+    folder = step_folder(checkpoint)
+    refuse_in_the_way(output, folder)
+    adapters, manifest = open_adapters(folder)
     base = manifest.adapters["base"]
     config = json.dumps(peft_config(adapters.lora, base["path"], manifest.adapters.get("dropout", 0.0)), indent=2)
 

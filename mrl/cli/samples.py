@@ -97,9 +97,9 @@ def _decoder(config: Path) -> Callable[[list[int]], str]:
     from mrl.model.hub import local_folder
     from mrl.tools.report.samples import decoder
 
-    path = ""
-    if config.exists():
-        path = _model_path(config)
+    if not config.is_file():
+        raise ConfigError(f"{config} is missing, so the run's tokenizer is unknown; --jsonl needs none")
+    path = _model_path(config)
     try:
         folder = local_folder(path)
         return decoder([Path(folder)]) or load_tokenizer(folder).decode

@@ -10,11 +10,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.adapters import Lora, adapter_shapes
 from mrl.model.hf_config import ModelSpec
 from mrl.model.hf_files import TensorBytes, read_safetensors_header, safetensors_metadata, weight_files
 from mrl.plain_files import TEXT_BYTES, open_regular, read_json, reason
+from mrl.units import MIB
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -22,6 +25,8 @@ PREFIX = "base_model.model."
 BASE_DIGEST = "mrl_base_digest"  # a key in the metadata of the weights' file
 _READ_OF_EACH = 4096  # bytes of each tensor that go into the model's digest
 _SHOWN = 3
+# dtypes of factors: words, and the bits that are all set in NaN and infinity
+_EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
 # of adapter_config.json: what changes the weights in a way that is not computed here, and its harmless values. Other
 # starts than these (pissa, olora, corda, loftq, lora_ga) also change the base, which is not in the adapter's folder.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -127,7 +132,24 @@ def read_peft(folder: str | Path, model: ModelSpec, lora: Lora) -> dict[str, Ten
             f"({len(odd)} differ): {shown}{' ...' if len(odd) > _SHOWN else ''}; give the adapter's own "
             "target_modules and model"
         )
+    for name, place in found.items():
+        _check_numbers(folder / WEIGHTS, name, place)
     return found
+
+
+def _check_numbers(file: Path, name: str, place: TensorBytes) -> None:
+    """Raises ConfigError for a factor that is no floating-point tensor, or has a number that is not finite."""
+    if place.dtype not in _EXPONENTS:
+        raise ConfigError(f"{file}: {name} is {place.dtype}, and factors are {', '.join(_EXPONENTS)}")
+    kind, exponent = _EXPONENTS[place.dtype]
+    handle = open_regular(file)
+    try:
+        for start in range(place.start, place.stop, MIB):
+            words = np.frombuffer(os.pread(handle, min(MIB, place.stop - start), start), kind)
+            if ((words & exponent) == exponent).any():
+                raise ConfigError(f"{file}: {name} has numbers that are not finite; the adapter is damaged")
+    finally:
+        os.close(handle)
 
 
 def _check_config(file: Path, lora: Lora) -> None:

@@ -92,6 +92,33 @@ def change_description(path, rank: int, change) -> None:
     (path / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        ([[0, 3], [0, 4]], [[2, 5], [0, 4]]),
+        ([[0, 3], [0, 4]], [[0, 2], [0, 4]]),
+        ([[0, 3], [0, 4]], [[0, 3]]),
+        ([[0, 3], [0, 4]], [[0, 4], [0, 3]]),
+    ],
+    ids=["outside of its tensor", "smaller", "of another rank", "turned"],
+)
+def test_a_piece_that_does_not_lie_in_its_tensor_is_told_whoever_reads_it(tmp_path, boxes):
+    """Also where the digests are right."""
+    path = a_checkpoint(tmp_path, 1)
+    change_description(path, 0, lambda entries: entries[0].update(pieces=[["w", *boxes]]))
+    with pytest.raises(EnvironmentFault, match=r"rank-00000\.json: not the description of a rank.*w at"):
+        list(read_manifest(path).read_entries(path))
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.json"])
+def test_a_checkpoint_whose_file_is_a_link_is_refused(tmp_path, name):
+    path = a_checkpoint(tmp_path, 1)
+    (path / name).rename(tmp_path / name)
+    (path / name).symlink_to(tmp_path / name)
+    with pytest.raises(EnvironmentFault, match=f"{name} is a link, and a checkpoint has files of its own"):
+        read_manifest(path)
+
+
 def flip_a_byte(path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -99,4 +99,6 @@ def test_usage_is_answered_with_2_and_a_bad_checkpoint_with_4(capsys, model, tmp
     assert run(capsys, "hf-to-megatron", tmp_path / "nowhere", "-o", tmp_path / "o", "--layout", "tp=1")[0] == 4
     assert run(capsys, "megatron-to-megatron", model, "-o", tmp_path / "o", "--layout", "tp=1")[0] == 4
     assert run(capsys, "hf-to-megatron", model, "-o", model, "--layout", "tp=1")[0] == 2
+    code, _, err = run(capsys, "hf-to-megatron", model, "-o", model / "below" / "it", "--layout", "tp=1")
+    assert code == 2 and "is inside of" in err and not (model / "below").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]

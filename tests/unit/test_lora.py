@@ -378,9 +378,36 @@ def test_a_checkpoint_of_adapters_on_another_model_is_refused_by_digest_and_the_
 
 
 def test_what_is_said_of_adapters_must_fit_their_tensors(base, tmp_path):
-    folder = step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA), target_modules=["q_proj"])
-    with pytest.raises(EnvironmentFault, match="not those of its adapters"):
-        open_saved(folder)
+    for number, said in enumerate(({"target_modules": ["q_proj"]}, {"rank": 2}, {"rank": 8})):
+        folder = step_of(base, tmp_path / f"step-{number}", {"world_size": 1}, factors_of(SMALL, LORA), **said)
+        with pytest.raises(EnvironmentFault, match="not those of its adapters"):
+            open_saved(folder)
+        with pytest.raises(EnvironmentFault, match="not those of its adapters"):
+            write_peft(folder, tmp_path / "peft")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda factor: factor.to(torch.int8), "is I8, and factors are F32, BF16, F16"),
+        (lambda factor: factor.double(), "is F64"),
+        (lambda factor: factor.index_fill(0, torch.tensor([1]), float("nan")), "not finite"),
+        (lambda factor: factor.half().index_fill(0, torch.tensor([1]), float("inf")), "not finite"),
+        (lambda factor: factor.bfloat16().index_fill(0, torch.tensor([1]), float("-inf")), "not finite"),
+    ],
+    ids=["int8", "float64", "nan", "inf in float16", "-inf in bfloat16"],
+)
+def test_factors_that_are_no_finite_floating_point_numbers_are_refused(base, tmp_path, changed, said):
+    write_peft(step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA)), tmp_path / "peft")
+    file = tmp_path / "peft" / "adapter_model.safetensors"
+    factors = {name: torch.from_numpy(factor) for name, factor in load_file(file).items()}
+    name = sorted(factors)[1]
+    save_tensors(factors | {name: changed(factors[name])}, file)
+    with pytest.raises(ConfigError, match=said):
+        read_peft(tmp_path / "peft", SMALL, LORA)
+    for dtype in (torch.float16, torch.bfloat16):
+        save_tensors({name: factor.to(dtype) for name, factor in factors.items()}, file)
+        assert read_peft(tmp_path / "peft", SMALL, LORA)
 
 
 @pytest.mark.parametrize(

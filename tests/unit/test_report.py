@@ -352,6 +352,17 @@ def test_a_finished_run_is_judged_by_its_held_out_scores(tmp_path, scores, words
     assert said.headline.startswith("Finished, 6 of 6 steps. ") and words in said.headline and said.tone == tone
 
 
+@pytest.mark.parametrize("damage", ["NaN", "-Infinity", '"high"', "null"])
+def test_scores_that_are_no_numbers_are_no_trend_and_are_told(tmp_path, damage):
+    run = write_run(tmp_path / "run", World(held_out=RISING))
+    file = run.validation / "step-6.jsonl"
+    lines = [re.sub(r'"score": [-0-9.]+', f'"score": {damage}', line) for line in file.read_text().splitlines()]
+    file.write_text("\n".join(lines) + "\n")
+    said = verdict(read_run(run.path))
+    assert "Held-out scores say nothing: validation/ is damaged at step 6" in said.headline, said.headline
+    assert any(f"validation/step-6.jsonl has {len(lines)} damaged lines" in str(each) for each in said.next_steps)
+
+
 def test_a_bonus_is_no_verdict_where_the_accuracy_stands_still(tmp_path):
     """The reward falls to every answer, and as many are right."""
     less = [score - 0.5 for score in RISING[6]]

@@ -12,7 +12,7 @@ import mrl.cli.samples as samples_command
 from mrl.cli.main import main
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Samples, packed
-from mrl.errors import DataError, EnvironmentFault
+from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.flow import outbox, sample_writer
 from mrl.flow.sample_writer import SampleWriter, kept_rows
 from mrl.record import sample_files
@@ -301,6 +301,11 @@ def test_texts_are_those_of_the_models_tokenizer_which_is_not_loaded_for_them(tm
     assert samples_command._decoder(config)([1]) == "by the whole one"
     Tokenizer(models.WordLevel({"<unk>": 0, "four": 1, "two": 2}, "<unk>")).save(str(tmp_path / "tokenizer.json"))
     assert samples_command._decoder(config)([1, 2, 0]) == "four two <unk>"
+
+
+def test_a_run_without_its_configuration_is_told_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.yaml is missing, .* --jsonl needs none"):
+        samples_command._decoder(tmp_path / "config.yaml")
 
 
 def test_numbers_of_rows_come_through_bytes_as_they_were():

@@ -77,11 +77,21 @@ class Difference:
 
 def read_responses(folder: Path, step: int) -> list[Response]:
     """Returns the responses of one validation without invalid lines; nothing for a step without file."""
+    return list(_responses(_lines(folder, step)))
+
+
+def invalid_lines(folder: Path, step: int) -> int:
+    """Returns the number of lines of one validation that are no responses with scores."""
+    lines = _lines(folder, step)
+    return len(lines) - len(list(_responses(lines)))
+
+
+def _lines(folder: Path, step: int) -> list[str]:
     try:
         text = read_text(folder / f"step-{step}.jsonl", LINES_BYTES, errors="replace")
     except (OSError, ValueError):
         return []
-    return list(_responses(text.split("\n")))
+    return [line for line in text.split("\n") if line]
 
 
 def _responses(lines: Sequence[str]) -> Iterator[Response]:
@@ -95,7 +105,7 @@ def _responses(lines: Sequence[str]) -> Iterator[Response]:
                 str(row["input"]),
                 str(row["output"]),
                 str(row.get("gts")),
-                float(row["score"]),
+                _finite(row["score"]),
                 str(row["reason"]),
                 _acc(row.get("reward")),
             )
@@ -108,8 +118,16 @@ def _acc(parts: Any) -> float | None:
     if isinstance(parts, dict):
         value = parts.get(ACC)
     if isinstance(value, bool | int | float):
-        return float(value)
+        return _finite(value)
     return None
+
+
+def _finite(value: Any) -> float:
+    """Returns a number. Raises ValueError for NaN and infinity, which no reward function's score is."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"a score of {number}")
+    return number
 
 
 def quantities(*validations: Sequence[Response]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from mrl.record.goodput import Goodput, goodput_of
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.run_lock import in_use
 from mrl.tools.report.columns import STEP, Curve, curves_of
-from mrl.tools.report.heldout import Response, read_responses
+from mrl.tools.report.heldout import Response, invalid_lines, read_responses
 from mrl.train.advice import advisers
 
 _DEFAULT = "default"
@@ -252,6 +252,13 @@ class RunRecord:
         if step not in self._responses:
             self._responses[step] = read_responses(RunDir(self.path).validation, step)
         return self._responses[step]
+
+    @cached_property
+    def damaged_validations(self) -> dict[int, int]:
+        """Returns the number of damaged lines of the first and the last validation, by step, where there are some."""
+        ends = dict.fromkeys([*self.validation_steps[:1], *self.validation_steps[-1:]])
+        lines = {step: invalid_lines(RunDir(self.path).validation, step) for step in ends}
+        return {step: count for step, count in lines.items() if count}
 
     @cached_property
     def _responses(self) -> dict[int, list[Response]]:

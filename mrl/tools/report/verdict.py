@@ -143,6 +143,9 @@ def _newest(run: RunRecord) -> str:
 
 
 def _learnt_words(run: RunRecord, learnt: dict[str, Difference]) -> str:
+    damaged = run.damaged_validations
+    if not learnt and damaged:
+        return f"Held-out scores say nothing: validation/ is damaged at {_steps_words(list(damaged))}."
     if learnt:
         if any(map(_rose, learnt.values())):
             return "Held-out scores rose by more than chance."
@@ -191,6 +194,11 @@ def _cures(run: RunRecord) -> Iterator[str]:
     """Yields cures for missing lines and for numbers of the last steps, the most serious first."""
     if run.missing_steps and not run.finished:
         yield f"metrics.jsonl has no line of {_steps_words(run.missing_steps)}. {_OF_OTHER_LINES}"
+    for step, lines in run.damaged_validations.items():
+        yield (
+            f"validation/step-{step}.jsonl has {lines} damaged lines (no responses with scores), which count nowhere: "
+            "compare other steps, or restore the file."
+        )
     verified = run.curves.get("reshard/verified")
     if run.settings.text("reshard.verify_every") == "1" and verified is not None and (verified.values < 1).any():
         yield (
