@@ -82,6 +82,12 @@ class NumericAbort(MrlError):
     exit_code = 6
 
 
+class DoesNotFit(MrlError):
+    """A plan whose memory is too large by more than the error of the plan. Only `mrl plan` ends with it."""
+
+    exit_code = 7
+
+
 class NothingToDo(MrlError):
     """Nobody's fault: what was asked for exists already."""
 

@@ -277,14 +277,21 @@ def _written(options: argparse.Namespace, script: Path | None, text: str, severa
 
 
 def _checked(file: Path | None, text: str) -> tuple[list, list[str]]:
-    """Returns violations and remarks about the result, as `mrl validate` gives them."""
+    """Returns violations and remarks about the result, as `mrl validate` gives them: among them whether its plan
+    fits. That is no part of the verdict, which is about the translation.
+    """
     from mrl.cli.validate import check_config
     from mrl.config.load import SchemaRefusal
     from mrl.config.rules import with_rules
     from mrl.errors import InvalidConfig, Violation
+    from mrl.model import planning_model_spec
+    from mrl.plan.run_plan import memory_lines_of
 
     try:
-        return check_config(_loaded(text, file))
+        resolved = _loaded(text, file)
+        broken, remarks = check_config(resolved)
+        plan = [] if broken else memory_lines_of(resolved.config, planning_model_spec(resolved.config.model.path)[0])
+        return broken, [*remarks, *plan]
     except SchemaRefusal as refusal:
         return list(with_rules(refusal).violations), []
     except InvalidConfig as error:

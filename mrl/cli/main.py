@@ -48,7 +48,7 @@ GROUPS: dict[str, tuple[ModuleType, ...]] = {
 PASS_ON = ("train", "submit")  # they draw on the terminal, or pass on what a job prints
 EXIT_CODES = (
     "exit codes: 0 done, 2 configuration or usage, 3 data, 4 environment, 5 stopped but resumable, 6 numbers that must "
-    "not reach the optimizer, 1 a defect",
+    "not reach the optimizer, 7 a plan that does not fit, 1 a defect",
     "mrl COMMAND --help says more",
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cli.config_arguments import add_config, positive, resolved_config
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, DoesNotFit
 from mrl.units import GIB
 
 _ACTOR_ALONE = (
@@ -75,10 +75,13 @@ def _plan(options: argparse.Namespace) -> None:
     else:
         for line in [*lines(answer), *(f"note: {note}" for note in answer["notes"])]:
             print(line)
+    if answer.get("fit") == "does not fit":
+        raise SystemExit(DoesNotFit.exit_code)
 
 
 def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.config.rules import check
+    from mrl.plan.fit import fit_of
     from mrl.plan.plan_inputs import device_for
     from mrl.plan.run_plan import plan_of, plan_text
     from mrl.record.run_dir import RunDir, write_text
@@ -95,7 +98,8 @@ def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
             write_text(file, plan_text(plan))
         except OSError as error:
             raise ConfigError(f"--run-dir {options.run_dir}: cannot be written: {error.strerror}") from None
-    return plan | {"notes": _notes(config, options.device, plan["device"]["name"], stand_in)}
+    notes = _notes(config, options.device, plan["device"]["name"], stand_in)
+    return plan | {"fit": fit_of(plan["memory"]), "notes": notes}
 
 
 def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.tools.first_config import usual_config
     from mrl.tools.run_search import run_report, settings_between
     from mrl.tools.search import search
-    from mrl.tools.search_report import search_problem, search_report
+    from mrl.tools.search_report import search_problem, search_report, ways_out
     from mrl.tools.switches import with_switches
 
     if options.config is not None:
@@ -161,6 +165,8 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     if planned:
         run = run_report(config, problem, result)
     report = search_report(config, problem, options.top, planned, result)
+    if not report["layouts"]:
+        report |= ways_out(config, problem, megatron, planned)
     return report | {"switches": settings_between(config, with_switches(config, model)), "run": run, "notes": notes}
 
 
@@ -188,7 +194,10 @@ def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
 
 
 def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
-    """Yields the plan as about a screen of text."""
+    """Yields the plan as about a screen of text, the verdict first."""
+    from mrl.plan.run_plan import verdict
+
+    yield verdict(plan)
     model = plan["model"]
     device = plan["device"]
     actor = plan["layout"]["actor"]
@@ -204,7 +213,7 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
     yield from _memory_lines(plan["memory"])
     yield from _time_lines(plan)
     yield from _sync_lines(plan["reshard"])
-    yield f"plan: {plan['hash'][:16]}"
+    yield f"hash: {plan['hash'][:16]}"
 
 
 def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
@@ -361,12 +370,18 @@ def message_lines(answer: dict[str, Any]) -> Iterator[str]:
 
 def search_lines(result: dict[str, Any]) -> Iterator[str]:
     """Yields the best layouts, two lines each, and why others were left out."""
-    whole = ""
-    if result["planned"]:
-        whole = ", counting the actor alone; below, those that fit with the whole configuration"
+    alone = ", counting the actor alone" if result["planned"] else ""
+    whole = f"{alone}; below, those that fit with the whole configuration" if alone else ""
     where = f"{result['devices']} x {result['device']}"
-    yield f"{result['fitting']} of {result['legal']} legal layouts on {where} fit{whole}; fastest first"
-    yield f"seconds of an update of {result['samples']} samples, of which a step has {result['updates']}:"
+    counts = f"{result['fitting']} of {result['legal']} legal layouts on {where} fit"
+    if result["layouts"]:
+        yield f"{counts}{whole}; fastest first"
+        yield f"seconds of an update of {result['samples']} samples, of which a step has {result['updates']}:"
+    else:
+        near = result["near"]
+        lacks = f"; {near} lack less than the plan may be wrong by" if near else ""
+        yield f"{'MAY NOT FIT' if near else 'NOTHING FITS'}: {counts}{alone}{lacks}"
+        yield from _way_out_lines(result)
     for place, row in enumerate(result["layouts"], 1):
         degrees = (
             ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
@@ -379,8 +394,8 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
         reasons = "; ".join(f"{why} ({count})" for why, count in result["left_out"].items())
         yield f"faster ones left out, with which the plan of the whole configuration does not fit: {reasons}"
     if result["too_large"]:
-        yield "do not fit, by what weighs most: " + ", ".join(
-            f"{name} {count}" for name, count in result["too_large"].items()
+        yield "layouts that do not fit, by their largest term: " + ", ".join(
+            f"{name} in {count}" for name, count in result["too_large"].items()
         )
     yield from result["engines"]
     if result["switches"]:
@@ -394,6 +409,16 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
             yield "  " + " ".join(f"--set {setting}" for setting in run["settings"])
         if run["deepep_seconds"] is not None:
             yield f"  {_with_deepep()}: {run['deepep_seconds']:.3g} s"
+
+
+def _way_out_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Says what would make a layout fit."""
+    if result["would_fit_with"]:
+        yield "would fit with: " + " ".join(f"--set {setting}" for setting in result["would_fit_with"])
+    if result["would_fit_on"]:
+        yield f"would fit on {result['would_fit_on']} x {result['device']}, counting the actor alone"
+    elif not result["would_fit_with"]:
+        yield f"would not fit on {result['tried_devices']} x {result['device']} either, counting the actor alone"
 
 
 def _with_deepep() -> str:

@@ -84,10 +84,11 @@ def _look(resolved, remarks: list[str], check_paths: bool) -> tuple[list, list[s
     if not check_paths and (broken := seen_violations(resolved, model)):
         return broken, []
     bare = _look_at_weights(resolved.config, model, check_paths)
+    from mrl.plan.run_plan import memory_lines_of
     from mrl.train.first_look import look
 
     look(resolved.config)
-    return [], [*remarks, *bare, *unseen_files(resolved.config)]
+    return [], [*remarks, *memory_lines_of(resolved.config, model), *bare, *unseen_files(resolved.config)]
 
 
 def _look_at_weights(config, model, check_paths: bool) -> list[str]:

@@ -22,6 +22,7 @@ from mrl.model.quantised_shards import ranks_fault
 from mrl.plain_files import JSON_BYTES, parse_json, read_text, reason
 from mrl.plan.devices import Assumptions, Device, devices, faster, slower
 from mrl.plan.engine_memory import EngineMemory
+from mrl.plan.fit import error_of, fit_of
 from mrl.plan.generation_times import sequences_together
 from mrl.plan.host_memory import resume_seconds
 from mrl.plan.memory import memory_section
@@ -289,17 +290,33 @@ def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
 
 def verdict(plan: dict[str, Any]) -> str:
     """Describes the plan in one line: whether it fits, its fullest phase, and about how long a step takes."""
-    memory = plan["memory"]
-    name, fullest = max(memory["phases"].items(), key=lambda phase: phase[1]["bytes"] / phase[1]["device_bytes"])
-    room = f"{fullest['bytes'] / GIB:.1f} of {fullest['device_bytes'] / GIB:.1f} GiB in {name}, the fullest phase"
     phases = plan["times"]["phase_seconds"] | {"sync": plan["reshard"]["predicted_seconds"]}
     times = ", ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in phases.items())
-    answer = "DOES NOT FIT"
-    if memory["fits"]:
-        answer = "fits"
     low, expected, high = step_seconds(plan)
     step = f"a step about {_seconds(expected)}, {_seconds(low)} to {_seconds(high)} ({times})"
-    return f"plan: {answer} {plan['device']['name']}: {room}; {step}"
+    return f"{memory_verdict(plan['memory'], plan['device']['name'])}; {step}"
+
+
+def memory_lines_of(config: RunConfig, model: ModelSpec) -> list[str]:
+    """Returns a line that says whether the plan of a legal configuration fits; none where there is no plan of it."""
+    device = device_for(config)
+    try:
+        memory = memory_section(PlanInputs.of(config, model, device))
+    except ConfigError:
+        return []
+    asks = "" if memory["fits"] else "; mrl plan says what would"
+    named = "" if config.cluster.accelerator or device.platform == "cpu" else " (cluster.accelerator names another)"
+    return [f"{memory_verdict(memory, device.name + named)}{asks}"]
+
+
+def memory_verdict(memory: dict[str, Any], device: str) -> str:
+    """Describes whether a plan's memory fits on a device, and its fullest phase."""
+    name, fullest = max(memory["phases"].items(), key=lambda phase: phase[1]["bytes"] / phase[1]["device_bytes"])
+    room = f"{fullest['bytes'] / GIB:.1f} of {fullest['device_bytes'] / GIB:.1f} GiB in {name}, the fullest phase"
+    fit = fit_of(memory)
+    if fit == "may not fit":
+        room += f", give or take the {error_of(fullest['terms']) / GIB:.1f} GiB that the plan may be wrong by"
+    return f"plan: {fit if memory['fits'] else fit.upper()} {device}: {room}"
 
 
 def step_seconds(plan: dict[str, Any]) -> tuple[float, float, float]:

@@ -25,7 +25,7 @@ from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.times import phase_seconds
 from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit
-from mrl.tools.search_report import holds_teacher, problem_with, run_with
+from mrl.tools.search_report import differing, holds_teacher, problem_with, run_with
 from mrl.tools.switches import DEEPEP, deepep_would_spare, missing_switches
 
 _SHARES = (0.88, 0.8, 0.7, 0.6)  # of a device's memory, for an engine that has it alone
@@ -111,21 +111,6 @@ def _deepep_seconds(best: WholeRun, problem: SearchProblem) -> float | None:
 def settings_between(config: RunConfig, other: RunConfig) -> list[str]:
     """Returns arguments of --set that turn one configuration into the other."""
     return [f"{key}={dump_value(value)}" for key, value in differing(config, other).items()]
-
-
-def differing(config: RunConfig, other: RunConfig) -> dict[str, Any]:
-    """Returns dotted keys with different values, with the other's value. Fields of an `override_*` key are separate."""
-    before = dict(_leaves(config.model_dump()))
-    after = dict(_leaves(other.model_dump()))
-    return {key: after.get(key) for key in before | after if before.get(key) != after.get(key)}
-
-
-def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def _fits(config: RunConfig, model: ModelSpec, device: Device) -> bool:

@@ -20,6 +20,7 @@ from mrl.model.precision import BF16, Precision
 from mrl.model.quantised_shards import ranks_fault
 from mrl.plan.activations import Activations, MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, Device
+from mrl.plan.fit import error_of
 from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.plan.model_state import StateBytes, layer_kinds, layers_alike, stage_state
 from mrl.plan.plan_inputs import actor_groups
@@ -137,18 +138,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All layouts that fit, best first; the number of legal ones; and the main reasons against the others."""
+    """All layouts that fit, best first; the number of legal ones; and the main reasons against the others.
+
+    `near`: where none fits, those that lack less than the plan may be wrong by.
+    """
 
     fitting: tuple[Candidate, ...]
     legal: int
     too_large: Counter[str]
+    near: int = 0
 
 
 def search(problem: SearchProblem) -> SearchResult:
     """Analyses every legal layout."""
     fitting = []
     too_large = Counter()
-    legal = 0
+    legal = near = 0
     for degrees, layout in legal_layouts(problem):
         legal += 1
         best = best_fit(problem, degrees, layout)
@@ -156,7 +161,22 @@ def search(problem: SearchProblem) -> SearchResult:
             fitting.append(best)
         else:
             too_large[best.largest] += 1
-    return SearchResult(tuple(sorted(fitting, key=lambda c: c.order)), legal, too_large)
+            near += not fitting and _is_near(best)
+    return SearchResult(tuple(sorted(fitting, key=lambda c: c.order)), legal, too_large, 0 if fitting else near)
+
+
+def _is_near(phase: Phase) -> bool:
+    """Whether a phase that is too large lacks less than the plan may be wrong by. Weights alone say nothing of it."""
+    return "activations" in phase.terms and phase.total - error_of(phase.terms) <= phase.device_bytes
+
+
+def first_fit(problem: SearchProblem) -> Candidate | None:
+    """Returns any layout that fits, or None: sooner than all of them."""
+    for degrees, layout in legal_layouts(problem):
+        found = best_fit(problem, degrees, layout)
+        if isinstance(found, Candidate):
+            return found
+    return None
 
 
 def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:

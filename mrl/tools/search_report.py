@@ -7,7 +7,7 @@ the layout moves down in the order.
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -18,8 +18,9 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.quantisation_rules import ranks_block
 from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.rules import violations
-from mrl.config.schema import LayoutConfig, RunConfig
+from mrl.config.schema import LayoutConfig, RunConfig, with_values
 from mrl.config.teacher_model import teacher_of
+from mrl.config.yaml_tree import dump_value
 from mrl.errors import ConfigError, Violation
 from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.layout import RolloutLayout, TrainLayout
@@ -32,12 +33,14 @@ from mrl.plan.memory import memory_section, offload_of
 from mrl.plan.memory_phases import Phase
 from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, engine_passes, precision_of, sync_budget, update_micro_batch
+from mrl.plan.suggest_fixes import HOST_ADAM
 from mrl.plan.times import overlap_of, sample_work
 from mrl.tools.search import (
     Candidate,
     SearchProblem,
     SearchResult,
     candidate_of,
+    first_fit,
     heaviest_stage,
     recomputes,
     search,
@@ -48,6 +51,7 @@ from mrl.tools.switches import deepep_would_spare, with_switches
 from mrl.units import GIB
 
 _OF_LAYOUT = ("actor.layout.", "distillation.")  # rules that another layout may meet
+_MORE_DEVICES = (2, 4, 8)  # times as many as asked for
 _TRIED = 100  # layouts at most whose whole runs are planned, each with every recomputation that it needs
 # tokens of a usual run with long answers
 PROMPT = 2048
@@ -130,12 +134,78 @@ def search_report(
         "updates": config.updates_per_step,
         "legal": result.legal,
         "fitting": len(result.fitting),
+        "near": result.near,
+        "fit": "fits" if shown else ("may not fit" if result.near else "does not fit"),
         "layouts": [_row(config, problem, candidate) for candidate in shown],
         "planned": planned,
         "left_out": dict(left_out),
         "too_large": dict(result.too_large.most_common()),
         "engines": _engine_lines(config, problem),
     }
+
+
+def ways_out(config: RunConfig, problem: SearchProblem, megatron: str, planned: bool) -> dict[str, Any]:
+    """Returns what would make a layout fit where none does.
+
+    `would_fit_with`: settings that keep Adam's states on the host, with a layout where the whole plan was asked for;
+    empty where that does not help. `would_fit_on`: devices on which a layout of the actor alone fits as it is, of
+    `tried_devices` at most; None where none does.
+    """
+    devices = problem.devices
+
+    def problem_on(config: RunConfig, count: int) -> SearchProblem:
+        return search_problem(config, problem.model, problem.device, count, problem.per_node, megatron)
+
+    counts = [devices * factor for factor in _MORE_DEVICES]
+    enough = next((count for count in counts if first_fit(problem_on(config, count))), None)
+    settings = _settings_on_host(config, problem, problem_on, planned)
+    return {"would_fit_with": settings, "would_fit_on": enough, "tried_devices": counts[-1]}
+
+
+def _settings_on_host(
+    config: RunConfig, problem: SearchProblem, problem_on: Callable[[RunConfig, int], SearchProblem], planned: bool
+) -> list[str]:
+    """Returns settings with which Adam's states lie on the host, where a layout then fits. Empty where none does."""
+    if problem.device.platform == "cpu" or config.actor.optim.override_optimizer_config.get("optimizer_cpu_offload"):
+        return []
+    settings = {f"actor.optim.override_optimizer_config.{key}": value for key, value in HOST_ADAM.items()}
+    offloaded = with_values(config, settings)
+    on_host = problem_on(offloaded, problem.devices)
+    if not planned:
+        return _assignments(settings) if _fits_host(on_host, first_fit(on_host)) else []
+    allows = partial(_is_legal_layout, offloaded, problem.model)
+    fastest, _ = fastest_that_fit(offloaded, on_host, search(on_host), 1, allows)
+    layouts = [run_with(offloaded, found.degrees, found.recompute) for found in fastest]
+    return _assignments(differing(config, layouts[0])) if layouts else []
+
+
+def _fits_host(problem: SearchProblem, candidate: Candidate | None) -> bool:
+    """Tells whether a node's memory holds what the optimizer keeps there."""
+    if candidate is None:
+        return False
+    stages = unlike_stages(problem.model, candidate.layout)
+    states = [stage_state(problem.model, candidate.layout, pp, problem.precision, lora=problem.lora) for pp in stages]
+    of_a_node = problem.per_node * max(state.optimizer_host for state in states)
+    return of_a_node <= problem.device.host_memory
+
+
+def _assignments(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={dump_value(value)}" for key, value in values.items()]
+
+
+def differing(config: RunConfig, other: RunConfig) -> dict[str, Any]:
+    """Returns dotted keys with different values, with the other's value. Fields of an `override_*` key are separate."""
+    before = dict(_leaves(config.model_dump()))
+    after = dict(_leaves(other.model_dump()))
+    return {key: after.get(key) for key in before | after if before.get(key) != after.get(key)}
+
+
+def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
 
 
 def _row(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dict[str, Any]:

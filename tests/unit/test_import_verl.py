@@ -1202,3 +1202,15 @@ def test_the_working_directory_is_known(capsys, tmp_path, monkeypatch):
 def test_an_empty_path_of_a_model_says_so():
     (entry,) = import_script(f"P=${{P:-}}\n{LAUNCH} actor_rollout_ref.model.path=$P", "s", {}).losses
     assert entry.key == "actor_rollout_ref.model.path" and "gives an empty path" in entry.why
+
+
+@pytest.mark.parametrize(("tensor", "verdict"), [(1, "DOES NOT FIT"), (8, "fits")])
+def test_the_plan_has_a_line_of_its_own_beside_the_verdict(capsys, tmp_path, tensor, verdict):
+    """The verdict is about the translation: a script that fits nowhere is translated all the same."""
+    (tmp_path / "s.sh").write_text(
+        f"{LAUNCH} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 model_engine=megatron "
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 {MEGATRON}tensor_model_parallel_size={tensor}\n"
+    )
+    code, out, _ = run(capsys, "import-verl", str(tmp_path / "s.sh"), "-o", str(tmp_path / "out.yaml"))
+    *_, plan, last = out.splitlines()
+    assert code == 0 and last.strip() == "valid" and plan.strip().startswith(f"plan: {verdict} h100-80g")

@@ -5,6 +5,7 @@ it names what does not fit and what changed.
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from copy import deepcopy
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import known_spec, load_model_spec, model_spec, planning_model_spec
 from mrl.plan.devices import find_device
+from mrl.plan.fit import fit_of
 from mrl.plan.memory import memory_section
 from mrl.plan.memory_phases import Phase
 from mrl.plan.model_state import stage_state
@@ -72,7 +74,8 @@ def tiny_plan(**layout) -> dict:
 
 
 def run_json(capsys, *arguments: str) -> dict:
-    main(["plan", *arguments, "--json"])
+    with suppress(SystemExit):  # 7 where it does not fit
+        main(["plan", *arguments, "--json"])
     return json.loads(capsys.readouterr().out)
 
 
@@ -151,12 +154,11 @@ def test_the_largest_models_of_other_attention_are_planned_on_256_devices_in_sec
     program = (
         "import sys, time\n"
         "from mrl.cli.main import main\n"
-        f"main(['plan', *{words!r}])\n"
-        "print(time.process_time(), file=sys.stderr)\n"  # its own: other processes may share the core
+        f"try: main(['plan', *{words!r}])\n"
+        "finally: print(time.process_time(), file=sys.stderr)\n"  # its own: other processes may share the core
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (7 if values else 0)  # that layout of the largest hybrid model is too large
     seconds = float(done.stderr.strip().splitlines()[-1])
     assert seconds < 3 * times_slower()  # 1.5 to 2.5 beside a load of 20 on two cores
     plan = json.loads(done.stdout)
@@ -492,6 +494,47 @@ def test_what_would_make_it_fit_is_named_and_does(preset, capsys):
 def test_nothing_is_named_where_all_fits_or_nothing_helps(preset, capsys):
     assert run_json(capsys, str(preset))["memory"]["would_fit_with"] == []
     assert run_json(capsys, str(preset), "--set=rollout.cpu_kvcache_gib=500")["memory"]["would_fit_with"] == []
+
+
+def memory(missing: int, terms: dict[str, int], fits: bool = False, sequences: int = 1) -> dict:
+    phase = {"terms": terms, "device_bytes": sum(terms.values()) - missing}
+    host = {"terms": {"save": 1000}, "node_bytes": 1000}
+    return {"fits": fits, "phases": {"train": phase}, "host": host,
+        "kv_cache": {"longest_sequences_per_engine": sequences}}  # fmt: skip
+
+
+def test_a_plan_that_lacks_less_than_its_error_may_fit():
+    """Weights, gradients and optimizer are within 2 % of real ranks, everything else within 10 %."""
+    states, others = {"parameters": 600, "optimizer": 400}, {"activations": 500}
+    assert fit_of(memory(0, states, fits=True)) == "fits"
+    assert fit_of(memory(20, states)) == "may not fit" and fit_of(memory(21, states)) == "does not fit"
+    assert fit_of(memory(70, states | others)) == "may not fit" and fit_of(memory(71, states | others)) == "does not fit"
+    assert fit_of(memory(0, states, sequences=0)) == "does not fit"
+    assert fit_of(memory(0, states) | {"host": {"terms": {"save": 1101}, "node_bytes": 990}}) == "does not fit"
+    assert fit_of(memory(0, states) | {"host": {"terms": {"save": 1099}, "node_bytes": 990}}) == "may not fit"
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "fit", "first"),
+    [
+        ([], 0, "fits", "plan: fits h100-80g: "),
+        (["actor.ppo_max_token_len_per_gpu=400000"], 7, "does not fit", "plan: DOES NOT FIT h100-80g: "),
+    ],
+)
+def test_the_first_line_is_the_verdict_and_the_exit_code_agrees(settings, code, fit, first, capsys):
+    preset = str(ROOT / "parallel_configs" / "qwen3-30b-a3b" / "h100-1x8.yaml")
+    for extra in ((), ("--json",)):
+        ended = 0
+        try:
+            main(["plan", preset, *(f"--set={setting}" for setting in settings), *extra])
+        except SystemExit as end:
+            ended = end.code
+        shown = capsys.readouterr().out
+        assert ended == code
+        if extra:
+            assert json.loads(shown)["fit"] == fit
+        else:
+            assert shown.startswith(first)
 
 
 def test_messages_of_a_pair_are_all_that_the_sync_sends_from_one_to_the_other(capsys):

@@ -281,16 +281,39 @@ def test_an_optimizer_on_the_host_lets_layouts_fit_that_do_not_with_it_on_the_de
 def test_a_configuration_with_which_nothing_fits_says_why(capsys):
     """Engines that take no more than 2% of their devices hold no model, whatever the actor's layout."""
     file = str(ROOT / "parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml")
-    answer = run_json(capsys, file, "--set", "rollout.gpu_memory_utilization=0.02")
+    with pytest.raises(SystemExit):
+        main(["plan", "--search", file, "--json", "--set", "rollout.gpu_memory_utilization=0.02"])
+    answer = json.loads(capsys.readouterr().out)
     assert answer["layouts"] == []
     assert list(answer["left_out"]) == ["a cache of less than one sequence"]
 
 
 def test_the_command_says_so_when_nothing_fits(capsys):
-    main(["plan", "--search", "--model", "Qwen3-235B-A22B", "--devices", "8", "--device", "h100-80g"])
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--search", "--model", "Qwen3-235B-A22B", "--devices", "32", "--device", "h100-80g"])
     shown = capsys.readouterr().out
-    assert shown.startswith("0 of ")
-    assert "do not fit, by what weighs most" in shown
+    assert ended.value.code == 7
+    assert shown.startswith("NOTHING FITS: 0 of ") and "seconds of an update" not in shown
+    assert "layouts that do not fit, by their largest term: " in shown
+    assert "would fit with: --set actor.optim.override_optimizer_config.optimizer_cpu_offload=true" in shown
+    assert "would fit on 64 x h100-80g, counting the actor alone" in shown
+
+
+def test_what_a_search_says_would_do_does(capsys):
+    """Of a whole configuration: the settings, layout included, make its plan fit."""
+    preset = str(ROOT / "parallel_configs/qwen3-30b-a3b/h100-1x8.yaml")
+    # the preset has Adam's states on the host
+    off = {"optimizer_cpu_offload": "false", "optimizer_offload_fraction": 0.0, "overlap_cpu_optimizer_d2h_h2d": "false",
+        "use_precision_aware_optimizer": "false"}  # fmt: skip
+    words = [f"--set=actor.optim.override_optimizer_config.{name}={value}" for name, value in off.items()]
+    with pytest.raises(SystemExit):
+        main(["plan", "--search", preset, *words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["fit"] == "does not fit" and found["layouts"] == []
+    more = [word for setting in found["would_fit_with"] for word in ("--set", setting)]
+    assert more
+    main(["plan", preset, *words, *more, "--json"])
+    assert json.loads(capsys.readouterr().out)["fit"] == "fits"
 
 
 @pytest.mark.parametrize(
