@@ -147,8 +147,8 @@ _FROM_VERL = (
     "`npu-smi`) is read as on a machine with GPUs; `--set DEVICE=npu` chooses the other branch.",
     "* **The verdict.** `valid`: what changes training is all in the file. `carried with losses`: something is asked "
     "for that is not done here, or hangs on a variable that nobody sets; exit code 2, and 0 with `--accept-losses`. "
-    "`refused`: a place cannot be read, or the result breaks a rule. Whether the plan fits is a line of its own before it "
-    "(`mrl plan` ends with 7 where it does not, by more than the plan may be wrong by).",
+    "`refused`: a place cannot be read, or the result breaks a rule. Whether the plan fits is a line of its own before "
+    "it (`mrl plan` ends with 7 where it does not, by more than the plan may be wrong by).",
     "* **Asynchronous trainers** become `trainer.schedule`: one step off as it is; fully asynchronous as `bounded`, "
     "where a step is what verl trains on between two syncs and a share of stale samples becomes whole steps. Groups "
     "are trained on in the order of the data. verl takes the engine's log-probs for the policy that a step begins "

@@ -303,8 +303,8 @@ def test_what_a_search_says_would_do_does(capsys):
     """Of a whole configuration: the settings, layout included, make its plan fit."""
     preset = str(ROOT / "parallel_configs/qwen3-30b-a3b/h100-1x8.yaml")
     # the preset has Adam's states on the host
-    off = {"optimizer_cpu_offload": "false", "optimizer_offload_fraction": 0.0, "overlap_cpu_optimizer_d2h_h2d": "false",
-        "use_precision_aware_optimizer": "false"}  # fmt: skip
+    switches = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
+    off = dict.fromkeys(switches, "false") | {"optimizer_offload_fraction": 0.0}
     words = [f"--set=actor.optim.override_optimizer_config.{name}={value}" for name, value in off.items()]
     with pytest.raises(SystemExit):
         main(["plan", "--search", preset, *words, "--json"])
