@@ -58,7 +58,17 @@ _VLLM_DECIDED_BY = {
     "worker_cls": "mrl itself, by device",
 }
 
-_VLLM = {name: Field(Effect.OURS, decides) for name, decides in _VLLM_DECIDED_BY.items()}
+_DRAFTS = (
+    "the log-probs that vLLM returns beside drafted tokens are not those by which it sampled them, and training needs "
+    "these"
+)
+_VLLM = {
+    **{name: Field(Effect.OURS, decides) for name, decides in _VLLM_DECIDED_BY.items()},
+    **{
+        name: Field(Effect.BARRED, _DRAFTS, (None,))
+        for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+    },
+}
 
 # key, upstream class, known fields: all of Megatron's, and those of vLLM's that mrl decides
 _TARGETS: tuple[tuple[str, str, Mapping[str, Field]], ...] = (

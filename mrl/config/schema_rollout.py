@@ -329,7 +329,8 @@ class RolloutConfig(Section):
     )
     engine_kwargs: dict[str, dict[str, Any]] = key(
         {},
-        "A mapping `vllm:` with arguments of vLLM that have no key here. They are checked against vLLM's own.",
+        "A mapping `vllm:` with arguments of vLLM that have no key here. They are checked against vLLM's own. "
+        "Speculative decoding (speculative_config) is refused: its log-probs are not those of sampling.",
         advice="cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32] frees memory. vLLM's pipeline parallelism is not "
         "supported.",
     )

@@ -28,6 +28,7 @@ _PLAIN: dict[str, Any] = {
     "head_dtype": None,
     "block_configs": None,
     "attn_type_list": None,
+    "speculators_config": None,  # vLLM would take the folder for drafts of another model
 }
 # spec field -> other keys in which transformers' or vLLM's readers look for it
 _OTHER_NAMES = {

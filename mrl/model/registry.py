@@ -9,6 +9,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,17 @@ FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 _WRAPPERS = {family.wrapper: family for family in FAMILIES.values() if family.wrapper}
 # models with sparse attention by an indexer (DeepSeek-V3.2, GLM-5)
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+# sizes in config.json -> the family that has layers with such sizes; the first that matches
+_LIKE = (
+    (("kv_lora_rank",), deepseek_v3.FAMILY),
+    (("linear_num_key_heads", "linear_attn_config"), qwen3_next.FAMILY),
+    (("n_shared_experts", "num_shared_experts", "first_k_dense_replace"), glm4_moe.FAMILY),
+    (("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"), qwen3_moe.FAMILY),
+)
+_NEW = (
+    "Supported are Qwen2 to Qwen3.6, GLM-4.5 to 4.7, DeepSeek-V3 and R1, Moonlight and Kimi-K2; what another family "
+    "needs is in docs/adding_a_family.md"
+)
 TOKENIZER_BYTES = 64 * MIB  # of tokenizer_config.json, which may list thousands of special tokens
 _KNOWN = Path(__file__).parent / "known"
 # Words after a name that mean other weights: models that read images, no language models, quantised ones.
@@ -84,8 +96,7 @@ def family_of(model: ModelSpec) -> Family:
     """Returns the family of a model. Raises ConfigError for an unknown model type."""
     family = next((family for family in FAMILIES.values() if family.model_type == model.family), None)
     if family is None:
-        known = ", ".join(family.model_type for family in FAMILIES.values())
-        raise ConfigError(f"config.json: model_type = {model.family!r} is not supported; supported: {known}")
+        raise ConfigError(f"config.json: model_type = {model.family!r} is not supported. {_NEW}")
     return family
 
 
@@ -121,21 +132,30 @@ def model_spec(config: HfConfig) -> ModelSpec:
     refuse_impossible(config)
     names = config.get("architectures") or []
     if sparse := [name for name in names if name in _SPARSE]:
-        raise ConfigError(
-            f"config.json: {sparse[0]} attends through a sparse indexer, which is not supported; supported: "
-            f"{_supported()}"
-        )
-    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
-    if config.get("auto_map") and not (family and family.has_code_beside):
+        raise ConfigError(f"config.json: {sparse[0]} attends through a sparse indexer, which is not supported. {_NEW}")
+    wrapper = wrapper_of(config)
+    family = wrapper or next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    if family is None:
+        raise ConfigError(f"config.json: architectures = {names} is not supported. {_nearest(config)} {_NEW}")
+    if config.get("auto_map") and not family.has_code_beside:
         raise ConfigError(
             f"config.json of {', '.join(names)} has auto_map: the checkpoint wants its own code to run "
-            f"(trust_remote_code), which mrl never does; use a checkpoint of {_supported()}"
+            f"(trust_remote_code), which mrl never does; use a checkpoint without it, whose classes are transformers'"
         )
-    if wrapper := wrapper_of(config):
+    if wrapper:
         return replace(_read(wrapper, own_config(config)), is_wrapped=True)
-    if family is None:
-        raise ConfigError(f"config.json: architectures = {names} is not supported; supported: {_supported()}")
     return _read(family, config)
+
+
+def _nearest(config: HfConfig) -> str:
+    """Names the family whose layers are most like those of a model that is not supported, by its sizes' names."""
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
+    family = next((family for keys, family in _LIKE if any(text.get(key) for key in keys)), qwen3.FAMILY)
+    of_text = ""
+    if inner or any(key.startswith(("vision", "audio", "image_")) for key in config):
+        of_text = "Only text is trained. "
+    return f"{of_text}The nearest supported family is {family.model_type}."
 
 
 def _read(family: Family, config: HfConfig) -> ModelSpec:
@@ -241,7 +261,7 @@ def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
         except MrlError as error:
             here = ""
             if not os.path.isdir(path):
-                here = f"; known by name for planning: {', '.join(known_models())}"
+                here = f"; {_like(path)}"
             raise type(error)(f"{error}{here}") from None
     spec = known_spec(name)
     longer = next(
@@ -256,5 +276,9 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _supported() -> str:
-    return ", ".join((*FAMILIES, *_WRAPPERS))
+def _like(path: str | Path) -> str:
+    """Returns the known names that are most like a path's."""
+    names = {_plain(name): name for name in known_models()}
+    close = get_close_matches(_plain(Path(path).name), names, n=3, cutoff=0.6)
+    like = ", ".join(names[name] for name in close) or "such as Qwen3-30B-A3B"
+    return f"known by name for planning are {len(names)} models, {like}"

@@ -114,6 +114,14 @@ def test_a_value_under_which_the_actor_would_compute_something_else_is_refused_w
     assert found.rule.startswith("must be ") and len(found.allowed) == 1
 
 
+@pytest.mark.parametrize("name", ["speculative_config", "spec_method", "spec_model", "spec_tokens"])
+@pytest.mark.parametrize("value", ["ngram", "{}", "{method: mtp, num_speculative_tokens: 2}", "2"])
+def test_drafts_are_refused_by_name(name, value):
+    (found,) = broken(f"rollout.engine_kwargs={{vllm: {{{name}: {value}}}}}")
+    assert found.field == f"rollout.engine_kwargs.vllm.{name}" and "log-probs" in found.why
+    assert broken(f"rollout.engine_kwargs={{vllm: {{{name}: null}}}}") == []
+
+
 def test_weights_are_gathered_early_only_where_gradients_are_reduced_early():
     assert broken("actor.override_ddp_config={overlap_grad_reduce: true, overlap_param_gather: true}") == []
     (found,) = broken("actor.override_ddp_config={overlap_param_gather: true}")

@@ -104,5 +104,5 @@ def test_a_folder_that_wants_its_own_code_is_refused(tmp_path):
 
 
 def test_an_unknown_name_lists_what_is_known():
-    with pytest.raises(EnvironmentFault, match=r"known by name for planning: .*Qwen3-235B-A22B"):
+    with pytest.raises(EnvironmentFault, match=r"known by name for planning are \d+ models, .*Qwen3"):
         planning_model_spec("/nowhere/Llama-9")

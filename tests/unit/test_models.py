@@ -272,9 +272,11 @@ def test_sparse_step_and_dense_layers_say_which_layers_have_experts():
     [
         (
             {"architectures": ["LlamaForCausalLM"]},
-            "supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM",
+            r"LlamaForCausalLM'\] is not supported\. The nearest .* is qwen3_moe\. .*docs/adding_a_family\.md",
         ),
         ({"auto_map": {"AutoModel": "modeling.X"}}, "trust_remote_code"),
+        ({"architectures": ["X"], "auto_map": {"AutoModel": "modeling.X"}, "kv_lora_rank": 8}, r"is deepseek_v3\. "),
+        ({"architectures": ["X"], "vision_config": {}, "text_config": {}}, r"Only text is trained\. The nearest"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_experts": None}, "num_experts or num_local_experts"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
