@@ -29,13 +29,16 @@ OPTIONS = [
 
 def cases() -> list[dict]:
     draw = np.random.default_rng(11)
-    return [_case(draw, options) for options in OPTIONS for _ in range(40)]
+    near = [_case(draw, options, (1e-3, 0.1, 0.5, 1.0)) for options in OPTIONS for _ in range(40)]
+    # ratios of single tokens beyond verl's bound of e^20
+    far = [_case(draw, options, (8.0, 15.0)) for options in OPTIONS for _ in range(20)]
+    return [case | {"far": False} for case in near] + [case | {"far": True} for case in far]
 
 
-def _case(draw: np.random.Generator, options: dict) -> dict:
+def _case(draw: np.random.Generator, options: dict, spreads: tuple[float, ...]) -> dict:
     shape = (ROWS, WIDTH)
     rollout = np.round(-draw.exponential(1.0, shape) - 0.02, 2)
-    spread = float(draw.choice([1e-3, 0.1, 0.5, 1.0]))
+    spread = float(draw.choice(spreads))
     old = np.round(rollout + spread * draw.normal(size=shape), 4)
     mask = np.arange(WIDTH) < draw.integers(0, WIDTH + 1, ROWS)[:, None]
     mask &= (draw.random(shape) < 0.8) | (draw.random() < 0.5)
