@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,11 @@ class Transfer(Protocol):
     @property
     def device(self) -> torch.device:
         """The device of this process, which was chosen before."""
+
+    def device_for_thread(self) -> Callable[[], None]:
+        """Returns a function that another thread calls to work on this thread's device. Each thread begins with the
+        first one.
+        """
 
     def mark(self) -> Callable[[], bool]:
         """Returns a function that tells whether the work of the current stream up to here has ended.
@@ -82,13 +88,16 @@ class Transfer(Protocol):
 
 
 def _nothing() -> None:
-    """Undoes a `pin` that did nothing."""
+    """Does nothing: undoes a `pin` that did nothing, or chooses the only device."""
 
 
 class CpuTransfer:
     """Uses gloo. Host memory is shared as files, not here."""
 
     device = torch.device("cpu")
+
+    def device_for_thread(self) -> Callable[[], None]:
+        return _nothing
 
     def mark(self) -> Callable[[], bool]:
         return lambda: True
@@ -146,6 +155,9 @@ class _DeviceMemory:
     @property
     def device(self) -> torch.device:
         return torch.device(self.name, self._module.current_device())
+
+    def device_for_thread(self) -> Callable[[], None]:
+        return partial(self._module.set_device, self._module.current_device())
 
     def mark(self) -> Callable[[], bool]:
         event = self._module.Event()

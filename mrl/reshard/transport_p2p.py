@@ -64,8 +64,14 @@ class _Group:
 
     def meet(self, steps: Iterator[str], check_wanted: Callable[[], None] = lambda: None) -> None:
         """Exchanges greetings. Raises TransferError."""
+        choose_device = self._transfer.device_for_thread()
+
+        def on_own_device() -> Iterator[str]:
+            choose_device()
+            yield from steps
+
         try:
-            run_steps(steps, self._timeout_s, check_wanted)
+            run_steps(on_own_device(), self._timeout_s, check_wanted)
         except BaseException:
             self.abort()
             raise

@@ -164,6 +164,9 @@ class NcclLike(CudaTransfer):
     def mark(self) -> Callable[[], bool]:
         return ProcessGroupNCCL.device.is_idle
 
+    def device_for_thread(self) -> Callable[[], None]:
+        return lambda: None
+
     def free_bytes(self) -> None:
         return None
 

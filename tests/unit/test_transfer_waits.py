@@ -7,6 +7,7 @@ v2.10.0 ProcessGroupHCCL.cpp and Init.cpp).
 import ast
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -132,3 +133,31 @@ def test_the_stand_ins_have_what_torchs_own_classes_have():
         "options",
     ]
     assert [ast.unparse(base) for base in classes["ProcessGroupNCCL"].bases] == ["Backend"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_connects_in_another_thread_does_it_on_its_own_device(device, monkeypatch):
+    """A thread begins on the first device that the process sees, and what it does there takes memory there."""
+    chosen, by_thread = [], threading.local()
+    by_thread.device = 3
+    module = SimpleNamespace(
+        current_device=lambda: getattr(by_thread, "device", 0),
+        set_device=lambda number: chosen.append((threading.current_thread().name, number)),
+    )
+    monkeypatch.setattr(torch, device.name, module, raising=False)
+    choose = device().device_for_thread()
+    thread = threading.Thread(target=choose, name="connecting")
+    thread.start()
+    thread.join()
+    assert chosen == [("connecting", 3)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_waits_waits_for_its_stream_and_not_for_the_device(device, monkeypatch):
+    marked = []
+    event = SimpleNamespace(record=lambda: marked.append("record"), query=lambda: len(marked) > 1)
+    monkeypatch.setattr(torch, device.name, SimpleNamespace(Event=lambda: event), raising=False)
+    has_ended = device().mark()
+    assert marked == ["record"] and not has_ended()
+    marked.append("the stream came to it")
+    assert has_ended()
