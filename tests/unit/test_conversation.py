@@ -225,3 +225,10 @@ def test_each_turns_seconds_count_until_all_are_spent():
     assert talk.answered(4, 0, "408", 400.9).told(1).state is State.SAMPLING
     late = talk.answered(4, 0, "408", 401.0)
     assert (late.stop, late.acting_s) == (Stop.SECONDS, 1.0)
+
+
+def test_an_answer_of_an_earlier_turn_is_none_of_this_one():
+    talk = TELLING.told(1).sampled(1, 110.0, [None])
+    assert (talk.turn, talk.state) == (2, State.ACTING)
+    assert talk.answered(1, 0, "late", 110.5) is talk
+    assert talk.answered(2, 0, "408", 110.5).answers == ("408",)

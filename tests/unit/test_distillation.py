@@ -23,6 +23,7 @@ from test_step_batch import SIZES as STEP
 from test_step_batch import rollouts_of, samples
 
 from mrl.algo.aggregate import count, to_floats
+from mrl.algo.distillation import distillation_metrics, distilled_of_rows, gaps_of_rows, mass_of_rows
 from mrl.algo.losses import distilled, kl_over_words, kl_to_teacher, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.cli.plan import plan_lines
@@ -380,6 +381,25 @@ def test_a_teacher_of_as_many_replicas_scores_its_actors_own_rows(data):
         for share in shares:
             real = [micro.rows for micro in share.micros if not micro.is_filler]
             assert sorted(np.concatenate(real).tolist()) == list(range(len(share.rows)))  # indices into its rows
+
+
+def test_what_is_reported_of_a_teacher_is_of_trained_tokens_alone():
+    """By hand: two rows of 3 and 2 tokens, of which the second and the last are context."""
+    mask = np.array([True, False, True, True, False])
+    lengths = np.array([3, 2])
+    own, teacher = np.array([-1.0, -9.0, -2.0, -3.0, -9.0]), np.array([-2.0, -1.0, -0.5, -3.5, -1.0])
+    of_rows = gaps_of_rows(own.astype(np.float32), teacher.astype(np.float32), mask, lengths)
+    assert of_rows["reverse_kl"].tolist() == [1.0 - 1.5, 0.5]
+    words = np.log(np.array([[0.5, 0.25], [0.1, 0.1], [0.5, 0.5], [0.25, 0.25], [0.1, 0.1]]))
+    of_rows |= mass_of_rows(words, mask, lengths)
+    np.testing.assert_allclose(of_rows["teacher_mass"], [1.75, 0.5])
+    of_rows |= distilled_of_rows(np.array([1.0, 7.0, -2.0, 0.5, -7.0]), mask, lengths)
+    metrics = distillation_metrics(of_rows | {"trained": np.array([2, 1])})
+    assert metrics == {
+        "distillation/reverse_kl": 0.0, "distillation/teacher_mass": pytest.approx(0.75),
+        "distillation/loss": pytest.approx(-0.5 / 3), "distillation/abs_loss": pytest.approx(3.5 / 3),
+        "distillation/loss_min": -2.0, "distillation/loss_max": 1.0,
+    }  # fmt: skip
 
 
 def test_scores_of_some_rows_are_those_of_these_rows():

@@ -212,3 +212,17 @@ def test_whatever_stands_outside_the_mask_has_no_gradient():
     output = value_loss(ValueLossParameters(), inputs, count(inputs.response_mask))
     (gradient,) = torch.autograd.grad(output.loss, inputs.values)
     assert math.isfinite(output.loss.detach()) and not gradient[~inputs.response_mask].any()
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_the_mean_value_and_the_clipped_share_are_of_tokens_whatever_the_loss_averages(mode):
+    """By hand: three tokens that count, with values 1, 2 and 6, of which the last has moved beyond 0.5 (verl's
+    vpred_mean and vf_clipfrac, masked_mean over tokens)."""
+    mask = torch.tensor([[True, True], [True, False]])
+    values = torch.tensor([[1.0, 2.0], [6.0, 50.0]])
+    old = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+    inputs = ValueInputs(values, old, torch.full((2, 2), 9.0), mask)
+    metrics = value_loss(ValueLossParameters(0.5, mode), inputs, count(mask)).metrics
+    mean = {name: float(total) / float(weight) for name, (total, weight) in metrics.items()}
+    assert mean["critic/vpred_mean"] == 3.0
+    assert mean["critic/vf_clipfrac"] == pytest.approx(1 / 3)
