@@ -4,8 +4,10 @@ A killed process leaves it behind. So each folder names its owner, and the next 
 processes.
 """
 
+import getpass
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +31,14 @@ def ray_folder() -> Iterator[Path]:
         yield folder
     finally:
         _remove(folder)
+        _remove_empty_cache()
+
+
+def _remove_empty_cache() -> None:
+    """Removes the folder of torch's compiler, which it makes in each process that imports it, unless it is used."""
+    with suppress(OSError, KeyError):
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch/_inductor/runtime/cache_dir_utils.py
+        (Path(tempfile.gettempdir()) / f"torchinductor_{user}").rmdir()
 
 
 def remove_folders_of_the_dead() -> None:

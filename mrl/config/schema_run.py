@@ -139,7 +139,8 @@ class TrainerConfig(Section):
     )
     max_failed_saves: int = key(
         10,
-        "Failed saves in a row after which the run stops with exit code 4; 0: it never stops for them.",
+        "Failed saves in a row after which the run stops with exit code 4; 0: it never stops for them. Nothing "
+        "else that a full disk refuses ends a run: lines of metrics wait for room, other files and output are lost.",
         ge=0,
         advice="Few where steps are expensive: what is trained after the last checkpoint is lost when the run ends.",
     )

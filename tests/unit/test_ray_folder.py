@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -122,3 +124,25 @@ def test_a_process_that_ends_at_once_removes_its_own_folder_and_no_other(place):
     silent.mkdir()
     ray_folder.remove_own_folders()
     assert not own.exists() and others.exists() and silent.exists()
+
+
+@pytest.mark.parametrize("user", ["somebody", "DOMAIN\\\\some:body"])
+def test_the_folder_of_torchs_compiler_goes_where_it_is_empty_and_stays_where_it_is_a_cache(
+    tmp_path, monkeypatch, user
+):
+    """By the name that torch itself gives it."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setattr(ray_folder, "PLACE", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", user)
+    cache = Path(default_cache_dir())
+    assert cache.parent == tmp_path
+    cache.mkdir()
+    with ray_folder.ray_folder():
+        assert cache.is_dir()
+    assert not cache.exists()
+    (cache / "kernel").mkdir(parents=True)
+    with ray_folder.ray_folder():
+        pass
+    assert (cache / "kernel").is_dir()
