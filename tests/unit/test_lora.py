@@ -57,8 +57,8 @@ from mrl.plan.activations import MicroBatchShape
 from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
 from mrl.plan.model_state import adapter_numel, stage_state
-from mrl.plan.plan_inputs import PlanInputs, batch_plan
-from mrl.plan.times import PassWork, actor_seconds, adapter_launches
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, precision_of
+from mrl.plan.times import PassWork, actor_seconds, adapter_launches, hand_over_seconds
 from mrl.reshard.digest import merged
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.train.resume import RunIdentity, _check_same_adapters
@@ -580,6 +580,20 @@ def test_adapters_of_a_large_model_leave_gradients_and_optimizer_small():
     assert full.parameters < small.parameters < full.parameters * 1.01
     assert small.trained < small.parameters / 100 and full.trained == full.parameters
     assert adapter_count(model, lora) == 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+
+
+def test_a_hand_over_takes_the_frozen_base_one_way_and_all_else_both():
+    """The host has the base's weights already when they leave; adapters and moments change."""
+    offload = ["actor.param_offload=true", "actor.optimizer_offload=true"]
+    for more in ([], ["actor.lora.rank=4"]):
+        config = load_config(TINY, None, [*offload, *more]).config
+        inputs = PlanInputs.of(config, TINY_MODEL, find_device("h100-80g"))
+        state = stage_state(
+            TINY_MODEL, inputs.train, 0, precision_of(config, inputs.element_bytes), lora=config.actor.lora.adapters
+        )
+        assert (state.frozen > 0.9 * state.parameters) == bool(more)
+        moved = 2 * (state.parameters + state.optimizer) - state.frozen
+        assert hand_over_seconds(inputs) == pytest.approx(moved / inputs.device.host_path_rate)
 
 
 def test_the_reference_of_adapters_takes_no_memory():

@@ -3,7 +3,7 @@
 The actor is a stand-in of one rank without parameters; the file, the manifest and the load are the real ones.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -59,12 +59,31 @@ class Device:
         self.generator.set_state(state)
 
 
+class Residence:
+    """Everything stays on the device; counts how often copies on the host were found out of date."""
+
+    def __init__(self):
+        self.forgotten = 0
+        self.is_used = False
+
+    @contextmanager
+    def using(self, *kinds: str):
+        self.is_used = True
+        yield
+        self.is_used = False
+
+    def require(self, *kinds: str) -> None: ...
+
+    def forget_copies(self) -> None:
+        assert self.is_used
+        self.forgotten += 1
+
+
 def an_actor(tensor: int = 1, **optim) -> SimpleNamespace:
     """One rank of `tensor`, of rates `optim`."""
     optimizer = SimpleNamespace(param_groups=[{"default_config": True}], chained_optimizers=[])
     layout = SimpleNamespace(model_dump=lambda: {"tensor_model_parallel_size": tensor})
-    nothing = lambda *kinds: None  # noqa: E731
-    residence = SimpleNamespace(using=lambda *kinds: nullcontext(), require=nothing, forget_copies=nothing)
+    residence = Residence()
     return SimpleNamespace(
         config=SimpleNamespace(actor=SimpleNamespace(layout=layout), model=SimpleNamespace(dtype="float32", path="m")),
         rank=0, layout=SimpleNamespace(world_size=1), model=model_spec(CONFIG), chunks=[], platform=Device(),
@@ -139,6 +158,15 @@ def test_a_changed_schedule_goes_on_from_the_saved_count_and_a_saved_rate_that_i
     folder = saved(actor, tmp_path / "wrong")
     with pytest.raises(EnvironmentFault, match=r"after loading is 3\.0, not 5\.0"):
         load_rank(an_actor(**WARM_UP), folder)
+
+
+def test_a_load_makes_copies_of_frozen_weights_on_the_host_out_of_date(tmp_path, experts):
+    """Routers' constants are loaded, too, perhaps after they have left the device."""
+    actor = an_actor()
+    folder = saved(actor, tmp_path)
+    assert actor.residence.forgotten == 0
+    load_rank(actor, folder)
+    assert actor.residence.forgotten == 1
 
 
 def test_a_checkpoint_of_weights_alone_begins_the_schedule(tmp_path, experts):
