@@ -1,4 +1,4 @@
-"""Implements `mrl init`: asks three questions, or reads flags, and writes a first configuration that is planned."""
+"""Implements `mrl init`: asks for model, devices and data, or reads flags, writes a configuration that is planned."""
 
 import argparse
 import sys
@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import ConfigError, InvalidConfig, MrlError
+from mrl.errors import ConfigError, InvalidConfig, MrlError, did_you_mean
 
 _QUESTIONS = {
     "model": "model (a folder with a Hugging Face checkpoint, or a name such as Qwen/Qwen3-30B-A3B): ",
     "devices": "devices (how many of which kind, such as 8 x h100-80g, 4x8 a3 for nodes of 8, or 2 x cpu): ",
     "data": "training prompts (a .parquet or .jsonl file in verl's schema; mrl data makes one): ",
 }
-_NO_RULE = "  # no rule is known for these rows' data_source; see docs/rewards.md"
+_REWARD = "reward"  # asked for where no rule is known for the rows
+_REWARD_QUESTION = "reward (a built-in rule, or a .py file with a compute_score; see docs/rewards.md): "
 
 
 def add(commands) -> None:
@@ -27,6 +28,11 @@ def add(commands) -> None:
     init.add_argument("--devices", metavar="'N x NAME'", help="such as '8 x h100', or '4x8 a3' for nodes of 8")
     init.add_argument("--data", metavar="FILE", action="append", help="training prompts; repeatable")
     init.add_argument("--val", metavar="FILE", action="append", default=[], help="held-out prompts; repeatable")
+    init.add_argument(
+        "--reward",
+        metavar="RULE|FILE",
+        help="a built-in rule, or a .py file with a compute_score; by default the rule of the rows' data_source",
+    )
     output = "the file to write; must not exist (default: %(default)s)"
     init.add_argument("-o", "--output", metavar="FILE", default="first.yaml", help=output)
     init.set_defaults(run=_init)
@@ -37,14 +43,18 @@ def _init(options: argparse.Namespace) -> None:
     if output.exists():
         raise ConfigError(f"-o {output}: exists; remove it or give another name")
     model, devices, data = _answers(options)
-    first = _first(model, devices, [*data], options.val)
+    files = [*data, *_files(options.val)] if options.val else [*data]
+    first, found = _first(model, devices, [*data], options.val, _reward(options.reward, files))
     text = "\n".join(_lines(first, options.output))
-    plan = _planned(text)
+    missing = list(_missing_files(first))
+    plan = _planned(text, look=not missing)
     _write(output, text)
     from mrl.plan.run_plan import verdict
 
     print(f"written: {output}\n{verdict(plan)}\nlayout: {first.why}")
-    for note in _missing_files(first):
+    if found is not None:
+        print(found)
+    for note in missing:
         print(f"note: {note}")
     print(f"next: mrl doctor; mrl rehearse {output} (in small, on this machine's CPUs); mrl train {output}")
 
@@ -67,7 +77,7 @@ def _asked(name: str, given: Any, check: Callable[[Any], Any]) -> Any:
     """Returns the checked answer. Asks a person again until the answer is valid."""
     while not given:
         try:
-            answer = input(_QUESTIONS[name]).strip()
+            answer = input(_QUESTIONS.get(name, _REWARD_QUESTION)).strip()
         except EOFError:
             raise ConfigError(f"--{name}: no answer") from None
         try:
@@ -124,24 +134,67 @@ def _source_of(name: str) -> str | None:
 # ---------------------------------------------------------------- the file
 
 
-def _first(path: str, count, train: list[str], val: list[str]):
-    from mrl.model import planning_model_spec
-    from mrl.tools.first_config import first_config
+def _first(path: str, count, train: list[str], val: list[str], reward: dict[str, Any]):
+    """Returns the first configuration, and what was measured for it; None where nothing could be.
 
+    The lengths of prompts and responses are those of the data and tokenizer, where both are on this host.
+    """
+    from mrl.config.schema import DataConfig, RewardConfig
+    from mrl.config.yaml_tree import nested
+    from mrl.model import planning_model_spec
+    from mrl.tools.first_config import first_config, usual_lengths, usual_prompts
+    from mrl.tools.measured_data import measured
+
+    model = planning_model_spec(path)[0]
     data: dict[str, Any] = {"data.train_files": train}
     if val:
-        data |= {"data.val_files": _files(val), "trainer.test_freq": 20}
-    return first_config(path, planning_model_spec(path)[0], count, data | _reward([*train, *val]))
+        data |= {"data.val_files": val, "trainer.test_freq": 20}
+    data |= reward
+    read = DataConfig(train_batch_size=1, train_files=train, val_files=val)
+    found = measured(path, read, RewardConfig.model_validate(nested(reward).get("reward", {})))
+    if found is not None:
+        prompt, response = found.lengths(model.max_position_embeddings, usual_lengths(model)[1])
+        step, mini = found.batch(prompt, *usual_prompts(count))
+        data |= {
+            "data.max_prompt_length": prompt,
+            "data.max_response_length": response,
+            "actor.ppo_max_token_len_per_gpu": prompt + response,
+            "data.train_batch_size": step,
+            "actor.ppo_mini_batch_size": mini,
+        }
+    return first_config(path, model, count, data), found
 
 
-def _reward(files: list[str]) -> dict[str, Any]:
-    """Chooses exact_match where no rule is known for a data source. It compares answers with the truth word by word."""
+def _reward(given: str | None, files: list[str]) -> dict[str, Any]:
+    """Returns the keys of a reward that can score the rows: the given one, else the rule of each data_source.
+
+    Asks a person where a data_source has no rule. Raises ConfigError where nobody is there.
+    """
     from mrl.reward.builtin_rules import RULES, rule_name
 
-    sources = {source for file in files if (source := _source_of(file)) is not None}
-    if all(rule_name(source) in RULES for source in sources):
+    if given:
+        return _reward_named(given)
+    unknown = {source for name in files if (source := _source_of(name)) is not None and rule_name(source) not in RULES}
+    if not unknown:
         return {}
-    return {"reward.function": "exact_match"}
+    if sys.stdin.isatty():
+        return _asked(_REWARD, None, _reward_named)
+    raise ConfigError(
+        f"--reward: not given, and no rule is known for data_source {', '.join(map(repr, sorted(unknown)))}; give a "
+        f"file with a compute_score, or one of {', '.join(RULES)}"
+    )
+
+
+def _reward_named(text: str) -> dict[str, Any]:
+    from mrl.reward.builtin_rules import RULES
+
+    if text.endswith(".py"):
+        if not Path(text).is_file():
+            raise ConfigError(f"--reward {text}: no such file")
+        return {"reward.custom_reward_function.path": text}
+    if text not in RULES:
+        raise ConfigError(f"--reward {text}: is no .py file and no rule; {did_you_mean(text, [*RULES])}")
+    return {"reward.function": text}
 
 
 def _lines(first, name: str) -> Iterator[str]:
@@ -161,7 +214,7 @@ def _lines(first, name: str) -> Iterator[str]:
         for depth in range(same, len(sections)):
             yield ("\n" if depth == 0 else "") + "  " * depth + f"{sections[depth]}:"
         open_sections = sections
-        yield "  " * len(sections) + f"{last}: {dump_value(value)}" + (_NO_RULE if key == "reward.function" else "")
+        yield "  " * len(sections) + f"{last}: {dump_value(value)}"
 
 
 def _common(one: list[str], other: list[str]) -> int:
@@ -181,9 +234,13 @@ def _first_below(prefix: str, keys: list[str]) -> int:
     return next(place for place, key in enumerate(keys) if key == prefix or key.startswith(f"{prefix}."))
 
 
-def _planned(text: str) -> dict[str, Any]:
-    """Returns the plan of the configuration as it will be read. Raises InvalidConfig where a rule is broken."""
-    from mrl.cli.validate import check_config
+def _planned(text: str, look: bool) -> dict[str, Any]:
+    """Returns the plan of the configuration as it will be read.
+
+    Raises what `mrl validate` would say: InvalidConfig, and DataError for rows that the reward cannot score. `look`:
+    whether the files are there to be looked at.
+    """
+    from mrl.cli.validate import check_config, look_at_files
     from mrl.config.load import load_config
     from mrl.model import planning_model_spec
     from mrl.plan.plan_inputs import device_for
@@ -193,7 +250,10 @@ def _planned(text: str) -> dict[str, Any]:
         file = Path(folder, "first.yaml")
         file.write_text(text + "\n", encoding="utf-8")
         resolved = load_config(str(file))
-    if broken := check_config(resolved)[0]:
+    broken = check_config(resolved)[0]
+    if look and not broken:
+        broken = look_at_files(resolved, [], False)[0]
+    if broken:
         raise InvalidConfig(broken)
     config = resolved.config
     return plan_of(config, planning_model_spec(config.model.path)[0], device_for(config))

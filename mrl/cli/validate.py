@@ -67,10 +67,10 @@ def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
     broken, remarks = check_config(resolved, options.check_paths)
     if broken:
         return (broken, remarks)
-    return _look(resolved, remarks, options.check_paths)
+    return look_at_files(resolved, remarks, options.check_paths)
 
 
-def _look(resolved, remarks: list[str], check_paths: bool) -> tuple[list, list[str]]:
+def look_at_files(resolved, remarks: list[str], check_paths: bool) -> tuple[list, list[str]]:
     """Checks the files that the configuration names, as `mrl train` does before it starts anything.
 
     It checks those on this host. With `check_paths` all have been found here. Returns violations and remarks. Raises

@@ -217,9 +217,9 @@ def _refusal(path: str, count: DeviceCount, against: _Against) -> str:
 
 
 def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict[str, Any]:
-    prompt, response = _lengths(model)
+    prompt, response = usual_lengths(model)
     on_cpu = count.device.platform == "cpu"
-    prompts, mini = (_FEW_PROMPTS, _FEW_MINI) if on_cpu else usual_batch(count.total)
+    prompts, mini = usual_prompts(count)
     values = {
         "model.path": path,
         "cluster.device": count.device.platform,
@@ -260,7 +260,14 @@ def _on_cpu(count: DeviceCount) -> dict[str, Any]:
     }
 
 
-def _lengths(model: ModelSpec) -> tuple[int, int]:
+def usual_prompts(count: DeviceCount) -> tuple[int, int]:
+    """Returns the usual prompts of a step and of an update."""
+    if count.device.platform == "cpu":
+        return _FEW_PROMPTS, _FEW_MINI
+    return usual_batch(count.total)
+
+
+def usual_lengths(model: ModelSpec) -> tuple[int, int]:
     """Returns the longest prompt and response. If a model has few positions, a fifth is for the prompt."""
     positions = model.max_position_embeddings
     prompt = min(PROMPT, positions // 5)
@@ -271,7 +278,7 @@ def _engine_sizes(model: ModelSpec, count: DeviceCount) -> list[int]:
     """Returns tensor degrees of engines within a node that hold the model and some sequences, smallest first."""
     share = engine_share(count.device, _SHARE)
     legal = [n for n in range(1, count.per_node + 1) if count.per_node % n == 0 and engine_splits_heads(n, model)]
-    wanted = _SEQUENCES * sum(_lengths(model))
+    wanted = _SEQUENCES * sum(usual_lengths(model))
     fitting = [n for n in legal if engine_memory(model, RolloutLayout(1, n), share).cache_tokens >= wanted]
     if not fitting:
         largest = engine_memory(model, RolloutLayout(1, legal[-1]), share).weights / GIB

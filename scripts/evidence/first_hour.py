@@ -128,6 +128,7 @@ def steps() -> list[Step]:
     once = "--set trainer.total_training_steps=1"
     homeless = train.replace("runs/own", "runs/without-home")
     data = "--data train.jsonl"
+    small = "--model tiny-world/model --devices '2 x cpu'"
     starts, job, stops = launch_commands()
     other = f"RAY_AUTH_TOKEN={'0' * 64}"
     joining = f"RAY_ADDRESS=127.0.0.1:$PORT mrl train {PRESET} --run-dir $HOME/joining"
@@ -135,7 +136,7 @@ def steps() -> list[Step]:
     return [
         Step("import a script of verl's", "mrl import-verl verl.sh --set DATA=/data -o from_verl.yaml"),
         Step("validate what was imported", "mrl validate from_verl.yaml"),
-        Step("first configuration", f"mrl init --model tiny-world/model --devices '2 x cpu' {data} -o my.yaml"),
+        Step("first configuration", f"mrl init {small} {data} --reward exact_match -o my.yaml"),
         Step("validate it", "mrl validate my.yaml"),
         Step("plan it", "mrl plan my.yaml"),
         Step("search for a faster layout", "mrl plan --search my.yaml"),

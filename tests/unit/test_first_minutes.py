@@ -2,12 +2,13 @@
 
 import io
 import json
+import random
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from small_model import SIZES
+from small_model import SIZES, write_model
 
 from mrl.cli import init as init_command
 from mrl.cli.completion import script
@@ -155,17 +156,79 @@ def test_layouts_are_searched_once_for_each_place_of_the_optimizer(monkeypatch):
     assert len(searched) == 2
 
 
-def test_a_small_model_of_ones_own_gets_one_for_cpus(mrl, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES))
+def test_a_small_model_of_ones_own_gets_one_for_cpus(mrl):
+    write_model(Path("model"))
     Path("odd.jsonl").write_text(json.dumps(ROW | {"data_source": "mine"}) + "\n")
-    code, *_ = mrl("init", "--model", "model", "--devices", "2 x cpu", "--data", "odd.jsonl", "-o", "sub/my.yaml")
+    asked = ("init", "--model", "model", "--devices", "2 x cpu", "--data", "odd.jsonl", "-o", "sub/my.yaml")
+    code, _, err = mrl(*asked)
+    assert code == 2 and "--reward: not given, and no rule is known for data_source 'mine'" in err
+    assert not Path("sub").exists()
+    code, *_ = mrl(*asked, "--reward", "exact_match")
     config = load_config("sub/my.yaml").config
     assert code == 0 and (config.cluster.device, config.model.dtype) == ("cpu", "float32")
     assert not config.actor.offloaded, "on a CPU the device is the host"
     assert switches_of(config) == {}
-    assert config.reward.function == "exact_match" and "docs/rewards.md" in Path("sub/my.yaml").read_text()
+    assert config.reward.function == "exact_match"
     assert config.data.max_prompt_length + config.data.max_response_length <= SIZES["max_position_embeddings"]
+
+
+def test_a_person_is_asked_for_a_reward_where_no_rule_is_known(mrl, monkeypatch):
+    Path("odd.jsonl").write_text(json.dumps(ROW | {"data_source": "mine"}) + "\n")
+    answers = iter(["exactly", "exact_match"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    code, _, err = mrl("init", "--model", "Qwen/Qwen3-8B", "--devices", "8 x h100", "--data", "odd.jsonl")
+    assert code == 0 and "--reward exactly: is no .py file and no rule; known: exact_match" in err
+    assert load_config("first.yaml").config.reward.function == "exact_match"
+
+
+def drawn_rows(rng: random.Random, source: str, count: int, longest: int) -> list[dict]:
+    """Rows of sums in words: some long, some twice, some with truths that a table holds as doubles."""
+    rows = []
+    for number in range(count):
+        words = "how much is " * rng.randint(0, longest // 12) + f"{number}+{number}="
+        truth = rng.choice((str(2 * number), 2 * number, float(2 * number), "9" * rng.randint(1, 12)))
+        rows.append({"data_source": source, "prompt": words, "reward_model": {"ground_truth": truth}})
+    return rows + rows[: count // 5]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_it_writes_validates_whatever_the_data(mrl, monkeypatch, seed):
+    """50 draws a seed: few rows and many, short prompts and long, with held-out rows and without."""
+    write_model(Path("model"))
+    rng = random.Random(seed)
+    written = 0
+    for draw in range(50):
+        if draw:  # a scoring process takes half a second: each seed tries one
+            monkeypatch.setattr("mrl.train.first_look._ask", lambda *_: None)
+        source, count = rng.choice(("openai/gsm8k", "math_dapo", "exact_match", "mine")), rng.randint(1, 40)
+        longest = rng.choice((0, 40, 110, 200))
+        for name in ("rows", "held"):
+            rows = drawn_rows(rng, source, count, longest)
+            Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        more = rng.choice(((), ("--val", "held.jsonl")))
+        rule = ("--reward", "exact_match") if source == "mine" else ()
+        asked = ("--model", "model", "--devices", rng.choice(("1 x cpu", "2 x cpu")), "--data", "rows.jsonl")
+        code, out, err = mrl("init", *asked, *more, *rule, "-o", f"{draw}.yaml")
+        if code:
+            assert code == 2 and "no prompt of a file fits" in err and not Path(f"{draw}.yaml").exists(), err
+            continue
+        written += 1
+        assert "measured: " in out
+        code, _, err = mrl("validate", f"{draw}.yaml", "--check-paths")
+        assert code == 0, err
+        config = load_config(f"{draw}.yaml").config
+        longest_answer = max(len(str(row["reward_model"]["ground_truth"]).removesuffix(".0")) for row in rows)
+        assert config.data.max_response_length > longest_answer or not more
+    assert written > 30
+
+
+def test_prompts_that_no_response_fits_behind_are_said(mrl):
+    write_model(Path("model"))
+    row = ROW | {"prompt": "x" * 126, "data_source": "exact_match"}
+    Path("long.jsonl").write_text(json.dumps(row) + "\n")
+    code, _, err = mrl("init", "--model", "model", "--devices", "2 x cpu", "--data", "long.jsonl")
+    assert code == 2 and "the model has 128 positions, the shortest prompt 127 tokens and the longest answer 2" in err
 
 
 def test_held_out_prompts_are_validated_on(mrl):
@@ -217,10 +280,16 @@ def test_a_person_who_leaves_is_not_asked_again(mrl, monkeypatch):
         (("--model", "Qwen/Qwen3-235B-A22B", "--devices", "1 x h100"), 2, "no engine in a node of 1 x h100-80g"),
         (("--model", "Qwen/Qwen3-235B-A22B", "--devices", "8 x h200"), 2, "does not fit on 8 x h200-141g"),
         (("--data", "empty.jsonl"), 3, "no row in verl's schema"),
+        (("--reward", "exactmatch"), 2, "is no .py file and no rule; "),
+        (("--reward", "none.py"), 2, "--reward none.py: no such file"),
+        (("--reward", "bad.py"), 3, "NoneType 'None' where a number is expected"),
+        (("--data", "raw.jsonl"), 3, "rule gsm8k finds no response right"),
     ],
 )
 def test_what_cannot_be_is_said_and_nothing_is_written(mrl, arguments, code, words):
     Path("empty.jsonl").write_text('{"question": 1}\n')
+    Path("bad.py").write_text("def compute_score(**_):\n    return None\n")
+    Path("raw.jsonl").write_text(json.dumps(ROW | {"reward_model": {"ground_truth": "so\n#### 2"}}) + "\n")
     found, _, err = mrl("init", *ANSWERS, *arguments)
     assert found == code and words in err and not Path("first.yaml").exists()
 
