@@ -173,6 +173,7 @@ REACHED = (
             "Stream",
             "stream",
             "current_stream",
+            "Event",
             "empty_cache",
             "memory_snapshot",
             "mem_get_info",
