@@ -47,7 +47,7 @@ mrl_make_token() {
     [ -n "$file" ] || { echo "HOME is not set, so there is no place for Ray's token: set HOME, or RAY_AUTH_TOKEN" >&2; return 4; }
     mrl_check_token "$file" || return
     [ ! -s "$file" ] || return 0
-    (umask 077 && mkdir -p "$(dirname "$file")" && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$file") 2>/dev/null ||
+    (umask 077 && mkdir -p "$(dirname "$file")" && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$file" && chmod 600 "$file") 2>/dev/null ||
         { echo "Ray's token cannot be written to $file: set HOME to a folder of yours, or RAY_AUTH_TOKEN" >&2; return 4; }
 }
 

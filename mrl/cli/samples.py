@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def _show(options: argparse.Namespace, run: Any, step: int, file: Any) -> None:
         own = ({} if gap is None else {"trainer_less_rollout": gap} for gap in gaps)
         sys.stdout.writelines(json_line(row | more) for row, more in zip(shown, own, strict=True))
         return
-    decode = _decoder(run.config)
+    decode = _decoder(run.config, sorted(run.checkpoints.glob("step-*/hf"), reverse=True))
     for row, gap in zip(shown, gaps, strict=True):
         print(_text(step, row, decode, options.turns))
         if options.log_probs:
@@ -88,23 +88,29 @@ def _step(folder: Path, asked: int | None) -> int:
     return steps[-1]
 
 
-def _decoder(config: Path) -> Callable[[list[int]], str]:
-    """Builds the decoder of the run's token ids. Raises ConfigError where the model's folder is not here.
+def _decoder(config: Path, stored: Sequence[Path] = ()) -> Callable[[list[int]], str]:
+    """Builds the decoder of the run's token ids. `stored` are folders of its checkpoints that may have a tokenizer.
 
-    Where the model has a tokenizer.json, only that file is read, which takes less than a second.
+    A relative model.path is one of the folder that the run was started in, so it may not be here. Where there is a
+    tokenizer.json, only that file is read, which takes less than a second. Raises ConfigError where there is none.
     """
     from mrl.data.dataset import load_tokenizer
     from mrl.model.hub import local_folder
     from mrl.tools.report.samples import decoder
 
     if not config.is_file():
-        raise ConfigError(f"{config} is missing, so the run's tokenizer is unknown; --jsonl needs none")
+        if decode := decoder(stored):
+            return decode
+        raise ConfigError(f"{config} is missing, which names the model whose tokenizer is needed; --jsonl needs none")
     path = _model_path(config)
+    if decode := decoder([Path(path), *([] if Path(path).is_dir() else stored)]):
+        return decode
     try:
         folder = local_folder(path)
         return decoder([Path(folder)]) or load_tokenizer(folder).decode
     except ConfigError as error:
-        raise ConfigError(f"{config}: {error}; --jsonl needs no tokenizer") from None
+        where = "" if Path(path).is_absolute() else f" (seen from {Path.cwd()}; no checkpoint of the run has one)"
+        raise ConfigError(f"{config}: {error}{where}; --jsonl needs no tokenizer") from None
 
 
 def _model_path(config: Path) -> str:

@@ -18,7 +18,8 @@ def add(commands) -> None:
     validate.add_argument(
         "--check-paths",
         action="store_true",
-        help="also refuse files whose folders are not on this host, as mrl train does; otherwise they are only listed",
+        help="also refuse files whose folders are not on this host, and loggers that are not installed, as mrl train "
+        "does; otherwise they are only listed",
     )
     validate.add_argument(
         "--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all"
@@ -85,8 +86,11 @@ def look_at_files(resolved, remarks: list[str], check_paths: bool) -> tuple[list
         return broken, []
     bare = _look_at_weights(resolved.config, model, check_paths)
     from mrl.plan.run_plan import memory_lines_of
+    from mrl.record.sinks import check_packages
     from mrl.train.first_look import look
 
+    if check_paths:
+        check_packages(resolved.config.trainer.logger)
     look(resolved.config)
     return [], [*remarks, *memory_lines_of(resolved.config, model), *bare, *unseen_files(resolved.config)]
 

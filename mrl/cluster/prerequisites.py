@@ -222,8 +222,10 @@ def ask_for_token_authentication(own_cluster: bool = True) -> None:
     """
     if "ray" not in sys.modules:
         os.environ.setdefault(_MODE, "token")
-    if own_cluster and os.environ.get(_MODE) == "token" and not has_token() and not _home_takes_a_token():
-        os.environ[_TOKEN] = secrets.token_hex(32)
+    if own_cluster and os.environ.get(_MODE) == "token" and not has_token():
+        token = secrets.token_hex(32)
+        if not _written(token):
+            os.environ[_TOKEN] = token
 
 
 def has_token() -> bool:
@@ -261,15 +263,28 @@ def _token_file() -> Path | None:
     return None
 
 
-def _home_takes_a_token() -> bool:
+def _written(token: str) -> bool:
+    """Writes the token where Ray looks for it, for this user's eyes alone: Ray itself would write it by the umask.
+
+    Returns False where the file cannot be written. A file that another process makes meanwhile stays.
+    """
     file = _token_file()
     if file is None:
         return False
+    own = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)  # as Ray does then
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
+            out.write(token)
+        if file.is_file() and not file.stat().st_size:
+            file.unlink()
+        with suppress(FileExistsError):
+            os.link(own, file)
     except OSError:
         return False
-    return os.access(file.parent, os.W_OK | os.X_OK)
+    finally:
+        own.unlink(missing_ok=True)
+    return True
 
 
 def own_cpus() -> int:

@@ -116,19 +116,19 @@ class Api(NamedTuple):
 
 def parse_openai(body: Any) -> ChatRequest:
     """Reads a request for a chat completion. Raises BadRequest."""
-    _check_mapping(body)
+    _check_mapping(body, "the body")
     if body.get("functions") is not None or body.get("function_call") is not None:
         raise BadRequest("`functions` is OpenAI's older form; send `tools`")
     messages = [_openai_message(message) for message in _list(body, "messages")]
     tools = [_openai_tool(tool) for tool in _list(body, "tools")]
     limit = _whole_number(body, "max_completion_tokens") or _whole_number(body, "max_tokens")
     options = body.get("stream_options") or {}
-    _check_mapping(options)
+    _check_mapping(options, "`stream_options`")
     return _checked(body, messages, tools, limit, wants_usage=bool(options.get("include_usage")))
 
 
 def _openai_message(message: Any) -> ChatMessage:
-    _check_mapping(message)
+    _check_mapping(message, "a message")
     role = message.get("role")
     if role == "developer":
         role = "system"
@@ -139,29 +139,38 @@ def _openai_message(message: Any) -> ChatMessage:
 
 
 def _openai_call(call: Any) -> ChatCall:
-    _check_mapping(call)
+    _check_mapping(call, "a call")
     function = call.get("function")
-    _check_mapping(function)
+    _check_mapping(function, _only_functions("a call", call))
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
+            arguments = {} if arguments is None else arguments  # "null": a call without arguments
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"arguments of a call are no JSON: {error}") from error
-    _check_mapping(arguments)
+    _check_mapping(arguments, "`arguments` of a call")
     return ChatCall(_word(call.get("id")), _word(function.get("name")), arguments)
 
 
 def _openai_tool(tool: Any) -> dict[str, Any]:
-    _check_mapping(tool)
+    _check_mapping(tool, "a tool")
     function = tool.get("function")
-    _check_mapping(function)
+    _check_mapping(function, _only_functions("a tool", tool))
     return _tool(function, function.get("parameters"))
+
+
+def _only_functions(what: str, given: Mapping[str, Any]) -> str:
+    """Names the part that is missing, and the type of a tool or call that is no function."""
+    kind = given.get("type")
+    if kind in (None, "function"):
+        return f"`function` of {what}"
+    return f"{what} has the type {str(kind)[:40]!r}, and only functions are supported: `function`"
 
 
 def parse_anthropic(body: Any) -> ChatRequest:
     """Reads a request for a message. Raises BadRequest."""
-    _check_mapping(body)
+    _check_mapping(body, "the body")
     messages = []
     if body.get("system") not in _NOTHING:
         messages.append(ChatMessage("system", _text(body["system"])))
@@ -169,14 +178,14 @@ def parse_anthropic(body: Any) -> ChatRequest:
         messages += _anthropic_messages(message)
     tools = []
     for tool in _list(body, "tools"):
-        _check_mapping(tool)
+        _check_mapping(tool, "a tool")
         tools.append(_tool(tool, tool.get("input_schema")))
     return _checked(body, messages, tools, _whole_number(body, "max_tokens"))
 
 
 def _anthropic_messages(message: Any) -> list[ChatMessage]:
     """Splits one message: the results of tools become messages of their own, before its text."""
-    _check_mapping(message)
+    _check_mapping(message, "a message")
     role = message.get("role")
     if role not in ("user", "assistant"):
         raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: user, assistant")
@@ -185,7 +194,7 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
         return [ChatMessage(role, content or "")]
     blocks = _list(message, "content")
     for block in blocks:
-        _check_mapping(block)
+        _check_mapping(block, "a block of a message")
     results = [
         ChatMessage("tool", _text(block.get("content")), call_id=_word(block.get("tool_use_id")))
         for block in blocks
@@ -201,7 +210,7 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
 
 def _anthropic_call(block: Mapping[str, Any]) -> ChatCall:
     arguments = block.get("input") or {}
-    _check_mapping(arguments)
+    _check_mapping(arguments, "`arguments` of a call")
     return ChatCall(_word(block.get("id")), _word(block.get("name")), arguments)
 
 
@@ -251,9 +260,10 @@ def _sorted(results: list[ChatMessage], order: Mapping[str, int]) -> list[ChatMe
     return results
 
 
-def _check_mapping(value: Any) -> None:
+def _check_mapping(value: Any, what: str) -> None:
     if not isinstance(value, Mapping):
-        raise BadRequest(f"{str(value)[:60]!r} stands where an object is expected")
+        kind = "missing or null" if value is None else f"{type(value).__name__} ({str(value)[:60]!r})"
+        raise BadRequest(f"{what} is {kind}, expected an object")
 
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
@@ -278,7 +288,7 @@ def _word(value: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise BadRequest(f"{str(value)[:60]!r} stands where a text is expected")
+        raise BadRequest(f"a name or id is {type(value).__name__} ({str(value)[:60]!r}), expected a text")
     return value
 
 
@@ -292,7 +302,7 @@ def _text(content: Any) -> str:
         raise BadRequest(f"`content` is {type(content).__name__}, expected a text or a list of texts")
     texts = []
     for part in content:
-        _check_mapping(part)
+        _check_mapping(part, "a part of a message")
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise BadRequest(f"a part of a message has the type {str(part.get('type'))[:40]!r}; only text is supported")
         texts.append(part["text"])
@@ -305,9 +315,9 @@ def _tool(function: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise BadRequest("a tool has no name")
     schema = {"type": "object"} if parameters is None else parameters
-    _check_mapping(schema)
+    _check_mapping(schema, f"the schema of tool {name!r}")
     properties = schema.get("properties") or {}
-    _check_mapping(properties)
+    _check_mapping(properties, f"`properties` of tool {name!r}")
     schema = {**schema, "properties": properties}
     described = {"name": name, "description": _word(function.get("description")), "parameters": schema}
     return {"type": "function", "function": described}

@@ -44,6 +44,19 @@ def _run(run: Run, *arguments: Any) -> None:
             raise
 
 
+def agent_fault(run: Run) -> str:
+    """Says why a function cannot be called as an agent is; empty where it can."""
+    if inspect.isgeneratorfunction(run) or inspect.isasyncgenfunction(run):
+        return "is a generator, whose call runs nothing: return instead of yield"
+    try:
+        inspect.signature(run).bind("url", "key", {}, 1.0)
+    except TypeError as error:
+        return f"is called with url, key, row and seconds, and cannot take them: {error}"
+    except ValueError:  # a callable without a signature
+        pass
+    return ""
+
+
 def command_of(words: Sequence[str]) -> Run:
     """Returns a function that runs a command. The row and everything but the key come as JSON on its standard input."""
 

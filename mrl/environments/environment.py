@@ -95,6 +95,8 @@ def actions_of(kind: type[Environment], name: str) -> dict[str, Tool]:
     """Returns an environment's actions as tools. Raises ConfigError for an incomplete declaration."""
     if not kind.actions and not kind.schemas:
         raise ConfigError(f"environment {name!r} has no actions: name in `actions` the methods that the model may call")
+    if not isinstance(kind.repeatable, bool):
+        raise ConfigError(f"environment {name!r}: `repeatable` is {kind.repeatable!r}, and has to be True or False")
     found = {action: Tool(kind.step, _checked(name, action, schema)) for action, schema in kind.schemas.items()}
     for action in kind.actions:
         method = getattr(kind, action, None)

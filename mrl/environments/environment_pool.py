@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from mrl.environments.environment_worker import REFUSED
-from mrl.environments.offer import Offer
+from mrl.environments.offer import Offer, UnknownChoice
 from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.reward.items import DIED, FELL, OK
@@ -32,6 +32,8 @@ from mrl.reward.process import ForeignLine, WorkerFailure, WorkerProcess, parsed
 
 MODULE = "mrl.environments.environment_worker"
 START_ATTEMPTS = 3
+_TRIED_SECONDS = 60.0  # for an environment to begin, where that is tried
+_ROW = ("data_source", "ground_truth", "extra_info")
 ATTEMPTS = 2  # for a step of a repeatable environment
 DIFFERS = "differs"  # an environment that declares itself repeatable gave another reply when it was repeated
 
@@ -454,3 +456,27 @@ def check_tools(spec: ToolsSpec) -> Offer:
     """
     with EnvironmentPool(spec, 1, 1.0) as pool:
         return pool.offer
+
+
+def try_environments(spec: ToolsSpec, offer: Offer, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Begins each environment that rows name, by the first of them, as a response does.
+
+    `rows` have data_source, ground_truth and extra_info. Raises ConfigError for an environment that cannot begin.
+    """
+    wanted: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        with suppress(UnknownChoice):  # a bad row, which is told where rows are read
+            if (name := offer.environment(row["extra_info"])) is not None:
+                wanted.setdefault(name, row)
+    if not wanted:
+        return
+    with EnvironmentPool(spec, 1, _TRIED_SECONDS) as pool:
+        for name, row in wanted.items():
+            session = pool.session(name, {key: row[key] for key in _ROW}, 0)
+            reason, text, *_ = session.ready.result()
+            session.close()
+            if reason != OK:
+                raise ConfigError(
+                    f"rollout.turns.environments: {name}: asked to begin with the first row that wants it, it failed "
+                    f"({reason}): {text[:300]}"
+                )

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from types import ModuleType
 
-from mrl.environments.agent import AGENT, agent_tool, command_of
+from mrl.environments.agent import AGENT, agent_fault, agent_tool, command_of
 from mrl.environments.builtin import BUILTIN_ENVIRONMENTS, BUILTIN_TOOLS
 from mrl.environments.environment import Environment
 from mrl.environments.python_tool import PYTHON, python_tool
@@ -53,14 +53,18 @@ def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
 def resolve_agent(spec: ToolsSpec) -> dict[str, Tool]:
     """Returns the agent under its name.
 
-    Raises ConfigError for a missing program, and for a file that is missing, fails, or lacks the function.
+    Raises ConfigError for a missing program, and for a file that is missing, fails, lacks the function, or has one that
+    cannot be called as an agent.
     """
     if spec.command and shutil.which(spec.command[0]) is None:
         raise ConfigError(f"rollout.agent.command: no executable program {spec.command[0]!r} was found")
     if spec.command:
         return {AGENT: agent_tool(command_of(spec.command))}
     module = load_module(Path(spec.path), AGENT_KEY)
-    return {AGENT: agent_tool(load_function(module, spec.agent, f"{AGENT_KEY}: {spec.path}"))}
+    run = load_function(module, spec.agent, f"{AGENT_KEY}: {spec.path}")
+    if fault := agent_fault(run):
+        raise ConfigError(f"{AGENT_KEY}: {spec.path}: {spec.agent} {fault}")
+    return {AGENT: agent_tool(run)}
 
 
 def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:

@@ -12,12 +12,14 @@ at once, when the answer is complete. The endpoint runs in the event loop of its
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from mrl.data.chat_api import APIS, Api, BadRequest, ChatAnswer, ChatRequest
 from mrl.environments.environment import LARGEST_REWARD, Reply, reply_of
@@ -39,6 +41,16 @@ class ChatSession(Protocol):
         """Takes the response's reward. Raises BadRequest for a second one."""
 
 
+class _NoForeignHeads(logging.Filter):
+    """Drops what aiohttp writes of requests that are no HTTP: it has their senders' answer, and no bound."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tells whether a record is written."""
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
+
+
+_LOGGER = logging.getLogger("mrl.endpoint")
+_LOGGER.addFilter(_NoForeignHeads())
 _SESSION = web.RequestKey("session", ChatSession)
 
 
@@ -74,7 +86,9 @@ class Endpoint:
             app.router.add_post(REWARD_PATH, _rewarded)
             app.router.add_get("/v1/models", _models)
             # handlers of clients that hang up are cancelled
-            runner = web.AppRunner(app, access_log=None, handle_signals=False, handler_cancellation=True)
+            runner = web.AppRunner(
+                app, access_log=None, handle_signals=False, handler_cancellation=True, logger=_LOGGER
+            )
             await runner.setup()
             self._server = await asyncio.get_running_loop().create_server(runner.server, sock=self._socket)
 
@@ -99,6 +113,10 @@ class Endpoint:
             session = self._sessions.get(_digest(_key_of(request)))
             if session is None:
                 return _refused(request, 401, "the key is of no session that is under way")
+            if (request.content_length or 0) > BODY_BYTES:  # before any of it is waited for
+                refused = _refused(request, 413, f"a body has at most {BODY_BYTES} bytes")
+                refused.force_close()
+                return refused
             request[_SESSION] = session
             return await handler(request)
         except BadRequest as error:
@@ -131,7 +149,11 @@ def _refused(request: web.Request, status: int, why: str) -> web.Response:
 
 async def _body(request: web.Request) -> Any:
     try:
-        return json.loads(await request.read())
+        text = await request.read()
+    except web.RequestPayloadError as error:  # a body that is not in the encoding that its head names
+        raise BadRequest(f"the body cannot be read: {error}") from error
+    try:
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
 

@@ -77,6 +77,10 @@ def look(config: RunConfig) -> str | None:
         for file in (*here.train_files, *here.val_files)
         if (row := _first_row(file, data, rule_in(config.reward))) is not None
     ]
+    if offer is not None and offer.environments:
+        from mrl.environments.environment_pool import try_environments
+
+        try_environments(turns.tools, offer, rows)
     outcome = {}
     if turns is not None:
         outcome = ONE_TURN

@@ -222,3 +222,21 @@ def test_why_an_answer_ended_is_said_in_each_forms_words(said, finish, stop):
     assert whole["usage"] == {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
     whole = other.whole(said, asked)
     assert whole["stop_reason"] == stop and whole["usage"] == {"input_tokens": 7, "output_tokens": 5}
+
+
+def test_what_is_no_object_is_named_by_its_place():
+    user = {"role": "user", "content": "x"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "null"}}
+    asked = {"messages": [user, {"role": "assistant", "tool_calls": [call]}, user]}
+    assert parse_openai(asked).messages[1].calls[0].arguments == {}  # a call without arguments
+    for body, words in (
+        ({"messages": [user], "tools": [{"type": "custom", "custom": {"name": "f"}}]}, "has the type 'custom'"),
+        ({"messages": [user], "tools": [None]}, "a tool is missing or null, expected an object"),
+        ({"messages": [None]}, "a message is missing or null, expected an object"),
+        ({"messages": [user, {"role": "assistant", "tool_calls": [{"id": "c"}]}, user]}, "`function` of a call is"),
+        ({"messages": [user], "tools": [{"function": {"name": "f", "parameters": "x"}}]}, "schema of tool 'f' is str"),
+        ({"messages": [user], "stream_options": [1]}, "`stream_options` is list"),
+        (7, "the body is int"),
+    ):
+        with pytest.raises(BadRequest, match=words):
+            parse_openai(body)

@@ -7,6 +7,8 @@ import http.client
 import importlib.util
 import itertools
 import json
+import logging
+import socket
 import sys
 import threading
 import time
@@ -20,7 +22,7 @@ import pytest
 from test_conversations import SAMPLING, TOKENS, called, ids, last_calls, spec
 
 from mrl.data.samples import STOP_REASONS, Sample, Samples, packed, with_turns
-from mrl.environments.environment_pool import EnvironmentPool
+from mrl.environments.environment_pool import EnvironmentPool, check_tools
 from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.flow.conversations import Conversations
@@ -553,8 +555,34 @@ def test_host_key_and_size_are_looked_at_before_anything_is_read():
         ("POST", "/v1/reward", own, b"1"),
         ("GET", path, own, None),
         ("GET", "/v1/models", {"x-api-key": "{key}"}, None),
+        ("POST", path, own | {"Content-Encoding": "gzip"}, b"no gzip"),
+        ("POST", "/v1/reward", own | {"Content-Encoding": "deflate"}, b"\x00\xff" * 40),
+        ("POST", path, own | {"Content-Length": str(10**12)}, b"{"),  # answered although it never comes
     ]
-    assert statuses(requests) == [403, 403, 401, 401, 401, 413, 400, 400, 400, 400, 400, 400, 405, 200]
+    wanted = [403, 403, 401, 401, 401, 413, 400, 400, 400, 400, 400, 400, 405, 200, 400, 400, 413]
+    assert statuses(requests) == wanted
+
+
+def test_what_is_no_http_is_answered_and_writes_no_traceback(caplog):
+    heads = (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"\x16\x03\x01\x02\x00", b"POST / HTTP/9.9\r\n\r\n",
+        b"POST /v1/reward HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"\r\n\r\n\xff\xff\r\n\r\n")  # fmt: skip
+    endpoint = Endpoint()
+    answers = []
+
+    def send() -> None:
+        for head in heads:
+            with closing(socket.create_connection(("127.0.0.1", endpoint.port), timeout=20)) as connection:
+                connection.sendall(head)
+                answers.append(connection.recv(200))
+
+    async def run() -> None:
+        await endpoint.serve()
+        await asyncio.to_thread(send)
+        endpoint.close()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(run())
+    assert all(b" 400 " in answer for answer in answers[:4]) and not caplog.records
 
 
 def test_a_key_opens_its_own_session_alone_and_none_after_its_end():
@@ -766,6 +794,27 @@ def test_what_is_no_agent_is_told_before_a_run(tmp_path):
     missing = ToolsSpec((), str(tmp_path / "none.py"), agent="run")
     with pytest.raises(ConfigError, match=r"rollout\.agent\.path"):
         Conversations(replace(spec(), tools=missing), TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("async def run(url, key, row, seconds):\n    yield 1", "is a generator"),
+        ("def run(url, key, row, seconds):\n    yield 1", "is a generator"),
+        ("def run(url, key, row): pass", "too many positional arguments"),
+        ("def run(url, key, row, seconds, more): pass", "missing a required argument: 'more'"),
+        ("async def run(*arguments): pass", None),
+        ("def run(url, key, row, seconds, more=1): pass", None),
+    ],
+)
+def test_an_agent_that_cannot_be_called_is_told_before_a_run(tmp_path, source, words):
+    (tmp_path / "own.py").write_text(source)
+    own = ToolsSpec((), str(tmp_path / "own.py"), agent="run")
+    if words is None:
+        assert check_tools(own).agent
+    else:
+        with pytest.raises(ConfigError, match=rf"rollout\.agent\.path: .*{words}"):
+            check_tools(own)
 
 
 def test_tokens_that_the_agent_pays_for_are_those_of_the_row(tmp_path):

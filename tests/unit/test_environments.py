@@ -1,5 +1,6 @@
 """Environments: sessions in processes that can be killed; what fails is repeated once, or over, and rewards nothing."""
 
+import re
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from mrl.environments.acting import Acting
 from mrl.environments.builtin import GuessTheNumber
 from mrl.environments.environment import LONGEST, Reply, actions_of, reply_of
-from mrl.environments.environment_pool import EnvironmentPool, Session, check_tools
+from mrl.environments.environment_pool import EnvironmentPool, Session, check_tools, try_environments
 from mrl.environments.offer import Offer, UnknownChoice, name_of
 from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError
@@ -363,3 +364,50 @@ def test_calls_go_to_the_rows_environment_or_to_its_tools(pool):
     both = Acting(pool, row(environment="Stairs"), 7)
     assert both.call("calculator", {"expression": "6*7"}).result(60).text == "42"
     both.close()
+
+
+BEGINS = '''
+from mrl.environments.environment import Environment, Reply
+
+class Own(Environment):
+    "d"
+    actions = ("go",)
+    repeatable = {repeatable}
+    {body}
+
+    def go(self, x: int) -> Reply:
+        """d
+
+        Args:
+            x: y
+        """
+        return Reply("x")
+'''
+
+
+@pytest.mark.parametrize(
+    ("body", "repeatable", "words"),
+    [
+        ("def reset(self, row, seed): assert row.keys() == {'data_source', 'ground_truth', 'extra_info'}", True, None),
+        ("def __init__(self, z): pass", True, "missing 1 required positional argument: 'z'"),
+        ("def __init__(self): 1 / 0", False, "ZeroDivisionError"),
+        ("def reset(self, row): pass", False, "takes 2 positional arguments but 3 were given"),
+        ("def reset(self, row, seed): row['truth']", True, "KeyError"),
+        ("x = 1", "'no'", "`repeatable` is 'no', and has to be True or False"),
+    ],
+)
+def test_an_environment_that_cannot_begin_is_told_before_a_run(tmp_path, body, repeatable, words):
+    """It is begun by the first row that wants it, as a reward is asked about the first row."""
+    file = tmp_path / "own.py"
+    file.write_text(BEGINS.replace("{body}", body).replace("{repeatable}", str(repeatable)))
+    spec = ToolsSpec((), str(file), environments=("Own",))
+    row = {"data_source": "d", "ground_truth": "1", "extra_info": {}, "more": 1}
+
+    def tried() -> None:
+        try_environments(spec, check_tools(spec), [row | {"extra_info": {"environment": "unknown"}}, row])
+
+    if words is None:
+        tried()
+    else:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            tried()

@@ -262,7 +262,7 @@ def test_the_command_shows_the_worst_and_exports_lines(tmp_path, monkeypatch, ca
     made = a_step(tmp_path / "samples", 6, 30)
     lengths = np.array([len(sample.response_ids) for sample in made])
     write_differences(tmp_path / "samples", 6, np.arange(30), lengths, np.full(lengths.sum(), 0.25))
-    monkeypatch.setattr(samples_command, "_decoder", lambda config: lambda ids: f"<{ids}>")
+    monkeypatch.setattr(samples_command, "_decoder", lambda config, stored: lambda ids: f"<{ids}>")
     every = read_samples(tmp_path / "samples", 6)
     main(["samples", str(tmp_path), "--worst", "2", "--log-probs"])
     shown = capsys.readouterr().out
@@ -301,6 +301,28 @@ def test_texts_are_those_of_the_models_tokenizer_which_is_not_loaded_for_them(tm
     assert samples_command._decoder(config)([1]) == "by the whole one"
     Tokenizer(models.WordLevel({"<unk>": 0, "four": 1, "two": 2}, "<unk>")).save(str(tmp_path / "tokenizer.json"))
     assert samples_command._decoder(config)([1, 2, 0]) == "four two <unk>"
+
+
+@pytest.mark.parametrize("config", ["model: {path: tiny-world/model}", None])
+def test_from_any_folder_texts_are_those_of_a_checkpoints_tokenizer(tmp_path, monkeypatch, capsys, config):
+    """A relative model.path is one of the folder that the run was started in."""
+    from tokenizers import Tokenizer, models
+
+    run = tmp_path / "run"
+    for folder in ("samples", "checkpoints/step-2/hf"):
+        (run / folder).mkdir(parents=True)
+    made = a_step(run / "samples", 2, 1)
+    if config:
+        (run / "config.resolved.yaml").write_text(config)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(SystemExit):
+        main(["samples", str(run)])
+    assert "--jsonl needs no" in capsys.readouterr().err
+    words = {f"w{token}": token for token in (*made[0].prompt_ids, *made[0].response_ids)} | {"<unk>": 10**6}
+    Tokenizer(models.WordLevel(words, "<unk>")).save(str(run / "checkpoints/step-2/hf/tokenizer.json"))
+    main(["samples", str(run)])
+    assert " ".join(f"w{token}" for token in made[0].response_ids) in capsys.readouterr().out
 
 
 def test_a_run_without_its_configuration_is_told_at_once(tmp_path):

@@ -358,6 +358,29 @@ def test_a_run_of_its_own_needs_no_home(monkeypatch):
     assert prerequisites.has_token() and len(os.environ.pop("RAY_AUTH_TOKEN")) == 64
 
 
+@pytest.mark.parametrize("before", [None, b"", b"of-the-user"])
+def test_the_token_of_a_run_of_its_own_is_for_its_user_alone(monkeypatch, tmp_path, before):
+    """Ray would write it by the umask: readable by everybody on a shared host."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".ray" / "auth_token"
+    if before is not None:
+        file.parent.mkdir()
+        file.write_bytes(before)
+    old = os.umask(0o022)
+    try:
+        prerequisites.ask_for_token_authentication()
+    finally:
+        os.umask(old)
+    assert "RAY_AUTH_TOKEN" not in os.environ and [each.name for each in file.parent.iterdir()] == [file.name]
+    if before:
+        assert file.read_bytes() == before
+    else:
+        assert len(file.read_text()) == 64 and file.stat().st_mode & 0o777 == 0o600
+
+
 class Gcs(grpc.GenericRpcHandler):
     """A head that answers whoever gives `token`, or everybody where it has none."""
 

@@ -454,3 +454,18 @@ def test_one_kind_of_output_is_printed(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["validate", str(BASE), "--resolved", "--json"])
     assert "give one of them" in capsys.readouterr().err
+
+
+def test_a_logger_that_is_not_installed_is_refused_with_the_paths(monkeypatch, tmp_path, capsys):
+    """Found before only by the run: wandb offline needs the package too (verl-project/verl#494)."""
+    from mrl.cli import validate
+    from mrl.errors import ConfigError
+    from mrl.record import sinks
+
+    monkeypatch.setattr("mrl.train.first_look.look", lambda config: None)
+    monkeypatch.setattr(validate, "_look_at_weights", lambda *given: [])
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    resolved = load_config(BASE, overrides=["trainer.logger=[console,wandb]"])
+    assert validate._look(resolved, [], check_paths=False)[0] == []
+    with pytest.raises(ConfigError, match=r"trainer\.logger: wandb needs the package wandb; pip install"):
+        validate._look(resolved, [], check_paths=True)
