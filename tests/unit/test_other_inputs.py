@@ -13,10 +13,12 @@ from test_snapshots import FROM_JSON, read_back
 from mrl.schedule.groups import State
 from mrl.train.resume import TrainState
 
+BOTH = [*AHEAD["two, partial"], *AHEAD["filtered"][2:]]
 STARTS = {
     "in order, partial": lambda seed, **more: World(seed, AHEAD["two, partial"], prompts=1000, **more),
     "one step off": lambda seed, **more: World(seed, AHEAD["one step off"], prompts=1000, **more),
     "in order, filtered": lambda seed, **more: World(seed, AHEAD["filtered"], prompts=1000, **more),
+    "in order, partial, filtered": lambda seed, **more: World(seed, BOTH, prompts=1000, **more),
     "ready first": lambda seed, **more: Flight(seed, "requeue", **more),
     "patient": lambda seed, **more: Flight(seed, "patient", **more),
     "ready first, filtered": lambda seed, **more: Flight(seed, "filtered", **more),
