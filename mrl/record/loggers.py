@@ -8,15 +8,19 @@ is kept in the run directory.
 """
 
 import importlib
+import io
 import math
+import os
 import re
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mrl.record.run_dir import read_metrics
+from mrl.record.lossy_output import FULL
+from mrl.record.run_dir import append_whole, read_metrics
 from mrl.record.views import Metrics, Rows, View
 
 STEP = "training/global_step"
@@ -198,7 +202,7 @@ class TensorBoardSink(View):
     def __init__(self, folder: Path, history: Path | None = None) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.text.metadata import create_summary_metadata
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
         from tensorboard.util.tensor_util import make_tensor_proto
 
         had_events = folder.is_dir() and any(folder.iterdir())
@@ -206,7 +210,11 @@ class TensorBoardSink(View):
         self._summary = summary_pb2.Summary
         self._metadata = create_summary_metadata
         self._tensor = make_tensor_proto
-        self._writer = EventFileWriter(str(folder))
+        self._records = RecordWriter
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._waiting = b""  # records for which the disk has had no room so far
+        self._append(file_version="brain.Event:2")
         if history is not None and not had_events:
             for row in read_metrics(history):
                 self.write(row["training/global_step"], row)
@@ -223,16 +231,29 @@ class TensorBoardSink(View):
         self._add(step, [self._text(f"val/generations/{i}", as_markdown(row)) for i, row in enumerate(rows)])
 
     def close(self) -> None:
-        """Closes the event file."""
-        self._writer.close()
+        """Tries once more to write what the disk has refused."""
+        self._append()
 
     def _text(self, tag: str, text: str) -> Any:
         metadata = self._metadata(tag, "")
         return self._summary.Value(tag=tag, metadata=metadata, tensor=self._tensor([text.encode("utf-8", "replace")]))
 
     def _add(self, step: int, values: list[Any]) -> None:
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
-        self._writer.flush()
+        self._append(step=step, summary=self._summary(value=values))
+
+    def _append(self, **event: Any) -> None:
+        """Writes an event behind those that wait for room. Its own writer's thread ends with a full disk."""
+        if event:
+            record = io.BytesIO()
+            self._records(record).write(self._event(wall_time=time.time(), **event).SerializeToString())
+            self._waiting += record.getvalue()
+        try:
+            append_whole(self._file, self._waiting)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return
+        self._waiting = b""
 
 
 def as_markdown(row: Mapping[str, Any]) -> str:

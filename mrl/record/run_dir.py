@@ -247,10 +247,16 @@ def append_lines(path: Path, lines: str, durable: bool = False) -> None:
     it. `durable`: the lines are on the disk when this returns. Raises OSError if the disk refuses.
     """
     with path.open("a+b", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 1, 0))
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         is_torn = file.read(1) not in (b"", b"\n")
-        left = memoryview(("\n" * is_torn + lines).encode())
+    append_whole(path, ("\n" * is_torn + lines).encode(), durable)
+
+
+def append_whole(path: Path, data: bytes, durable: bool = False) -> None:
+    """Appends bytes, all of them or none. As `append_lines`."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        left = memoryview(data)
         try:
             while left:
                 left = left[file.write(left) :]

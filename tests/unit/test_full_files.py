@@ -17,6 +17,7 @@ from test_loop import World, in_memory  # noqa: F401
 from mrl.checkpoint.manifest import RankFiles, file_facts
 from mrl.errors import DataError, EnvironmentFault
 from mrl.record.attempts import ATTEMPTS, UnderWay, attempt
+from mrl.record.loggers import TensorBoardSink
 from mrl.record.metrics import PhaseTimer
 from mrl.record.quarantine import QUARANTINE, REWARD, Quarantine
 from mrl.record.run_dir import METRICS, UNDER_WAY, append_lines, read_metrics
@@ -119,6 +120,22 @@ def test_lines_of_metrics_wait_for_room_and_come_in_their_order(tmp_path, capsys
         sink.write(5, {"a": 5.0})
         sink.close()
     assert "lost: the line of step 5" in capsys.readouterr().out
+
+
+def test_events_for_tensorboard_wait_for_room_too(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    sink.write(1, {"a": 1.0})
+    (file,) = tmp_path.iterdir()
+    with no_room(file.stat().st_size + 10):
+        sink.write(2, {"a": 2.0})
+        sink.write(3, {"a": 3.0})
+    sink.write(4, {"a": 4.0})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
 
 
 class Saving(World):
