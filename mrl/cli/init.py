@@ -52,8 +52,10 @@ def _init(options: argparse.Namespace) -> None:
     from mrl.plan.run_plan import verdict
 
     print(f"written: {output}\n{verdict(plan)}\nlayout: {first.why}")
-    if found is not None:
-        print(found)
+    print(
+        found
+        or "note: lengths are usual ones: the data, or a tokenizer at --model, is not on this host to measure with"
+    )
     for note in missing:
         print(f"note: {note}")
     print(f"next: mrl doctor; mrl rehearse {output} (in small, on this machine's CPUs); mrl train {output}")
@@ -142,6 +144,7 @@ def _first(path: str, count, train: list[str], val: list[str], reward: dict[str,
     from mrl.config.schema import DataConfig, RewardConfig
     from mrl.config.yaml_tree import nested
     from mrl.model import planning_model_spec
+    from mrl.model.hub import cached_folder
     from mrl.tools.first_config import first_config, usual_lengths, usual_prompts
     from mrl.tools.measured_data import measured
 
@@ -151,7 +154,7 @@ def _first(path: str, count, train: list[str], val: list[str], reward: dict[str,
         data |= {"data.val_files": val, "trainer.test_freq": 20}
     data |= reward
     read = DataConfig(train_batch_size=1, train_files=train, val_files=val)
-    found = measured(path, read, RewardConfig.model_validate(nested(reward).get("reward", {})))
+    found = measured(cached_folder(path), read, RewardConfig.model_validate(nested(reward).get("reward", {})))
     if found is not None:
         prompt, response = found.lengths(model.max_position_embeddings, usual_lengths(model)[1])
         step, mini = found.batch(prompt, *usual_prompts(count))

@@ -65,6 +65,7 @@ ANSWERS = ("--model", "Qwen/Qwen3-30B-A3B", "--devices", "8 x h200", "--data", "
 def test_a_first_configuration_is_legal_and_fits_as_the_commands_themselves_say(mrl):
     code, out, _ = mrl("init", *ANSWERS)
     assert code == 0 and out.startswith("written: first.yaml\nplan: fits h200-141g: ")
+    assert "note: lengths are usual ones" in out
     assert mrl("validate", "first.yaml")[0] == 0
     plan = json.loads(mrl("plan", "first.yaml", "--json")[1])
     assert plan["memory"]["fits"] and plan["layout"]["actor"]["world_size"] == 8
