@@ -66,6 +66,11 @@ class RunDir:
         return self.path / "lost_engines.jsonl"
 
     @property
+    def warnings(self) -> Path:
+        """A line `step`, `text` for each warning of a step that no metric shows."""
+        return self.path / "warnings.jsonl"
+
+    @property
     def validation(self) -> Path:
         """A file `step-N.jsonl` of held-out responses for each validation."""
         return self.path / "validation"

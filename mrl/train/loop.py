@@ -47,6 +47,7 @@ from mrl.train.assemble import Run
 from mrl.train.reporting import (
     memory_metrics,
     mfu_metrics,
+    note_warning,
     record_shown_rows,
     sample_metrics,
     set_failures_aside,
@@ -214,7 +215,8 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowVal
             run.placement.to_update()
         run.is_whole = False
         with line.phase("update_actor"):
-            watch = partial(run.spikes.look, run.state.step + 1, run.config.actor.optim.clip_grad)
+            note = partial(note_warning, run.run_dir)
+            watch = partial(run.spikes.look, run.state.step + 1, run.config.actor.optim.clip_grad, note=note)
             line.add(update(trained, corrected, watch))
     run.state = run.state.advanced(cursor)
     run.is_whole = True

@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from mrl.record.metrics import (
     turn_metrics,
 )
 from mrl.record.quarantine import REWARD, Quarantine
-from mrl.record.run_dir import RunDir
+from mrl.record.run_dir import RunDir, append_lines, json_line
 from mrl.record.shown_rows import extreme_rows, write_shown_rows
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
@@ -181,6 +182,13 @@ def record_shown_rows(run_dir: RunDir, step: int, trained: StepBatch, rollouts: 
         print(f"note: the log-probs to look at of step {step} are not written: {described(error)}", flush=True)
 
 
+def note_warning(run_dir: RunDir, step: int, text: str) -> None:
+    """Keeps a warning for the report. A disk that takes no more loses it: it was printed. Raises LostLock."""
+    run_dir.check_lock()
+    with suppress(OSError):
+        append_lines(run_dir.warnings, json_line({"step": step, "text": text}))
+
+
 class SpikeWatch:
     """Reports updates with a much larger gradient than earlier ones, each with its samples.
 
@@ -191,18 +199,28 @@ class SpikeWatch:
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
-    def look(self, step: int, clip_grad: float, norms: Sequence[float], sample_ids: Sequence[np.ndarray]) -> None:
+    def look(
+        self,
+        step: int,
+        clip_grad: float,
+        norms: Sequence[float],
+        sample_ids: Sequence[np.ndarray],
+        note: Callable[[int, str], None] = lambda step, text: None,
+    ) -> None:
         """Takes the norms of a step's updates, in their order, and prints a line for each that is a spike.
 
-        `norms`: before clipping; NaN for a skipped update. `sample_ids`: of each update's rows.
+        `norms`: before clipping; NaN for a skipped update. `sample_ids`: of each update's rows. `note` keeps what is
+        printed.
         """
         for number, (norm, ids) in enumerate(zip(norms, sample_ids, strict=True), 1):
             if not math.isfinite(norm):
                 continue
             # groups of equal values give updates of 0, which must not make other updates unusual
             if len(self._norms) >= SPIKE_LEAST and norm > SPIKE * (usual := float(np.median(self._norms))) > 0:
-                print(f"step {step}: {_words(number, len(norms), norm, usual, clip_grad)}", flush=True)
-                print(f"  its samples: {in_ranges(ids)}; mrl samples shows them", flush=True)
+                told = _words(number, len(norms), norm, usual, clip_grad)
+                samples = f"its samples: {in_ranges(ids)}; mrl samples shows them"
+                print(f"step {step}: {told}\n  {samples}", flush=True)
+                note(step, f"{told.removeprefix('warning: ')}; {samples}")
             self._norms.append(norm)
 
 

@@ -1,11 +1,15 @@
 """An update whose gradient is far larger than those before is told, with its samples, and a usual one never."""
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mrl.train.reporting import SPIKE, SPIKE_LEAST, SPIKE_WINDOW, SpikeWatch, in_ranges
+from mrl.record.run_dir import RunDir
+from mrl.tools.report.run_record import RunRecord
+from mrl.train.reporting import SPIKE, SPIKE_LEAST, SPIKE_WINDOW, SpikeWatch, in_ranges, note_warning
 from mrl.train.update import gradient_norms
 
 
@@ -27,6 +31,17 @@ def test_a_spike_is_told_with_the_ids_of_its_samples_and_what_clipping_did(watch
     assert "step 2: warning: the gradient of update 2 of 3 has norm 1e+04" in said
     assert "it was clipped to 1 (actor.optim.clip_grad)" in said and "its samples: 68-71;" in said
     assert said.count("warning") == 1
+
+
+def test_what_the_log_warned_of_is_kept_for_the_report(watch, tmp_path):
+    run = RunDir(tmp_path)
+    for step in (2, 2, 9):  # a step done again after a resume, and one that the run went back from
+        watch.look(step, 1.0, [1.0, 1e4], updates(64, 2), partial(note_warning, run))
+    with run.warnings.open("a") as file:
+        file.write('{"step": 2, "te')
+    record = SimpleNamespace(path=tmp_path, by_step={1: {}, 2: {}})
+    ((step, text),) = RunRecord.warnings.func(record)
+    assert step == 2 and text.startswith("the gradient of update 2 of 2 has norm 1e+04") and "68-71" in text
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 1e5])

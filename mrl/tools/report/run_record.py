@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from mrl.config.load import COMMAND_LINE, RECIPES, available_recipes, load_confi
 from mrl.config.schema import RunConfig, schema_keys
 from mrl.config.yaml_tree import Node, dump_value, parse_yaml
 from mrl.errors import ConfigError, MrlError
-from mrl.plain_files import CONFIG_BYTES, open_regular, read_text, reason
+from mrl.plain_files import CONFIG_BYTES, LINES_BYTES, open_regular, parse_json, read_text, reason
 from mrl.plan.run_plan import load_plan
 from mrl.record.attempts import Attempt, read_attempts
 from mrl.record.goodput import Goodput, goodput_of
@@ -283,6 +284,21 @@ class RunRecord:
                     left.remove(adviser)
                     found.append(Advice(row[STEP], text.removeprefix("warning: ")))
         return found
+
+    @cached_property
+    def warnings(self) -> list[tuple[int, str]]:
+        """(step, text) of what the run warned of beside its metrics, of steps that it has; each once."""
+        file = RunDir(self.path).warnings
+        lines: list[str] = []
+        with suppress(OSError, ValueError):
+            lines = read_text(file, LINES_BYTES, errors="replace").split("\n") if file.is_file() else []
+        found: dict[tuple[int, str], None] = {}
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError, RecursionError):  # such as a line that a kill left torn
+                row = parse_json(line)
+                if int(row["step"]) in self.by_step:
+                    found[int(row["step"]), str(row["text"])] = None
+        return list(found)
 
     def log_tails(self) -> dict[str, list[str]]:
         """Returns the last suspicious lines of each log, at most LOG_TAIL_LINES."""

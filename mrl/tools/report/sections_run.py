@@ -380,6 +380,8 @@ def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
             yield step, f"{engine} was started again", "attempts.jsonl has the reason"
     for advice in run.advice:
         yield advice.step, "advice", advice.text
+    for step, text in run.warnings:
+        yield step, "warning", text
     yield from _lost_engines(run)
     steps = sorted(run.by_step)
     for before, after in pairwise(steps):
