@@ -36,6 +36,7 @@ from mrl.platforms.versions import VLLM_GENERATIONS, VLLM_PACKAGES, VllmGenerati
 from mrl.reshard.connect import connect_receiver
 from mrl.reshard.execute import Receiver
 from mrl.reshard.setup import SyncSetup
+from mrl.vllm.constants import Constants
 from mrl.vllm.forking import install
 from mrl.vllm.handshake import EngineDegrees, check_degrees, check_engine
 from mrl.vllm.load_layout import Adapter, LayerwiseWriter, layers_of
@@ -190,6 +191,7 @@ class FastPath:
             self._by_identity = frozenset(
                 t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t)
             )
+        self._constants = Constants.of(model)
         give_back_heap()  # the checks above take a module's memory for a moment
 
     def meet(self) -> None:
@@ -238,6 +240,7 @@ class FastPath:
             digests = None
             if self._read_back:
                 digests = self.held_digests()
+                self._constants.check(self._model, {target.name for target in self._targets})
         seconds = {"finalise": finalised - began, "read_back": time.perf_counter() - finalised}
         self._report |= {"worker": self._worker, "received": writer.received, "shown": writer.shown, "held": digests}
         self._report["seconds"] |= seconds | writer.seconds
@@ -278,6 +281,7 @@ class SlowPath:
         self._config = model_config
         self._adapter = adapter
         self._expected = expected
+        self._constants = Constants.of(model)
 
     def start(self) -> None:
         self.abandon()
@@ -312,6 +316,7 @@ class SlowPath:
         self._adapter.finish(self._model, self._config)
         for layer in self._model.modules():
             self._adapter.prepare_experts(layer)
+        self._constants.check(self._model, self._ledger.written)
 
     def report(self) -> dict[str, Any]:
         """Returns nothing: there are no digests on this path."""

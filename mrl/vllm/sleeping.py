@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mrl.platforms.process_memory import process_memory
+from mrl.vllm.constants import Constants, loose_constants
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 
 # methods that would read or write missing memory; vLLM itself refuses none of them
@@ -34,6 +35,7 @@ class SleepingExtension:
 
     parts_asleep: frozenset[str] = frozenset()
     layout_awake: Layout
+    constants_awake: dict[str, Tensor]
 
     def give_memory(self) -> None:
         """Gives the memory of weights and KV cache back. Nothing may be running: the caller has paused vLLM.
@@ -47,7 +49,10 @@ class SleepingExtension:
             )
         self.abandon_update()  # an unfinished update holds memory of its own, and parameters without data
         self.wait_for_device()
-        self.layout_awake = layout_of(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        self.layout_awake = layout_of(model)
+        Constants.of(model)  # noted before the first sleep
+        self.constants_awake = {name: tensor.cpu().clone() for name, tensor in loose_constants(model).items()}
         self.sleep(level=2)
         self.parts_asleep = frozenset((WEIGHTS, CACHE))
         self.release_freed()
@@ -62,6 +67,7 @@ class SleepingExtension:
         self.restore_part(part)
         if part == WEIGHTS:
             check_layout(self.layout_awake, layout_of(self.model_runner.get_model()))
+            self.restore_constants()
         if self.device.type != "cpu":
             self.overwrite(part)
         self.wait_for_device()
@@ -73,6 +79,14 @@ class SleepingExtension:
             poison(self.model_runner.get_model().parameters())
         else:
             clear(self.model_runner.kv_caches)
+
+    @torch.no_grad()
+    def restore_constants(self) -> None:
+        """Restores what generation reads and vLLM's own sleep does not save: tensors that are no buffers."""
+        now = loose_constants(self.model_runner.get_model())
+        for name, saved in self.constants_awake.items():
+            if name in now:
+                now[name].copy_(saved)
 
     def restore_part(self, part: str) -> None:
         """Takes memory in the way of this generation and device."""

@@ -8,7 +8,6 @@ Private in vLLM, and why it is touched:
 * `_already_called_process_weights_after_loading`, `_do_torchao_reload`: marks of the reload on layers and model.
 """
 
-import hashlib
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar
@@ -31,6 +30,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from mrl.errors import described
 from mrl.model.vllm_parameters import TargetParameter
 from mrl.vllm.awaited_weights import fill
+from mrl.vllm.constants import sha256_of
 from mrl.vllm.engine_state import AWAITED
 from mrl.vllm.handshake import EngineDegrees
 from mrl.vllm.load_layout import leaf_of, weight_bytes
@@ -319,8 +319,8 @@ class CommonWorkerExtension(SleepingExtension):
         empty.
         """
         model = self.model_runner.get_model()
-        plain = {name: _sha256(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-        packed = {f"{name}.<packed>": _sha256(weight) for name, weight in packed_linears(model)}
+        plain = {name: sha256_of(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        packed = {f"{name}.<packed>": sha256_of(weight) for name, weight in packed_linears(model)}
         return {f"rank{position_of(self.parallel_config)}.{name}": digest for name, digest in (plain | packed).items()}
 
     def weight_update_report(self) -> dict[str, Any]:
@@ -344,10 +344,3 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if hasattr(layer, "cpu_linear"):
             parameters, _ = get_layerwise_info(layer).restore_metadata
             yield name, through_identity(layer, tuple(parameters["weight"].shape), parameters["weight"].dtype)
-
-
-def _sha256(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous()
-    return hashlib.sha256(
-        f"{tuple(data.shape)} {data.dtype} ".encode() + data.reshape(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mrl.vllm import ascend_wake
+from mrl.vllm.constants import Constants
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 from mrl.vllm.sleeping import NEEDS_WEIGHTS, SleepingExtension, check_layout, layout_of
 
@@ -118,6 +119,22 @@ def test_weights_come_back_as_nan_in_the_layout_of_before_and_buffers_as_they_we
     worker.take_memory(CACHE)
     assert [cache.tolist() for cache in worker.model_runner.kv_caches[0]] == [[0, 0], [0, 0]]
     assert pool.said == [[WEIGHTS], [CACHE]] and worker.parts_asleep == frozenset()
+
+
+def test_tensors_that_are_no_buffers_come_back_too(monkeypatch):
+    """A layer's own, and those that vllm-ascend keeps in a module."""
+    kept = SimpleNamespace(_cos_cache=torch.arange(3.0), _sin_cache=None)
+    monkeypatch.setitem(sys.modules, "vllm_ascend.ops.rotary_embedding", kept)
+    worker = Ascend()
+    worker.model._k_scale = torch.tensor(0.5)
+    worker.give_memory()
+    worker.model._k_scale.fill_(-1), kept._cos_cache.fill_(-1)  # what is found in the pages that come back
+    worker.take_memory(WEIGHTS)
+    assert worker.model._k_scale == 0.5 and kept._cos_cache.tolist() == [0, 1, 2]
+    Constants.of(worker.model).check(worker.model, ())
+    kept._cos_cache.fill_(7)
+    with pytest.raises(RuntimeError, match=r"vllm_ascend\.ops\.rotary_embedding\._cos_cache; no sync brings it"):
+        Constants.of(worker.model).check(worker.model, ())
 
 
 def test_the_workers_own_wake_is_caught_by_the_layout():

@@ -1,0 +1,110 @@
+"""What generation reads beside the weights of the plan: rotary caches, scales of the KV cache, a router's bias.
+
+No sync brings them, and sleep level 2 keeps only those of them that are registered as buffers (vLLM issue 29341,
+vllm-ascend pull request 17217, NeMo-RL issue 2631). So a worker notes them before anything has slept, restores after a
+sleep what vLLM does not, and compares all of them after a sync.
+"""
+
+import hashlib
+import re
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+# plain attributes of modules; others are made from weights (MLA's absorbed projections), or belong to one step
+_CONSTANT = re.compile(r"cos|sin|inv_freq|slopes|_scale$")
+_OF_A_STEP = re.compile(r"buffer|workspace|scratch|load|indices")  # buffers that a step writes
+_BIAS = re.compile(r"bias$")
+# vllm-ascend 0.23 keeps these in a module, made in the memory that sleeps (ops/rotary_embedding.py)
+_OF_MODULES = {"vllm_ascend.ops.rotary_embedding": ("_cos_cache", "_sin_cache", "_cos_sin_cache")}
+
+
+def sha256_of(tensor: Tensor) -> str:
+    """Returns the SHA-256 of a tensor's shape, dtype and bytes."""
+    data = tensor.detach().cpu().contiguous()
+    return hashlib.sha256(
+        f"{tuple(data.shape)} {data.dtype} ".encode() + data.reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
+
+
+def loose_constants(model: nn.Module) -> dict[str, Tensor]:
+    """Returns tensors that are neither parameters nor buffers, which vLLM's sleep does not know, by name."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if _is_plain(value) and _CONSTANT.search(name):
+                found[f"{path}.{name}"] = value
+    for module_name, names in _OF_MODULES.items():
+        for name in names:
+            value = getattr(sys.modules.get(module_name), name, None)
+            if _is_plain(value):
+                found[f"{module_name}.{name}"] = value
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
+
+
+def _constants(model: nn.Module) -> dict[str, Tensor]:
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not _OF_A_STEP.search(name)}
+    return buffers | loose_constants(model)
+
+
+def _held_biases(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields biases that plain objects of a module hold, as a router of experts does."""
+    for path, module in model.named_modules():
+        for name, holder in vars(module).items():
+            if isinstance(holder, Tensor | nn.Module) or not type(holder).__module__.startswith("vllm"):
+                continue
+            for attribute, value in getattr(holder, "__dict__", {}).items():
+                if isinstance(value, Tensor) and value.numel() and _BIAS.search(attribute):
+                    yield f"{path}.{name}.{attribute}", value
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What was noted of a model before anything had slept."""
+
+    digests: dict[str, str]
+    biases: dict[str, str]  # a bias that a plain object holds -> the parameter that it is
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Constants":
+        """Returns what was noted, and notes it the first time."""
+        if model not in _noted:
+            parameters = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
+            held = {name: parameters.get(value.data_ptr()) for name, value in _held_biases(model)}
+            _noted[model] = cls(
+                {name: sha256_of(tensor) for name, tensor in _constants(model).items()},
+                {name: parameter for name, parameter in held.items() if parameter is not None},
+            )
+        return _noted[model]
+
+    def check(self, model: nn.Module, brought: Collection[str]) -> None:
+        """Raises RuntimeError naming what generation reads and is not as it was. `brought`: names that syncs write."""
+        now = _constants(model)
+        changed = [
+            name
+            for name, digest in self.digests.items()
+            if name not in brought and (name not in now or sha256_of(now[name]) != digest)
+        ]
+        parameters = dict(model.named_parameters())
+        held = dict(_held_biases(model))
+        changed += [
+            f"{name}, which is no longer {parameter}"
+            for name, parameter in self.biases.items()
+            if name in held and held[name].data_ptr() != parameters[parameter].data_ptr()
+        ]
+        if changed:
+            raise RuntimeError(
+                f"generation reads what is not as it was when the engine started: {', '.join(changed[:4])}"
+                f"{' and more' * (len(changed) > 4)}; no sync brings it, so start the engine again"
+            )
+
+
+_noted: WeakKeyDictionary[nn.Module, Constants] = WeakKeyDictionary()
