@@ -124,7 +124,6 @@ REACHED = (
             "export_weights",
             "_get_transformer_layer_spec",
             "config",
-            "_MLP_MAPPING",
         ),
         "mrl/megatron/bridge.py",
     ),
