@@ -98,7 +98,7 @@ class Constants:
         changed += [
             f"{name}, which is no longer {parameter}"
             for name, parameter in self.biases.items()
-            if name in held and held[name].data_ptr() != parameters[parameter].data_ptr()
+            if name in held and parameter in parameters and held[name].data_ptr() != parameters[parameter].data_ptr()
         ]
         if changed:
             raise RuntimeError(
