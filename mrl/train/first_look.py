@@ -203,7 +203,8 @@ def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
     custom = reward.custom_reward_function
     if custom is not None and not Path(custom.path).is_file():
         return
-    check_function(spec)
+    if custom is not None or not rows:
+        check_function(spec)
     if not rows:
         return
     row = rows[0]
