@@ -419,7 +419,7 @@ def test_files_have_branches_where_there_are_some(tmp_path):
 def test_the_command_shows_where_another_branch_begins(tmp_path, monkeypatch, capsys):
     (tmp_path / "samples").mkdir()
     write_samples(tmp_path / "samples", 1, [BOTH], REWARDS[:1], turns=True, branches=True)
-    monkeypatch.setattr(samples_command, "_decoder", lambda config: lambda ids: f"<{ids}>")
+    monkeypatch.setattr(samples_command, "_decoder", lambda config, stored: lambda ids: f"<{ids}>")
     main(["samples", str(tmp_path), "--turns"])
     assert capsys.readouterr().out.splitlines()[3:] == [
         "--- turn 1: stop", "<[1, 2]>", "--- context of turn 1, after 0.00 s", "<[5]>", "--- turn 2: stop", "<[3]>",

@@ -131,7 +131,7 @@ def test_files_have_the_turns_where_there_are_some(tmp_path):
 def test_the_command_shows_no_log_prob_of_context(tmp_path, monkeypatch, capsys):
     (tmp_path / "samples").mkdir()
     write_samples(tmp_path / "samples", 1, [packed([TWO])], [{"score": 1.0, "reason": "ok"}], turns=True)
-    monkeypatch.setattr(samples_command, "_decoder", lambda config: lambda ids: f"<{ids}>")
+    monkeypatch.setattr(samples_command, "_decoder", lambda config, stored: lambda ids: f"<{ids}>")
     main(["samples", str(tmp_path), "--log-probs"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("     ")]
     assert [" context " in line for line in lines] == [False, False, True, True, False]
@@ -141,7 +141,7 @@ def test_the_command_shows_a_response_turn_by_turn(tmp_path, monkeypatch, capsys
     (tmp_path / "samples").mkdir()
     write_samples(tmp_path / "samples", 1, [packed([TWO])], [{"score": 1.0, "reason": "ok"}], turns=True)
     write_samples(tmp_path / "samples", 2, [packed([ONE])], [{"score": 1.0, "reason": "ok"}])
-    monkeypatch.setattr(samples_command, "_decoder", lambda config: lambda ids: f"<{ids}>")
+    monkeypatch.setattr(samples_command, "_decoder", lambda config, stored: lambda ids: f"<{ids}>")
     main(["samples", str(tmp_path), "--turns", "--step", "1"])
     assert capsys.readouterr().out.splitlines()[3:] == [
         "--- turn 1: stop, reward 0.25", "<[1, 2]>", "--- call: guess, ok, 0.50 s",
