@@ -299,6 +299,7 @@ class SharedMemorySender:
 
     def begin(self, update: int) -> None:
         self._update = update
+        self._posted: set[tuple[int, int]] = set()  # round and worker
 
     def is_remote(self, message: Message) -> bool:
         return False
@@ -355,10 +356,12 @@ class SharedMemorySender:
         wait_until(self._transfer.mark(), self._timeout, what, lambda: self._check_worker(message))
         memory_fence()
         words[_READY] = sequence_number(self._update, message)
+        self._posted.add((message.round, message.worker))
 
     def wait(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            self._wait_taken(message)
+            if (message.round, message.worker) in self._posted:  # else its worker says that nothing came
+                self._wait_taken(message)
 
     def _wait_taken(self, message: Message) -> None:
         what = f"worker {message.worker} did not take round {message.round} of update {self._update}"
