@@ -13,6 +13,7 @@ The last part of this file loads the tokenizer.
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -220,6 +221,12 @@ class PromptDataset(Sequence[Prompt]):
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[i] for i in range(len(self)))
+
+    def ground_truth(self, prompt_id: int) -> Any:
+        """Returns the ground truth of a prompt by its id; None for one that is not here. Ids ascend."""
+        place = bisect_left(range(len(self)), prompt_id, key=lambda index: self[index].prompt_id)
+        found = self[place] if place < len(self) else None
+        return found.ground_truth if found is not None and found.prompt_id == prompt_id else None
 
 
 def _of_places(digest: str, places: np.ndarray) -> str:

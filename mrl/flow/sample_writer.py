@@ -1,7 +1,9 @@
 """Writes files of samples in a separate process, from where the responses are stored."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -12,11 +14,20 @@ from mrl.errors import EnvironmentFault
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.reward_texts import with_texts
 from mrl.flow.step_batch import StepBatch
-from mrl.record.sample_files import ROWS_AT_ONCE, RewardParts, keep_within, write_differences, write_samples
+from mrl.record.sample_files import (
+    GROUND_TRUTH,
+    ROWS_AT_ONCE,
+    RewardParts,
+    keep_within,
+    write_differences,
+    write_samples,
+)
 from mrl.remote.calls import gather_all
 from mrl.remote.helper_actors import on_node
 from mrl.reward.items import RewardResult
 from mrl.units import GIB
+
+LONGEST_TRUTH = 2000  # characters
 
 
 class _Writer:
@@ -26,10 +37,16 @@ class _Writer:
         self._folder = folder
         self._max_bytes = max_bytes
 
-    def write(self, step: int, samples: ResponseStore, results: Sequence[RewardResult]) -> None:
+    def write(
+        self, step: int, samples: ResponseStore, results: Sequence[RewardResult], truths: Mapping[int, Any]
+    ) -> None:
         turns = samples.rows.turn_counts is not None
         branches = samples.rows.branch_counts is not None
-        write_samples(self._folder, step, _pieces(samples), reward_parts(results), turns, branches)
+        rewards = reward_parts(results)
+        if truths:
+            ids = samples.rows.prompt_id.tolist()
+            rewards = [{GROUND_TRUTH: truths.get(id)} | dict(own) for id, own in zip(ids, rewards, strict=True)]
+        write_samples(self._folder, step, _pieces(samples), rewards, turns, branches)
         keep_within(self._folder, self._max_bytes)
 
     def write_differences(
@@ -66,13 +83,24 @@ class SampleWriter:
         kind = ray.remote(_Writer).options(**on_node())
         self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes)
 
-    def write(self, step: int, samples: ResponseStore, results: Sequence[RewardResult]) -> None:
-        """Starts to write the step's file once the one before is written. Raises what `finish` raises."""
+    def write(
+        self,
+        step: int,
+        samples: ResponseStore,
+        results: Sequence[RewardResult],
+        truth_of: Callable[[int], Any] | None = None,
+    ) -> None:
+        """Starts to write the step's file once the one before is written. Raises what `finish` raises.
+
+        `truth_of` returns the ground truth of a prompt by its id; it is written among the parts of its rewards.
+        """
         self.finish()
         if self._writer is not None:
             rows = kept_rows(len(samples), self._kept)
             chosen = samples.take(rows), [results[row] for row in rows.tolist()]
-            self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen)}
+            ids = np.unique(samples.rows.prompt_id[rows]).tolist()
+            truths = {} if truth_of is None else {id: _shown(truth_of(id)) for id in ids}
+            self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen, truths)}
 
     def write_differences(self, step: int, trained: StepBatch) -> None:
         """Starts to write differences of log-probs for the rows in the step's file.
@@ -102,6 +130,12 @@ class SampleWriter:
         finally:
             if self._writer is not None:
                 ray.kill(self._writer)
+
+
+def _shown(truth: Any) -> Any:
+    """Returns a ground truth as it is written with each response: of a long one, such as test cases, the beginning."""
+    text = truth if isinstance(truth, str) else json.dumps(truth, default=str)
+    return truth if len(text) <= LONGEST_TRUTH else f"{text[:LONGEST_TRUTH]}..."
 
 
 def kept_rows(rows: int, kept: int | str) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 `step-N.parquet` has a row for each response: its ids and seed, `prompt_ids` and `response_ids` (lists of int32),
 `rollout_log_probs` (list of float32), `stop_reason`, `weight_version` (list of `first_token`, `version`; one item
-unless weights changed meanwhile), `score`, `reason`, and `reward` (JSON of the parts from the reward function).
+unless weights changed meanwhile), `score`, `reason`, and `reward` (JSON of the parts from the reward function, and the
+row's `ground_truth`).
 
 Responses of several turns add three columns. `sampled` (list of bool) is false for context, whose log-probs have no
 meaning. `turns` is a list of `first_token`, `stop_reason`, `calls`, `seconds`, `reward` (mrl.data.samples.Turn).
@@ -34,6 +35,7 @@ from mrl.whole_file import appears_whole
 DAMAGED = (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 RewardParts = Mapping[str, Any]  # `score`, `reason` and anything else that the reward function returned
 OWN_COLUMNS = {"score": pa.float64(), "reason": pa.string()}  # parts of rewards in columns of their own
+GROUND_TRUTH = "ground_truth"  # among the parts of rewards: the row's, unless the reward function returns one
 DIFFERENCES = ".log_probs.parquet"
 ROWS_AT_ONCE = 64  # of a row group, which a reader decompresses for one response
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.hosts import Hosts, Peak
@@ -82,6 +83,7 @@ class Run:
     hosts: Hosts
     peak: Peak
     state: TrainState  # of the weights that the ranks hold
+    truth_of: Callable[[int], Any] | None = None  # of a training prompt, by its id
     is_whole: bool = True  # false while an update changes the weights
     line: dict[str, float] = field(default_factory=dict)  # known metrics of the step that made the weights
     restarts: int = 0  # restarts of its ranks so far
@@ -326,6 +328,7 @@ def _ready_run(
         config=config,
         run_dir=run_dir,
         val_prompts=data.val_prompts,
+        truth_of=data.stream.prompts.ground_truth,
         total_steps=data.total_steps,
         stop=stop,
         record=record,

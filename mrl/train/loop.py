@@ -158,7 +158,7 @@ def next_rollouts(run: Run, line: StepLine, step: int) -> Rollouts:
     rollouts = run.generation.next_batch(line.phase)
     with line.phase("record"):
         run.run_dir.check_lock()
-        run.sample_writer.write(step, rollouts.samples, rollouts.results)
+        run.sample_writer.write(step, rollouts.samples, rollouts.results, run.truth_of)
         set_failures_aside(run.run_dir, step, rollouts)
     line.add(sample_metrics(run.config.data, rollouts.cursor.epoch, rollouts) | rollouts.metrics)
     return rollouts

@@ -51,6 +51,17 @@ def load(files, tokenizer=None, **parameters):
     return PromptDataset.load(files, tokenizer or CharTokenizer(), PromptParameters(**parameters))
 
 
+def test_a_ground_truth_is_found_by_the_prompts_id_also_of_a_part_and_behind_bad_rows(tmp_path):
+    rows = [row(f"{i}+1", str(i + 1)) for i in range(9)]
+    rows[4] = "{broken"
+    found = load(write_jsonl(tmp_path / "a.jsonl", rows), max_bad_row_share=0.5)
+    for part in (found, found.sample(5, 0)):
+        assert {prompt.prompt_id: part.ground_truth(prompt.prompt_id) for prompt in part} == {
+            prompt.prompt_id: prompt.ground_truth for prompt in part
+        }
+    assert found.ground_truth(8) == "9" and found.ground_truth(4) is None and found.ground_truth(99) is None
+
+
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
 def test_verls_schema_is_read_from_either_format(tmp_path, write):
     suffix = ".jsonl" if write is write_jsonl else ".parquet"

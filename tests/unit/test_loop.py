@@ -142,7 +142,7 @@ class Writer:
         self.folder = folder
         self.under_way = []
 
-    def write(self, step, samples, results):
+    def write(self, step, samples, results, truth_of=None):
         self.finish()
         self.under_way = [(step, samples, results)]
 

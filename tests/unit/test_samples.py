@@ -17,6 +17,8 @@ from mrl.flow import outbox, sample_writer
 from mrl.flow.sample_writer import SampleWriter, kept_rows
 from mrl.record import sample_files
 from mrl.record.sample_files import StepFile, keep_within, read_samples, write_differences, write_samples
+from mrl.reward.items import RewardResult
+from mrl.tools.report.samples import looked_at
 
 
 def sample(i: int, prompt: int, response: int, **more) -> Sample:
@@ -241,6 +243,49 @@ def test_of_a_file_that_fails_nothing_stays(tmp_path):
     with pytest.raises(OSError):
         write_samples(tmp_path, 5, pieces(), scored(8))
     assert [file.name for file in tmp_path.iterdir()] == ["step-1.parquet"]
+
+
+class Store:
+    """Responses as the driver refers to them."""
+
+    def __init__(self, samples: Samples):
+        self._samples = samples
+        self.rows = SimpleNamespace(prompt_id=samples.prompt_id, turn_counts=None, branch_counts=None)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def take(self, rows: np.ndarray) -> "Store":
+        return Store(self._samples.rows(rows))
+
+    def read(self) -> Samples:
+        return self._samples
+
+
+def test_the_rows_ground_truth_stands_beside_each_response_and_in_the_report(tmp_path):
+    """verl's dumps have it (`gts`): without it nobody sees why an answer is wrong."""
+    truths = {0: "42", 1: ["a", "b"], 2: "x" * 3000, 3: {"n": 1}}
+    asked, written = [], []
+
+    def truth_of(prompt_id: int):
+        asked.append(prompt_id)
+        return truths[prompt_id]
+
+    writer = SampleWriter.__new__(SampleWriter)
+    writer._kept, writer._under_way, writer._timeout_s = "all", {}, 1.0
+    remote = SimpleNamespace(remote=lambda *given: written.append(given))
+    writer._writer = SimpleNamespace(write=remote)
+    results = [RewardResult(i, float(i), {"acc": 1.0} if i else {"ground_truth": "its own"}, "ok") for i in range(4)]
+    store = Store(packed(MANY))
+    writer.write(7, store, results, truth_of)
+    assert asked == [0, 1, 2, 3]  # once a prompt
+    ((step, taken, chosen, known),) = written
+    sample_writer._Writer(tmp_path, float("inf")).write(step, taken, chosen, known)
+    rewards = [row["reward"] for row in read_samples(tmp_path, 7)]
+    assert [reward["ground_truth"] for reward in rewards] == ["its own", ["a", "b"], "x" * 2000 + "...", {"n": 1}]
+    assert rewards[1] == {"ground_truth": ["a", "b"], "acc": 1.0, "score": 1.0, "reason": "ok"}
+    shown = {each.prompt_id: each.truth for kind in looked_at(tmp_path, 7, None).values() for each in kind}
+    assert shown[1] == '["a", "b"]' and shown[0] == "its own"
 
 
 def test_a_full_disk_costs_samples_and_is_counted(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Training samples for people: selects interesting responses of a step, and decodes their tokens."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from mrl.record.sample_files import read_samples, readable, rows_of
+from mrl.plain_files import parse_json
+from mrl.record.sample_files import GROUND_TRUTH, read_samples, readable, rows_of
 from mrl.record.shown_rows import ShownRows, extreme_rows
 from mrl.tools.report.page import ResponsePart, Token
 
@@ -40,6 +42,7 @@ class TrainingSample:
     reason: str
     old_log_probs: list[float | None] | None = None  # the trainer's, for the first LONGEST tokens
     sampled: list[bool] | None = None  # False for context, whose log-probs have no meaning; None: all are sampled
+    truth: str = ""  # the row's ground truth, where it is written
     heads: tuple[PartHead, ...] = ()  # with several turns: how each ended, its calls and their duration; and branches
 
     @property
@@ -118,8 +121,18 @@ def _sample(
         float(score),
         str(reason),
         sampled=sampled,
+        truth=_truth(row.get("reward")),
         heads=_heads(row),
     )
+
+
+def _truth(reward: Any) -> str:
+    """Returns the ground truth among the parts of a reward, which are JSON in files of columns; empty without one."""
+    parts = parse_json(reward) if isinstance(reward, str) else reward
+    truth = parts.get(GROUND_TRUTH) if isinstance(parts, dict) else None
+    if truth is None or isinstance(truth, str):
+        return truth or ""
+    return json.dumps(truth, ensure_ascii=False)
 
 
 def _heads(row: dict[str, Any]) -> tuple[PartHead, ...]:

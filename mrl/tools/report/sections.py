@@ -320,6 +320,8 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     ]
     if sample.reason not in ("ok", "None"):
         facts.append(("reward", sample.reason))
+    if sample.truth:
+        facts.append(("ground truth", sample.truth))
     if cut:
         facts.append(("not shown", f"{cut} tokens"))
     values = _gaps(sample) if colour.meaning != "log-prob" else sample.log_probs[:LONGEST]
