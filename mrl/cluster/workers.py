@@ -445,7 +445,7 @@ class EngineWorker:
 
     async def _answers(self, requests, sampling, kept: dict[int, Samples]) -> AsyncIterator[Samples]:
         """Yields complete rows, including the kept tokens."""
-        if self.conversations is not None:
+        if self.conversations is not None and not sampling.in_one_turn:
             async for batch in self.conversations.generate(self.engine, requests, sampling, kept):
                 yield batch
             return

@@ -13,7 +13,7 @@ Nothing is written before Files, and nothing of an earlier run is changed before
 everything unchanged.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.hosts import Hosts, Peak
 from mrl.config.places import Deployment
 from mrl.config.schema import RewardConfig, RunConfig
+from mrl.data.batch import Prompt
 from mrl.data.dataset import PromptDataset
 from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights
 from mrl.flow.sample_writer import SampleWriter
@@ -69,6 +70,7 @@ class Run:
 
     config: RunConfig
     run_dir: RunDir
+    prompts: Sequence[Prompt]  # of the training data
     val_prompts: PromptDataset | None
     total_steps: int
     stop: StopFlag
@@ -87,6 +89,7 @@ class Run:
     is_whole: bool = True  # false while an update changes the weights
     line: dict[str, float] = field(default_factory=dict)  # known metrics of the step that made the weights
     restarts: int = 0  # restarts of its ranks so far
+    start_seconds: dict[str, float] = field(default_factory=dict)  # that the next line has of this start
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
     start_again: Callable[[Interrupted, int], "Run"] | None = None  # used after ranks were lost
 
@@ -327,6 +330,7 @@ def _ready_run(
     return Run(
         config=config,
         run_dir=run_dir,
+        prompts=data.stream.prompts,
         val_prompts=data.val_prompts,
         truth_of=data.stream.prompts.ground_truth,
         total_steps=data.total_steps,

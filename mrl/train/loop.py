@@ -43,6 +43,7 @@ from mrl.errors import DataError, EnvironmentFault, Interrupted, LostWeights, Mr
 from mrl.flow.step_batch import StepBatch
 from mrl.record.metrics import StepLine
 from mrl.remote.process_logs import processes_of
+from mrl.train.agreement import compare
 from mrl.train.assemble import Run
 from mrl.train.reporting import (
     memory_metrics,
@@ -78,6 +79,7 @@ def train(run: Run) -> None:
     """Trains until the last step. If the run ends early without damage, it saves what is complete on the ranks."""
     try:
         run.placement.begin(run.state.step)
+        compare_with_engines(run)
         if run.state.step == 0 and run.config.trainer.val_before_train:
             run.record.write(0, held_out_metrics(run) | memory_metrics(run.hosts))
         run.generation.begin()
@@ -89,6 +91,13 @@ def train(run: Run) -> None:
         raise
     run.saver.save_last(run.state, run.line)
     run.spool.ended()
+
+
+def compare_with_engines(run: Run) -> None:
+    """Compares the engines' log-probs with the ranks', unless no step is left. The next line has its seconds."""
+    if run.state.step < run.total_steps:
+        parts = (run.config, run.prompts, run.responder, run.actor, run.placement, run.state.step)
+        run.start_seconds = compare(*parts)
 
 
 def save_whole(run: Run, error: MrlError) -> None:
@@ -263,6 +272,8 @@ def end_line(run: Run, line: StepLine, rollouts: Rollouts) -> None:
     config = run.config
     seconds = {"update": line.metrics.get("perf/update_s", 0.0), "step": line.phase.seconds["step"]}
     line.add(failed_writes(run) | {"trainer/restarts": float(run.restarts)})
+    line.add(run.start_seconds)
+    run.start_seconds = {}
     line.add(time_metrics(config.trainer, Deployment.of(config).devices, line.phase, rollouts))
     teacher = run.actor.teacher and run.actor.teacher.model
     line.add(mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds, teacher))

@@ -73,6 +73,9 @@ class Placement(Protocol):
     def to_engines(self, step: int) -> dict[str, float]:
         """Brings the weights after `step` to every engine. Returns metrics of that."""
 
+    def take_back(self, step: int) -> None:
+        """Gives the devices back to the engines after `to_log_probs`, with the weights of `step` as before."""
+
     def give_up_engines(self) -> None:
         """Gives engines up because one is lost and the run ends. The others must not block the ranks."""
 
@@ -122,6 +125,9 @@ class Separate:
     def to_engines(self, step: int) -> dict[str, float]:
         """Syncs engines, including restarted ones. Returns metrics of the sync."""
         return self._sync.bring_to(step)
+
+    def take_back(self, step: int) -> None:
+        """Does nothing: engines have kept their devices and weights."""
 
     def give_up_engines(self) -> None:
         """Does nothing: engines do not block ranks."""
@@ -224,6 +230,10 @@ class Colocated:
     def _engines_serve(self) -> None:
         self._engines_sleep = False
         self._engines.fleet.allow_starts()
+
+    def take_back(self, step: int) -> None:
+        """Brings the weights again, which engines dropped when they slept."""
+        self.begin(step)
 
     def give_up_engines(self) -> None:
         """Ends the engines, because living ones cannot be put to sleep together with a lost one."""

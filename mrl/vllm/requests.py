@@ -47,6 +47,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     routes: bool = False  # responses contain the experts that the routers chose
+    in_one_turn: bool = False  # whatever rollout.turns says: no tools, environments or agents
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 import test_loop
 from generations import Files
 from small_model import write_model
-from test_loop import World, in_memory  # noqa: F401
+from test_loop import World, compare_with_engines, in_memory  # noqa: F401
 
 from mrl.checkpoint.manifest import RankFiles, file_facts
 from mrl.errors import DataError, EnvironmentFault

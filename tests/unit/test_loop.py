@@ -25,6 +25,7 @@ from mrl.record.spec import metric_spec
 from mrl.remote.process_logs import concerning
 from mrl.reward.items import OK, RewardResult
 from mrl.train import judged_groups, kept_groups, loop, rollouts
+from mrl.train.agreement import Compared, check
 from mrl.train.assemble import Run
 from mrl.train.generation import Generation
 from mrl.train.placement import Colocated, Separate
@@ -168,6 +169,14 @@ def in_memory(monkeypatch):
     end_generations()
 
 
+@pytest.fixture(autouse=True)
+def compare_with_engines(monkeypatch):
+    """Ranks here differ from engines by 0.1 nats, so that numbers of both are told apart."""
+    compare = loop.compare_with_engines
+    monkeypatch.setattr(loop, "compare_with_engines", lambda run: None)
+    return compare
+
+
 @pytest.fixture
 def world():
     return World()
@@ -279,7 +288,7 @@ def run_of(world, tmp_path, *overrides, state=TrainState()) -> Run:  # noqa: B00
     saver = Saver(config.trainer, saved, run_dir.checkpoints, placement, 0)
     spool = Spool(run_dir.spool, Files())
     return Run(
-        config=config, run_dir=run_dir, val_prompts=None, total_steps=2,
+        config=config, run_dir=run_dir, prompts=stream.prompts, val_prompts=None, total_steps=2,
         stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver,
         sample_writer=Writer(run_dir.samples),
         generation=generation_for(world, config, responder, stream, state, spool), spool=spool,
@@ -296,6 +305,67 @@ def test_a_step_goes_through_its_phases_in_order_and_advances_the_state(world, t
     assert [step for step, _ in world.lines] == [1, 2] and world.lines[1][1]["reshard/weight_version"] == 2
     run.sample_writer.finish()
     assert len(read_samples(run.run_dir.samples, 2)) == 4
+
+
+def agreeing(world, gap=0.0):
+    for actor in world.ranks.actors:
+        actor.gap = gap
+    world.asked.release()
+
+
+def test_a_start_compares_engines_with_ranks_and_the_next_line_has_its_seconds(world, tmp_path, compare_with_engines):
+    run = run_of(world, tmp_path)
+    agreeing(world, gap=0.0009)
+    asked = []
+    respond = world.respond
+    world.respond = lambda requests: asked.extend(requests) or respond(requests)
+    compare_with_engines(run)
+    assert world.calls == ["offload", "generate", "log_probs"] and run.state == TrainState()
+    assert len(asked) == 8 and {request.prompt_ids for request in asked} == {(2, 3)}, "no later prompt begins like them"
+    loop.train_step(run)
+    loop.train_step(run)
+    assert ["timing_s/agreement" in metrics for _, metrics in world.lines] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "brought"),
+    [((), "parameters"), (("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=2"), "update")],
+)
+def test_a_start_gives_shared_devices_back_to_the_engines(shared, tmp_path, compare_with_engines, overrides, brought):
+    run = shared.run = run_of(shared, tmp_path, *overrides)
+    run.placement.begin(0)
+    agreeing(shared)
+    begun = len(shared.calls)
+    compare_with_engines(run)
+    states = {"parameters": "bring parameters", "update": "bring parameters gradients optimizer"}
+    assert shared.calls[begun : begun + 4] == ["generate", "sleep", states[brought], "log_probs"]
+    assert shared.calls[-1] == "commit" and shared.engines == {"weights", "cache"} and shared.version == 0
+
+
+def test_engines_that_disagree_with_ranks_end_the_run_before_its_first_step(world, tmp_path, compare_with_engines):
+    run = run_of(world, tmp_path, "rollout.engine_kwargs.vllm={kv_cache_dtype: fp8, stream_interval: 2}")
+    agreeing(world, gap=0.0011)
+    with pytest.raises(NumericAbort, match=r"differ by 0\.0011 nats.*float32 explains 0\.001") as error:
+        compare_with_engines(run)
+    assert "unusual: rollout.engine_kwargs.vllm.kv_cache_dtype = 'fp8'; leave it out" in str(error.value)
+    assert "update" not in world.calls and not world.lines
+
+
+@pytest.mark.parametrize(
+    ("overrides", "most"),
+    [
+        ((), 1e-3),
+        (("rollout.dtype=bfloat16",), 0.05),
+        (("model.dtype=bfloat16",), 0.05),
+        (("model.dtype=bfloat16", "rollout.quantization=fp8"), 0.2),
+    ],
+)
+def test_the_largest_gap_is_that_of_the_least_exact_number_format(overrides, most):
+    config = load_config(TINY, None, [*SIZES, *overrides]).config
+    check(config, Compared(most, 256))
+    for gap in (most * 1.01, float("nan")):
+        with pytest.raises(NumericAbort, match="no argument of vLLM is unusual"):
+            check(config, Compared(gap, 256))
 
 
 def test_a_step_of_a_run_that_lost_its_directory_ends_before_its_first_file(world, tmp_path):

@@ -305,6 +305,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         loop, "held_out_metrics", lambda run: done.append(f"validate {run.state.step}") or {"val-core/x": 1.0}
     )
     monkeypatch.setattr(loop, "memory_metrics", lambda machines: {})
+    monkeypatch.setattr(loop, "compare_with_engines", lambda run: done.append(f"compare {run.state.step}"))
     record = SimpleNamespace(write=lambda step, metrics: done.append(f"record {sorted(metrics)}"))
     sync = SimpleNamespace(bring_to=lambda version: done.append(f"sync {version}"))
     saver = SimpleNamespace(save_last=lambda state, metrics: done.append(f"save {state.step}"))
@@ -325,7 +326,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         )  # fmt: skip
         loop.train(run)
     assert done == [
-        "validate 0", "record ['val-core/x']", "begin", "step 1", "step 2", "save 2", "spool empty",
-        "begin", "step 1", "step 2", "save 2", "spool empty",
-        "sync 1", "begin", "step 2", "save 2", "spool empty",
+        "compare 0", "validate 0", "record ['val-core/x']", "begin", "step 1", "step 2", "save 2", "spool empty",
+        "compare 0", "begin", "step 1", "step 2", "save 2", "spool empty",
+        "sync 1", "compare 1", "begin", "step 2", "save 2", "spool empty",
     ]  # fmt: skip
