@@ -90,7 +90,7 @@ def _short_responses(
         stop_token_ids=(),
         in_one_turn=True,
     )
-    return generate(responder.engines, requests, sampling, poll=responder.poll)
+    return generate(responder.engines, requests, sampling, poll=responder.look_after)
 
 
 def _scored(actor: AllRanks, samples: ResponseStore) -> Compared:

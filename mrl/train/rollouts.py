@@ -94,10 +94,11 @@ class Responder:
                 self.rewards.submit(part.samples, questions, part.engine, part.held_s)
             self.rewards.forward()
 
-        samples = generate(self.engines, groups, sampling, score, self._look_after)
+        samples = generate(self.engines, groups, sampling, score, self.look_after)
         return samples
 
-    def _look_after(self) -> None:
+    def look_after(self) -> None:
+        """Raises Interrupted if the run must stop, and brings lost engines back. Call it while engines answer."""
         self.poll()
         self.mend()
 
