@@ -63,6 +63,6 @@ setup(
     entry_points={
         "console_scripts": ["mrl = mrl.cli.main:main"],
         # imported by vLLM in every engine process; registers our weight-transfer engine there
-        "vllm.general_plugins": ["mrl = mrl.vllm.receive:register"],
+        "vllm.general_plugins": ["mrl = mrl.engine.receive:register"],
     },
 )

@@ -25,14 +25,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS: dict[int, tuple[str, ...]] = {
-    8: ("cli",),
-    7: ("tools",),
-    6: ("train",),
-    5: ("cluster", "flow"),
-    4: ("vllm", "megatron", "checkpoint", "plan", "remote"),
-    3: ("reshard",),
-    2: ("config",),
-    1: ("model", "algo", "data", "schedule", "reward", "environments", "record", "platforms"),
+    11: ("cli",),
+    10: ("tools",),
+    9: ("driver",),
+    8: ("generate",),
+    7: ("cluster",),
+    6: ("rank", "engine"),
+    5: ("store", "checkpoint", "plan"),
+    4: ("process", "reshard"),
+    3: ("config",),
+    2: ("acting",),
+    1: ("model", "algo", "data", "schedule", "reward", "record", "platforms"),
     0: ("crash_points", "errors", "exercised", "plain_files", "units", "whole_file"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mrl.environments.text_arena import TEXTARENA, TextArena
+from mrl.acting.text_arena import TEXTARENA, TextArena
 from mrl.errors import ConfigError
 from mrl.reward.reasoning_rule import SOURCE, rows_of
 from mrl.whole_file import appears_whole

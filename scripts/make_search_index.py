@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mrl.environments.search_tool import write_index
+from mrl.acting.search_tool import write_index
 
 
 def passages(file: Path) -> Iterator[tuple[str, str]]:

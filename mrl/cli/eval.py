@@ -29,8 +29,8 @@ def _eval(options: argparse.Namespace) -> None:
 
     from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address, refuse_open_ray
     from mrl.config.yaml_tree import dump_value
+    from mrl.driver.preflight import preflight_evaluation, with_models_at_hand
     from mrl.record.console import PlainConsole
-    from mrl.train.preflight import preflight_evaluation, with_models_at_hand
 
     if options.model is not None:
         options.overrides = [*options.overrides, f"model.path={dump_value(options.model)}"]
@@ -42,7 +42,7 @@ def _eval(options: argparse.Namespace) -> None:
     if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()
 
-    from mrl.train.evaluation import evaluate, table  # imports Ray, which takes seconds
+    from mrl.driver.evaluation import evaluate, table  # imports Ray, which takes seconds
 
     output = Path(options.output or Path("evals") / _name(resolved.config.trainer.experiment_name, checkpoint))
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():

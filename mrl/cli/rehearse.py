@@ -45,7 +45,7 @@ def _rehearse(options: argparse.Namespace) -> None:
 def _answer(options: argparse.Namespace):
     """Runs the rehearsal. Raises what `mrl validate` and `mrl train` raise for a configuration and the user's files."""
     from mrl.cli.validate import check_config
-    from mrl.cluster.prerequisites import own_cpus
+    from mrl.process.own import own_cpus
     from mrl.tools.rehearse.prepare import prepare
     from mrl.tools.rehearse.report import answer, first_lines, last_lines
     from mrl.tools.rehearse.stages import run_stages

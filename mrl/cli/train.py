@@ -56,8 +56,8 @@ def _given(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 def _train_once(options: argparse.Namespace) -> None:
     from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address, refuse_open_ray
-    from mrl.train.preflight import check_inputs, plug_in_lines, plug_ins, preflight, start_lines, with_models_at_hand
-    from mrl.train.resume import goes_on, resume_note, what_is_left
+    from mrl.driver.preflight import check_inputs, plug_in_lines, plug_ins, preflight, start_lines, with_models_at_hand
+    from mrl.driver.resume import goes_on, resume_note, what_is_left
 
     refuse_open_ray()
     given = resolved_config(options, check_paths=True)
@@ -72,10 +72,10 @@ def _train_once(options: argparse.Namespace) -> None:
     if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()
 
+    from mrl.driver.assemble import open_run  # imports Ray, which takes seconds
+    from mrl.driver.loop import due, train_on
+    from mrl.driver.preflight import run_dir_path
     from mrl.tools.report.write import ReportView, report_at_the_end
-    from mrl.train.assemble import open_run  # imports Ray, which takes seconds
-    from mrl.train.loop import due, train_on
-    from mrl.train.preflight import run_dir_path
 
     trainer = resolved.config.trainer
     folder = run_dir_path(trainer, resume)

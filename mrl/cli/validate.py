@@ -85,9 +85,9 @@ def look_at_files(resolved, remarks: list[str], check_paths: bool) -> tuple[list
     if not check_paths and (broken := seen_violations(resolved, model)):
         return broken, []
     bare = _look_at_weights(resolved.config, model, check_paths)
+    from mrl.driver.first_look import look
     from mrl.plan.run_plan import memory_lines_of
     from mrl.record.sinks import check_packages
-    from mrl.train.first_look import look
 
     if check_paths:
         check_packages(resolved.config.trainer.logger)

@@ -86,9 +86,9 @@ def _resume_verdict(options: argparse.Namespace) -> dict[str, Any]:
     Raises ConfigError for a configuration that is not legal, and the errors of its runs.
     """
     from mrl.config.rules import check
+    from mrl.driver.preflight import with_models_at_hand
     from mrl.model import load_model_spec
     from mrl.tools.compare_runs import verify_resume
-    from mrl.train.preflight import with_models_at_hand
 
     resolved = with_models_at_hand(resolved_config(options, check_paths=True))
     check(resolved, load_model_spec(resolved.config.model.path), check_paths=True)

@@ -8,23 +8,23 @@ from typing import Any
 
 import ray
 
+from mrl.cluster.calls import Late, LostPeer, ask, blame, gather, gather_all, unwrap
+from mrl.cluster.deadlines import LEAST_S, Deadlines
 from mrl.cluster.late_ranks import with_cause
-from mrl.cluster.same_software import check_same
+from mrl.cluster.process_logs import concerning, log_file
 from mrl.cluster.seats import Seats
-from mrl.cluster.shared_folder import check_seen, marked
-from mrl.cluster.workers import LOOKING, MODEL_VERBS, WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.config.teacher_model import TeacherModel, teacher_of
 from mrl.errors import EnvironmentFault, Interrupted
-from mrl.flow.response_store import ResponseStore
-from mrl.flow.routes import start_readers
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.process_tree import end_below
-from mrl.remote.calls import Late, LostPeer, ask, blame, gather, gather_all, unwrap
-from mrl.remote.deadlines import LEAST_S, Deadlines
-from mrl.remote.process_logs import concerning, log_file
+from mrl.process.same_software import check_same
+from mrl.process.shared_folder import check_seen, marked
+from mrl.rank.rank_worker import LOOKING, MODEL_VERBS, WRITING, ActorWorker
+from mrl.store.response_store import ResponseStore
+from mrl.store.routes import start_readers
 
 _EXPORT = "weight export"
 _ENDS_S = 3.0  # until a rank that Ray ends has ended; a stopped one never does
@@ -85,7 +85,7 @@ class ActorGroup:
             least_s += config.reshard.timeout_s
         self._deadlines = Deadlines.of_steps(config.cluster, least_s)
         self.pids: list[int] = []  # of ranks that have started
-        self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node, see mrl/flow/routes.py
+        self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node, see mrl/store/routes.py
         self.seats = seats
         self.workers: list[ray.actor.ActorHandle] = []
         self._run_dir = run_dir

@@ -16,11 +16,11 @@ from typing import NamedTuple, Protocol
 
 import ray
 
+from mrl.cluster.calls import unwrap
+from mrl.cluster.process_logs import concerning, processes_of
+from mrl.engine.requests import engine_of
 from mrl.errors import LostProcess, MrlError
-from mrl.remote.calls import unwrap
-from mrl.remote.process_logs import concerning, processes_of
 from mrl.schedule.fleet import DEAD, REACHED, READY, STALE, Fleet
-from mrl.vllm.requests import engine_of
 
 PHASE = "starting an engine again"
 LOOK_S = 0.1  # between two checks whether an engine has started

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.calls import SETTLE_S, gather
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.places import Deployment
 from mrl.errors import Interrupted
 from mrl.plan.devices import published_flops
 from mrl.platforms.process_memory import host_bytes_used
-from mrl.remote.calls import SETTLE_S, gather
 
 
 @dataclass(frozen=True)

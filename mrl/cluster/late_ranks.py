@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import ray
 
+from mrl.cluster.calls import Late, LostPeer, answered
+from mrl.cluster.missing_ranks import missing_ranks, stand
+from mrl.cluster.process_logs import concerning, processes_of
 from mrl.platforms.collective_trail import Trail
-from mrl.remote.calls import Late, LostPeer, answered
-from mrl.remote.missing_ranks import missing_ranks, stand
-from mrl.remote.process_logs import concerning, processes_of
 
 AGAIN_S = 1.0  # between two looks at where ranks are, of which the second tells whether they go on
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import secrets
 import socket
@@ -26,8 +25,6 @@ CONNECT_TIMEOUT_S = 10.0
 # RFC 9113: preface, empty SETTINGS frame
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS = 4
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_PORT_TRIES = 100
 _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
 ASKED = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # a call that the head answers to whoever may join
@@ -172,32 +169,6 @@ def check_port_free(port: int) -> None:
             ) from error
 
 
-def free_port() -> int:
-    """Returns a free TCP port of this host that the kernel will not assign to another connection.
-
-    A port of the kernel's ephemeral range could be assigned between this check and the listening.
-    """
-    ports = _own_ports()
-    for port in random.SystemRandom().sample(ports, k=min(_PORT_TRIES, len(ports))):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
-def _own_ports() -> range:
-    """Returns the ports between those of Ray's workers (10002 to 19999) and Kubernetes' (30000 to 32767), below the
-    ephemeral range.
-    """
-    try:
-        first_ephemeral = int(_EPHEMERAL.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return range(0)
-    return range(20000, min(30000, first_ephemeral))
-
-
 OPEN_RAY = "MRL_ALLOW_OPEN_RAY"
 
 
@@ -285,11 +256,6 @@ def _written(token: str) -> bool:
     finally:
         own.unlink(missing_ok=True)
     return True
-
-
-def own_cpus() -> int:
-    """Returns the number of CPUs of this process, which is also that of a cluster started by the run."""
-    return len(os.sched_getaffinity(0))
 
 
 def needed_resources(deployment: Deployment, actor: bool = True) -> dict[str, float]:

@@ -17,13 +17,14 @@ from ray._private import parameter
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mrl.cluster.prerequisites import check_size, needed_resources, own_cpus, ray_address, unreachable
+from mrl.cluster.prerequisites import check_size, needed_resources, ray_address, unreachable
 from mrl.cluster.ray_folder import ray_folder, remove_folders_of_the_dead
 from mrl.config.places import Deployment
 from mrl.errors import EnvironmentFault
 from mrl.model.device_grid import rank_order
 from mrl.platforms.process_memory import few_heaps
 from mrl.platforms.process_tree import end_below, pids_below
+from mrl.process.own import own_cpus
 
 _OWN_SETTINGS = {
     "gcs_rpc_server_reconnect_timeout_s": 8,

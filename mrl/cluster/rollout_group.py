@@ -17,25 +17,25 @@ from typing import Any
 
 import ray
 
+from mrl.cluster.calls import Late, answered, ask, gather
+from mrl.cluster.deadlines import Deadlines
 from mrl.cluster.engine_fleet import EngineFleet
-from mrl.cluster.same_software import check_same
+from mrl.cluster.process_logs import concerning, log_file, processes_of
+from mrl.cluster.request_streams import RequestStreams
 from mrl.cluster.seats import Seats
-from mrl.cluster.workers import EngineWorker
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
+from mrl.engine.engine_state import ASLEEP, CONTROL_VERBS, WEIGHTS_AWAKE
+from mrl.engine.engine_worker import EngineWorker
+from mrl.engine.process_watch import end_processes
+from mrl.engine.requests import EngineSettings, VersionServed, engine_settings
 from mrl.errors import LostProcess
-from mrl.flow.request_streams import RequestStreams
-from mrl.flow.response_store import SMALL_OBJECTS
 from mrl.model import ModelSpec
 from mrl.platforms.hosting import get_hosting
-from mrl.remote.calls import Late, answered, ask, gather
-from mrl.remote.deadlines import Deadlines
-from mrl.remote.helper_actors import on_node
-from mrl.remote.process_logs import concerning, log_file, processes_of
+from mrl.process.ray_places import on_node
+from mrl.process.same_software import check_same
 from mrl.schedule.engine_loads import request_limit_of
-from mrl.vllm.engine_state import ASLEEP, CONTROL_VERBS, WEIGHTS_AWAKE
-from mrl.vllm.process_watch import end_processes
-from mrl.vllm.requests import EngineSettings, VersionServed, engine_settings
+from mrl.store.response_store import SMALL_OBJECTS
 
 GIVE_UP_S = 30.0  # seconds for an engine to abandon its work, once it knows that its ranks are gone
 CONVERSATIONS = 4  # times the requests that an engine computes: if tools take three quarters of the time, it stays busy

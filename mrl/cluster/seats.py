@@ -15,13 +15,13 @@ from typing import Any
 
 import ray
 
+from mrl.cluster.calls import gather
 from mrl.cluster.prerequisites import actor_bundles, device_bundles, engine_bundles, shared_devices
 from mrl.cluster.ray_cluster import Reservation, reserve
 from mrl.config.places import Deployment, rank_places
 from mrl.config.schema import ClusterConfig, LayoutConfig
 from mrl.model.device_grid import bundles_of_places
 from mrl.platforms.hosting import Hosting, get_hosting
-from mrl.remote.calls import gather
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One weight sync over all ranks and engines: agree on a plan, move the weights, compare digests, commit a version.
 
 Fencing: an engine that receives weights has no version from the first byte on, and refuses to generate (FENCED of
-mrl.vllm.engine_state). Only the commit gives it a version again, after all engines are verified. An engine whose sync
+mrl.engine.engine_state). Only the commit gives it a version again, after all engines are verified. An engine whose sync
 failed stays fenced and is synced once more from the first round. Then its weights are always read back, whatever
 reshard.verify_every says. If that fails too, the run stops with the reason and can be resumed.
 """
@@ -18,19 +18,19 @@ from typing import Any, NoReturn
 from ray.exceptions import RayTaskError
 
 from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.calls import Late, LostPeer, answered, gather, in_short, settle
+from mrl.cluster.deadlines import LEAST_S, Deadlines
 from mrl.cluster.late_ranks import with_cause
+from mrl.cluster.process_logs import concerning, processes_of
 from mrl.cluster.rollout_group import RolloutGroup, in_words
 from mrl.config.places import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig
+from mrl.engine.requests import rank_name
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess, MrlError
 from mrl.model import read_hf_config
-from mrl.remote.calls import Late, LostPeer, answered, gather, in_short, settle
-from mrl.remote.deadlines import LEAST_S, Deadlines
-from mrl.remote.process_logs import concerning, processes_of
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, describe_routes, p2p_members
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, describe, disagreements, replica_faults
 from mrl.units import GIB, MIB
-from mrl.vllm.requests import rank_name
 
 PHASE = "weight sync"
 CONNECTING = "connecting the weight sync"

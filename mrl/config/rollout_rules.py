@@ -272,9 +272,9 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
     if turns is None or config.rollout.endpoint:
         return
-    from mrl.environments.named import SHIPPED, SHIPPED_ENVIRONMENTS
-    from mrl.environments.search_tool import SEARCH
-    from mrl.environments.verl_tool_config import CONFIG_KEY, VERL_TOOLS
+    from mrl.acting.named import SHIPPED, SHIPPED_ENVIRONMENTS
+    from mrl.acting.search_tool import SEARCH
+    from mrl.acting.verl_tool_config import CONFIG_KEY, VERL_TOOLS
 
     if not turns.tools and not turns.environments:
         known = (*SHIPPED, *SHIPPED_ENVIRONMENTS)
@@ -319,7 +319,7 @@ def _parts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
     if not (_rewards_environment(config) and turns and turns.environments) or turns.path is not None:
         return
-    from mrl.environments.builtin import BUILTIN_ENVIRONMENTS
+    from mrl.acting.builtin import BUILTIN_ENVIRONMENTS
 
     declared = [set(BUILTIN_ENVIRONMENTS[name].parts) for name in turns.environments if name in BUILTIN_ENVIRONMENTS]
     bonus = config.reward.bonus_rules

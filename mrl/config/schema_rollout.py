@@ -77,7 +77,7 @@ class TurnsConfig(Section):
     path: str | None = key(
         None,
         "Python file with your tools and environments: typed functions with a docstring, and subclasses of "
-        "mrl.environments.environment.Environment. It runs in separate processes.",
+        "mrl.acting.environment.Environment. It runs in separate processes.",
         is_path=True,
     )
     index: str | None = key(
@@ -148,8 +148,8 @@ class TurnsConfig(Section):
     @property
     def runs_programs(self) -> bool:
         """Whether a tool runs programs of the model: the shipped one, or one of verl's."""
-        from mrl.environments.python_tool import PYTHON
-        from mrl.environments.verl_tool_config import VERL_TOOLS
+        from mrl.acting.python_tool import PYTHON
+        from mrl.acting.verl_tool_config import VERL_TOOLS
 
         return PYTHON in self.tools or VERL_TOOLS in self.environments
 

@@ -21,7 +21,7 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
-    acts: bool = False  # its responses call tools or environments of this row (mrl.environments.offer)
+    acts: bool = False  # its responses call tools or environments of this row (mrl.acting.offer)
     messages: list[dict[str, str]] | None = None  # the messages behind the tokens, where an agent gets them
 
     @property

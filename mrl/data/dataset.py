@@ -52,7 +52,7 @@ class ChatTokenizer(Protocol):
 
 
 class ToolOffer(Protocol):
-    """The tools that the model may call, as mrl.environments.offer implements them."""
+    """The tools that the model may call, as mrl.acting.offer implements them."""
 
     agent: bool  # an agent gets rows with their messages
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mrl.data.routes import end_to_end, missing_in
 
-NAME = np.dtype("S64")  # names of tools and parts; mrl.environments refuses longer ones
+NAME = np.dtype("S64")  # names of tools and parts; mrl.acting refuses longer ones
 
 
 def of(what: str, dtype: type | None = None) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from mrl.model.hf_config import ModelSpec
 from mrl.units import MIB
 
-# Bytes of one chunk of float32 logits on accelerators (mrl/megatron/logprob.py). Two tensors of this size exist at a
+# Bytes of one chunk of float32 logits on accelerators (mrl/rank/logprob.py). Two tensors of this size exist at a
 # time.
 LOGIT_CHUNK = 256 * MIB
-# Tokens. Plain attention (mrl/megatron/attention.py) pads the sequences of a pack to the next of these. Longer
+# Tokens. Plain attention (mrl/rank/attention.py) pads the sequences of a pack to the next of these. Longer
 # sequences share a call only with sequences of equal length.
 ATTENTION_LENGTHS = (16, 24, 32, 48, 64, 96, 128)
-DELTA_CHUNK = 64  # tokens of a sequence that gated delta attention (mrl/megatron/gated_delta.py) updates together
+DELTA_CHUNK = 64  # tokens of a sequence that gated delta attention (mrl/rank/gated_delta.py) updates together
 
 
 def delta_float32(m: ModelSpec) -> int:

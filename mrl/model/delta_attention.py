@@ -14,7 +14,7 @@ itself, and so are the channels of the convolution: queries, keys, then values.
     A_log, dt_bias one number of each value head
     norm           of a value head, one for all; unlike the model's other norms its weight is not zero-centred
 
-Megatron's names are those of mrl/megatron/gated_delta.py. vLLM has A_log in float32, whatever the model's dtype.
+Megatron's names are those of mrl/rank/gated_delta.py. vLLM has A_log in float32, whatever the model's dtype.
 """
 
 from collections.abc import Mapping

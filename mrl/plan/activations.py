@@ -2,7 +2,7 @@
 
 Every term is a tensor that the named operation saves, as read from the modules of megatron-core 0.16.1. Tests compare
 the terms with torch's storages on real ranks (tests/real/test_memory_truth.py). There are two sets of kernels. `torch`
-are the layers of mrl/megatron/torch_spec.py, for runs without Transformer Engine. The fused norms, SwiGLU and attention
+are the layers of mrl/rank/torch_spec.py, for runs without Transformer Engine. The fused norms, SwiGLU and attention
 of `transformer_engine` save less (Transformer Engine 2.x module/layernorm_linear.py, Megatron's
 fusions/fused_bias_swiglu.py). Flash attention has no score matrix (arXiv 2205.05198), only a float32 a head and token.
 
@@ -201,7 +201,7 @@ class Activations:
 
     def _linear_attention(self) -> dict[str, int]:
         """Returns the terms of gated delta attention, which is plain torch with all kernels
-        (mrl/megatron/gated_delta.py).
+        (mrl/rank/gated_delta.py).
 
         The convolution keeps its input once a position of its kernel, and its output before silu. Queries, keys, gates
         and outputs are float32. So are the results of chunks, to which each sequence is padded.
@@ -264,7 +264,7 @@ class Activations:
         return computed_again or (self.layout.context == 1 and not self.micro.packed)
 
     def _plain_attention(self, queries: int, groups: int) -> int:
-        """Returns what mrl/megatron/attention.py keeps beside flash attention's tensors.
+        """Returns what mrl/rank/attention.py keeps beside flash attention's tensors.
 
         A pack keeps the outputs of its calls, before they are in its order, and a copy of the values. Context
         parallelism keeps keys and values of all ranks instead of rotated keys, and masks.
@@ -412,7 +412,7 @@ class Activations:
 
     def head(self) -> int:
         """Returns the bytes of the final norm and the predicted hidden states. Backward makes logits again
-        (megatron/logprob.py).
+        (rank/logprob.py).
         """
         return self._norm() + self.predicted * (self.model.hidden_size * self.bytes + _PER_PREDICTED_TOKEN)
 

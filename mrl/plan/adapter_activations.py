@@ -7,7 +7,7 @@ stand:
 * x made again, where the layer's norm is fused into it;
 * with dropout the mask, and the masked x.
 
-These were read from mrl/megatron/lora_layers.py, and tests compare them with what ranks keep
+These were read from mrl/rank/lora_layers.py, and tests compare them with what ranks keep
 (tests/real/test_memory_truth.py).
 """
 

@@ -170,7 +170,7 @@ class Assumptions:
     compute_share: float = 0.45
     # Share of the peak that the output layer reaches, one large product.
     head_share: float = 0.65
-    # How often mrl's output layer reads or writes its logits in float32, in a forward pass (mrl/megatron/logprob.py).
+    # How often mrl's output layer reads or writes its logits in float32, in a forward pass (mrl/rank/logprob.py).
     # One H100 took 34 ms for a forward pass of 8,192 tokens and 91 ms with its backward, of which one and three
     # products are 8 and 24 (docs/results/hardware/h100.jsonl, by hand): 13 times, and 34 for the three passes of an
     # update. Megatron's own loss over logits in 16 bits has 3.

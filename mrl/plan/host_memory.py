@@ -136,7 +136,7 @@ def save_bytes(inputs: PlanInputs) -> list[int]:
     """Returns the bytes that each rank saves and copies to the host: weights that only it writes, and its shard of
     Adam's state.
 
-    The first data-parallel copy writes the weights (mrl/checkpoint/rank_save.py). The few that all tensor ranks hold
+    The first data-parallel copy writes the weights (mrl/rank/rank_save.py). The few that all tensor ranks hold
     count on each of them.
     """
     saved = _saved_of_ranks(inputs, [_stored_numel(inputs, pp) for pp in range(inputs.train.pipeline)])
@@ -173,7 +173,7 @@ def _stored_numel(inputs: PlanInputs, pp: int) -> BufferNumel:
 def resume_seconds(inputs: PlanInputs) -> float:
     """Predicts the seconds until ranks continue from a checkpoint, limited by hashing.
 
-    Each rank verifies the bytes of a file of its size, all at once (mrl/checkpoint/rank_load.py). Slower storage takes
+    Each rank verifies the bytes of a file of its size, all at once (mrl/rank/rank_load.py). Slower storage takes
     longer.
     """
     return max(save_bytes(inputs)) / inputs.assumptions.hash_rate

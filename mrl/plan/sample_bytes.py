@@ -1,9 +1,9 @@
 """Bytes of the samples of one step: inputs of micro-batches on a rank's device, columns on hosts.
 
-Every sample counts at its limits. A rank lays out micro-batches when a pass needs them (mrl/megatron/packing.py). That
+Every sample counts at its limits. A rank lays out micro-batches when a pass needs them (mrl/rank/packing.py). That
 is one at a time, or under an interleaved pipeline as many as it has stages. Outputs of a pass stay until its end.
 Routes of R3 (mrl/data/routes.py) come with a micro-batch, for the MoE layers of the stage. The routers' choices during
-the pass for old log-probs (mrl/megatron/routing.py) stay until the next step.
+the pass for old log-probs (mrl/rank/routing.py) stay until the next step.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _F64 = 8
 _INT64 = 8
 _A_TOKEN = 2 * _INT64 + 2  # its id and position; whether it is real, whether it predicts
 _A_TARGET = 3 * _INT64 + _F32  # the token that predicts it, its id, its place; its temperature
-_NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/routing.py)
+_NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/rank/routing.py)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _replicas_of(train: TrainLayout, ranks: Sequence[int]) -> set[int]:
 def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     """Returns the bytes that a rank of pipeline stage `pp` holds on its host.
 
-    These are its replica's rows (mrl/flow/rank_batch.py), its part of their routes, and values computed for their
+    These are its replica's rows (mrl/rank/rank_batch.py), its part of their routes, and values computed for their
     tokens.
     """
     data = inputs.config.data

@@ -90,7 +90,7 @@ def share_again(recompute: Recompute, model: ModelSpec, flops_per_token: float) 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The exchanges of data parallelism that run beside computing (mrl/megatron/overlap.py)."""
+    """The exchanges of data parallelism that run beside computing (mrl/rank/overlap.py)."""
 
     gradients: bool = False  # beside the backward of the last micro-batch
     weights: float = 0.0  # share of the updates whose gather runs beside the next forward: all but a step's last

@@ -1,7 +1,7 @@
 """Counts the collectives of this process by group, to name a rank for which others wait in vain.
 
 Ranks meet in the collectives of a group in one order: the seventh of one rank is the seventh of every other. A rank
-that has come to six is waited for by all that have come to seven. `mrl.remote.missing_ranks` compares the trails.
+that has come to six is waited for by all that have come to seven. `mrl.cluster.missing_ranks` compares the trails.
 
 A call is counted where it enters torch's ProcessGroup, before it waits. That takes microseconds: nothing is asked of
 the system, and a thread beside the waiting one hands out what this process remembers.

@@ -16,7 +16,7 @@ MemoryReach = Literal["process", "device", "node"]
 
 _VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}  # by Ray's name of the accelerator
 
-CPU_WORKER = "mrl.vllm.cpu_worker.CpuWorker"  # vLLM's argument worker_cls
+CPU_WORKER = "mrl.engine.cpu_worker.CpuWorker"  # vLLM's argument worker_cls
 
 BUCKET_FOLDER = "mrl-sync-"  # prefix of an engine's folders in /dev/shm, through which buckets of weights pass
 

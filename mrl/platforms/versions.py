@@ -49,7 +49,7 @@ def installed_versions() -> dict[str, str]:
 MIN_PYTHON = (3, 11)
 MEGATRON = "0.16.1"
 _MEGATRON = {"megatron-core": MEGATRON, "mbridge": "0.15.1"}
-# model type -> why mrl's own bridge replaces that of mbridge 0.15.1 (mrl/megatron/mapped_bridge.py)
+# model type -> why mrl's own bridge replaces that of mbridge 0.15.1 (mrl/rank/mapped_bridge.py)
 OWN_BRIDGES = {
     "deepseek_v3": "it names max_position_embeddings, which megatron-core 0.16.1 has not, reads no float32 files, and "
     "never sets groups of experts: tokens would go to other experts than the checkpoint's, without an error",
@@ -123,16 +123,16 @@ TORCH_NPU = {
 
 @dataclass(frozen=True)
 class VllmGeneration:
-    """Releases of vLLM with one major and minor number, for which mrl has an adapter (mrl/vllm/v0_NN.py), and their
+    """Releases of vLLM with one major and minor number, for which mrl has an adapter (mrl/engine/v0_NN.py), and their
     features.
     """
 
     release: tuple[int, int]
     # completions name the versions of the weights that sampled them (AsyncLLM.update_weight_version)
     stamps_versions: bool
-    # mrl/vllm/route_capture.py, for devices on which vLLM returns no routed experts, is written for it
+    # mrl/engine/route_capture.py, for devices on which vLLM returns no routed experts, is written for it
     captures_routes: bool
-    # mrl/vllm/cpu_parallel.py, for data-parallel ranks and expert parallelism on CPU, is written for it
+    # mrl/engine/cpu_parallel.py, for data-parallel ranks and expert parallelism on CPU, is written for it
     completed_on_cpu: bool
 
     @property

@@ -54,7 +54,7 @@ class RunDir:
     @property
     def spool(self) -> Path:
         """A file for each finished group that is not trained yet, in a folder of the process, written by
-        mrl.train.spool.
+        mrl.generate.spool.
 
         Between two processes it has at most those by the newest checkpoint's weights, which the next start uses.
         """
@@ -62,7 +62,7 @@ class RunDir:
 
     @property
     def lost_engines(self) -> Path:
-        """A line for each engine that was lost during generation, written by mrl.train.lost_engines."""
+        """A line for each engine that was lost during generation, written by mrl.generate.lost_engines."""
         return self.path / "lost_engines.jsonl"
 
     @property

@@ -27,7 +27,7 @@ ACC = "acc"  # the part that tells how right an answer is; equals the number of 
 
 
 # extra_info that a function gets for a response of one turn, in runs whose responses may have several turns; see
-# mrl.flow.scoring.outcomes
+# mrl.cluster.scoring.outcomes
 ONE_TURN = {
     "num_turns": 1,
     "turns": [{"calls": 0, "reward": 0.0}],
@@ -91,7 +91,7 @@ class RewardResult:
     reason: str
     detail: str = ""
     data_source: str = ""
-    texts: Any = None  # of `parts`, where they stayed with the scorer; see mrl.flow.reward_texts
+    texts: Any = None  # of `parts`, where they stayed with the scorer; see mrl.store.reward_texts
 
 
 def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from mrl.config.schema import DataConfig, RewardConfig
 from mrl.data.dataset import THINKING, ChatTokenizer, PromptDataset
+from mrl.driver.assemble_data import prompt_parameters, prompt_tokenizer, rule_in
 from mrl.errors import ConfigError
 from mrl.reward.truths import right_responses
-from mrl.train.assemble_data import prompt_parameters, prompt_tokenizer, rule_in
 from mrl.units import MIB, round_up
 
 MOST_BYTES = 64 * MIB  # of all files; reading more takes minutes

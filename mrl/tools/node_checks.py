@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-from mrl.cluster.same_software import check_same, software
 from mrl.errors import EnvironmentFault
 from mrl.platforms.device_state import read_device_state
 from mrl.platforms.inventory import find_devices, network_setting_faults, network_settings
+from mrl.process.same_software import check_same, software
 from mrl.tools.doctor.host_checks import SHM_LEAST
 from mrl.units import GIB
 
@@ -147,7 +147,7 @@ class Listener:
     def __init__(self) -> None:
         import ray
 
-        from mrl.cluster.prerequisites import free_port
+        from mrl.process.free_ports import free_port
 
         self.address = ray.util.get_node_ip_address()
         self._sockets = [socket.create_server((self.address, port)) for port in (free_port(), 0)]
@@ -175,7 +175,7 @@ def check_nodes(address: str, device: str) -> tuple[int, list[str]]:
     """
     import ray
 
-    from mrl.remote.helper_actors import on_node
+    from mrl.process.ray_places import on_node
 
     ray.init(address=address, log_to_driver=False, logging_level="error", namespace="mrl-doctor")
     kind = ray.remote(Listener)

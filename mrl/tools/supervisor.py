@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cluster.ray_folder import remove_folders_of_the_dead
+from mrl.engine.leftovers import remove_noted
 from mrl.errors import ConfigError, Interrupted
 from mrl.platforms.process_tree import adopted_orphans, end_descendants, reap_orphans
 from mrl.record.attempts import Attempt, read_attempts
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.tools.own_command import DEFECT, SUPERVISED, started_mrl
-from mrl.vllm.leftovers import remove_noted
 
 CRASH_LOOP = 3  # ends in a row without a finished step
 _LOOK_S = 0.1

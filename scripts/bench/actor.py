@@ -159,9 +159,9 @@ def _batch(tokens: int, micro_batches: int, words: int) -> Any:
 
 def _actor(folder: Path, run: _Run) -> Any:
     """Of one rank. No weights are loaded: what a product costs does not depend on them."""
-    from mrl.cluster.prerequisites import free_port
     from mrl.config.schema import RunConfig
     from mrl.platforms import prepare_process
+    from mrl.process.free_ports import free_port
 
     rows, layout = len(run.batch), {"world_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -175,7 +175,7 @@ def _actor(folder: Path, run: _Run) -> Any:
                   "ppo_max_token_len_per_gpu": run.tokens},
         "rollout": {"n": 1}, "data": {"train_batch_size": rows}, "cluster": {"device": run.platform.name},
     })  # fmt: skip
-    from mrl.megatron import actor as module
+    from mrl.rank import actor as module
 
     class Unloaded(module.MBridge):
         def load_hf(self, path: str) -> None:

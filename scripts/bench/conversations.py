@@ -5,7 +5,7 @@
 The same turns, by their seeds, are made in four ways, each from an empty cache, one after the other in each round:
 
     alone       each turn as soon as the one before has ended; no tool
-    talked      by mrl.flow.conversations: while tools of one work, the engine samples others
+    talked      by mrl.engine.conversations: while tools of one work, the engine samples others
     lock-step   all conversations' turns, then all their tools, then all next turns
     one         a single conversation, talked
 
@@ -86,7 +86,7 @@ class Bench:
     def __init__(self, engine: Counted, tokenizer: Any, options: argparse.Namespace):
         from make_tool_world import PROMPT
 
-        from mrl.vllm.requests import Request, Sampling
+        from mrl.engine.requests import Request, Sampling
 
         self._engine = engine
         self._tokenizer = tokenizer
@@ -103,8 +103,8 @@ class Bench:
     @asynccontextmanager
     async def talks(self, folder: Path, takes_s: float) -> AsyncIterator[Any]:
         """Conversations whose tool takes so long, with a process for each of them."""
-        from mrl.environments.tool import ToolsSpec, TurnsSpec
-        from mrl.flow.conversations import Conversations
+        from mrl.acting.tool import ToolsSpec, TurnsSpec
+        from mrl.engine.conversations import Conversations
         from mrl.tools.rehearse.made_up_calls import MadeUpCalls
 
         file = folder / f"tool-{takes_s}.py"
@@ -196,9 +196,9 @@ async def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from make_tool_world import make_tokenizer, write_model
 
     from mrl.config.load import load_config
+    from mrl.engine.requests import engine_settings
+    from mrl.engine.vllm_engine import VllmEngine
     from mrl.model import load_model_spec
-    from mrl.vllm.engine import VllmEngine
-    from mrl.vllm.requests import engine_settings
 
     tokenizer = make_tokenizer()
     tokenizer.model_max_length = POSITIONS

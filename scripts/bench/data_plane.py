@@ -212,9 +212,9 @@ def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     import ray
 
     from mrl.config.load import load_config
+    from mrl.driver import loop
     from mrl.record.metrics import StepLine
     from mrl.record.run_dir import RunDir, read_metrics
-    from mrl.train import loop
 
     config = load_config(PRESET, "gspo", settings(responses, routes)).config
     lengths = lengths_of(responses)
@@ -279,8 +279,8 @@ def placed(kind: type, node: str):
     """The kind as an actor of Ray on the node, which stores what it returns as engines and scorers do."""
     import ray
 
-    from mrl.flow.response_store import SMALL_OBJECTS
-    from mrl.remote.helper_actors import on_node
+    from mrl.process.ray_places import on_node
+    from mrl.store.response_store import SMALL_OBJECTS
 
     return ray.remote(kind).options(**on_node(node), runtime_env={"env_vars": SMALL_OBJECTS})
 
@@ -289,9 +289,9 @@ def engine_group(config, node: str, engine: FakeEngine):
     """The product's engines on the node, each with a copy of `engine` for vLLM."""
     from mrl.cluster.engine_fleet import EngineFleet
     from mrl.cluster.rollout_group import RolloutGroup, request_limit
-    from mrl.cluster.workers import EngineWorker
     from mrl.config.places import Deployment
-    from mrl.flow.outbox import Outboxes
+    from mrl.engine.engine_worker import EngineWorker
+    from mrl.engine.outbox import Outboxes
 
     class Engine(EngineWorker):
         def __init__(self, engine):
@@ -312,7 +312,7 @@ def scorer_group(node: str, engines, folder: Path):
     """The product's scorer on the node, with a tokenizer of one word."""
     import ray
 
-    from mrl.flow.scoring import Channel, PoolSettings, Scorer, ScorerGroup
+    from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
     from mrl.reward.items import RewardSpec
 
     scorer = placed(Scorer, node).remote(lambda: SimpleNamespace(decode=lambda ids, **_: "text" * len(ids)))
@@ -333,7 +333,7 @@ class Rank:
         self.holds_result = self.on_last_stage and context == 0
 
     def begin_step(self, stored, own, cut, readers):
-        from mrl.flow.rank_batch import RankBatch
+        from mrl.rank.rank_batch import RankBatch
 
         blocks = stored.fetched([block.samples for block in stored.blocks])
         samples = stored.assembled(blocks)
@@ -346,9 +346,9 @@ class Rank:
 
     def read_routes(self, stored, blocks, samples, own, cut, readers):
         """Routes of what this rank computes; counts their bytes."""
-        from mrl.flow.routes import read_routes
-        from mrl.megatron.batching import RowLengths
-        from mrl.megatron.packing import Shape
+        from mrl.rank.batching import RowLengths
+        from mrl.rank.packing import Shape
+        from mrl.store.routes import read_routes
 
         layers = np.array_split(np.arange(LAYERS), self.degree)[self.stage]
         computed = cut.computed(RowLengths.of(samples), Shape(True, self.degree), self.context, 0)
@@ -362,14 +362,14 @@ class Rank:
         return self.batch.do(verb, *arguments)
 
     def policy_log_probs(self, batch, micros):
-        from mrl.megatron.batching import RowResult
+        from mrl.rank.batching import RowResult
 
         if self.on_last_stage:
             every = np.arange(len(batch))
             return RowResult(every, batch.rollout_log_probs[batch.is_sampled] + GAP, (0.0, 1.0))
 
     def update_replica(self, batch, mini_batches, counts):
-        from mrl.megatron.batching import UpdateResult
+        from mrl.rank.batching import UpdateResult
 
         parts = [UPDATE_METRICS for _ in counts if self.holds_result and self.counts_updates]
         return UpdateResult(parts, [], spent={"perf/update_s": (1.0, 1.0)})
@@ -384,10 +384,10 @@ class Ranks:
     def __init__(self, config, here: str, far: str, routes: bool):
         import ray
 
-        from mrl.flow.routes import start_readers
         from mrl.model import planning_model_spec
         from mrl.model.layout import TrainLayout
-        from mrl.remote.helper_actors import on_node
+        from mrl.process.ray_places import on_node
+        from mrl.store.routes import start_readers
 
         self.config, (self.model, _) = config, planning_model_spec(config.model.path)
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
@@ -409,16 +409,16 @@ class Ranks:
 
 def assembled(config, run_dir, actor: Ranks, engines, scorers, prompts: list, routes: bool):
     """A run of one step of the prompts, as the product's assembly makes it."""
-    from mrl.flow.group_writer import GroupWriter
-    from mrl.flow.sample_writer import SampleWriter
+    from mrl.driver.assemble import Run
+    from mrl.driver.reporting import AdvisedRecord
+    from mrl.driver.sample_writer import SampleWriter
+    from mrl.driver.stop_signals import StopFlag
+    from mrl.generate.group_writer import GroupWriter
+    from mrl.generate.rollouts import Responder
+    from mrl.generate.spool import Spool
+    from mrl.generate.train_state import TrainState
     from mrl.record.attempts import UnderWay
     from mrl.record.sinks import make_sinks
-    from mrl.train.assemble import Run
-    from mrl.train.reporting import AdvisedRecord
-    from mrl.train.resume import TrainState
-    from mrl.train.rollouts import Responder
-    from mrl.train.spool import Spool
-    from mrl.train.stop_signals import StopFlag
 
     record = AdvisedRecord(make_sinks([], run_dir, 2), [], UnderWay(run_dir.path, 0))
     responder = Responder(engines, scorers, config.reward, record, lambda: None)
@@ -439,12 +439,12 @@ def assembled(config, run_dir, actor: Ranks, engines, scorers, prompts: list, ro
 def generation_of(config, run_dir, responder, spool, prompts: list, routes: bool):
     """Generation of one step, which is all the prompts."""
     from mrl.config.schedule_rules import schedule_of
-    from mrl.train.generation import Generation
-    from mrl.train.generation_rules import GenerationRules
-    from mrl.train.lost_engines import LostEngines
-    from mrl.train.resume import TrainState
-    from mrl.train.rollouts import Judge
-    from mrl.vllm.requests import Sampling
+    from mrl.engine.requests import Sampling
+    from mrl.generate.generation import Generation
+    from mrl.generate.generation_rules import GenerationRules
+    from mrl.generate.lost_engines import LostEngines
+    from mrl.generate.rollouts import Judge
+    from mrl.generate.train_state import TrainState
 
     stream = SimpleNamespace(
         next_batch=lambda cursor: (prompts, cursor), batch_number=lambda cursor: 0, batch_size=len(prompts)
@@ -468,10 +468,10 @@ def run_before(responses: int, routes: bool, turns: int, folder: Path) -> dict:
 
     from mrl.config.load import load_config
     from mrl.data.order import DataCursor
-    from mrl.train.reporting import write_rollouts
-    from mrl.train.rollouts import Rollouts, rewards_after_penalties
-    from mrl.train.update import update, with_advantages, with_corrections, with_old_log_probs
-    from mrl.vllm.requests import Sampling
+    from mrl.driver.reporting import write_rollouts
+    from mrl.driver.update import update, with_advantages, with_corrections, with_old_log_probs
+    from mrl.engine.requests import Sampling
+    from mrl.generate.rollouts import Rollouts, rewards_after_penalties
 
     config = load_config(PRESET, "gspo", settings(responses)).config
     engines = engine_group_before(config, lengths_of(responses), routes)
@@ -495,7 +495,7 @@ def run_before(responses: int, routes: bool, turns: int, folder: Path) -> dict:
 
 def completions_of() -> Callable:
     """What makes a response the list of one completion that an engine yielded."""
-    from mrl.vllm.requests import Completion
+    from mrl.engine.requests import Completion
 
     def made(request, ids, log_probs, routes):
         return [Completion(request.sample_id, tuple(ids.tolist()), tuple(log_probs.tolist()), "stop", 0, routes)]
@@ -518,8 +518,8 @@ def engine_group_before(config, lengths: np.ndarray, routes: bool):
 
 def responder_before(config, engines):
     """The driver's tokenizer, with one word, and its scorer."""
+    from mrl.generate.rollouts import Responder
     from mrl.reward.items import RewardResult
-    from mrl.train.rollouts import Responder
 
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text" * len(ids))
     display = SimpleNamespace(progress=lambda *_: None)
@@ -555,7 +555,7 @@ class RanksBefore:
     def update(self, batch):
         import ray
 
-        from mrl.megatron.batching import MiniBatchLoad, UpdateResult
+        from mrl.rank.batching import MiniBatchLoad, UpdateResult
 
         ref = ray.put(batch)
         ray.get([rank.update.remote(ref) for rank in self.ranks])

@@ -48,7 +48,7 @@ class Clients:
     """Stands in the place of the pool of processes: all agents are threads of one other process."""
 
     def __init__(self, *_, **__):
-        from mrl.environments.offer import Offer
+        from mrl.acting.offer import Offer
 
         self.offer = Offer((), agent=True)
         self.turns = 0
@@ -68,7 +68,7 @@ class Clients:
         return end
 
     def _listen(self) -> None:
-        from mrl.environments.environment_pool import CallAnswer
+        from mrl.acting.environment_pool import CallAnswer
 
         for line in self._process.stdout:
             ended = json.loads(line)
@@ -116,14 +116,14 @@ def measured(sessions: int, turns: int) -> dict[str, float]:
     """Figures of so many sessions at once."""
     from make_tool_world import make_tokenizer
 
-    from mrl.environments.tool import ToolsSpec, TurnsSpec
-    from mrl.flow.conversations import Conversations
-    from mrl.vllm.requests import Request, Sampling
+    from mrl.acting.tool import ToolsSpec, TurnsSpec
+    from mrl.engine.conversations import Conversations
+    from mrl.engine.requests import Request, Sampling
 
     tokenizer = make_tokenizer()
     tools = ToolsSpec((), command=("none",))
     spec = TurnsSpec(tools, turns + 1, 1, 1e4, 1000, 1e3, sessions, max_prompt_length=1000)
-    with patch("mrl.flow.conversations.EnvironmentPool", Clients):
+    with patch("mrl.engine.conversations.EnvironmentPool", Clients):
         talks = Conversations(spec, tokenizer)
     talks._pool.turns = turns
     engine = Engine(tokenizer)

@@ -3,8 +3,8 @@ routes of Qwen3-235B-A22B (94 layers, 8 experts a token).
 
     python scripts/bench/group_files.py [--groups 4] [--json]        no device; half a minute
 
-One process writes them, as one of at most four writers of a run does (mrl/flow/group_writer.py). `step_s` is what 512
-such groups take of it.
+One process writes them, as one of at most four writers of a run does (mrl/generate/group_writer.py). `step_s` is what
+512 such groups take of it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import numpy as np
 
 from mrl.checkpoint.group_files import GroupRecord, write_group
 from mrl.data.samples import Sample, Samples, packed
-from mrl.flow.group_writer import MOST_WRITERS
+from mrl.generate.group_writer import MOST_WRITERS
 
 PROMPT, RESPONSE, N = 300, 7385, 16
 LAYERS, EXPERTS, TOP_K = 94, 128, 8

@@ -112,7 +112,7 @@ def _lean(states, weight, targets, vocab):
     import torch
     import torch.distributed as dist
 
-    from mrl.megatron.logprob import lean_log_probs
+    from mrl.rank.logprob import lean_log_probs
 
     return lean_log_probs(states, weight, targets, torch.ones(len(targets)), vocab, dist.group.WORLD)[0]
 

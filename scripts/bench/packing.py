@@ -13,9 +13,9 @@ import time
 
 import numpy as np
 
-from mrl.megatron.batching import RowLengths, Splitter
-from mrl.megatron.packing import Shape
 from mrl.model import forward_flops_per_token, known_spec
+from mrl.rank.batching import RowLengths, Splitter
+from mrl.rank.packing import Shape
 
 MODEL = "Qwen3-30B-A3B"
 SHAPE = Shape(packed=True, context=2, tensor=4)

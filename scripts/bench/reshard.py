@@ -120,8 +120,8 @@ class Rank:
         import torch
 
         from mrl.config.schema import RunConfig
-        from mrl.megatron.actor import MegatronActor
-        from mrl.megatron.local_parameters import LocalParameters
+        from mrl.rank.actor import MegatronActor
+        from mrl.rank.local_parameters import LocalParameters
 
         torch.set_num_threads(1)
         config = RunConfig.model_validate({
@@ -191,7 +191,7 @@ class Engine:
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        from mrl.vllm.receive import adapter_module
+        from mrl.engine.receive import adapter_module
 
         self._llm = LLM(  # kept: collecting it takes the model from the worker
             model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=4,
@@ -253,8 +253,8 @@ class Engine:
         import torch
         from vllm._custom_ops import cpu_prepack_moe_weight
 
+        from mrl.engine.v0_common import packed_linears
         from mrl.reshard.digest import lane_sums_of_each
-        from mrl.vllm.v0_common import packed_linears
 
         model = self.worker.model_runner.get_model()
         layers = [layer for layer in model.modules() if hasattr(layer, "w13_weight")]
@@ -278,7 +278,7 @@ class Engine:
 
 def _hidden_linears(model: Any) -> list[tuple[Any, Any]]:
     """(layer, weight) of linears whose weight lives on in the kernel's own form alone."""
-    from mrl.vllm.v0_common import packed_linears
+    from mrl.engine.v0_common import packed_linears
 
     layers = dict(model.named_modules())
     return [(layers[name], weight) for name, weight in packed_linears(model) if layers[name].weight.numel() == 0]
@@ -377,8 +377,8 @@ class World:
 
     def __init__(self, folder: Path, layers: int, lora_rank: int = 0, code: Path = ROOT):
         """`code`: the checkout that all processes but this one run."""
-        from mrl.cluster.prerequisites import free_port
         from mrl.platforms.hosting import get_hosting
+        from mrl.process.free_ports import free_port
 
         hosting, port = get_hosting("cpu"), str(free_port())
         model = write_model(folder / f"model-{layers}", layers)
@@ -419,7 +419,7 @@ class World:
 
     def connect(self, kind: str, budget: int) -> Any:
         """Opens both sides anew. Returns the SyncSetup."""
-        from mrl.cluster.prerequisites import free_port
+        from mrl.process.free_ports import free_port
         from mrl.reshard.setup import SyncSetup
 
         setup = SyncSetup(

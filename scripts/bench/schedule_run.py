@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import psutil
 
 from mrl.config.load import load_config
-from mrl.train.assemble import open_run
-from mrl.train.loop import train
-from mrl.train.preflight import RunInputs
+from mrl.driver.assemble import open_run
+from mrl.driver.loop import train
+from mrl.driver.preflight import RunInputs
 
 ENGINE = "ray::EngineWorker"
 

@@ -16,10 +16,10 @@ from typing import Any
 from colocated_killed import pid_of
 
 from mrl.config.load import load_config
+from mrl.driver import loop
+from mrl.driver.assemble import Run, open_run
+from mrl.driver.preflight import RunInputs
 from mrl.errors import MrlError
-from mrl.train import loop
-from mrl.train.assemble import Run, open_run
-from mrl.train.preflight import RunInputs
 
 AMID_S = 0.15  # from the beginning of an update into the midst of it
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]

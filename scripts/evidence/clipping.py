@@ -24,12 +24,12 @@ from mrl.algo.aggregate import count, to_floats
 from mrl.algo.losses import LossInputs, policy_loss
 from mrl.algo.plain import PolicyLossParameters
 from mrl.algo.rows import row_sums
-from mrl.cluster.prerequisites import free_port
 from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
 from mrl.data.row_columns import positions
 from mrl.data.samples import Sample, packed
-from mrl.megatron.packing import in_rows
+from mrl.process.free_ports import free_port
+from mrl.rank.packing import in_rows
 from mrl.record.metrics import reduce_parts
 
 sys.path.append(str(Path(__file__).resolve().parent))
@@ -104,7 +104,7 @@ def updates_at(world: Path, batch: TrainBatch, lr: float, updates: int) -> tuple
     """Rows of each update at one learning rate, and the log-ratios [response tokens] after the last;
     always the same start.
     """
-    from mrl.megatron.actor import MegatronActor
+    from mrl.rank.actor import MegatronActor
 
     rows_a_batch = -(-len(batch) // updates)
     settings = {

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 
 from mrl.config.load import load_config
+from mrl.driver.assemble import open_run
+from mrl.driver.loop import train
+from mrl.driver.preflight import RunInputs
 from mrl.errors import MrlError
-from mrl.train.assemble import open_run
-from mrl.train.loop import train
-from mrl.train.preflight import RunInputs
 
 PROCESSES = {"rank": "ray::ActorWorker", "engine": "ray::EngineWorker", "vllm": "VLLM::Worker"}
 

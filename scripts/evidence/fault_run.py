@@ -17,10 +17,10 @@ from colocated_killed import pid_of, pids_of
 
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import load_config
+from mrl.driver.assemble import Run, open_run
+from mrl.driver.loop import train_on
+from mrl.driver.preflight import RunInputs
 from mrl.errors import MrlError
-from mrl.train.assemble import Run, open_run
-from mrl.train.loop import train_on
-from mrl.train.preflight import RunInputs
 
 MARK = "fault:"  # begins what faults.py reads
 

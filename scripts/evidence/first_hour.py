@@ -31,7 +31,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent))
 import stamp
 
-from mrl.cluster.prerequisites import free_port
+from mrl.process.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "first_hour.json"

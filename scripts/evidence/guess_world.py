@@ -40,8 +40,8 @@ CALL = '<tool_call>\n{{"name": "guess", "arguments": {{"number": {0}}}}}\n</tool
 CONTEXT = "\n<|im_start|>user\n<tool_response>\n{0}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 BLANKED = '''"""The shipped game, whose answers after the first guess say nothing."""
 
-from mrl.environments.builtin import GuessTheNumber
-from mrl.environments.environment import Reply
+from mrl.acting.builtin import GuessTheNumber
+from mrl.acting.environment import Reply
 
 
 class Blanked(GuessTheNumber):

@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 
 from mrl.algo.rows import on_tokens
 from mrl.checkpoint.manifest import Manifest, RankFiles, write_manifest
-from mrl.checkpoint.rank_load import load_rank
-from mrl.checkpoint.rank_save import HostCopy
 from mrl.checkpoint.step_folders import checkpoint_steps, discard, superseded, write_atomically
-from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
-from mrl.megatron.actor import MegatronActor
-from mrl.train.saving import BackgroundWrite
+from mrl.driver.saving import BackgroundWrite
+from mrl.process.free_ports import free_port
+from mrl.rank.actor import MegatronActor
+from mrl.rank.rank_load import load_rank
+from mrl.rank.rank_save import HostCopy
 
 SAMPLES = 6
 KEEP = 2

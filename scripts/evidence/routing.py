@@ -25,12 +25,12 @@ from stamp import facts
 from mrl.algo.aggregate import merge
 from mrl.algo.plain import FloatParts
 from mrl.algo.rows import on_tokens
-from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.row_columns import positions
 from mrl.data.samples import Sample, packed
 from mrl.platforms.hosting import get_hosting
+from mrl.process.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = (1e-5, 1e-4, 1e-3, 1e-2)
@@ -115,7 +115,7 @@ def run_ranks(world: Path, ranks: int, work: Path) -> None:
 
 def run_rank(world: Path, rank: int, ranks: int, work: Path) -> None:
     """Every case in turn."""
-    from mrl.megatron.actor import MegatronActor
+    from mrl.rank.actor import MegatronActor
 
     batch = batch_of(world)
     for number, (lr, replay) in enumerate((lr, replay) for lr in RATES for replay in ("disabled", "R2")):

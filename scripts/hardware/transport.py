@@ -60,7 +60,7 @@ def collective_of_one(machine: Machine) -> Figures:
     import torch
     import torch.distributed as dist
 
-    from mrl.cluster.prerequisites import free_port
+    from mrl.process.free_ports import free_port
 
     if dist.is_initialized():
         dist.destroy_process_group()  # of a check before
@@ -154,7 +154,7 @@ def _with_other(name: str, machine: Machine, both, environment: dict[str, str] |
     """Runs `both` here as process 0 and in another as process 1, which has `environment` besides; raises Wrong with
     what the other said.
     """
-    from mrl.cluster.prerequisites import free_port
+    from mrl.process.free_ports import free_port
 
     port = free_port()
     other = subprocess.Popen(

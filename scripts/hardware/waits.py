@@ -63,7 +63,7 @@ def _asked_with(machine: Machine, folder: Path, overrides: dict[str, Any]) -> di
 
 def asked(actor: Any, batch: Any, device: str = "cpu") -> Counter[str]:
     """Reads from the device in the passes of log-probs and of an update, by who asked; not what comes after them."""
-    from mrl.megatron import actor as module
+    from mrl.rank import actor as module
 
     reads, seen = HostReads(device), Counter()
     with ExitStack() as stack:

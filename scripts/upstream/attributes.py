@@ -28,7 +28,7 @@ _PARALLEL = (
     "world_size",
     "rank",
 )
-_COMMON, _RELOAD = "mrl/vllm/v0_common.py", "vllm.model_executor.model_loader.reload"
+_COMMON, _RELOAD = "mrl/engine/v0_common.py", "vllm.model_executor.model_loader.reload"
 
 REACHED = (
     Reached(_BOTH, "vllm.config.parallel.ParallelConfig", _PARALLEL, _COMMON),
@@ -48,10 +48,10 @@ REACHED = (
         _BOTH,
         "vllm.distributed.device_communicators.shm_broadcast.SpinCondition",
         ("wait", "last_read", "busy_loop_s"),
-        "mrl/vllm/cpu_worker.py",
+        "mrl/engine/cpu_worker.py",
     ),
     Reached(
-        _BOTH, "vllm.v1.worker.cpu_worker.CPUWorker", ("execute_model", "sleep", "wake_up"), "mrl/vllm/cpu_worker.py"
+        _BOTH, "vllm.v1.worker.cpu_worker.CPUWorker", ("execute_model", "sleep", "wake_up"), "mrl/engine/cpu_worker.py"
     ),
     Reached(
         _BOTH,
@@ -60,49 +60,49 @@ REACHED = (
         _COMMON,
     ),
     Reached(
-        _BOTH, "vllm.v1.worker.gpu_model_runner.GPUModelRunner", ("get_model", "kv_caches"), "mrl/vllm/sleeping.py"
+        _BOTH, "vllm.v1.worker.gpu_model_runner.GPUModelRunner", ("get_model", "kv_caches"), "mrl/engine/sleeping.py"
     ),
     Reached(
         _BOTH,
         "vllm.v1.engine.async_llm.AsyncLLM",
         ("from_engine_args", "collective_rpc", "errored", "generate"),
-        "mrl/vllm/",
+        "mrl/engine/",
     ),
     Reached(
         _BOTH,
         "vllm.v1.engine.async_llm.AsyncLLM",
         ("pause_generation", "resume_generation", "reset_prefix_cache"),
-        "mrl/vllm/",
+        "mrl/engine/",
     ),
-    Reached(_NEW, "vllm.v1.engine.async_llm.AsyncLLM", ("update_weight_version",), "mrl/vllm/engine.py"),
+    Reached(_NEW, "vllm.v1.engine.async_llm.AsyncLLM", ("update_weight_version",), "mrl/engine/vllm_engine.py"),
     Reached(_BOTH, "vllm.model_executor.layers.attention.attention.Attention", ("attn_backend",), _COMMON),
-    Reached(_NEW, "vllm.v1.worker.gpu_worker.Worker", ("_weight_update_active",), "mrl/vllm/v0_32.py"),
+    Reached(_NEW, "vllm.v1.worker.gpu_worker.Worker", ("_weight_update_active",), "mrl/engine/v0_32.py"),
     Reached(
         _NEW,
         "vllm.distributed.weight_transfer.base.WeightTransferEngine",
         ("parse_update_info", "reset_weight_update_target", "supports_draft_weight_update"),
-        "mrl/vllm/v0_32.py",
+        "mrl/engine/v0_32.py",
     ),
     Reached(
         _OLD,
         "vllm.v1.worker.gpu_worker.Worker",
         ("_weight_update_active", "_is_checkpoint_format"),
-        "mrl/vllm/v0_23.py",
+        "mrl/engine/v0_23.py",
     ),
     Reached(
-        _OLD, "vllm.distributed.weight_transfer.base.WeightTransferUpdateInfo", ("update_kind",), "mrl/vllm/v0_23.py"
+        _OLD, "vllm.distributed.weight_transfer.base.WeightTransferUpdateInfo", ("update_kind",), "mrl/engine/v0_23.py"
     ),
     Reached(
         ("vllm-ascend",),
         "vllm_ascend.worker.worker.NPUWorker",
         ("sleep", "wake_up", "_sleep_saved_buffers"),
-        "mrl/vllm/ascend_wake.py",
+        "mrl/engine/ascend_wake.py",
     ),
     Reached(
         ("vllm-ascend",),
         "vllm_ascend.device_allocator.camem.CaMemAllocator",
         ("get_instance", "sleep", "wake_up", "pointer_to_data"),
-        "mrl/vllm/",
+        "mrl/engine/",
     ),
     Reached(
         ("mindspeed",), "mindspeed.megatron_adaptor", ("patch_features", "repatch"), "mrl/platforms/npu_mindspeed.py"
@@ -113,7 +113,7 @@ REACHED = (
         ("get_mindspeed_args", "get_full_args"),
         "mrl/platforms/npu_mindspeed.py",
     ),
-    Reached(("mbridge",), "mbridge.AutoBridge", ("from_config",), "mrl/megatron/bridge.py"),
+    Reached(("mbridge",), "mbridge.AutoBridge", ("from_config",), "mrl/rank/bridge.py"),
     Reached(
         ("mbridge",),
         "mbridge.core.LLMBridge",
@@ -125,31 +125,31 @@ REACHED = (
             "_get_transformer_layer_spec",
             "config",
         ),
-        "mrl/megatron/bridge.py",
+        "mrl/rank/bridge.py",
     ),
     Reached(
         ("megatron-core",),
         "megatron.core.distributed.DistributedDataParallel",
         ("buffers", "expert_parallel_buffers", "zero_grad_buffer", "ddp_config", "no_sync", "start_param_sync"),
-        "mrl/megatron/",
+        "mrl/rank/",
     ),
     Reached(
         ("megatron-core",),
         "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer",
         ("grad_data",),
-        "mrl/megatron/",
+        "mrl/rank/",
     ),
     Reached(
         ("megatron-core",),
         "megatron.core.optimizer.optimizer.ChainedOptimizer",
         ("chained_optimizers",),
-        "mrl/megatron/",
+        "mrl/rank/",
     ),
     Reached(
         ("megatron-core",),
         "megatron.core.transformer.moe.router.TopKRouter",
         ("router_replay", "expert_bias"),
-        "mrl/megatron/",
+        "mrl/rank/",
     ),
     Reached(
         ("megatron-core",),

@@ -21,10 +21,11 @@ PACKAGES = {
 }  # fmt: skip
 # files that are of one generation of vLLM; all others are of both
 ONLY = {
-    "mrl/vllm/v0_23.py": "vllm 0.23.0", "mrl/vllm/v0_32.py": "vllm 0.32.0", "mrl/vllm/cpu_parallel.py": "vllm 0.32.0",
-    "mrl/vllm/route_capture.py": "vllm 0.32.0", "mrl/vllm/cpu_latent.py": "vllm 0.32.0",
-    "mrl/vllm/cpu_fp8.py": "vllm 0.32.0",
-    "mrl/vllm/cpu_delta.py": "vllm 0.32.0",
+    "mrl/engine/v0_23.py": "vllm 0.23.0", "mrl/engine/v0_32.py": "vllm 0.32.0",
+    "mrl/engine/cpu_parallel.py": "vllm 0.32.0",
+    "mrl/engine/route_capture.py": "vllm 0.32.0", "mrl/engine/cpu_latent.py": "vllm 0.32.0",
+    "mrl/engine/cpu_fp8.py": "vllm 0.32.0",
+    "mrl/engine/cpu_delta.py": "vllm 0.32.0",
 }  # fmt: skip
 VLLM = ("vllm 0.32.0", "vllm 0.23.0")
 NO_NAMES = ("vllm.general_plugins",)  # a group of entry points

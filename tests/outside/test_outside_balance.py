@@ -3,7 +3,7 @@
 import numpy as np
 from golden import differences, golden
 
-from mrl.megatron.balance import balanced_parts
+from mrl.rank.balance import balanced_parts
 
 
 def test_the_heaviest_rank_is_hardly_ever_heavier_than_verls():

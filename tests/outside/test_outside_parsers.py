@@ -7,8 +7,8 @@ import pytest
 from golden import differences, golden
 from jsonschema import Draft202012Validator
 
-from mrl.data import dialects
-from mrl.data.chat_text import _read_as
+from mrl.acting import dialects
+from mrl.acting.chat_text import _read_as
 
 READ = {"xml": dialects._read_functions, "glm": dialects._read_pairs}
 CASES = [case for case in golden("parsers") if case["value"] is not None]

@@ -12,8 +12,8 @@ from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.megatron.actor import MegatronActor
-from mrl.megatron.batching import RowResult, UpdateResult
+from mrl.rank.actor import MegatronActor
+from mrl.rank.batching import RowResult, UpdateResult
 
 
 @dataclass(frozen=True)

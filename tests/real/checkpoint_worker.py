@@ -16,10 +16,10 @@ from ranks import agree_on_port
 from safetensors.torch import save_file
 
 from mrl.checkpoint.manifest import Manifest, RankFiles, write_manifest
-from mrl.checkpoint.rank_load import load_rank
-from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
-from mrl.megatron.actor import MegatronActor
+from mrl.rank.actor import MegatronActor
+from mrl.rank.rank_load import load_rank
+from mrl.rank.rank_save import HostCopy
 
 
 def main(rank: int, world_size: int, out: Path, tasks: list[dict]) -> None:

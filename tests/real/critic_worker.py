@@ -18,10 +18,10 @@ from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.megatron.actor import MegatronActor, _count
-from mrl.megatron.batching import RowLengths
-from mrl.megatron.bridge import ValueHead
-from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
+from mrl.rank.actor import MegatronActor, _count
+from mrl.rank.batching import RowLengths
+from mrl.rank.bridge import ValueHead
+from mrl.rank.cut import ReplicaCut, StepCut, step_cut
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

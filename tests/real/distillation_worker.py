@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from mrl.config.schema import RunConfig
 from mrl.config.teacher_model import TeacherModel
 from mrl.data.batch import TrainBatch
-from mrl.flow.teacher_rows import deal
-from mrl.megatron.actor import MegatronActor
-from mrl.megatron.batching import RowLengths
-from mrl.megatron.cut import step_cut
+from mrl.rank.actor import MegatronActor
+from mrl.rank.batching import RowLengths
+from mrl.rank.cut import step_cut
+from mrl.rank.teacher_rows import deal
 
 _OF_UPDATES = ("keep", "old_log_probs", "advantages", "loss_weights", "teacher_words", "of_teacher_words")
 

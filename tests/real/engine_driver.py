@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
+from mrl.engine.leftovers import remove_all, shared_memory_below
 from mrl.platforms.hosting import get_hosting
-from mrl.vllm.leftovers import remove_all, shared_memory_below
 
 HERE = Path(__file__).parent
 

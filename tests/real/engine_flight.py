@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from mrl.data.samples import Samples
+from mrl.engine import engine_scheduler
+from mrl.engine.requests import EngineSettings, Request, Sampling
+from mrl.engine.vllm_engine import VllmEngine
 from mrl.errors import Interrupted
 from mrl.schedule.segments import continuation, continuation_seed, joined
-from mrl.vllm import engine_scheduler
-from mrl.vllm.engine import VllmEngine
-from mrl.vllm.requests import EngineSettings, Request, Sampling
 
 LENGTH, BORDERS = 160, (30, 80)  # tokens of a response, and of all before each pause at least
 SAMPLED = [Request(i, tuple(3 + (7 * i + j) % 100 for j in range(3 + i % 9)), 1000 + i, handle=i) for i in range(8)]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from engine_flight import settings_of
 
-from mrl.vllm.engine import VllmEngine
-from mrl.vllm.requests import Request, Sampling
+from mrl.engine.requests import Request, Sampling
+from mrl.engine.vllm_engine import VllmEngine
 
 ASKED = 16
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from mrl.config.schema import RunConfig
 from mrl.data.samples import Samples
+from mrl.engine.requests import Request, engine_settings, training_sampling, validation_sampling
+from mrl.engine.vllm_engine import VllmEngine
 from mrl.model import load_model_spec
-from mrl.vllm.engine import VllmEngine
-from mrl.vllm.requests import Request, engine_settings, training_sampling, validation_sampling
 
 LONG = 200  # tokens of a prompt that fills a block of the prefix cache
 

@@ -21,14 +21,14 @@ from engine_slices import FileEnd, SlicesExtension, connect
 from safetensors.torch import load_file
 
 from mrl.data.samples import Samples
+from mrl.engine import receive
+from mrl.engine.leftovers import shared_memory_below
+from mrl.engine.receive import installed_generation
+from mrl.engine.requests import EngineSettings, Request, Sampling
+from mrl.engine.vllm_engine import VllmEngine
 from mrl.errors import Interrupted
 from mrl.platforms.process_memory import live_bytes
 from mrl.reshard.setup import SyncSetup
-from mrl.vllm import receive
-from mrl.vllm.engine import VllmEngine
-from mrl.vllm.leftovers import shared_memory_below
-from mrl.vllm.receive import installed_generation
-from mrl.vllm.requests import EngineSettings, Request, Sampling
 
 LENGTH = 12
 REQUESTS = [Request(i, tuple(3 + (7 * i + j) % 100 for j in range(3 + i % 9)), i) for i in range(12)]
@@ -69,7 +69,7 @@ class WorkerExtension(SlicesExtension):
     def holds_nan(self) -> dict[str, bool]:
         """By everything that kernels read: whether all its numbers are NaN."""
         model = self.model_runner.get_model()
-        from mrl.vllm.v0_common import packed_linears
+        from mrl.engine.v0_common import packed_linears
 
         named = [*model.named_parameters(), *((f"{name}.<packed>", weight) for name, weight in packed_linears(model))]
         return {name: bool(weight.isnan().all()) for name, weight in named if weight.numel()}

@@ -18,15 +18,15 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file
 
+from mrl.engine import receive
+from mrl.engine.handshake import HandshakeError, check_loader
+from mrl.engine.leftovers import shared_memory_below
+from mrl.engine.load_layout import layers_of
+from mrl.engine.receive import adapter_module
 from mrl.errors import EnvironmentFault
 from mrl.reshard.execute import Receiver, wire_views
 from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup
-from mrl.vllm import receive
-from mrl.vllm.handshake import HandshakeError, check_loader
-from mrl.vllm.leftovers import shared_memory_below
-from mrl.vllm.load_layout import layers_of
-from mrl.vllm.receive import adapter_module
 
 # vLLM imports this module in its workers
 adapter = importlib.import_module(adapter_module()) if __name__ != "__main__" else None

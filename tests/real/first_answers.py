@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mrl.train.assemble import Run
+from mrl.driver.assemble import Run
 
 
 @contextmanager

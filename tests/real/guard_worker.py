@@ -16,11 +16,11 @@ from padded import read_batch
 from ranks import agree_on_port
 
 from mrl.checkpoint.manifest import EXP_AVG
-from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import NumericAbort
-from mrl.megatron.actor import MegatronActor
+from mrl.rank.actor import MegatronActor
+from mrl.rank.rank_save import HostCopy
 
 
 def main(rank: int, world_size: int, out: Path, config: dict, batch: TrainBatch) -> None:

@@ -13,8 +13,8 @@ from padded import in_rows, read_batch
 from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
-from mrl.megatron import gated_delta, torch_spec
-from mrl.megatron.actor import MegatronActor
+from mrl.rank import gated_delta, torch_spec
+from mrl.rank.actor import MegatronActor
 
 
 @contextmanager

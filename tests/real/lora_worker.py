@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.megatron.actor import MegatronActor
-from mrl.megatron.local_parameters import plain_name
-from mrl.megatron.lora_layers import Adapter
 from mrl.model.adapters import adapter_shards
+from mrl.rank.actor import MegatronActor
+from mrl.rank.local_parameters import plain_name
+from mrl.rank.lora_layers import Adapter
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

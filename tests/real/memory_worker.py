@@ -12,10 +12,10 @@ import torch
 from padded import read_batch
 from ranks import agree_on_port
 
-from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.megatron.actor import MegatronActor
+from mrl.rank.actor import MegatronActor
+from mrl.rank.rank_save import HostCopy
 
 
 class SavedTensors:

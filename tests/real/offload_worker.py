@@ -13,13 +13,13 @@ import torch
 from padded import read_batch
 from ranks import agree_on_port
 
-from mrl.checkpoint.rank_parameters import rank_parameters
-from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.megatron.actor import MegatronActor
-from mrl.megatron.local_parameters import LocalParameters
-from mrl.megatron.optimizer import step, zero_gradients
+from mrl.rank.actor import MegatronActor
+from mrl.rank.local_parameters import LocalParameters
+from mrl.rank.optimizer import step, zero_gradients
+from mrl.rank.rank_parameters import rank_parameters
+from mrl.rank.rank_save import HostCopy
 
 ROUNDS = 3
 

@@ -16,15 +16,15 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, packed
+from mrl.driver.step_batch import StepBatch
+from mrl.driver.update import advantages, corrections, old_log_probs, update
 from mrl.errors import NumericAbort
-from mrl.flow.rank_batch import RankBatch
-from mrl.flow.response_store import ResponseBlock, ResponseStore
-from mrl.flow.step_batch import StepBatch
-from mrl.megatron.actor import MegatronActor
-from mrl.megatron.batching import RowResult
+from mrl.generate.rollouts import Rollouts
+from mrl.rank.actor import MegatronActor
+from mrl.rank.batching import RowResult
+from mrl.rank.rank_batch import RankBatch
 from mrl.reward.items import OK, RewardResult
-from mrl.train.rollouts import Rollouts
-from mrl.train.update import advantages, corrections, old_log_probs, update
+from mrl.store.response_store import ResponseBlock, ResponseStore
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

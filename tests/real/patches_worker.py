@@ -17,8 +17,6 @@ from padded import PaddedBatch
 from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
-from mrl.megatron import parallel
-from mrl.megatron.actor import MegatronActor
 from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform, patching
@@ -26,6 +24,8 @@ from mrl.platforms.cpu_patches import rows_for
 from mrl.platforms.host_memory_collectives import SLOT_BYTES, SharedSlots
 from mrl.platforms.packs import Pack, tie
 from mrl.platforms.torch_platforms import CpuPlatform
+from mrl.rank import parallel
+from mrl.rank.actor import MegatronActor
 
 TIMEOUT_S = 60
 

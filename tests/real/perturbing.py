@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from mrl.cluster.workers import ActorWorker
 from mrl.config.schema import RunConfig
+from mrl.rank.rank_worker import ActorWorker
 
 
 class PerturbingWorker(ActorWorker):

@@ -13,7 +13,7 @@ from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.megatron.actor import MegatronActor
+from mrl.rank.actor import MegatronActor
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

@@ -13,8 +13,7 @@ import threading
 import traceback
 from pathlib import Path
 
-import mrl.checkpoint.rank_save
-import mrl.megatron.actor  # noqa: F401
+import mrl.rank.actor  # noqa: F401
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from deadlines import RUN_S
 
-from mrl.cluster.prerequisites import free_port
 from mrl.platforms.hosting import get_hosting
+from mrl.process.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 4000  # characters of a failed rank's log that are shown

@@ -12,11 +12,11 @@ from pathlib import Path
 from padded import read_batch
 from ranks import agree_on_port
 
-from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
-from mrl.megatron.actor import MegatronActor
 from mrl.platforms.process_memory import note_baseline
+from mrl.rank.actor import MegatronActor
+from mrl.rank.rank_save import HostCopy
 
 STEPS = 3
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.megatron.actor import MegatronActor
+from mrl.rank.actor import MegatronActor
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

@@ -14,17 +14,17 @@ from deadlines import RUN_S
 from first_answers import at_first_answers
 from world import ROOT, make_world, metrics, overrides
 
+from mrl.cluster.calls import gather
 from mrl.config.load import load_config
 from mrl.config.schema_actor import SWITCHES
+from mrl.driver import loop
+from mrl.driver.assemble import Run, open_run
+from mrl.driver.loop import held_out_metrics, train, train_step
+from mrl.driver.preflight import RunInputs
+from mrl.driver.reporting import memory_metrics
 from mrl.errors import Interrupted
 from mrl.plan.memory_phases import ACTOR, phase_bytes
-from mrl.remote.calls import gather
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
-from mrl.train import loop
-from mrl.train.assemble import Run, open_run
-from mrl.train.loop import held_out_metrics, train, train_step
-from mrl.train.preflight import RunInputs
-from mrl.train.reporting import memory_metrics
 from mrl.units import GIB
 
 pytestmark = [pytest.mark.real]

@@ -97,8 +97,8 @@ LINEAR = """
 import torch
 from torch import nn
 from vllm.model_executor.layers import utils
-from mrl.vllm.cpu_batch_invariance import install
-from mrl.vllm.cpu_worker import allow_tiles
+from mrl.engine.cpu_batch_invariance import install
+from mrl.engine.cpu_worker import allow_tiles
 
 allow_tiles()
 torch.manual_seed(0)

@@ -24,14 +24,14 @@ import ray
 from test_sync import CASES, config_for, start_engines, two_models, weights_of
 
 from mrl.cluster import rollout_group
+from mrl.cluster.calls import Late
+from mrl.cluster.process_logs import log_file
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.places import Deployment
+from mrl.engine.requests import Request, Sampling
 from mrl.errors import Interrupted
-from mrl.remote.calls import Late
-from mrl.remote.process_logs import log_file
-from mrl.train.rollouts import generate
-from mrl.vllm.requests import Request, Sampling
+from mrl.generate.rollouts import generate
 
 CASE = CASES["fp32-moe-to-two-engines"]
 ONE = dict(num_engines=1)

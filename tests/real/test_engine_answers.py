@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mrl.vllm.engine_calls import EngineCalls
-from mrl.vllm.receive import adapter_module
+from mrl.engine.engine_calls import EngineCalls
+from mrl.engine.receive import adapter_module
 
 pytestmark = pytest.mark.real
 

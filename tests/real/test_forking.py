@@ -21,8 +21,8 @@ pytestmark = pytest.mark.real
 FRONT_END = """
 import json, os, sys, tempfile, time
 import setproctitle
-from mrl.vllm import forking
-from mrl.vllm.process_watch import ProcessWatch, end_with_parent
+from mrl.engine import forking
+from mrl.engine.process_watch import ProcessWatch, end_with_parent
 
 def facts():
     import torch

@@ -21,17 +21,17 @@ from mrl.checkpoint.manifest import check_digests, read_manifest
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.rollout_group import RolloutGroup, request_limit
-from mrl.cluster.workers import EngineWorker
+from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
 from mrl.data.samples import Sample, packed
+from mrl.engine.engine_worker import EngineWorker
+from mrl.engine.outbox import Outboxes
+from mrl.engine.requests import Request, Sampling
 from mrl.errors import Interrupted
-from mrl.flow.outbox import Outboxes
-from mrl.flow.scoring import Channel, PoolSettings, Scorer, ScorerGroup
+from mrl.generate.rollouts import generate
 from mrl.reward.items import Question, RewardSpec
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
-from mrl.train.rollouts import generate
-from mrl.vllm.requests import Request, Sampling
 
 
 @contextmanager

@@ -38,8 +38,8 @@ import time
 
 import psutil
 
-from mrl.environments.builtin import calculator as compute
-from mrl.environments.environment import Environment, Reply
+from mrl.acting.builtin import calculator as compute
+from mrl.acting.environment import Environment, Reply
 
 
 def noted(name):

@@ -16,7 +16,7 @@ from tiny_models import tiny_kinds_moe, tiny_next
 from whole_models import in_whole
 from world import PRESET, make_world, metrics, overrides, put_model, succeeded
 
-from mrl.megatron.gated_delta import gated_delta
+from mrl.rank.gated_delta import gated_delta
 from mrl.tools.compare_runs import metrics_difference
 
 pytestmark = [pytest.mark.real, pytest.mark.long]

@@ -12,7 +12,7 @@ from late_worker import LAYERS, STEPS
 from ranks import Rank
 
 from mrl.cluster import late_ranks
-from mrl.remote.calls import Late
+from mrl.cluster.calls import Late
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 

@@ -11,7 +11,7 @@ import pytest
 from deadlines import END_S
 from world import ROOT
 
-from mrl.cluster.prerequisites import free_port
+from mrl.process.free_ports import free_port
 
 pytestmark = pytest.mark.real
 

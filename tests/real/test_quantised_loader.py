@@ -66,7 +66,7 @@ def in_fp8(monkeypatch):
     """vLLM's CPU platform chooses the stand-in, as in an engine's worker."""
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
-    from mrl.vllm.cpu_fp8 import stand_in
+    from mrl.engine.cpu_fp8 import stand_in
 
     monkeypatch.setattr(Fp8Config, "get_quant_method", stand_in)
 
@@ -111,7 +111,7 @@ def test_a_stand_in_has_the_parameters_of_vllms_own_layers(monkeypatch, tmp_path
     from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization import fp8
 
-    from mrl.vllm.cpu_fp8 import Fp8Experts, Fp8Linear
+    from mrl.engine.cpu_fp8 import Fp8Experts, Fp8Linear
 
     (tmp_path / "config.json").write_text(json.dumps(SIZES | MODELS["qwen3-moe"] | WIDE))
     model = ModelConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=32)
@@ -126,7 +126,7 @@ def test_a_stand_in_has_the_parameters_of_vllms_own_layers(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 15, 16, 17, 33, 64])
 def test_a_stand_in_multiplies_words_times_scales_alike_in_any_batch(rows):
-    from mrl.vllm.cpu_fp8 import Fp8Linear
+    from mrl.engine.cpu_fp8 import Fp8Linear
 
     noise = torch.Generator().manual_seed(3)
     weight, x = (torch.randn(shape, generator=noise).bfloat16() for shape in ((96, 64), (64, 64)))

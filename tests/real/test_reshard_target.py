@@ -166,7 +166,7 @@ def built(folder: Path, layout: RolloutLayout, worker: int, dtype: str = "float3
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from mrl.vllm.receive import register_text_models
+    from mrl.engine.receive import register_text_models
 
     register_text_models()
     parallel = ParallelConfig(enable_expert_parallel=layout.expert > 1)

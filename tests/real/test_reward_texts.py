@@ -6,14 +6,14 @@ import pytest
 import ray
 from world import make_world
 
+from mrl.cluster.scoring import Channel, PoolSettings, ScorerGroup, _actor
 from mrl.config.schema import RecordConfig
 from mrl.data.samples import Sample, packed
-from mrl.flow.response_store import ResponseStore
-from mrl.flow.reward_texts import SHORT
-from mrl.flow.sample_writer import SampleWriter
-from mrl.flow.scoring import Channel, PoolSettings, ScorerGroup, _actor
+from mrl.driver.sample_writer import SampleWriter
 from mrl.record.sample_files import read_samples
 from mrl.reward.items import Question, RewardSpec
+from mrl.store.response_store import ResponseStore
+from mrl.store.reward_texts import SHORT
 
 ROWS = 40
 JUDGE = """

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from world import PRESET, ROOT, make_world, metrics, overrides, succeeded, without_times
 
-from mrl.cluster.prerequisites import free_port
+from mrl.process.free_ports import free_port
 from mrl.record.sample_files import read_samples
 
 STEPS = 4

@@ -40,10 +40,10 @@ from mrl.cluster.weight_sync import WeightSync
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.data.samples import Samples
+from mrl.engine.requests import Request, Sampling
+from mrl.generate.rollouts import generate
 from mrl.model import load_model_spec
 from mrl.model.quantised import SCALES
-from mrl.train.rollouts import generate
-from mrl.vllm.requests import Request, Sampling
 
 FACTOR = 1.25
 ray.cloudpickle.register_pickle_by_value(perturbing)  # workers cannot import a test's helpers

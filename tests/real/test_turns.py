@@ -31,8 +31,8 @@ PRESET = ROOT / "parallel_configs" / "tool-moe" / "cpu.yaml"
 PROMPTS, N = 4, 4
 ENVIRONMENT = '''"""The calculator as an environment that knows the answer."""
 
-from mrl.environments.builtin import calculator
-from mrl.environments.environment import Environment, Reply
+from mrl.acting.builtin import calculator
+from mrl.acting.environment import Environment, Reply
 
 
 class Sum(Environment):

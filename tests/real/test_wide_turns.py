@@ -19,13 +19,13 @@ from first_answers import at_first_answers
 from transformers import AutoConfig, AutoModelForCausalLM
 from world import ROOT, make_world, overrides
 
+from mrl.cluster.calls import gather
 from mrl.config.load import load_config
+from mrl.driver import loop
+from mrl.driver.assemble import Run, open_run
+from mrl.driver.loop import train
+from mrl.driver.preflight import RunInputs
 from mrl.plan.memory_phases import ACTOR, ENGINE, phase_bytes
-from mrl.remote.calls import gather
-from mrl.train import loop
-from mrl.train.assemble import Run, open_run
-from mrl.train.loop import train
-from mrl.train.preflight import RunInputs
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 

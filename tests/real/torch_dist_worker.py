@@ -21,10 +21,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from ranks import agree_on_port
 from safetensors.torch import load_file
 
-from mrl.checkpoint.rank_load import load_rank
 from mrl.config.schema import RunConfig
-from mrl.megatron.actor import MegatronActor
 from mrl.model.layout import padded_vocab_size
+from mrl.rank.actor import MegatronActor
+from mrl.rank.rank_load import load_rank
 
 MIXED_UP = -7.0  # what the parameters hold before a load
 

@@ -11,7 +11,7 @@ from layers import some_batch
 from waits import asked
 
 from mrl.config.schema import RunConfig
-from mrl.megatron.actor import MegatronActor
+from mrl.rank.actor import MegatronActor
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

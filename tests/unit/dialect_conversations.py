@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from dialect_templates import WORDS
 
-from mrl.data.chat_api import ChatMessage
-from mrl.data.chat_text import ChatText
-from mrl.data.dialects import CLOSE, OPEN, THINK, THOUGHT, ToolCall, ToolTokenizer, dialect_of
+from mrl.acting.chat_api import ChatMessage
+from mrl.acting.chat_text import ChatText
+from mrl.acting.dialects import CLOSE, OPEN, THINK, THOUGHT, ToolCall, ToolTokenizer, dialect_of
 
 PARAMETERS = {
     "calculator": {"expression": {"type": "string"}, "digits": {"type": "integer"}, "exact": {"type": "boolean"}},

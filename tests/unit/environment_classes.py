@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from mrl.environments.environment import Environment, Reply
+from mrl.acting.environment import Environment, Reply
 
 
 def hangs() -> str:

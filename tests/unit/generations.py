@@ -7,17 +7,17 @@ from types import SimpleNamespace
 from replicas import stored
 
 from mrl.checkpoint.group_files import write_group
+from mrl.cluster.request_streams import FinishedResponses, FleetChange
 from mrl.config.schedule_rules import schedule_of
-from mrl.flow.group_writer import record_of
-from mrl.flow.request_streams import FinishedResponses, FleetChange
-from mrl.train.generation import Generation
-from mrl.train.generation_rules import GenerationRules
-from mrl.train.lost_engines import LostEngines
-from mrl.train.resume import TrainState
-from mrl.train.rollouts import Judge
-from mrl.train.sampled_by import SampledBy
-from mrl.train.spool import Spool
-from mrl.vllm.requests import Sampling
+from mrl.engine.requests import Sampling
+from mrl.generate.generation import Generation
+from mrl.generate.generation_rules import GenerationRules
+from mrl.generate.group_writer import record_of
+from mrl.generate.lost_engines import LostEngines
+from mrl.generate.rollouts import Judge
+from mrl.generate.sampled_by import SampledBy
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 
 _FOLDERS = TemporaryDirectory(prefix="mrl-tests-")  # goes with the process
 

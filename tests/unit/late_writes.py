@@ -17,12 +17,12 @@ from test_ready_first import MODES, Flight
 
 from mrl.checkpoint.group_files import write_group
 from mrl.errors import EnvironmentFault
-from mrl.flow.group_writer import record_of
-from mrl.train import generation, judged_groups, kept_groups, rollouts
-from mrl.train.kept_groups import KeptGroups, read_kept, read_left
-from mrl.train.resume import TrainState
-from mrl.train.sampled_by import UNKNOWN
-from mrl.train.spool import Spool
+from mrl.generate import generation, judged_groups, kept_groups, rollouts
+from mrl.generate.group_writer import record_of
+from mrl.generate.kept_groups import KeptGroups, read_kept, read_left
+from mrl.generate.sampled_by import UNKNOWN
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 
 IN_ORDER = {"sync": [], **AHEAD}
 READY_FIRST = {name: MODES[name] for name in ("requeue", "drop", "patient", "drained")}

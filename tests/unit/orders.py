@@ -2,9 +2,9 @@
 
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
-from mrl.train.assemble_files import FilesOrder
-from mrl.train.resume import RunIdentity
-from mrl.train.sampled_by import UNKNOWN
+from mrl.driver.assemble_files import FilesOrder
+from mrl.driver.resume import RunIdentity
+from mrl.generate.sampled_by import UNKNOWN
 
 
 def files_order(config: RunConfig) -> FilesOrder:

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 from small_model import SIZES
 
+from mrl.cluster.scoring import Channel, Scorer, ScorerGroup
 from mrl.data.samples import Samples, packed
-from mrl.flow.critic_rows import CriticBatch
-from mrl.flow.rank_batch import RankBatch
-from mrl.flow.response_store import ResponseBlock, ResponseStore, in_blocks
-from mrl.flow.scoring import Channel, Scorer, ScorerGroup
-from mrl.flow.teacher_rows import scored
-from mrl.megatron.batching import RowResult, UpdateResult
-from mrl.megatron.loss_parameters import loss_parameters
 from mrl.model import model_spec
 from mrl.model.layout import TrainLayout
+from mrl.rank.batching import RowResult, UpdateResult
+from mrl.rank.critic_rows import CriticBatch
+from mrl.rank.loss_parameters import loss_parameters
+from mrl.rank.rank_batch import RankBatch
+from mrl.rank.teacher_rows import scored
+from mrl.store.response_store import ResponseBlock, ResponseStore, in_blocks
 
 
 class InMemory(ResponseStore):

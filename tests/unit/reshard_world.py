@@ -12,10 +12,10 @@ import torch
 from small_model import SIZES
 from torch import Tensor
 
-from mrl.cluster.prerequisites import free_port
 from mrl.model import tensor_specs
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
+from mrl.process.free_ports import free_port
 from mrl.reshard.connect import connect_receiver, connect_sender
 from mrl.reshard.digest import MODULUS, Merge, partial_digest
 from mrl.reshard.execute import Sender

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
+from mrl.driver.advice import advisers, clip_advice, routes_advice
+from mrl.driver.reporting import AdvisedRecord
 from mrl.record.attempts import UnderWay
-from mrl.train.advice import advisers, clip_advice, routes_advice
-from mrl.train.reporting import AdvisedRecord
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 SIZES = ("data.train_batch_size=64", "actor.ppo_mini_batch_size=16")

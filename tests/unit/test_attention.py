@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import mrl.megatron.attention as attention_module
-from mrl.megatron.attention import CausalAttention
-from mrl.megatron.packing import kept_positions
+import mrl.rank.attention as attention_module
 from mrl.model.computed_sizes import ATTENTION_LENGTHS
 from mrl.platforms.packs import Pack, tie
+from mrl.rank.attention import CausalAttention
+from mrl.rank.packing import kept_positions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "hardware"))
 from host_reads import HostReads

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from mrl.config.load import load_config
+from mrl.driver.assemble_processes import first_sync_brings_all
+from mrl.engine import requests
+from mrl.engine.awaited_weights import fill
 from mrl.model import known_spec
-from mrl.train.assemble_processes import first_sync_brings_all
-from mrl.vllm import requests
-from mrl.vllm.awaited_weights import fill
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -79,7 +79,7 @@ def train(world, monkeypatch, capfd):
     """
 
     def train(*arguments: str, config="run.yaml") -> tuple[int, str]:
-        from mrl.train import assemble_files
+        from mrl.driver import assemble_files
 
         @contextmanager
         def no_cluster(_):
@@ -426,7 +426,7 @@ def test_resume_path_begins_a_run_of_its_own_from_a_checkpoint(refused, world):
 
 
 def test_a_run_that_begins_from_a_checkpoint_has_its_step_and_its_place_in_the_data(world):
-    from mrl.train.resume import RunIdentity, find_resume_point, resumed_state
+    from mrl.driver.resume import RunIdentity, find_resume_point, resumed_state
 
     old = made_run(world, [0, 1, 2], checkpoint=2)
     (old / "checkpoints" / "step-2" / "hf").mkdir()
@@ -471,7 +471,7 @@ AHEAD = ("--set", "trainer.schedule=bounded", "--set", "trainer.max_staleness=1"
 
 def made_run_ahead(world) -> Path:
     """The same with generation ahead of training, one group of it finished."""
-    from mrl.train.resume import RunIdentity
+    from mrl.driver.resume import RunIdentity
 
     config = load_config("run.yaml", overrides=AHEAD[1::2]).config
     buffer = GroupBuffer(schedule_of(config))
@@ -598,7 +598,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def collected(pool: RewardPool, reward: RewardConfig, answers: list[tuple[str, str]], order=None) -> list:
     """The results of responses, each a data source and a text, as the loop collects them; in the order of `order`."""
-    from mrl.train.rollouts import Responder
+    from mrl.generate.rollouts import Responder
 
     made = [
         Sample(0, 0, n, 0, (1,), tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)

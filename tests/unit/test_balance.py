@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from machine import times_slower
 
-from mrl.megatron.balance import balanced_parts, even_fit, first_fit, imbalance, sequence_costs, without_empty
-from mrl.megatron.batching import RowLengths, Splitter, trained_rows
-from mrl.megatron.packing import Shape
+from mrl.rank.balance import balanced_parts, even_fit, first_fit, imbalance, sequence_costs, without_empty
+from mrl.rank.batching import RowLengths, Splitter, trained_rows
+from mrl.rank.packing import Shape
 
 LIMIT = 20_480
 

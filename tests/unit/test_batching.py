@@ -10,12 +10,12 @@ import pytest
 from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
+from mrl.driver.update import load_metrics
 from mrl.errors import DataError
-from mrl.megatron.batching import MiniBatchLoad, RowLengths, Splitter, check_batch, mini_batches, trained_rows
-from mrl.megatron.packing import Shape
 from mrl.model import planning_model_spec
 from mrl.model.layout import TrainLayout
-from mrl.train.update import load_metrics
+from mrl.rank.batching import MiniBatchLoad, RowLengths, Splitter, check_batch, mini_batches, trained_rows
+from mrl.rank.packing import Shape
 
 MODEL = planning_model_spec("Qwen/Qwen3-30B-A3B")[0]
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)

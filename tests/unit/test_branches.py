@@ -25,16 +25,16 @@ from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Samples, Turn, packed
 from mrl.errors import DataError
-from mrl.megatron.batching import MicroRows, RowLengths, Splitter, check_batch
-from mrl.megatron.cut import ReplicaCut
-from mrl.megatron.packing import Shape, micro_batch
+from mrl.generate.rollouts import Judge
 from mrl.model import model_spec
+from mrl.rank.batching import MicroRows, RowLengths, Splitter, check_batch
+from mrl.rank.cut import ReplicaCut
+from mrl.rank.packing import Shape, micro_batch
 from mrl.record.metrics import length_metrics, turn_metrics
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.reward.items import OK, Question, RewardResult
 from mrl.schedule.branches import Branch, as_one_row
 from mrl.tools.report.samples import looked_at
-from mrl.train.rollouts import Judge
 from mrl.units import round_up
 
 

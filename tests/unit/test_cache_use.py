@@ -3,7 +3,7 @@
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from mrl.vllm.cache_use import CacheUse
+from mrl.engine.cache_use import CacheUse
 
 
 def test_what_a_pause_preempts_is_no_want_of_room_and_what_comes_after_it_is():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mrl.vllm.cache_use import CachedPrefixes
+from mrl.engine.cache_use import CachedPrefixes
 
 BLOCK = 4
 

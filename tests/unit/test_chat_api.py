@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mrl.data.chat_api import APIS, BadRequest, ChatAnswer, ChatCall, ChatMessage, parse_anthropic, parse_openai
+from mrl.acting.chat_api import APIS, BadRequest, ChatAnswer, ChatCall, ChatMessage, parse_anthropic, parse_openai
 
 TOOL = {"name": "search", "description": "Finds.", "parameters": {"type": "object", "properties": {"q": {}}}}
 ARGUMENTS = {"q": "näh", "n": 2}

@@ -8,9 +8,9 @@ import random
 import pytest
 from dialect_templates import CODER, tokenizer
 
-from mrl.data.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
-from mrl.data.chat_text import ChatText, _read_as
-from mrl.data.dialects import dialect_of
+from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
+from mrl.acting.chat_text import ChatText, _read_as
+from mrl.acting.dialects import dialect_of
 from mrl.data.parameter_types import value_of
 
 FAMILIES = ("hermes", "coder", "glm")

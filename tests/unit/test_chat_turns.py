@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from mrl.data.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
-from mrl.data.chat_turns import ChatPlace, KeptTurns, Move, Why
+from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
+from mrl.acting.chat_turns import ChatPlace, KeptTurns, Move, Why
 
 
 def user(text: str) -> ChatMessage:

@@ -34,16 +34,16 @@ from mrl.checkpoint.manifest import (
 )
 from mrl.checkpoint.open_checkpoint import open_saved, whole_tensor
 from mrl.checkpoint.planned_file import file_portions
-from mrl.checkpoint.rank_load import TensorLoader
-from mrl.checkpoint.rank_parameters import RankParameter
 from mrl.checkpoint.step_folders import checkpoint_steps, newest_checkpoint, set_aside, superseded, write_atomically
+from mrl.driver.resume import rewind
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, NumericAbort
-from mrl.megatron.adam_state import AdamState
 from mrl.model import model_spec, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece, source_shards
+from mrl.rank.adam_state import AdamState
+from mrl.rank.rank_load import TensorLoader
+from mrl.rank.rank_parameters import RankParameter
 from mrl.record.run_dir import RunDir
-from mrl.train.resume import rewind
 
 FACTS = {"step": 2.0, "num_updates": 2, "lr": 0.5, "scheduler": {"num_steps": 3}}
 CONFIG = {

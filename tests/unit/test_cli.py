@@ -17,10 +17,10 @@ from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, f
 from mrl.cli.config_arguments import resolved_config
 from mrl.cli.main import main
 from mrl.cli.train import _command as train_command
+from mrl.driver.resume import what_is_left
 from mrl.model import model_spec, tensor_specs
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
-from mrl.train.resume import what_is_left
 
 TINY = str(Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml")
 
@@ -171,7 +171,7 @@ def test_a_stopped_run_says_what_is_saved_and_the_command_that_goes_on(tmp_path,
     assert what_is_left(tmp_path, command).endswith(f"begins anew in its folder with: {command} --resume")
     folder = tmp_path / "checkpoints" / "step-4"
     newest = SimpleNamespace(path=folder, manifest=SimpleNamespace(step=4))
-    monkeypatch.setattr("mrl.train.resume.newest_checkpoint", lambda _: newest)
+    monkeypatch.setattr("mrl.driver.resume.newest_checkpoint", lambda _: newest)
     assert what_is_left(tmp_path, f"{command} --resume") == (
         f"saved: step 4 in {folder}; it goes on with: {command} --resume"
     )

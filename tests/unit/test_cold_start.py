@@ -44,11 +44,11 @@ def test_parts_that_have_other_names_by_now_are_said_to_be_missing(missing):
 
 def test_marks_are_written_by_any_process_and_functions_stay_what_they_are(tmp_path):
     program = (
-        "import mrl.train.preflight as timed\n"
+        "import mrl.driver.preflight as timed\n"
         "assert timed.check_inputs.__name__ == 'check_inputs' and timed.check_inputs.__wrapped__\n"
     )
     paths = f"{ROOT / 'scripts' / 'bench' / 'cold_marks'}:{ROOT}"
     environment = {"PYTHONPATH": paths, "MRL_COLD_MARKS": str(tmp_path / "marks"), "PATH": "/usr/bin:/bin"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
-    (mark,) = [mark for mark in cold_start.read(tmp_path / "marks", 0.0) if mark.name == "import mrl.train.preflight"]
+    (mark,) = [mark for mark in cold_start.read(tmp_path / "marks", 0.0) if mark.name == "import mrl.driver.preflight"]
     assert mark.seconds > 0

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from mrl.cluster.prerequisites import free_port
-from mrl.cluster.workers import ActorWorker
 from mrl.platforms.collective_trail import KEPT, Entry, RankGroup, _row_bytes, trail
+from mrl.process.free_ports import free_port
+from mrl.rank.rank_worker import ActorWorker
 
 SCRIPT = """
 import json, os, sys

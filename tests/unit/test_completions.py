@@ -4,8 +4,8 @@ import copy
 
 from vllm.inputs.engine import tokens_input
 
-from mrl.vllm.completions import engine_input, sampling_parameters
-from mrl.vllm.requests import Request, Sampling
+from mrl.engine.completions import engine_input, sampling_parameters
+from mrl.engine.requests import Request, Sampling
 
 REQUEST = Request(7, (5, 6, 9), seed=3)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from mrl.vllm.constants import Constants
+from mrl.engine.constants import Constants
 
 
 class Router:

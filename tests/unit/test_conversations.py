@@ -17,18 +17,18 @@ import tool_functions
 from dialect_templates import CODER, tokenizer
 from segment_checks import check_routes
 
-from mrl.data.dialects import dialect_of
+from mrl.acting.dialects import dialect_of
+from mrl.acting.tool import ToolsSpec, TurnsSpec
+from mrl.cluster.scoring import outcomes
 from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, UNJUDGED, Sample, Samples, packed
-from mrl.environments.tool import ToolsSpec, TurnsSpec
+from mrl.engine.conversations import Conversations
+from mrl.engine.requests import Request, Sampling
 from mrl.errors import ConfigError, LostProcess
-from mrl.flow.conversations import Conversations
-from mrl.flow.scoring import outcomes
 from mrl.reward.builtin_rules import environment
 from mrl.reward.items import LEFT_OUT as REWARD_LEFT_OUT
 from mrl.reward.items import UNJUDGED as REWARD_UNJUDGED
 from mrl.schedule.conversation import Stop
 from mrl.schedule.segments import continuation_seed
-from mrl.vllm.requests import Request, Sampling
 
 TOKENS = tokenizer("hermes")
 FILE = str(Path(tool_functions.__file__))

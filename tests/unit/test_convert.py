@@ -28,7 +28,6 @@ from mrl.checkpoint.convert import ExpectedModel, write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, file_facts, read_manifest, sealed
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved, weight_role
-from mrl.checkpoint.rank_load import TensorLoader
 from mrl.checkpoint.safetensors_file import DirectFile
 from mrl.cli.convert import parse_layout
 from mrl.errors import ConfigError, EnvironmentFault
@@ -36,6 +35,7 @@ from mrl.model import load_model_spec
 from mrl.model.boxes import Box
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Piece, source_shards
+from mrl.rank.rank_load import TensorLoader
 
 FAMILIES = {
     "qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2,

@@ -34,6 +34,8 @@ from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.cli.convert import parse_layout
 from mrl.cli.main import main
 from mrl.config.load import load_config
+from mrl.driver.preflight import _model_of
+from mrl.driver.resume import rewind
 from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault
 from mrl.model import model_spec, tensor_specs
 from mrl.model.hf_files import check_same_architecture
@@ -41,8 +43,6 @@ from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.record.run_dir import RunDir
 from mrl.tools.torch_dist.write import write_torch_dist
-from mrl.train.preflight import _model_of
-from mrl.train.resume import rewind
 
 LAYOUT = parse_layout("tp=2")
 GROUPS = ("group-7.npz", "group-9.2.npz")  # a name is what the manifest says

@@ -19,14 +19,14 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
+from mrl.driver.advice import advisers
+from mrl.driver.reporting import AdvisedRecord
+from mrl.driver.step_batch import StepBatch
+from mrl.driver.update import corrections
 from mrl.errors import NumericAbort
-from mrl.flow.step_batch import StepBatch
+from mrl.generate.rollouts import Judge
 from mrl.record.spec import metric_spec
 from mrl.reward.items import RewardResult
-from mrl.train.advice import advisers
-from mrl.train.reporting import AdvisedRecord
-from mrl.train.rollouts import Judge
-from mrl.train.update import corrections
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 # ratios old / rollout of two responses: 4, 1/2 (product 2, geometric mean sqrt 2) and 8 (with a token left out that

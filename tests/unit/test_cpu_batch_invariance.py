@@ -6,7 +6,7 @@ Linears: tests/real/test_cpu_patches.py.
 import pytest
 import torch
 
-from mrl.vllm.cpu_batch_invariance import ROWS, of_blocks, of_whole_registers
+from mrl.engine.cpu_batch_invariance import ROWS, of_blocks, of_whole_registers
 
 sigmoid = of_whole_registers(torch.Tensor.sigmoid)
 

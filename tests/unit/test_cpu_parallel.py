@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.vllm import cpu_parallel
+from mrl.engine import cpu_parallel
 
 SIZES = [3, 1, 4]
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.vllm import engine_state
-from mrl.vllm.engine_state import CACHE, WEIGHTS
+from mrl.engine import engine_state
+from mrl.engine.engine_state import CACHE, WEIGHTS
 
 
 class SpinCondition:
@@ -71,7 +71,7 @@ PACKED = SimpleNamespace(restore_metadata=({"weight": torch.empty(5, 4, device="
 
 @pytest.fixture
 def module(monkeypatch):
-    """mrl.vllm.cpu_worker as it is where vLLM is the stand-in."""
+    """mrl.engine.cpu_worker as it is where vLLM is the stand-in."""
     vllm = {
         "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace(SpinCondition=SpinCondition)},
         "vllm._custom_ops": {"onednn_mm": lambda weight, rows, bias: rows},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster import workers
+from mrl.rank import rank_worker as workers
 
 PROGRAM = """
 from mrl.crash_points import crash_point

@@ -16,8 +16,11 @@ from mrl.checkpoint.manifest import CRITIC, Manifest, RankFiles, described, fact
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
+from mrl.driver.resume import RunIdentity, find_resume_point
+from mrl.driver.step_batch import StepBatch
+from mrl.driver.update import advantages, corrections, leave_actor, old_log_probs, update_critic
 from mrl.errors import ConfigError, DamagedCheckpoint, NumericAbort
-from mrl.flow.step_batch import StepBatch
+from mrl.generate.rollouts import compared
 from mrl.model import model_spec, parameter_count, planning_model_spec
 from mrl.model.critic_weights import HEAD, critic_count, critic_shards
 from mrl.model.layout import TrainLayout
@@ -30,9 +33,6 @@ from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.tools.import_verl.translate import import_overrides, import_script
 from mrl.tools.rehearse.compose import WorkFolder, compose
 from mrl.tools.rehearse.small_model import small_hf_config
-from mrl.train.resume import RunIdentity, find_resume_point
-from mrl.train.rollouts import compared
-from mrl.train.update import advantages, corrections, leave_actor, old_log_probs, update_critic
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 BASE = "parallel_configs/qwen3-30b-a3b/h100-4x8.yaml"
@@ -496,9 +496,9 @@ def test_a_run_goes_on_from_its_own_kind_alone(tmp_path, monkeypatch, recipe, ha
     config = load_config(TINY, recipe, []).config
     identity = RunIdentity.of(config)
     assert identity.has_critic != has_critic
-    monkeypatch.setattr("mrl.train.resume._check_same_model", lambda *_: None)
+    monkeypatch.setattr("mrl.driver.resume._check_same_model", lambda *_: None)
     newest = type("Newest", (), {"manifest": manifest, "path": tmp_path / "step-2", "damaged": {}})()
-    monkeypatch.setattr("mrl.train.resume.newest_checkpoint", lambda *_: newest)
+    monkeypatch.setattr("mrl.driver.resume.newest_checkpoint", lambda *_: newest)
     with pytest.raises(ConfigError, match=words):
         find_resume_point(config.trainer, identity, tmp_path, resume=True)
 

@@ -11,11 +11,11 @@ from orders import files_order
 from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
 from mrl.data.order import DataCursor
+from mrl.driver import assemble
+from mrl.driver.assemble_files import Beginning, open_files
+from mrl.driver.stop_signals import StopFlag
 from mrl.errors import DamagedCheckpoint, Interrupted
-from mrl.train import assemble
-from mrl.train.assemble_files import Beginning, open_files
-from mrl.train.resume import TrainState
-from mrl.train.stop_signals import StopFlag
+from mrl.generate.train_state import TrainState
 
 NEWEST, BEFORE = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-1")
 

@@ -114,7 +114,7 @@ def test_duplicates_are_dropped_over_all_files_and_counted(tmp_path):
 
 
 def test_a_validation_file_loses_no_row_to_the_one_before_it(tmp_path):
-    from mrl.train.assemble_data import load_training, load_validation
+    from mrl.driver.assemble_data import load_training, load_validation
 
     first = write_jsonl(tmp_path / "a.jsonl", [row("a"), row("b"), row("a")])
     second = write_jsonl(tmp_path / "b.jsonl", [row("b"), row("c"), row("c")])

@@ -277,7 +277,7 @@ def _hugging_face_routes(logits: torch.Tensor, constants: torch.Tensor, model) -
 def test_megatron_routes_as_the_checkpoint_only_with_its_groups():
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from mrl.megatron.mapped_bridge import _experts
+    from mrl.rank.mapped_bridge import _experts
 
     model = model_spec(CONFIG | {"routed_scaling_factor": 2.5})
     told, random = _experts(model), torch.Generator().manual_seed(0)
@@ -334,7 +334,7 @@ def test_a_replicated_projection_counts_once_in_the_norm_whatever_transformer_en
     )
 
     from mrl.config.schema import ActorConfig, ModelConfig
-    from mrl.megatron.bridge import MBridge
+    from mrl.rank.bridge import MBridge
 
     whole, cut = ("linear_q_down_proj", "linear_kv_down_proj"), ("linear_q_up_proj", "linear_proj")
     chunk = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in (*whole, *cut)})
@@ -365,7 +365,7 @@ def test_mbridges_own_bridge_is_refused_for_reasons_that_still_hold():
 
 def test_a_prompt_of_one_token_is_never_taken_for_decoding():
     """vLLM takes it so where decodes stand before it, and the two ways have other bits."""
-    from mrl.vllm.cpu_latent import prompts_as_prompts
+    from mrl.engine.cpu_latent import prompts_as_prompts
 
     told = []
     split = prompts_as_prompts(lambda batch, **named: told.append((batch, named)) or (0, 1, 0, 1))
@@ -377,7 +377,7 @@ def test_a_prompt_of_one_token_is_never_taken_for_decoding():
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 17, 40])
 def test_of_few_rows_cpu_engines_compute_what_they_compute_of_many(rows, heads):
     """MKL alone takes another way for one to three rows: what a token becomes would depend on the others."""
-    from mrl.vllm.cpu_latent import bmm_of_many_rows, linear_of_many_rows
+    from mrl.engine.cpu_latent import bmm_of_many_rows, linear_of_many_rows
 
     random = torch.Generator().manual_seed(0)
     x, weight = torch.randn(heads, 48, 512, generator=random), torch.randn(heads, 512, 32, generator=random)

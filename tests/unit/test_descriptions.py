@@ -23,8 +23,6 @@ from mrl.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from mrl.checkpoint.rank_load import TensorLoader
-from mrl.checkpoint.rank_parameters import RankParameter
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.checkpoint.stored_boxes import Boxes
 from mrl.checkpoint.tensor_names import may_hold, tensor_names
@@ -33,6 +31,8 @@ from mrl.model import model_spec
 from mrl.model.boxes import Box
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Piece, source_shards
+from mrl.rank.rank_load import TensorLoader
+from mrl.rank.rank_parameters import RankParameter
 
 
 def saved(folder, model, layout, hf, parts: int = 1):

@@ -20,7 +20,7 @@ from dialect_conversations import (
 from dialect_templates import HERMES, TEMPLATES, tokenizer
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from mrl.data.dialects import Dialect, ToolCall, dialect_of
+from mrl.acting.dialects import Dialect, ToolCall, dialect_of
 from mrl.errors import ConfigError
 
 FAMILIES = list(TEMPLATES)

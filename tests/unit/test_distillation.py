@@ -33,14 +33,11 @@ from mrl.config.model_folders import folders_of_weights
 from mrl.config.rules import notes, violations
 from mrl.config.schema import with_values
 from mrl.data.samples import packed
+from mrl.driver.preflight import _without_teacher
+from mrl.driver.step_batch import StepBatch
+from mrl.driver.update import advantages, corrections, old_log_probs
 from mrl.errors import ConfigError, NumericAbort
-from mrl.flow.handed_rows import HandedRows
-from mrl.flow.step_batch import StepBatch
-from mrl.flow.teacher_rows import deal
-from mrl.megatron import parallel
-from mrl.megatron.batching import RowLengths, RowResult
-from mrl.megatron.loss_parameters import loss_parameters
-from mrl.megatron.teacher import Teacher
+from mrl.generate.rollouts import compared
 from mrl.model import model_spec, parameter_count, planning_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.plan.devices import default_device
@@ -49,6 +46,12 @@ from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.run_plan import make_plan
 from mrl.plan.times import phase_seconds, step_flops
 from mrl.platforms.versions import MEGATRON
+from mrl.rank import parallel
+from mrl.rank.batching import RowLengths, RowResult
+from mrl.rank.handed_rows import HandedRows
+from mrl.rank.loss_parameters import loss_parameters
+from mrl.rank.teacher import Teacher
+from mrl.rank.teacher_rows import deal
 from mrl.record.metrics import reduce_parts
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.tools import run_search
@@ -57,9 +60,6 @@ from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
 from mrl.tools.search import search
 from mrl.tools.search_report import search_problem
-from mrl.train.preflight import _without_teacher
-from mrl.train.rollouts import compared
-from mrl.train.update import advantages, corrections, old_log_probs
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TEACHER = "distillation.teacher_model."
@@ -599,8 +599,8 @@ def said(*overrides) -> list[str]:
 def test_a_teacher_leaves_no_buffer_of_its_pass_wherever_its_weights_lie(monkeypatch, switched):
     buffer = SimpleNamespace(buffer={})
     monkeypatch.setattr(mpu, "get_global_memory_buffer", lambda: buffer)
-    monkeypatch.setattr("mrl.megatron.teacher.check_batch", lambda *_, **__: None)
-    monkeypatch.setattr("mrl.megatron.teacher.log_prob_pass", lambda *_, **__: buffer.buffer.update(gathered=b"large"))
+    monkeypatch.setattr("mrl.rank.teacher.check_batch", lambda *_, **__: None)
+    monkeypatch.setattr("mrl.rank.teacher.log_prob_pass", lambda *_, **__: buffer.buffer.update(gathered=b"large"))
     monkeypatch.setattr(parallel, "holds_result", lambda: False)
     teacher = object.__new__(Teacher)
     teacher.model = SimpleNamespace(vocab_size=8)

@@ -21,16 +21,16 @@ import numpy as np
 import pytest
 from test_conversations import SAMPLING, TOKENS, called, ids, last_calls, spec
 
+from mrl.acting.environment_pool import EnvironmentPool, check_tools
+from mrl.acting.tool import ToolsSpec
+from mrl.cluster.scoring import outcomes
 from mrl.data.samples import STOP_REASONS, Sample, Samples, packed, with_turns
-from mrl.environments.environment_pool import EnvironmentPool, check_tools
-from mrl.environments.tool import ToolsSpec
+from mrl.engine.conversations import Conversations
+from mrl.engine.endpoint import BODY_BYTES, Endpoint
+from mrl.engine.requests import Request
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.flow.conversations import Conversations
-from mrl.flow.endpoint import BODY_BYTES, Endpoint
-from mrl.flow.scoring import outcomes
 from mrl.schedule.conversation import Stop
 from mrl.schedule.segments import continuation_seed
-from mrl.vllm.requests import Request
 
 FILE = str(Path(agent_functions.__file__))
 PROMPT = tuple(ids("<|im_start|>user\n12*34?<|im_end|>\n<|im_start|>assistant\n"))
@@ -108,7 +108,7 @@ def lent_pools():
         return Lent(pools[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mrl.flow.conversations.EnvironmentPool", pool)
+        patch.setattr("mrl.engine.conversations.EnvironmentPool", pool)
         yield
     for each in pools.values():
         each.close()
@@ -407,7 +407,7 @@ FAULTS = {
 @pytest.mark.parametrize(("steps", "more", "calls"), FAULTS.values(), ids=FAULTS)
 def test_an_agent_that_fails_leaves_the_response_out(steps, more, calls, monkeypatch, tmp_path):
     if not calls:  # none of these asks, however long it is waited for
-        monkeypatch.setattr("mrl.flow.agents.START_S", 0.1)
+        monkeypatch.setattr("mrl.engine.agents.START_S", 0.1)
     made = whole(Engine("Four."), steps, conversations(log=tmp_path / "log", **more))
     assert stop_of(made) == Stop.ENVIRONMENT and last_calls(made) == calls
     assert "agent: " in (tmp_path / "log").read_text()

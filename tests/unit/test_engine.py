@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mrl.engine import engine_scheduler, leftovers
+from mrl.engine.vllm_engine import VllmEngine
 from mrl.errors import Interrupted, described
 from mrl.platforms.versions import vllm_generation
-from mrl.vllm import engine_scheduler, leftovers
-from mrl.vllm.engine import VllmEngine
 
 
 class Llm:
@@ -227,7 +227,7 @@ def test_an_error_whose_text_may_say_nothing_is_told_with_its_type(error, text):
 
 
 def test_files_by_which_workers_met_are_removed_with_what_else_is_noted(engine, monkeypatch, tmp_path):
-    monkeypatch.setattr("mrl.vllm.engine.shared_memory_below", lambda pid: set())
+    monkeypatch.setattr("mrl.engine.vllm_engine.shared_memory_below", lambda pid: set())
     monkeypatch.setattr(leftovers, "shared_memory_below", lambda pid: set())
     met = tmp_path / "vllm_dist_1"
     met.write_text("")
@@ -265,7 +265,7 @@ def test_shared_memory_of_agents_and_tools_is_not_the_engines_to_remove(monkeypa
     monkeypatch.setattr(leftovers, "SHARED", str(tmp_path))
     monkeypatch.setattr(leftovers, "_shared_inodes", lambda process: {inodes[name] for name in process.maps})
     agent = Process("python agent.py", ("psm_of_somebody",))
-    tools = Process("python -P -m mrl.reward.keeper 3 4 mrl.environments.environment_worker", ("psm_3",), (agent,))
+    tools = Process("python -P -m mrl.reward.keeper 3 4 mrl.acting.environment_worker", ("psm_3",), (agent,))
     workers = Process("VLLM::EngineCore", ("psm_1", "other"), (Process("VLLM::Worker", ("cpushm_2",)),))
     here = Process("ray::EngineWorker", (), (workers, tools))
     monkeypatch.setattr("psutil.Process", lambda pid: here)

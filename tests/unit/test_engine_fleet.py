@@ -8,13 +8,13 @@ import pytest
 
 from mrl.cluster import engine_fleet, rollout_group
 from mrl.cluster.engine_fleet import EngineFleet
+from mrl.cluster.process_logs import concerning
 from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
 from mrl.cluster.seats import Seat, Seats
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
 from mrl.errors import EnvironmentFault, LostProcess
 from mrl.record.attempts import attempt, read_attempts
-from mrl.remote.process_logs import concerning
 from mrl.schedule.fleet import DEAD, READY, RETIRED, STALE, STARTING
 
 A, B = "engine 0", "engine 1"

@@ -9,10 +9,10 @@ from segment_checks import token_versions
 from test_engine_sleep import engine, run, synced  # noqa: F401
 
 from mrl.data.samples import Samples
+from mrl.engine.completions import stamped_spans, unstamped_spans
+from mrl.engine.engine_state import AWAKE, HOLDING
+from mrl.engine.requests import Request, Sampling
 from mrl.platforms.versions import vllm_generation
-from mrl.vllm.completions import stamped_spans, unstamped_spans
-from mrl.vllm.engine_state import AWAKE, HOLDING
-from mrl.vllm.requests import Request, Sampling
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=30, stop_token_ids=())
 

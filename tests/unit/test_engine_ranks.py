@@ -19,19 +19,19 @@ import psutil
 import pytest
 
 from mrl.cluster import rollout_group
+from mrl.cluster.calls import Late
+from mrl.cluster.deadlines import Deadlines
 from mrl.cluster.engine_fleet import EngineFleet
+from mrl.cluster.process_logs import concerning, log_file
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.weight_sync import _of_engine
-from mrl.cluster.workers import EngineWorker
+from mrl.engine.engine_calls import EngineCalls
+from mrl.engine.engine_state import CONTROL_VERBS
+from mrl.engine.engine_worker import EngineWorker
+from mrl.engine.process_watch import ProcessWatch, end_processes, end_with_parent, processes_here, stopped_below
+from mrl.engine.requests import EngineReading, log_name, rank_name
+from mrl.engine.vllm_engine import VllmEngine
 from mrl.errors import Interrupted, LostProcess
-from mrl.remote.calls import Late
-from mrl.remote.deadlines import Deadlines
-from mrl.remote.process_logs import concerning, log_file
-from mrl.vllm.engine import VllmEngine
-from mrl.vllm.engine_calls import EngineCalls
-from mrl.vllm.engine_state import CONTROL_VERBS
-from mrl.vllm.process_watch import ProcessWatch, end_processes, end_with_parent, processes_here, stopped_below
-from mrl.vllm.requests import EngineReading, log_name, rank_name
 
 # a core with a worker below it, which ends both when it reads a line; the worker's number comes first
 CORE = """
@@ -63,7 +63,7 @@ def core():
 # an actor that spawned a core of vLLM's, which began to watch and computes; its number comes first
 ACTOR = """
 import multiprocessing, time
-from mrl.vllm.process_watch import end_with_parent
+from mrl.engine.process_watch import end_with_parent
 
 def core(told):
     end_with_parent()
@@ -85,7 +85,7 @@ if __name__ == "__main__":
 # one that spawned the coordinator of data-parallel ranks, which watches nobody itself
 OF_RANKS = """
 import time
-from mrl.vllm.forking import ForkedProcess
+from mrl.engine.forking import ForkedProcess
 
 child = ForkedProcess(target=time.sleep, args=(60,), daemon=True)
 child.start()
@@ -514,10 +514,10 @@ def test_engines_with_turns_are_told_where_the_users_command_was_given(monkeypat
     group._worker(1)
     assert len(made[0]) == 3 and made[1][3:] == (dict(os.environ), str(tmp_path))
     monkeypatch.setenv("VLLM_PORT", "1")
-    monkeypatch.setattr("mrl.vllm.engine.VllmEngine", lambda settings: None)
+    monkeypatch.setattr("mrl.engine.vllm_engine.VllmEngine", lambda settings: None)
     given = {"log_to": None, "address_environment": {}, "local_folder": "the model's", "replace": None}
     for name, value in given.items():
-        monkeypatch.setattr(f"mrl.cluster.workers.{name}", lambda *_, value=value, **__: value)
+        monkeypatch.setattr(f"mrl.engine.engine_worker.{name}", lambda *_, value=value, **__: value)
     monkeypatch.setattr(rollout_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     worker = EngineWorker(SimpleNamespace(name="engine 0", arguments={"model": "m"}), *made[1][1:])
     assert (worker._environment, worker._folder) == made[1][3:]

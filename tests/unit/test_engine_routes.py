@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mrl.data.routes import RouteShape
+from mrl.engine.requests import Request
+from mrl.engine.vllm_engine import VllmEngine
 from mrl.errors import EnvironmentFault
 from mrl.platforms.versions import vllm_generation
-from mrl.vllm.engine import VllmEngine
-from mrl.vllm.requests import Request
 
 ROUTES = np.array([[[0, 1]], [[1, 2]]], np.int16)  # of two tokens
 

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from mrl.engine import engine_scheduler
+from mrl.engine.admission import Admission
+from mrl.engine.engine_state import ASLEEP, AWAKE, DEAD, FENCED, WEIGHTS_AWAKE
+from mrl.engine.requests import Request, Sampling
+from mrl.engine.vllm_engine import VllmEngine
 from mrl.errors import Interrupted
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import vllm_generation
-from mrl.vllm import engine_scheduler
-from mrl.vllm.admission import Admission
-from mrl.vllm.engine import VllmEngine
-from mrl.vllm.engine_state import ASLEEP, AWAKE, DEAD, FENCED, WEIGHTS_AWAKE
-from mrl.vllm.requests import Request, Sampling
 
 MEMORY = {"live_bytes": 5, "free_bytes": None, "resident_bytes": 9, "baseline_bytes": 2}
 

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from mrl.errors import Interrupted
-from mrl.vllm.engine_state import (
+from mrl.engine.engine_state import (
     ASLEEP,
     AWAKE,
     DEAD,
@@ -18,6 +17,7 @@ from mrl.vllm.engine_state import (
     EngineMachine,
     EngineState,
 )
+from mrl.errors import Interrupted
 
 # how a fresh engine gets into each state
 WAYS = {

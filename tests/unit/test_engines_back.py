@@ -14,19 +14,18 @@ from generations import Files, origin_in
 from test_generation import AHEAD, BATCH, Engines, N, World, assert_same, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, Flight, LiveEngines, check_each_once
 
+from mrl.cluster import request_streams as engine_progress
 from mrl.cluster.engine_fleet import EngineFleet
+from mrl.cluster.process_logs import concerning
+from mrl.cluster.request_streams import EngineProgress, FleetChange
+from mrl.engine.requests import EngineReading
 from mrl.errors import Interrupted, LostProcess, LostWeights
-from mrl.flow import engine_progress
-from mrl.flow.engine_progress import EngineProgress
-from mrl.flow.request_streams import FleetChange
+from mrl.generate.kept_groups import read_kept
+from mrl.generate.lost_engines import LostEngines, whole_losses
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 from mrl.record.metrics import PhaseTimer
-from mrl.remote.process_logs import concerning
 from mrl.schedule.fleet import STARTING
-from mrl.train.kept_groups import read_kept
-from mrl.train.lost_engines import LostEngines, whole_losses
-from mrl.train.resume import TrainState
-from mrl.train.spool import Spool
-from mrl.vllm.requests import EngineReading
 
 IN_ORDER = {"sync": [], "one step off": AHEAD["one step off"], "two, partial": AHEAD["two, partial"]}
 

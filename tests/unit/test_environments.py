@@ -7,12 +7,12 @@ from pathlib import Path
 import environment_classes
 import pytest
 
-from mrl.environments.acting import Acting
-from mrl.environments.builtin import GuessTheNumber
-from mrl.environments.environment import LONGEST, Reply, actions_of, reply_of
-from mrl.environments.environment_pool import EnvironmentPool, Session, check_tools, try_environments
-from mrl.environments.offer import Offer, UnknownChoice, name_of
-from mrl.environments.tool import ToolsSpec
+from mrl.acting.answering import Acting
+from mrl.acting.builtin import GuessTheNumber
+from mrl.acting.environment import LONGEST, Reply, actions_of, reply_of
+from mrl.acting.environment_pool import EnvironmentPool, Session, check_tools, try_environments
+from mrl.acting.offer import Offer, UnknownChoice, name_of
+from mrl.acting.tool import ToolsSpec
 from mrl.errors import ConfigError
 
 FILE = str(Path(environment_classes.__file__))
@@ -246,7 +246,7 @@ def test_closing_ends_sessions_that_hang():
         (ToolsSpec((), FILE, environments=("Chess",)), "no function 'Chess'"),
         (
             ToolsSpec((), FILE, environments=("Plain",)),
-            "Plain is not a subclass of mrl.environments.environment.Environment",
+            "Plain is not a subclass of mrl.acting.environment.Environment",
         ),
         (ToolsSpec((), FILE, environments=("Still",)), "environment 'Still' has no actions"),
         (ToolsSpec((), FILE, environments=("Wordy",)), "'Wordy' declares invalid `parts`: 'left' is str 'many'"),
@@ -367,7 +367,7 @@ def test_calls_go_to_the_rows_environment_or_to_its_tools(pool):
 
 
 BEGINS = '''
-from mrl.environments.environment import Environment, Reply
+from mrl.acting.environment import Environment, Reply
 
 class Own(Environment):
     "d"

@@ -13,21 +13,21 @@ from replicas import scorers
 from small_model import write_model
 from test_data import row, write_jsonl
 
-import mrl.train.assemble as assemble
-import mrl.train.assemble_files as assemble_files
-import mrl.train.evaluation as evaluation
+import mrl.driver.assemble as assemble
+import mrl.driver.assemble_files as assemble_files
+import mrl.driver.evaluation as evaluation
 from mrl.checkpoint.convert import write_layout
 from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.data.dataset import load_tokenizer
 from mrl.data.samples import Sample
+from mrl.driver.assemble import open_run
+from mrl.driver.preflight import RunInputs
 from mrl.errors import EnvironmentFault
 from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again
 from mrl.reward.pool import RewardPool
-from mrl.train.assemble import open_run
-from mrl.train.preflight import RunInputs
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.cluster.workers import ActorWorker
+from mrl.rank.rank_worker import ActorWorker
 
 
 class Actor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_model import write_model
 
+from mrl.acting.environment_pool import check_tools
 from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, AdvantageInputs, tried_advantage
 from mrl.algo.losses import TOKEN_LOSSES
 from mrl.algo.own_functions import unload
@@ -22,15 +23,14 @@ from mrl.config.run_rules import unseen_files
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.data.quick_tokenizer import quick_tokenizer
-from mrl.environments.environment_pool import check_tools
+from mrl.driver.assemble_data import load_training
+from mrl.driver.first_look import look
+from mrl.driver.own_loss import refusal
+from mrl.engine.requests import turns_spec
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.exercised import VARIABLE
 from mrl.model import planning_model_spec
 from mrl.reward.pool import RewardPool
-from mrl.train.assemble_data import load_training
-from mrl.train.first_look import look
-from mrl.train.own_loss import refusal
-from mrl.vllm.requests import turns_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
@@ -186,7 +186,7 @@ def test_a_reward_that_has_judged_one_answer_is_asked_no_more(folder, monkeypatc
 
 
 def test_looking_needs_neither_torch_nor_ray(folder):
-    code = "import sys; import mrl.train.preflight; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    code = "import sys; import mrl.driver.preflight; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     import subprocess
 
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}).returncode == 0
@@ -236,7 +236,7 @@ def of_a_model_that_calls(monkeypatch, quick: bool, *overrides: str):
     if quick:
         assert quick_tokenizer(Path("model")) is not None
     else:
-        monkeypatch.setattr("mrl.train.first_look.quick_tokenizer", lambda *_: None)
+        monkeypatch.setattr("mrl.driver.first_look.quick_tokenizer", lambda *_: None)
     lengths = ["data.max_prompt_length=900", "data.train_batch_size=4"]
     shipped = ["reward.custom_reward_function=null", "reward.function=exact_match"]  # no process has to load a file
     return config_with(*TURNS, "model.path=model", *lengths, *shipped, *overrides).config
@@ -249,7 +249,7 @@ def test_a_model_that_train_refuses_for_tools_is_refused_at_the_first_look_too(f
     if how == "apart":
         monkeypatch.delitem(sys.modules, "torch", raising=False)
     if not whole:
-        monkeypatch.setattr("mrl.train.first_look.READ_WHOLE_BYTES", 0)
+        monkeypatch.setattr("mrl.driver.first_look.READ_WHOLE_BYTES", 0)
     assert (look(config) is None) != whole
     template = Path("model/chat_template.jinja")
     said = template.read_text()
@@ -317,10 +317,10 @@ def test_weights_that_are_here_are_looked_at_by_validate(folder, capsys):
 def test_validate_and_train_refuse_alike_before_anything_starts(folder, capsys, monkeypatch):
     """The same message from both; train stops before it imports what brings Ray."""
     (folder / "reward.py").write_text("def compute_score(**_):\n    return None\n")
-    monkeypatch.setattr("mrl.train.preflight.check_checkpoint", lambda *_: None)
-    monkeypatch.setattr("mrl.train.preflight.load_model_spec", lambda path: planning_model_spec(path)[0])
-    monkeypatch.setattr("mrl.train.preflight.check_disk_space", lambda *_: None)
-    monkeypatch.setattr("mrl.train.preflight.with_models_at_hand", lambda resolved, **_: resolved)
+    monkeypatch.setattr("mrl.driver.preflight.check_checkpoint", lambda *_: None)
+    monkeypatch.setattr("mrl.driver.preflight.load_model_spec", lambda path: planning_model_spec(path)[0])
+    monkeypatch.setattr("mrl.driver.preflight.check_disk_space", lambda *_: None)
+    monkeypatch.setattr("mrl.driver.preflight.with_models_at_hand", lambda resolved, **_: resolved)
     said = {}
     for command in ("validate", "train"):
         files = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", f"{REWARD}=reward.py"]
@@ -376,7 +376,7 @@ def test_an_advantage_that_works_is_asked_of_what_a_step_has_and_its_file_runs_a
 @pytest.fixture
 def own_loss(folder, monkeypatch):
     """Writes a file whose loss returns an expression, and names it with constants and further settings."""
-    monkeypatch.setattr("mrl.train.own_loss.PATIENCE_S", 900.0)  # beside others torch may take long
+    monkeypatch.setattr("mrl.driver.own_loss.PATIENCE_S", 900.0)  # beside others torch may take long
 
     def written(body: str, *more: str, imported: str = "torch") -> RunConfig:
         (folder / "own.py").write_text(

@@ -201,7 +201,7 @@ def test_what_it_writes_validates_whatever_the_data(mrl, monkeypatch, seed):
     written = 0
     for draw in range(50):
         if draw:  # a scoring process takes half a second: each seed tries one
-            monkeypatch.setattr("mrl.train.first_look._ask", lambda *_: None)
+            monkeypatch.setattr("mrl.driver.first_look._ask", lambda *_: None)
         source, count = rng.choice(("openai/gsm8k", "math_dapo", "exact_match", "mine")), rng.randint(1, 40)
         longest = rng.choice((0, 40, 110, 200))
         for name in ("rows", "held"):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.vllm import forking
-from mrl.vllm.forking import ForkingContext, bound_cores, can_fork, preloaded_libraries
+from mrl.engine import forking
+from mrl.engine.forking import ForkingContext, bound_cores, can_fork, preloaded_libraries
 
 SERVER = {forking._SERVER: "openmp.so", "LD_PRELOAD": "openmp.so"}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.megatron import forward
+from mrl.rank import forward
 
 
 def test_log_probs_are_computed_without_what_only_training_does(monkeypatch):

@@ -27,16 +27,16 @@ from mrl.checkpoint.stored_boxes import Fp8Reader
 from mrl.cli.convert import parse_layout
 from mrl.config.load import load_config
 from mrl.config.rules import violations
+from mrl.driver.evaluation import _stored_otherwise
+from mrl.engine.engine_state import AWAITED
+from mrl.engine.requests import _of_model
 from mrl.errors import EnvironmentFault
-from mrl.megatron.mapped_bridge import Bfloat16Files
 from mrl.model import load_model_spec
 from mrl.model.boxes import Box
 from mrl.model.fp8 import bfloat16_words
 from mrl.model.hf_files import check_checkpoint
-from mrl.train.evaluation import _stored_otherwise
+from mrl.rank.mapped_bridge import Bfloat16Files
 from mrl.units import MIB
-from mrl.vllm.engine_state import AWAITED
-from mrl.vllm.requests import _of_model
 
 
 @pytest.fixture(scope="module")

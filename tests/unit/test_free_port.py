@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from mrl.cluster import prerequisites
-from mrl.cluster.prerequisites import free_port
+from mrl.process import free_ports
+from mrl.process.free_ports import free_port
 
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_connections():
@@ -22,7 +22,7 @@ def test_ports_that_are_taken_are_passed_over(monkeypatch):
         taken.listen()
         port = taken.getsockname()[1]
         free = free_port()
-        monkeypatch.setattr(prerequisites, "_own_ports", lambda: [port, free])
+        monkeypatch.setattr(free_ports, "_own_ports", lambda: [port, free])
         assert {free_port() for _ in range(20)} == {free}
 
 
@@ -30,5 +30,5 @@ def test_ports_that_are_taken_are_passed_over(monkeypatch):
 def test_without_a_range_of_its_own_any_free_port_serves(monkeypatch, tmp_path, ports):
     path = tmp_path / "ip_local_port_range"
     path.write_text(ports)
-    monkeypatch.setattr(prerequisites, "_EPHEMERAL", path)
+    monkeypatch.setattr(free_ports, "_EPHEMERAL", path)
     assert 1024 <= free_port() <= 65535

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mrl.checkpoint.manifest import MASTER
-from mrl.checkpoint.rank_load import _load_optimizer_part
-from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter
-from mrl.megatron.adam_state import AdamState
-from mrl.megatron.optimizer import freeze, is_frozen
+from mrl.rank.adam_state import AdamState
+from mrl.rank.optimizer import freeze, is_frozen
+from mrl.rank.rank_load import _load_optimizer_part
+from mrl.rank.rank_parameters import MOMENTS, RankParameter
 
 VALUES = {MASTER: 0.3} | dict.fromkeys(MOMENTS, 0.01)
 

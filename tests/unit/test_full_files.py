@@ -15,7 +15,10 @@ from small_model import write_model
 from test_loop import World, compare_with_engines, in_memory  # noqa: F401
 
 from mrl.checkpoint.manifest import RankFiles, file_facts
+from mrl.driver import loop
+from mrl.driver.reporting import AdvisedRecord
 from mrl.errors import DataError, EnvironmentFault
+from mrl.generate.lost_engines import LostEngines, Unfinished
 from mrl.record.attempts import ATTEMPTS, UnderWay, attempt
 from mrl.record.loggers import TensorBoardSink
 from mrl.record.metrics import PhaseTimer
@@ -23,9 +26,6 @@ from mrl.record.quarantine import QUARANTINE, REWARD, Quarantine
 from mrl.record.run_dir import METRICS, UNDER_WAY, append_lines, read_metrics
 from mrl.record.sample_files import steps_with_responses
 from mrl.record.sinks import JsonlSink, Record
-from mrl.train import loop
-from mrl.train.lost_engines import LostEngines, Unfinished
-from mrl.train.reporting import AdvisedRecord
 
 LOST = "lost_engines.jsonl"
 

@@ -26,6 +26,9 @@ from mrl.config.load import load_config
 from mrl.data.prepare import prepare
 from mrl.data.sources import SOURCES
 from mrl.errors import MrlError
+from mrl.generate.lost_engines import LostEngines, whole_losses
+from mrl.generate.sampled_by import UNKNOWN
+from mrl.generate.spool_lines import left_files
 from mrl.model.hf_files import read_safetensors_header
 from mrl.model.registry import known_hf_config, load_model_spec
 from mrl.plan.run_plan import load_plan, plan_hash
@@ -39,9 +42,6 @@ from mrl.tools.report.heldout import read_responses
 from mrl.tools.report.run_record import read_run
 from mrl.tools.report.samples import looked_at
 from mrl.tools.report.sections import run_page
-from mrl.train.lost_engines import LostEngines, whole_losses
-from mrl.train.sampled_by import UNKNOWN
-from mrl.train.spool_lines import left_files
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"

@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from mrl.environments.environment import Reply
-from mrl.environments.environment_pool import EnvironmentPool, check_tools
-from mrl.environments.text_arena import TextArena
-from mrl.environments.tool import ToolsSpec
+from mrl.acting.environment import Reply
+from mrl.acting.environment_pool import EnvironmentPool, check_tools
+from mrl.acting.text_arena import TextArena
+from mrl.acting.tool import ToolsSpec
 from mrl.errors import ConfigError
 from mrl.reward.items import RewardSpec
 from mrl.reward.reasoning_rule import reasoning_gym, rows_of

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import mrl.megatron.gated_delta as rule
-from mrl.cluster.prerequisites import free_port
-from mrl.megatron.gated_delta import GatedDelta, gated_delta
+import mrl.rank.gated_delta as rule
 from mrl.model.computed_sizes import DELTA_CHUNK
 from mrl.platforms import get_platform
+from mrl.process.free_ports import free_port
+from mrl.rank.gated_delta import GatedDelta, gated_delta
 
 SIZES = dict(
     linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=24, linear_num_key_heads=4,
@@ -128,7 +128,7 @@ def test_sums_of_decays_are_torchs_on_the_host_and_ordinary_ones_elsewhere():
     """With deterministic algorithms torch refuses its own sums of floats on cuda."""
     from torch.overrides import TorchFunctionMode
 
-    from mrl.megatron.gated_delta import _running_sums, _summed_by_rows
+    from mrl.rank.gated_delta import _running_sums, _summed_by_rows
 
     class NoCumsum(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):

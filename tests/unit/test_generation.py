@@ -18,24 +18,24 @@ from segment_checks import token_versions
 
 from mrl.checkpoint.group_files import read_group
 from mrl.checkpoint.manifest import file_facts
+from mrl.cluster.request_streams import FinishedResponses, FleetChange
 from mrl.config.load import load_config
 from mrl.config.schedule_rules import schedule_of
 from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor, PromptStream
 from mrl.data.samples import Sample, Samples, packed
+from mrl.engine.kept_tokens import going_on, with_kept
+from mrl.engine.requests import Request
 from mrl.errors import DataError, Interrupted
-from mrl.flow.kept_tokens import going_on, with_kept
-from mrl.flow.request_streams import FinishedResponses, FleetChange
+from mrl.generate import generation, judged_groups, kept_groups
+from mrl.generate import rollouts as rollouts_module
+from mrl.generate.kept_groups import read_kept
+from mrl.generate.rollouts import Responder, sample_seed
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RAISED, RewardResult
 from mrl.schedule.rate import Observation
-from mrl.train import generation, judged_groups, kept_groups
-from mrl.train import rollouts as rollouts_module
-from mrl.train.kept_groups import read_kept
-from mrl.train.resume import TrainState
-from mrl.train.rollouts import Responder, sample_seed
-from mrl.train.spool import Spool
-from mrl.vllm.requests import Request
 
 LONGEST, BATCH, N, PROMPTS = 12, 3, 2, 9
 SIZES = [

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mrl.cluster.prerequisites import free_port
+from mrl.process.free_ports import free_port
 
 GROUPS = 40
 SCRIPT = f"""

@@ -14,11 +14,11 @@ from replicas import stored
 
 from mrl.checkpoint.group_files import group_file
 from mrl.checkpoint.manifest import file_facts
+from mrl.cluster import calls
 from mrl.data.samples import Sample
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess
-from mrl.flow import group_writer
-from mrl.flow.group_writer import GroupParts, GroupWriter
-from mrl.remote import calls
+from mrl.generate import group_writer
+from mrl.generate.group_writer import GroupParts, GroupWriter
 
 DIED = ray.exceptions.ActorDiedError()
 

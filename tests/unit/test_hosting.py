@@ -13,14 +13,15 @@ import torch
 import yaml
 from vllm.config.kernel import MoEBackend
 
-from mrl.cluster import workers
 from mrl.config.load import load_config
+from mrl.engine import vllm_engine as engine
+from mrl.engine.handshake import _KEEPING
+from mrl.engine.requests import _arguments
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.inventory import device_number
 from mrl.platforms.torch_platforms import CudaPlatform
-from mrl.vllm import engine
-from mrl.vllm.handshake import _KEEPING
-from mrl.vllm.requests import _arguments
+from mrl.process import own
+from mrl.rank import rank_worker as workers
 
 ROOT = Path(__file__).parents[2]
 ALLOCATOR = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
@@ -110,7 +111,7 @@ def test_sums_in_switches_are_off_and_errors_said_however_a_run_is_started_unles
     names = ("NCCL_NVLS_ENABLE", "NCCL_DEBUG")
     job = yaml.safe_load((ROOT / "launch" / "runtime_env.cuda.yaml").read_text())["env_vars"]
     assert not set(names) & set(job)
-    monkeypatch.setattr(workers, "log_to", lambda path: None)
+    monkeypatch.setattr(own, "log_to", lambda path: None)
     config = load_config(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml").config.model_dump()
     for user, wanted in ((None, ["0", "WARN"]), ("1", ["1", "1"])):
         for name in names:

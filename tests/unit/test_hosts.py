@@ -14,13 +14,13 @@ from mrl.cluster.engine_fleet import ServingProcess
 from mrl.cluster.hosts import Hosts, Peak, Speed, first_of_each
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
+from mrl.driver.reporting import mfu_metrics
 from mrl.errors import Interrupted
 from mrl.model import forward_flops, forward_flops_per_token, known_spec, model_spec
 from mrl.plan.devices import published_flops
 from mrl.platforms import get_platform
 from mrl.platforms.process_memory import peak_resident_bytes, reset_peak_resident, resident_bytes
 from mrl.platforms.speed import SIZE, product_rate
-from mrl.train.reporting import mfu_metrics
 from mrl.units import GIB, MIB
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"

@@ -32,11 +32,7 @@ def modules() -> dict[str, ast.Module]:
 SIDEWAYS = {
     "plain_files": ({"mrl.errors"}, "an output that is refused is said as users see it"),
     "crash_points": ({"mrl.errors"}, "a variable that names no place is refused as users see it"),
-    "cluster": ({"mrl.flow"}, "workers hold outboxes and rows of a step, groups the streams that responses come by"),
-    "remote": ({"mrl.vllm.requests"}, "logs of processes are found by the names that engines give theirs"),
-    "checkpoint": ({"mrl.megatron"}, "a rank's part of a checkpoint is read out of Megatron's model and optimizer"),
     "record": ({"mrl.data.samples"}, "metrics and files of samples are read off the rows of a step"),
-    "environments": ({"mrl.reward"}, "tools are called in processes of the kind that scores"),
     "schedule": (
         {"mrl.data.samples", "mrl.data.routes"},
         "what several requests made of a response is joined in the columns of samples",
@@ -44,6 +40,7 @@ SIDEWAYS = {
 }
 # What `mrl plan`, `validate`, `doctor`, `convert` and `import-verl` load: no torch, no Ray, no Megatron, no vLLM.
 LIGHT = (
+    "acting/*.py",
     "model/*.py",
     "config/**/*.py",
     "plan/**/*.py",
@@ -56,17 +53,18 @@ LIGHT = (
     *(f"checkpoint/{part}.py" for part in ("disk_space", "planned_file", "safetensors_file")),
     *(f"checkpoint/{part}.py" for part in ("hf_folder", "step_folders", "stored_boxes", "tensor_names")),
     *(f"cluster/{part}.py" for part in ("job", "prerequisites")),
+    *(f"process/{part}.py" for part in ("free_ports", "own", "same_software", "shared_folder")),
     *(f"platforms/{part}.py" for part in ("hosting", "inventory", "npu_mindspeed", "patching", "versions")),
-    *(f"train/{part}.py" for part in ("advice", "preflight", "resume")),
-    "vllm/requests.py",
+    *(f"driver/{part}.py" for part in ("advice", "preflight", "resume")),
+    "engine/requests.py",
     *(
         f"reshard/{part}.py"
-        for part in ("actions", "faults", "messages", "plan", "proof", "schedule", "setup", "streams", "sync_report")
+        for part in ("faults", "messages", "plan", "proof", "schedule", "setup", "streams", "sync_report")
     ),
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
 # names that vLLM and verl give, and call
-NAMED_BY_OTHERS = ["mrl.environments.verl_base_tool:rollout_trace_op", "mrl.vllm.cpu_fp8:create_weights"]
+NAMED_BY_OTHERS = ["mrl.acting.verl_base_tool:rollout_trace_op", "mrl.engine.cpu_fp8:create_weights"]
 
 
 def with_parents(module: str) -> set[str]:
@@ -186,24 +184,31 @@ def test_light_rooms_do_not_import_heavy_packages_inside_functions_either():
 
 
 def test_a_driver_and_its_writers_do_without_what_takes_seconds_to_import():
-    loaded = loaded_by("mrl.train.loop") | loaded_by("mrl.flow.sample_writer") | loaded_by("mrl.flow.scoring")
+    loaded = loaded_by("mrl.driver.loop") | loaded_by("mrl.driver.sample_writer") | loaded_by("mrl.cluster.scoring")
     assert not [n for n in loaded if n.split(".")[0] in ("torch", "transformers", "megatron", "mbridge", "vllm")]
 
 
 def test_the_receiving_side_can_be_imported_in_an_engine_process():
-    loaded = loaded_by("mrl.vllm.receive")
+    loaded = loaded_by("mrl.engine.receive")
     assert not [
         n for n in loaded if n.split(".")[0] in ("ray", "megatron", "mbridge", "vllm") or n.startswith("mrl.config")
     ]
 
 
 # tools and environments, conversations and the chat endpoint; what is plain data for other processes is none of them
-FOR_TURNS = ("mrl.environments", "mrl.data.dialects", "mrl.data.chat_", "mrl.flow.conversations", "mrl.flow.endpoint")
-PLAIN = {"mrl.environments", "mrl.environments.tool", "mrl.environments.offer"}
+FOR_TURNS = ("mrl.acting", "mrl.engine.agents", "mrl.engine.conversations", "mrl.engine.endpoint")
+PLAIN = {"mrl.acting", "mrl.acting.tool", "mrl.acting.offer"}
 
 
 def test_what_turns_need_is_loaded_by_the_line_that_reads_their_key():
-    starts = ("mrl.train.loop", "mrl.cluster.workers", "mrl.vllm.engine", "mrl.flow.rank_batch", "mrl.flow.scoring")
+    starts = (
+        "mrl.driver.loop",
+        "mrl.rank.rank_worker",
+        "mrl.engine.engine_worker",
+        "mrl.engine.vllm_engine",
+        "mrl.rank.rank_batch",
+        "mrl.cluster.scoring",
+    )
     loaded = set().union(*map(loaded_by, starts))
     assert not [name for name in loaded - PLAIN if name.startswith(FOR_TURNS)]
 
@@ -284,3 +289,43 @@ def test_public_names_of_tests_alone_are_found():
     used = "from mrl.a import tested\ncalled()\ngetattr(a, 'looked_up')\n'tested'\n"
     small = house_of(tests, "scripted()\ndef other(): other()", a=text, b=used)
     assert house.names_for_tests_alone(small) == ["mrl.a:tested", "mrl.a:other", "mrl.a:method"]
+
+
+# What few runs need, and who may import it: the line that reads its key, and what then runs.
+DOORS = {
+    "mrl.acting": (
+        *(
+            f"mrl.engine.{part}"
+            for part in ("agents", "call_reader", "conversations", "endpoint", "partners", "requests")
+        ),
+        *(f"mrl.driver.{part}" for part in ("assemble_data", "first_look", "preflight")),
+        *(f"mrl.config.{part}" for part in ("rollout_rules", "schema_rollout")),
+        *(f"mrl.tools.{part}" for part in ("doctor", "import_verl", "rehearse")),
+    ),
+    "mrl.engine.conversations": ("mrl.engine.engine_worker",),
+    "mrl.engine.agents": ("mrl.engine.conversations",),
+    "mrl.engine.endpoint": ("mrl.engine.agents",),
+    "mrl.engine.ascend_wake": ("mrl.engine.v0_23",),
+    "mrl.platforms.cpu_patches": ("mrl.platforms.torch_platforms",),
+    "mrl.platforms.npu_mindspeed": (
+        "mrl.platforms",
+        *(f"mrl.config.{part}" for part in ("distillation_rules", "override_fields", "override_rules")),
+    ),
+    "mrl.rank.critic": ("mrl.rank.actor",),
+    "mrl.rank.critic_rows": ("mrl.rank.rank_worker",),
+    "mrl.rank.teacher": ("mrl.rank.actor",),
+    "mrl.reshard.quantise": ("mrl.rank.rank_worker", "mrl.reshard.execute"),
+}
+
+
+def test_what_few_runs_need_is_imported_by_few():
+    for narrow, allowed in DOORS.items():
+        importers = {
+            module
+            for module, names in the_house().graph.items()
+            if not inside(module, {narrow}) and any(inside(name, {narrow}) for name in names)
+        }
+        wrong = sorted(module for module in importers if not inside(module, set(allowed)))
+        assert not wrong, f"{narrow} is imported by {', '.join(wrong)}"
+        unused = [door for door in allowed if not any(inside(module, {door}) for module in importers)]
+        assert not unused, f"{narrow} is not imported by {', '.join(unused)}"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.megatron.gradient_sums import SWITCH, add_within_products, added_within_products, for_megatron, is_wanted
-from mrl.megatron.kernels import kernels_in_words
-from mrl.megatron.logprob import head_gradient_in_words
+from mrl.rank.gradient_sums import SWITCH, add_within_products, added_within_products, for_megatron, is_wanted
+from mrl.rank.kernels import kernels_in_words
+from mrl.rank.logprob import head_gradient_in_words
 
 
 class FlashAttention(nn.Module):

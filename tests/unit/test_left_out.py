@@ -9,8 +9,11 @@ from replicas import stored
 from mrl.config.load import load_config
 from mrl.data.order import DataCursor
 from mrl.data.samples import Sample
+from mrl.driver.reporting import sample_metrics, time_metrics
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
-from mrl.flow.group_writer import GroupParts
+from mrl.generate.group_writer import GroupParts
+from mrl.generate.judged_groups import JudgedGroups
+from mrl.generate.rollouts import Judge, group_metrics
 from mrl.reward.items import (
     FELL,
     LEFT_OUT,
@@ -21,9 +24,6 @@ from mrl.reward.items import (
     failure_counts,
     failures_at_the_bottom,
 )
-from mrl.train.judged_groups import JudgedGroups
-from mrl.train.reporting import sample_metrics, time_metrics
-from mrl.train.rollouts import Judge, group_metrics
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 

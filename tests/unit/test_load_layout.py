@@ -11,14 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.model import TensorSpec
-from mrl.model.boxes import Box
-from mrl.model.vllm_parameters import TargetParameter, TargetPiece
-from mrl.reshard.digest import partial_digest
-from mrl.vllm import handshake, load_layout
-from mrl.vllm.handshake import HandshakeError, check_backend, check_loader, check_parameters
-from mrl.vllm.load_layout import LayerwiseWriter, weight_bytes
-from mrl.vllm.read_back import (
+from mrl.engine import handshake, load_layout
+from mrl.engine.handshake import HandshakeError, check_backend, check_loader, check_parameters
+from mrl.engine.load_layout import LayerwiseWriter, weight_bytes
+from mrl.engine.read_back import (
     held_digests,
     hf_block,
     parameter_digest,
@@ -26,6 +22,10 @@ from mrl.vllm.read_back import (
     unpacked,
     what_reading_shows,
 )
+from mrl.model import TensorSpec
+from mrl.model.boxes import Box
+from mrl.model.vllm_parameters import TargetParameter, TargetPiece
+from mrl.reshard.digest import partial_digest
 
 ROWS, WIDTH = 300, 6  # more than one digit of base 256
 HF = {"q.weight": (ROWS, WIDTH), "k.weight": (4, WIDTH), "q.bias": (ROWS,), "k.bias": (4,), "embed.weight": (5, WIDTH)}
@@ -314,7 +314,7 @@ def test_little_modules_may_be_open_beside_each_other():
 
 
 def test_two_modules_may_be_open_and_not_three(monkeypatch):
-    monkeypatch.setattr("mrl.vllm.load_layout.LITTLE_BYTES", 0)
+    monkeypatch.setattr("mrl.engine.load_layout.LITTLE_BYTES", 0)
     writer, _ = begun(Engine())
     writer.tensor("embed.weight")
     writer.tensor("layers.0.fused.bias")

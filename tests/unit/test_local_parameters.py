@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from mrl.megatron.local_parameters import LocalParameters
 from mrl.model.megatron_shards import Shard, local_shapes
+from mrl.rank.local_parameters import LocalParameters
 
 
 class Wrapped(DistributedDataParallel):

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.megatron import logprob
-from mrl.megatron.logprob import REDUCES_EARLY, lean_log_probs, likeliest_words
 from mrl.platforms.process_memory import give_back_heap, peak_resident_bytes, reset_peak_resident, resident_bytes
+from mrl.rank import logprob
+from mrl.rank.logprob import REDUCES_EARLY, lean_log_probs, likeliest_words
 from mrl.units import MIB
 
 TOKENS, HIDDEN, VOCAB, PADDED = 15, 6, 11, 14

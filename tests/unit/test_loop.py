@@ -12,28 +12,30 @@ from generations import AnsweringEngines, Files, generation_of
 from replicas import InMemory, ReplicaCritic, Replicas
 
 from mrl.cluster.hosts import Peak
+from mrl.cluster.process_logs import concerning
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
 from mrl.data.samples import Sample
+from mrl.driver import loop
+from mrl.driver.agreement import Compared, check
+from mrl.driver.assemble import Run
+from mrl.driver.placement import Colocated, Separate
+from mrl.driver.resume import RunIdentity
+from mrl.driver.sample_writer import reward_parts
+from mrl.driver.saving import SavedRun, Saver
+from mrl.driver.stop_signals import StopFlag
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostLock, LostWeights, NumericAbort
-from mrl.flow.sample_writer import reward_parts
+from mrl.generate import judged_groups, kept_groups, rollouts
+from mrl.generate.generation import Generation
+from mrl.generate.rollouts import Responder
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 from mrl.record import run_lock
 from mrl.record.run_dir import SHOWN_ROWS, RunDir
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec
-from mrl.remote.process_logs import concerning
 from mrl.reward.items import OK, RewardResult
-from mrl.train import judged_groups, kept_groups, loop, rollouts
-from mrl.train.agreement import Compared, check
-from mrl.train.assemble import Run
-from mrl.train.generation import Generation
-from mrl.train.placement import Colocated, Separate
-from mrl.train.resume import RunIdentity, TrainState
-from mrl.train.rollouts import Responder
-from mrl.train.saving import SavedRun, Saver
-from mrl.train.spool import Spool
-from mrl.train.stop_signals import StopFlag
 from mrl.units import GIB
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"

@@ -32,6 +32,7 @@ from mrl.checkpoint.open_checkpoint import open_merged, open_saved
 from mrl.checkpoint.peft_folder import write_peft
 from mrl.config.load import load_config
 from mrl.config.schema_actor import LoraConfig
+from mrl.driver.resume import RunIdentity, _check_same_adapters
 from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault
 from mrl.model import model_spec
 from mrl.model.adapters import (
@@ -61,7 +62,6 @@ from mrl.plan.plan_inputs import PlanInputs, batch_plan, precision_of
 from mrl.plan.times import PassWork, actor_seconds, adapter_launches, hand_over_seconds
 from mrl.reshard.digest import merged
 from mrl.tools.import_verl.translate import import_overrides
-from mrl.train.resume import RunIdentity, _check_same_adapters
 from mrl.units import round_up
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"

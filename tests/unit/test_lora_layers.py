@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from small_model import SIZES
 
-from mrl.megatron import lora_layers
-from mrl.megatron.lora_layers import Adapter, Adapters, attach, drawing_noise, hidden
 from mrl.model import model_spec, tensor_specs
 from mrl.model.adapters import (
     FIRST,
@@ -29,6 +27,8 @@ from mrl.model.adapters import (
 from mrl.model.boxes import Box
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
+from mrl.rank import lora_layers
+from mrl.rank.lora_layers import Adapter, Adapters, attach, drawing_noise, hidden
 
 MODEL = model_spec(SIZES)
 SHAPES = {spec.name: spec.shape for spec in tensor_specs(MODEL)}

@@ -24,11 +24,11 @@ from mrl.checkpoint.step_folders import Newest
 from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.config.rules import violations
+from mrl.driver.resume import RunIdentity, _check_same_adapters, without_first_adapter
 from mrl.errors import ConfigError
 from mrl.model import model_spec, tensor_specs
 from mrl.model.adapters import FIRST, SECOND, factor_name
 from mrl.model.peft_files import CONFIG, WEIGHTS, adapter_digest
-from mrl.train.resume import RunIdentity, _check_same_adapters, without_first_adapter
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 

@@ -8,17 +8,17 @@ from generations import Files, origin_in
 from test_generation import AHEAD, BATCH, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, Flight, LiveEngines
 
+from mrl.cluster.process_logs import concerning
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
 from mrl.errors import DataError, Interrupted
+from mrl.generate.kept_groups import read_kept
+from mrl.generate.lost_engines import LostEngines, Unfinished, whole_losses
+from mrl.generate.numbered_prompts import NumberedPrompts, PromptCursor
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 from mrl.record.metrics import PhaseTimer
-from mrl.remote.process_logs import concerning
 from mrl.schedule.suspects import Suspects, suspects
-from mrl.train.kept_groups import read_kept
-from mrl.train.lost_engines import LostEngines, Unfinished, whole_losses
-from mrl.train.numbered_prompts import NumberedPrompts, PromptCursor
-from mrl.train.resume import TrainState
-from mrl.train.spool import Spool
 
 KILLER = 4
 STREAM = PromptStream([Prompt(p, (1, p + 1), "test", "x") for p in range(1000)], BATCH, seed=0)

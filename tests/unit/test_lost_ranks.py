@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from mrl.cluster import actor_group, late_ranks
+from mrl.cluster import actor_group, calls, late_ranks
 from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.deadlines import Deadlines
+from mrl.cluster.process_logs import concerning
 from mrl.config.load import load_config
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostProcess
 from mrl.platforms.collective_trail import Entry, RankGroup, Trail
-from mrl.remote import calls
-from mrl.remote.deadlines import Deadlines
-from mrl.remote.process_logs import concerning
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 DEAD = ray.exceptions.ActorDiedError()

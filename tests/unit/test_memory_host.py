@@ -16,15 +16,15 @@ from mrl.config.places import Deployment, rank_places
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import EnvironmentFault
-from mrl.flow.rank_batch import RankBatch
-from mrl.megatron.cut import ReplicaCut
-from mrl.megatron.packing import Shape, micro_batch
 from mrl.model import planning_model_spec
 from mrl.plan.devices import USUAL
 from mrl.plan.host_memory import host_section, object_stores, resume_seconds, save_bytes
 from mrl.plan.memory import actor_bytes
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.sample_bytes import fetched_share, held_bytes, sample_bytes, stored_bytes
+from mrl.rank.cut import ReplicaCut
+from mrl.rank.packing import Shape, micro_batch
+from mrl.rank.rank_batch import RankBatch
 from mrl.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]

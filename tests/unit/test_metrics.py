@@ -15,6 +15,7 @@ from test_house import the_house
 from mrl.algo.rows import moments
 from mrl.config.load import load_config
 from mrl.data.samples import Sample, SampleRows, packed
+from mrl.driver.reporting import time_metrics
 from mrl.record.metrics import (
     GeneratingTime,
     PhaseTimer,
@@ -27,7 +28,6 @@ from mrl.record.metrics import (
     speed_metrics,
 )
 from mrl.record.spec import TABLE, Kind, all_metrics, metric_spec
-from mrl.train.reporting import time_metrics
 
 VERL_NAMES = """
 training/global_step training/epoch train/num_gen_batches

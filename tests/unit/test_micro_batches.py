@@ -3,7 +3,7 @@
 import weakref
 from types import SimpleNamespace
 
-from mrl.megatron.packing import MicroBatches
+from mrl.rank.packing import MicroBatches
 
 
 class Laid(SimpleNamespace):

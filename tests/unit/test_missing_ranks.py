@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import pytest
 from machine import times_slower
 
+from mrl.cluster.missing_ranks import missing_ranks, stand
 from mrl.platforms.collective_trail import Entry, RankGroup, Trail
-from mrl.remote.missing_ranks import missing_ranks, stand
 
 LAYERS = 3
 Program = list[tuple[RankGroup, str]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.vllm.load_layout import ModuleBuffers, check_same_shapes
+from mrl.engine.load_layout import ModuleBuffers, check_same_shapes
 
 LEAVES = ("w13_weight", "w2_weight")
 

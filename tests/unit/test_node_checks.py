@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.cluster.same_software import software
+from mrl.process.same_software import software
 from mrl.tools.node_checks import Clock, NodeFacts, clock_faults, port_faults, reaches, unlike_faults
 
 

@@ -204,7 +204,7 @@ def test_a_ranks_process_has_not_imported_megatron_when_it_is_prepared():
     and made MindSpeed too late.
     """
     program = (
-        "import sys\nfrom mrl.cluster.workers import ActorWorker\n"
+        "import sys\nfrom mrl.rank.rank_worker import ActorWorker\n"
         "assert 1024 <= ActorWorker.free_port(None) <= 65535\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'mbridge', 'vllm', 'torch')])"
     )

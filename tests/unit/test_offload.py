@@ -12,9 +12,9 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
-from mrl.megatron import parallel
-from mrl.megatron.critic import MegatronCritic
-from mrl.megatron.offload import Residence, StorageBuffer, bytes_of, check_resident, needs, reserve
+from mrl.rank import parallel
+from mrl.rank.critic import MegatronCritic
+from mrl.rank.offload import Residence, StorageBuffer, bytes_of, check_resident, needs, reserve
 
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER)
 

@@ -24,10 +24,9 @@ from mrl.config.load import load_config
 from mrl.config.rules import notes, violations
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import packed
+from mrl.driver.step_batch import StepBatch
+from mrl.driver.update import advantages, corrections, old_log_probs, update
 from mrl.errors import NumericAbort
-from mrl.flow.step_batch import StepBatch
-from mrl.megatron.packing import Shape, micro_batch
-from mrl.megatron.routing import Routing
 from mrl.model import model_spec, planning_model_spec
 from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
@@ -41,8 +40,9 @@ from mrl.plan.memory_phases import (
 )
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.times import phase_seconds, step_flops
+from mrl.rank.packing import Shape, micro_batch
+from mrl.rank.routing import Routing
 from mrl.record.metrics import reduce_parts
-from mrl.train.update import advantages, corrections, old_log_probs, update
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 ANCHOR = f"algorithm.anchor={ON_POLICY}"

@@ -7,8 +7,8 @@ from megatron.core.optimizer import OptimizerConfig
 
 from mrl.config.schema import OptimConfig
 from mrl.errors import ConfigError
-from mrl.megatron.bridge import checked_overrides
-from mrl.megatron.optimizer import build_scheduler, current_lr
+from mrl.rank.bridge import checked_overrides
+from mrl.rank.optimizer import build_scheduler, current_lr
 
 
 def rates(steps: int, total: int | None = None, **optim) -> list[float]:

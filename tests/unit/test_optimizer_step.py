@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
 from mrl.config.schema import OptimConfig
-from mrl.megatron import optimizer as ours
-from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, step
 from mrl.platforms.cpu_patches import PATCHES
+from mrl.rank import optimizer as ours
+from mrl.rank.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, step
 
 ASKED_FOR_CUDA = {  # of what Megatron's optimizers call
     "torch.Tensor.type": torch.Tensor.type,

@@ -10,8 +10,8 @@ from test_generation import AHEAD, N, World, in_memory  # noqa: F401
 from test_ready_first import Flight
 from test_snapshots import FROM_JSON, read_back
 
+from mrl.generate.train_state import TrainState
 from mrl.schedule.groups import State
-from mrl.train.resume import TrainState
 
 BOTH = [*AHEAD["two, partial"], *AHEAD["filtered"][2:]]
 STARTS = {

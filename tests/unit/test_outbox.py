@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mrl.data.samples import Sample, SampleRows, packed
+from mrl.engine import outbox
+from mrl.engine.outbox import HELD_S, LOSS_S, MANY, SHARE, Outbox, Outboxes
 from mrl.errors import Interrupted, LostProcess
-from mrl.flow import outbox
-from mrl.flow.outbox import HELD_S, LOSS_S, MANY, SHARE, Outbox, Outboxes
 
 
 class Clock(asyncio.SelectorEventLoop):

@@ -74,7 +74,7 @@ def built(tmp_path, monkeypatch):
     """A function from a family to the config that Megatron builds the actor of it with, and its ModelSpec."""
     from mbridge.core.parallel_states import ParallelStates
 
-    from mrl.megatron.bridge import MBridge
+    from mrl.rank.bridge import MBridge
 
     monkeypatch.setattr(ParallelStates, "get_parallel_state", classmethod(lambda cls: cls()))
 
@@ -216,7 +216,7 @@ def test_names_of_number_formats_reach_megatron_as_torch_has_them():
     import torch
     from megatron.core.optimizer import OptimizerConfig
 
-    from mrl.megatron.bridge import checked_overrides
+    from mrl.rank.bridge import checked_overrides
 
     names = {"main_grads_dtype": "float32", "exp_avg_dtype": "fp32", "fp8_recipe": "float32"}
     given = checked_overrides(ADAM, names, OptimizerConfig)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from mrl.megatron.packing import kept_positions
 from mrl.platforms.cpu_patches import PATCHES, rows_for
 from mrl.platforms.packs import Pack, for_attention, pack_of, tie
+from mrl.rank.packing import kept_positions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "hardware"))
 from host_reads import HostReads

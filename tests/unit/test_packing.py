@@ -8,9 +8,9 @@ import torch
 
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
-from mrl.megatron.forward import packing_of
-from mrl.megatron.packing import Shape, kept_positions, micro_batch
 from mrl.platforms.packs import pack_of
+from mrl.rank.forward import packing_of
+from mrl.rank.packing import Shape, kept_positions, micro_batch
 
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)
 ALL = np.array([0, 1, 2])

@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
-from mrl.megatron.bridge import _keep_gradients_from_padding
-from mrl.megatron.padding_row import keep_gradients_from
+from mrl.rank.bridge import _keep_gradients_from_padding
+from mrl.rank.padding_row import keep_gradients_from
 
 WORDS, WIDTH, PADDING = 11, 6, 4
 TOKENS = torch.tensor([[1, 4, 9, 4, 0, 1], [4, 7, 7, 10, 3, 4]])  # two rows, with padding in the middle and at the ends

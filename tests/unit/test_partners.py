@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.data.dialects import ToolCall
+from mrl.acting.dialects import ToolCall
+from mrl.acting.environment_pool import CallAnswer
 from mrl.data.samples import Sample, Turn, TurnCall, packed
-from mrl.environments.environment_pool import CallAnswer
-from mrl.flow import partners
-from mrl.flow.partners import CallRecord, ToolPartner, followed, sampled_turns
+from mrl.engine import partners
+from mrl.engine.partners import CallRecord, ToolPartner, followed, sampled_turns
 
 # calls of three turns, and what each came to: name, digest of its reply (empty: none)
 SPOKEN = [

@@ -9,12 +9,12 @@ import pytest
 from mrl.cluster import engine_fleet
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.gates import MemoryGate, MemoryHolder, PhaseMemory, shortage
+from mrl.cluster.process_logs import concerning
+from mrl.driver.placement import Colocated, Separate
 from mrl.errors import Interrupted, LostProcess
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.record.spec import metric_spec
-from mrl.remote.process_logs import concerning
 from mrl.schedule.fleet import READY, STARTING
-from mrl.train.placement import Colocated, Separate
 from mrl.units import GIB
 
 

@@ -8,12 +8,12 @@ from mrl.cluster.prerequisites import device_bundles, engine_bundles, needed_res
 from mrl.config.load import load_config
 from mrl.config.override_rules import upstream_class
 from mrl.config.places import Deployment, rank_places, rollout_layout
+from mrl.engine import requests
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import known_spec
 from mrl.model.device_grid import ClusterShape, Place, actor_places, bundles_of_places, engine_places, rank_order
 from mrl.model.layout import RolloutLayout
 from mrl.platforms.hosting import cpu_binding, get_hosting
-from mrl.vllm import requests
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "parallel_configs").glob("*/*.yaml"))

@@ -4,9 +4,9 @@ import pytest
 import ray
 
 from mrl.cli import main as command_line
+from mrl.cluster.calls import Late, gather
+from mrl.cluster.process_logs import LINES, concerning, log_tail, processes_of, with_log_tails
 from mrl.errors import Interrupted
-from mrl.remote.calls import Late, gather
-from mrl.remote.process_logs import LINES, concerning, log_tail, processes_of, with_log_tails
 
 
 def test_the_last_lines_are_those_that_say_something_without_control_characters(tmp_path):

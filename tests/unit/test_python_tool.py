@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from small_model import SIZES
 
+from mrl.acting import python_tool, sandbox, system_calls
+from mrl.acting.environment import LONGEST
+from mrl.acting.environment_pool import EnvironmentPool, check_tools
+from mrl.acting.python_tool import NOTHING, ProgramEnded, fault, run_program
+from mrl.acting.sandbox import PythonLimits
+from mrl.acting.tool import ToolsSpec
 from mrl.config.load import load_config
 from mrl.config.rules import violations
-from mrl.environments import python_tool, sandbox, system_calls
-from mrl.environments.environment import LONGEST
-from mrl.environments.environment_pool import EnvironmentPool, check_tools
-from mrl.environments.python_tool import NOTHING, ProgramEnded, fault, run_program
-from mrl.environments.sandbox import PythonLimits
-from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError
 from mrl.model import model_spec
 
@@ -191,7 +191,7 @@ def test_a_machine_that_cannot_confine_is_refused_unless_it_is_forced(monkeypatc
     assert python_tool.python_tool(forced).function("print(1)") == "1\n"
 
 
-UNFIT = """import mrl.environments.sandbox as box
+UNFIT = """import mrl.acting.sandbox as box
 box.give_up = lambda limits: 'rights stay'
 box.main()"""
 
@@ -253,7 +253,7 @@ def test_the_model_is_told_of_the_program_it_writes():
 def test_a_program_ends_with_the_process_that_watches_it(tmp_path):
     """Nobody else would end one that takes no processor time."""
     code = f"import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep({DEADLINE_S})"
-    watcher = f"from mrl.environments.python_tool import *; run_program({code!r}, PythonLimits({DEADLINE_S}))"
+    watcher = f"from mrl.acting.python_tool import *; run_program({code!r}, PythonLimits({DEADLINE_S}))"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", watcher], env=environment) as process:
         deadline = time.monotonic() + DEADLINE_S

@@ -19,6 +19,8 @@ from test_lora import LORA, WholeFactors, factors_of
 
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import notes, violations
+from mrl.driver.advice import MISMATCH, MismatchWatch
+from mrl.engine import handshake, requests
 from mrl.errors import ConfigError
 from mrl.model import known_spec, load_model_spec, tensor_specs
 from mrl.model.boxes import Box
@@ -42,8 +44,6 @@ from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
 from mrl.tools.search import SearchResult, legal_layouts, search
 from mrl.tools.search_report import run_with, search_problem, search_report
-from mrl.train.advice import MISMATCH, MismatchWatch
-from mrl.vllm import handshake, requests
 
 TP, EP, ETP = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 SMALL = 16  # rows and columns of a block of the small model: one head

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from mrl.driver.reporting import set_failures_aside
 from mrl.record import quarantine
 from mrl.record.quarantine import QUARANTINE, REWARD, ROW, Quarantine
 from mrl.record.run_dir import read_metrics
 from mrl.record.sinks import JsonlSink
 from mrl.reward.items import OK, RAISED, RewardResult
-from mrl.train.reporting import set_failures_aside
 
 
 def lines(folder) -> list[dict]:

@@ -25,6 +25,8 @@ from mrl.cli.convert import parse_layout
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.data.row_files import BadRow, RawRow, parse_row, read_rows
+from mrl.engine.engine_state import AWAITED
+from mrl.engine.requests import _of_model, stop_token_ids
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import known_spec, load_model_spec, model_spec, tensor_specs
 from mrl.model.hf_config import LayerKind
@@ -37,8 +39,6 @@ from mrl.plan.engine_memory import state_bytes_per_sequence
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.proof import rehearse
 from mrl.tools.rehearse.small_model import small_hf_config
-from mrl.vllm.engine_state import AWAITED
-from mrl.vllm.requests import _of_model, stop_token_ids
 
 DENSE = {
     "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 4,
@@ -253,7 +253,7 @@ def test_experts_of_another_number_are_told(folders, tmp_path):
 
 
 def test_megatrons_side_is_given_the_text_models_tensors(folders):
-    from mrl.megatron.mapped_bridge import WrappedFiles
+    from mrl.rank.mapped_bridge import WrappedFiles
 
     expected = weights(folders["moe"])
     found = WrappedFiles(str(folders["whole moe"])).load_some_hf_weight(list(expected))

@@ -246,9 +246,9 @@ def test_of_megatrons_own_layers_those_with_a_state_get_gated_delta_attention(mo
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    from mrl.megatron import torch_spec
-    from mrl.megatron.gated_delta import GatedDelta
-    from mrl.megatron.torch_spec import Norm, with_gated_delta
+    from mrl.rank import torch_spec
+    from mrl.rank.gated_delta import GatedDelta
+    from mrl.rank.torch_spec import Norm, with_gated_delta
 
     monkeypatch.setattr(torch_spec, "_layers_to_build", lambda config, vp_stage: range(4))  # of one rank
     given = TransformerLayerSubmodules(self_attention="attention", pre_mlp_layernorm=Norm, mlp="experts")
@@ -272,7 +272,7 @@ def test_norms_are_those_of_transformers_only_where_they_are_zero_centred(dtype)
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
-    from mrl.megatron.torch_spec import Norm
+    from mrl.rank.torch_spec import Norm
 
     random = torch.Generator().manual_seed(0)
     weight = 0.3 * torch.randn(48, generator=random)

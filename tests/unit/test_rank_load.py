@@ -14,13 +14,13 @@ from test_checkpoints import CONFIG
 from test_frozen import VALUES, Stored
 
 from mrl.checkpoint.manifest import MASTER, WEIGHTS_ONLY, WITH_OPTIMIZER, Manifest, write_manifest
-from mrl.checkpoint.rank_load import _load_optimizer_part, load_rank
-from mrl.checkpoint.rank_parameters import RankParameter
-from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import OptimConfig
 from mrl.errors import EnvironmentFault
-from mrl.megatron.optimizer import build_scheduler, current_lr
 from mrl.model import model_spec
+from mrl.rank.optimizer import build_scheduler, current_lr
+from mrl.rank.rank_load import _load_optimizer_part, load_rank
+from mrl.rank.rank_parameters import RankParameter
+from mrl.rank.rank_save import HostCopy
 
 EXPERTS = "expert-parallel-rng"
 WARM_UP = {"lr": 8.0, "lr_warmup_steps": 8}  # update k, from 1, has rate k

@@ -13,19 +13,19 @@ from replicas import scorers
 from test_scoring import CHARS, questions, samples
 
 from mrl.cluster.engine_fleet import EngineFleet
+from mrl.cluster.process_logs import concerning
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
+from mrl.driver import assemble, assemble_processes, loop
+from mrl.driver.assemble import RESTART_WINDOW, RestartBudget
+from mrl.driver.placement import Separate
+from mrl.driver.saving import Saver
+from mrl.driver.stop_signals import StopFlag
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights, NumericAbort
 from mrl.record.attempts import attempt, read_attempts
-from mrl.remote.process_logs import concerning
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool
 from mrl.schedule.fleet import RETIRED, Fleet
-from mrl.train import assemble, assemble_processes, loop
-from mrl.train.assemble import RESTART_WINDOW, RestartBudget
-from mrl.train.placement import Separate
-from mrl.train.saving import Saver
-from mrl.train.stop_signals import StopFlag
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 

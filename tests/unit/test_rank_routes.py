@@ -9,10 +9,10 @@ from replicas import InMemory
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING
 from mrl.data.samples import Sample, packed
-from mrl.flow.routes import RouteReader, read_routes, tokens_by_block
-from mrl.megatron.batching import MicroRows, RowLengths
-from mrl.megatron.cut import ReplicaCut
-from mrl.megatron.packing import Shape, micro_batch
+from mrl.rank.batching import MicroRows, RowLengths
+from mrl.rank.cut import ReplicaCut
+from mrl.rank.packing import Shape, micro_batch
+from mrl.store.routes import RouteReader, read_routes, tokens_by_block
 
 LAYERS, TOPK = 6, 2
 LENGTHS = [(3, 9), (1, 4), (6, 0), (2, 17), (5, 6), (4, 1)]

@@ -17,17 +17,17 @@ from replicas import InMemory
 from segment_checks import token_versions
 from test_generation import BATCH, LONGEST, Engines, N, World, in_memory  # noqa: F401
 
+from mrl.cluster.request_streams import FinishedResponses
 from mrl.config.schedule_rules import schedule_of
 from mrl.data.samples import Sample, Samples, packed
+from mrl.engine.kept_tokens import going_on, with_kept
+from mrl.engine.requests import Request
 from mrl.errors import Interrupted
-from mrl.flow.kept_tokens import going_on, with_kept
-from mrl.flow.request_streams import FinishedResponses
+from mrl.generate.group_metrics import recomputed_tokens
+from mrl.generate.kept_groups import read_kept
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 from mrl.record.metrics import PhaseTimer
-from mrl.train.kept_groups import read_kept
-from mrl.train.reporting import recomputed_tokens
-from mrl.train.resume import TrainState
-from mrl.train.spool import Spool
-from mrl.vllm.requests import Request
 
 STEPS = 6
 READY = [

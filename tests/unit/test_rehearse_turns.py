@@ -10,19 +10,19 @@ import numpy as np
 import tool_functions
 from test_conversations import PROMPT, SAMPLING, TOKENS, Engine, check_asked, last_calls, spec
 
+from mrl.acting.named import resolve_tools
+from mrl.acting.tool import ToolsSpec
 from mrl.config.load import load_config
 from mrl.data.dataset import load_tokenizer
 from mrl.data.samples import STOP_REASONS
-from mrl.environments.named import resolve_tools
-from mrl.environments.tool import ToolsSpec
-from mrl.flow.call_reader import VARIABLE, DialectReader, call_reader
-from mrl.flow.conversations import Conversations
+from mrl.driver.assemble_data import load_training, offer_of
+from mrl.engine.call_reader import VARIABLE, DialectReader, call_reader
+from mrl.engine.conversations import Conversations
+from mrl.engine.requests import Request, turns_spec
 from mrl.tools.rehearse.compose import NO_AGENT, NOT_HERE, WorkFolder
 from mrl.tools.rehearse.made_up_calls import MadeUpCalls, made_up_calls
 from mrl.tools.rehearse.prepare import prepare
 from mrl.tools.rehearse.stages import environment
-from mrl.train.assemble_data import load_training, offer_of
-from mrl.vllm.requests import Request, turns_spec
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 CLASSES = Path(environment_classes.__file__)

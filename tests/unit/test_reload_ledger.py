@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.vllm.receive import ReloadLedger, SlowPath
+from mrl.engine.receive import ReloadLedger, SlowPath
 
 # one fused parameter in the engine, three tensors of the checkpoint
 EXPECTED = {"q_proj.weight": [8, 4], "k_proj.weight": [2, 4], "v_proj.weight": [2, 4]}

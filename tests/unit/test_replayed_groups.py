@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mrl.generate.replays import Replays
+from mrl.generate.rollouts import prompt_seed
 from mrl.schedule.groups import State
-from mrl.train.replays import Replays
-from mrl.train.rollouts import prompt_seed
 
 SEED = 7
 REPLAYED = "trainer/replayed_responses"

@@ -30,18 +30,19 @@ from mrl.config.override_fields import VLLM_SPEED
 from mrl.config.override_rules import decided_by, upstream_class
 from mrl.config.schedule_rules import schedule_of
 from mrl.data.samples import LEFT_OUT, STOP_REASONS
+from mrl.driver.assemble_files import Beginning, with_spool
+from mrl.driver.assemble_files import Files as StartFiles
+from mrl.driver.resume import generated_again, groups_again, resumed_state
 from mrl.errors import Interrupted
+from mrl.generate.generation_rules import GenerationRules
+from mrl.generate.kept_groups import read_kept, read_left
+from mrl.generate.sampled_by import UNKNOWN, SampledBy, Sources, sources_of
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 from mrl.record.attempts import attempt, generated_after, read_attempts
 from mrl.record.metrics import PhaseTimer
 from mrl.record.run_dir import RunDir
 from mrl.reward.items import RAISED
-from mrl.train.assemble_files import Beginning, with_spool
-from mrl.train.assemble_files import Files as StartFiles
-from mrl.train.generation_rules import GenerationRules
-from mrl.train.kept_groups import read_kept, read_left
-from mrl.train.resume import TrainState, generated_again, groups_again, resumed_state
-from mrl.train.sampled_by import UNKNOWN, SampledBy, Sources, sources_of
-from mrl.train.spool import Spool
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 REPLAYED = "trainer/replayed_responses"
@@ -690,10 +691,10 @@ def test_a_full_disk_ends_no_run_and_leaves_nothing_half_done(tmp_path, monkeypa
     spool.serve(by(1), most=9)
     spool._writer.is_full = False
     spool.put(group(6))
-    monkeypatch.setattr("mrl.train.spool_lines.SpoolLines.add", refuse)
+    monkeypatch.setattr("mrl.generate.spool_lines.SpoolLines.add", refuse)
     spool.note()
     assert versions(spool) == ["by-0.jsonl"] and not spool.keeps
-    monkeypatch.setattr("mrl.train.spool_lines.SpoolLines.begin", refuse)
+    monkeypatch.setattr("mrl.generate.spool_lines.SpoolLines.begin", refuse)
     spool.serve(by(2), most=9)
     assert not spool.keeps
     spool.put(group(7))

@@ -684,7 +684,7 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
     from contextlib import contextmanager
     from types import SimpleNamespace
 
-    from mrl.train import assemble, loop, preflight
+    from mrl.driver import assemble, loop, preflight
 
     folder = tmp_path / "run"
 

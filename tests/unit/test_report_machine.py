@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from report_run import World, write_run
 
+from mrl.generate.lost_engines import LostEngines, Unfinished
 from mrl.record.attempts import attempt
 from mrl.tools.report import run_record, sections
 from mrl.tools.report.heldout import read_responses
@@ -15,7 +16,6 @@ from mrl.tools.report.run_record import RunRecord, read_run
 from mrl.tools.report.sections_run import incidents, memory, staleness
 from mrl.tools.report.verdict import verdict
 from mrl.tools.report.write import write_report
-from mrl.train.lost_engines import LostEngines, Unfinished
 from mrl.units import GIB
 
 ALLOCATED, AGE = "perf/max_memory_allocated_gb", "training/off_policy/trajectory_staleness"

@@ -8,20 +8,19 @@ import pytest
 from generations import SteadyFleet
 from replicas import InMemory
 
+from mrl.cluster import request_streams as engine_progress
+from mrl.cluster.request_streams import EngineProgress, FinishedResponses, FleetChange
 from mrl.cluster.rollout_group import request_limit
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
 from mrl.data.samples import Sample, packed
+from mrl.engine.requests import EngineReading, Request, Sampling
 from mrl.errors import Interrupted
-from mrl.flow import engine_progress
-from mrl.flow.engine_progress import EngineProgress
-from mrl.flow.request_streams import FinishedResponses, FleetChange
+from mrl.generate import rollouts
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Dispatcher
 from mrl.schedule.rate import Observation
 from mrl.schedule.staleness import Schedule
-from mrl.train import rollouts
-from mrl.vllm.requests import EngineReading, Request, Sampling
 
 ENGINES = ("a", "b", "c")
 

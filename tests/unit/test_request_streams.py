@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.cluster.workers import EngineWorker
+from mrl.cluster import request_streams
+from mrl.cluster.process_logs import concerning
+from mrl.cluster.request_streams import REST_S, RequestStreams
 from mrl.data.samples import Sample, packed
+from mrl.engine.engine_worker import EngineWorker
+from mrl.engine.outbox import Outboxes
+from mrl.engine.requests import Request, Sampling
 from mrl.errors import Interrupted, LostProcess
-from mrl.flow import request_streams
-from mrl.flow.outbox import Outboxes
-from mrl.flow.request_streams import REST_S, RequestStreams
-from mrl.flow.response_store import BLOCK_BYTES
-from mrl.remote.process_logs import concerning
-from mrl.vllm.requests import Request, Sampling
+from mrl.store.response_store import BLOCK_BYTES
 
 LONG = BLOCK_BYTES  # tokens
 

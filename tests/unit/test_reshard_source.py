@@ -354,7 +354,7 @@ def bridge_of(model: ModelSpec, ours: bool):
         from mbridge.models.qwen3 import Qwen3Bridge
         from mbridge.models.qwen3moe import Qwen3MoEBridge
 
-        from mrl.megatron.mapped_bridge import MappedBridge, bridge_config
+        from mrl.rank.mapped_bridge import MappedBridge, bridge_config
     classes = {
         "qwen2": Qwen2Bridge,
         "qwen3": Qwen3Bridge,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mrl.data.routes import ASKED, MISSING
+from mrl.engine.route_capture import RouteCapture
 from mrl.errors import EnvironmentFault
-from mrl.vllm.route_capture import RouteCapture
 
 LAYERS, DENSE, TOPK = 3, 1, 2
 

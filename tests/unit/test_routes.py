@@ -12,10 +12,10 @@ import torch
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING, RouteShape, is_missing, recoded
 from mrl.data.samples import Sample, Samples, packed
+from mrl.driver.update import check_routed, old_log_probs
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
-from mrl.megatron.packing import Shape, micro_batch
-from mrl.megatron.routing import _Chooser
-from mrl.train.update import check_routed, old_log_probs
+from mrl.rank.packing import Shape, micro_batch
+from mrl.rank.routing import _Chooser
 
 SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=4)  # the first layer is dense
 WHOSE = "engine 1, sample 7"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from mrl.megatron.routing import Routing, _choosing
+from mrl.rank.routing import Routing, _choosing
 
 REAL = torch.tensor([True, True, False])  # the last one is padding
 

@@ -12,14 +12,14 @@ import pytest
 from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
 from mrl.config.schedule_rules import schedule_of
+from mrl.driver.reporting import AdvisedRecord
+from mrl.driver.resume import generated_again, rewind
 from mrl.errors import ConfigError
 from mrl.record import attempts
 from mrl.record.attempts import UnderWay, attempt, generated_after, note_under_way, read_attempts
 from mrl.record.run_dir import RunDir, append_lines, json_line, read_metrics
 from mrl.record.sample_files import write_differences, write_samples
 from mrl.record.sinks import JsonlSink
-from mrl.train.reporting import AdvisedRecord
-from mrl.train.resume import generated_again, rewind
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 

@@ -12,17 +12,17 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.checkpoint.step_folders import Newest
+from mrl.driver.assemble_files import _poll
+from mrl.driver.resume import _restore_line, rewind
+from mrl.driver.stop_signals import StopFlag
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted, LostLock
+from mrl.generate.lost_engines import LostEngines
 from mrl.record import process_mark, run_lock
 from mrl.record.attempts import UnderWay, attempt, read_attempts
 from mrl.record.process_mark import ProcessMark
 from mrl.record.run_dir import RunDir
 from mrl.record.run_lock import BEAT_S, LEASE_S, RunLock, in_use, newest_lock
 from mrl.record.sinks import make_sinks
-from mrl.train.assemble_files import _poll
-from mrl.train.lost_engines import LostEngines
-from mrl.train.resume import _restore_line, rewind
-from mrl.train.stop_signals import StopFlag
 
 OPEN = "from mrl.record.run_dir import RunDir; RunDir.open({!r}, '', resume=True); "
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mrl.cluster.same_software import check_same, software
 from mrl.errors import EnvironmentFault
+from mrl.process.same_software import check_same, software
 
 HERE = {"torch": "2.13.0", "ray": "2.60.0", "mrl's sources": "aaaa"}
 

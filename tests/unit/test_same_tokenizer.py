@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mrl.checkpoint.manifest import Manifest, facts_of
+from mrl.driver.resume import _check_same_tokenizer, new_run
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.vocabularies import vocabulary
-from mrl.train.resume import _check_same_tokenizer, new_run
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 

@@ -12,9 +12,10 @@ import mrl.cli.samples as samples_command
 from mrl.cli.main import main
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Samples, packed
+from mrl.driver import sample_writer
+from mrl.driver.sample_writer import SampleWriter, kept_rows
+from mrl.engine import outbox
 from mrl.errors import ConfigError, DataError, EnvironmentFault
-from mrl.flow import outbox, sample_writer
-from mrl.flow.sample_writer import SampleWriter, kept_rows
 from mrl.record import sample_files
 from mrl.record.sample_files import StepFile, keep_within, read_samples, write_differences, write_samples
 from mrl.reward.items import RewardResult

@@ -15,7 +15,10 @@ from mrl.config.rules import notes, violations
 from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor, PromptStream
 from mrl.data.samples import Sample
+from mrl.engine.requests import Sampling
 from mrl.errors import DataError, NumericAbort
+from mrl.generate import judged_groups, kept_groups, rollouts
+from mrl.generate.rollouts import Responder
 from mrl.model import ModelSpec
 from mrl.record.metrics import PhaseTimer
 from mrl.record.spec import metric_spec
@@ -23,9 +26,6 @@ from mrl.reward.items import NOT_FINITE, OK, RAISED, RewardResult, RewardSpec
 from mrl.reward.pool import RewardPool
 from mrl.reward.resolve import resolve
 from mrl.reward.worker import score_one
-from mrl.train import judged_groups, kept_groups, rollouts
-from mrl.train.rollouts import Responder
-from mrl.vllm.requests import Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TINY_MODEL = ModelSpec(

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from small_model import SIZES, write_model
 
-from mrl.checkpoint import disk_space, rank_load, rank_save
+from mrl.checkpoint import disk_space
 from mrl.checkpoint.manifest import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -27,19 +27,21 @@ from mrl.checkpoint.manifest import (
     file_facts,
     read_manifest,
 )
-from mrl.checkpoint.rank_parameters import RankParameter
-from mrl.checkpoint.rank_save import HostCopy, file_bytes, write_tensors
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
+from mrl.driver.resume import RunIdentity
+from mrl.driver.saving import BackgroundWrite, SavedRun, Saver
 from mrl.errors import EnvironmentFault, LostLock, NumericAbort
-from mrl.megatron.adam_state import AdamState
+from mrl.generate.train_state import TrainState
 from mrl.model import model_spec
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
-from mrl.train.resume import RunIdentity, TrainState
-from mrl.train.saving import BackgroundWrite, SavedRun, Saver
+from mrl.rank import rank_load, rank_save
+from mrl.rank.adam_state import AdamState
+from mrl.rank.rank_parameters import RankParameter
+from mrl.rank.rank_save import HostCopy, file_bytes, write_tensors
 
 FULL = Path("/dev/full")  # every write to it finds no space left
 WHOLE = Box.whole((4,))
@@ -127,7 +129,7 @@ def test_a_file_reads_back_through_safetensors_and_its_facts_are_those_of_the_di
 
 
 def test_a_tensor_longer_than_a_piece_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("mrl.checkpoint.rank_save._WRITE_BYTES", 5)
+    monkeypatch.setattr("mrl.rank.rank_save._WRITE_BYTES", 5)
     tensors = {"a": torch.arange(9.0), "b": torch.arange(3, dtype=torch.uint8)}
     assert write_tensors(tmp_path / "a", tensors) == file_facts(tmp_path / "a")
     assert torch.equal(load_file(tmp_path / "a")["a"], tensors["a"])
@@ -163,7 +165,7 @@ def test_a_copy_that_is_being_written_is_not_overwritten(tmp_path, monkeypatch):
             copy.take(None)
         return {"bytes": 0, "sha256": ""}
 
-    monkeypatch.setattr("mrl.checkpoint.rank_save.write_tensors", takes_meanwhile)
+    monkeypatch.setattr("mrl.rank.rank_save.write_tensors", takes_meanwhile)
     assert copy.write(tmp_path).files == {"rank-00000.safetensors": {"bytes": 0, "sha256": ""}}
 
 

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 from replicas import InMemory, scorers, stored
 
+from mrl.cluster import scoring
+from mrl.cluster.calls import Late
+from mrl.cluster.process_logs import processes_of
+from mrl.cluster.scoring import scorer_places
 from mrl.data.samples import Sample, Turn, TurnCall
 from mrl.errors import EnvironmentFault
-from mrl.flow import scoring
-from mrl.flow.reward_texts import SHORT, with_texts
-from mrl.flow.scoring import scorer_places
-from mrl.remote.calls import Late
-from mrl.remote.process_logs import processes_of
 from mrl.reward.builtin_rules import environment
 from mrl.reward.items import LEFT_OUT, NOT_FINITE, OK, Question, RewardItem, RewardSpec, check_failures
 from mrl.reward.pool import RewardPool
+from mrl.store.reward_texts import SHORT, with_texts
 
 WHOLE = ["acc", "count", "more", "pred", "why"]
 CHARS = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))

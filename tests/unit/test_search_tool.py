@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from small_model import SIZES
 
+from mrl.acting.environment_pool import EnvironmentPool, check_tools
+from mrl.acting.search_tool import LONGEST_PASSAGE, write_index
+from mrl.acting.tool import ToolsSpec
 from mrl.config.load import load_config
 from mrl.config.rules import violations
-from mrl.environments.environment_pool import EnvironmentPool, check_tools
-from mrl.environments.search_tool import LONGEST_PASSAGE, write_index
-from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError
 from mrl.model import model_spec
 

@@ -15,17 +15,18 @@ from report_run import World, write_run
 
 from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.cli.main import main
-from mrl.cluster.prerequisites import OPEN_RAY, free_port, refuse_open_ray
+from mrl.cluster.prerequisites import OPEN_RAY, refuse_open_ray
 from mrl.config.load import load_config
 from mrl.config.schema import schema_keys
+from mrl.driver.preflight import plug_in_lines, plug_ins
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.model import load_model_spec
 from mrl.model.hf_files import hf_files, weight_files
 from mrl.model.registry import known_hf_config
 from mrl.platforms.hosting import get_hosting
+from mrl.process.free_ports import free_port
 from mrl.record.attempts import ATTEMPTS, attempt
 from mrl.record.redact import HIDDEN, command_without_secrets, without_secrets
-from mrl.train.preflight import plug_in_lines, plug_ins
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
@@ -232,8 +233,8 @@ def test_every_kind_of_plug_in_is_named(tmp_path, tiny_worlds):
 def test_a_plug_in_is_named_before_its_code_runs(tmp_path, tiny_worlds, monkeypatch, capsys):
     """A reward is asked about the first row before the run starts."""
     order = []
-    monkeypatch.setattr("mrl.train.preflight.preflight", lambda *_: None)
-    monkeypatch.setattr("mrl.train.preflight.check_inputs", lambda *_: order.append(capsys.readouterr().out) or stop())
+    monkeypatch.setattr("mrl.driver.preflight.preflight", lambda *_: None)
+    monkeypatch.setattr("mrl.driver.preflight.check_inputs", lambda *_: order.append(capsys.readouterr().out) or stop())
     (tmp_path / "mine.py").touch()
     with pytest.raises(SystemExit):
         main(["train", str(PRESET), "--set", f"reward.custom_reward_function.path={tmp_path}/mine.py"])

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from mrl.cluster import shared_folder
-from mrl.cluster.shared_folder import check_seen, marked
 from mrl.errors import EnvironmentFault
+from mrl.process import shared_folder
+from mrl.process.shared_folder import check_seen, marked
 
 
 def test_a_mark_is_seen_where_it_was_written_and_leaves_nothing(tmp_path):

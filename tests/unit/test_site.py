@@ -13,11 +13,11 @@ import pytest
 import yaml
 from test_turns_config import MODEL
 
+from mrl.acting.environment_pool import EnvironmentPool
+from mrl.acting.tool import ToolsSpec
 from mrl.cli.main import make_parser
 from mrl.config.load import load_config
 from mrl.config.rules import violations
-from mrl.environments.environment_pool import EnvironmentPool
-from mrl.environments.tool import ToolsSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

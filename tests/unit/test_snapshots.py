@@ -17,19 +17,19 @@ from test_ready_first import STEPS, Flight, LiveEngines
 
 from mrl.checkpoint.group_files import GroupRecord, group_file, read_group, write_group
 from mrl.checkpoint.manifest import file_facts
+from mrl.cluster.process_logs import concerning
+from mrl.cluster.request_streams import EngineProgress
 from mrl.data.order import DataCursor
 from mrl.data.samples import LEFT_OUT, STOP_REASONS, Sample, packed
 from mrl.errors import DamagedCheckpoint, DataError, EnvironmentFault, Interrupted, LostLock
-from mrl.flow.engine_progress import EngineProgress
-from mrl.flow.group_writer import GroupParts
+from mrl.generate.group_writer import GroupParts
+from mrl.generate.kept_groups import read_kept
+from mrl.generate.lost_engines import LostEngines
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 from mrl.record.metrics import PhaseTimer
-from mrl.remote.process_logs import concerning
 from mrl.reward.items import NOT_FINITE, OK, RAISED, RewardResult
 from mrl.schedule.groups import State
-from mrl.train.kept_groups import read_kept
-from mrl.train.lost_engines import LostEngines
-from mrl.train.resume import TrainState
-from mrl.train.spool import Spool
 
 STARTS = {
     "in order, partial": lambda seed, *more, **own: World(seed, AHEAD["two, partial"], *more, **own),

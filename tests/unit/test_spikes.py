@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mrl.driver.reporting import SPIKE, SPIKE_LEAST, SPIKE_WINDOW, SpikeWatch, in_ranges, note_warning
+from mrl.driver.update import gradient_norms
 from mrl.record.run_dir import RunDir
 from mrl.tools.report.run_record import RunRecord
-from mrl.train.reporting import SPIKE, SPIKE_LEAST, SPIKE_WINDOW, SpikeWatch, in_ranges, note_warning
-from mrl.train.update import gradient_norms
 
 
 def updates(first: int, count: int = 1) -> list[np.ndarray]:

@@ -12,15 +12,15 @@ from mrl.checkpoint.group_files import group_file, write_group
 from mrl.checkpoint.manifest import file_facts
 from mrl.config.load import load_config
 from mrl.data.samples import Sample
+from mrl.driver.assemble_files import _spool
 from mrl.errors import EnvironmentFault, Interrupted, LostLock, NumericAbort
-from mrl.flow.group_writer import GroupParts, record_of
+from mrl.generate.group_writer import GroupParts, record_of
+from mrl.generate.kept_groups import KeptGroups
+from mrl.generate.sampled_by import UNKNOWN
+from mrl.generate.spool import Spool
 from mrl.record.run_dir import RunDir
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
-from mrl.train.assemble_files import _spool
-from mrl.train.kept_groups import KeptGroups
-from mrl.train.sampled_by import UNKNOWN
-from mrl.train.spool import Spool
 
 
 class Writer:
@@ -162,7 +162,7 @@ def test_a_writer_that_outlives_its_process_replaces_no_file_of_the_next(spool, 
 
 def test_an_older_folder_that_cannot_be_removed_is_no_obstacle(spool, tmp_path, monkeypatch):
     """A writer that still runs makes a file in it while it is removed."""
-    monkeypatch.setattr("mrl.train.spool.shutil.rmtree", lambda path, ignore_errors: None)
+    monkeypatch.setattr("mrl.generate.spool.shutil.rmtree", lambda path, ignore_errors: None)
     again = Spool(tmp_path / "spool", Writer())
     assert again.folder != spool.folder and again.folder.is_dir()
 
@@ -253,7 +253,7 @@ def test_however_a_run_ends_its_spool_goes_once_nobody_writes(tmp_path, monkeypa
     folder, seen = tmp_path / "spool", []
     writer = Writer()
     writer.close = lambda: seen.append(folder.is_dir())
-    monkeypatch.setattr("mrl.train.assemble_files.GroupWriter", lambda timeout_s, route_bytes: writer)
+    monkeypatch.setattr("mrl.driver.assemble_files.GroupWriter", lambda timeout_s, route_bytes: writer)
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, ["trainer.schedule=one_step_off"]).config
     with pytest.raises(type(error)) if error else nullcontext(), _spool(files_order(config), RunDir(tmp_path), None):
         (next(folder.iterdir()) / "group-3.0.npz").touch()

@@ -11,10 +11,10 @@ from mrl.cluster.actor_group import ActorGroup, RankOrder
 from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
 from mrl.cluster.seats import Seat, Seats
 from mrl.config.load import load_config
+from mrl.driver import assemble_processes
+from mrl.driver.assemble_processes import ProcessOrder, start_processes
 from mrl.model import known_spec
 from mrl.reward.items import RewardSpec
-from mrl.train import assemble_processes
-from mrl.train.assemble_processes import ProcessOrder, start_processes
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 MODEL = known_spec("Qwen3-30B-A3B")

@@ -20,26 +20,25 @@ from mrl.algo.rows import in_chunks
 from mrl.algo.selection import _lots, means_of
 from mrl.algo.spec import ADVANTAGES
 from mrl.cluster import actor_group
-from mrl.cluster.workers import MODEL_VERBS, ActorWorker
 from mrl.config.load import load_config
 from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, SampleRows, packed
+from mrl.driver.reporting import record_shown_rows
+from mrl.driver.sample_writer import SampleWriter, _Writer
+from mrl.driver.step_batch import StepBatch, counts_of
+from mrl.driver.update import advantages, corrections, old_log_probs
 from mrl.errors import Interrupted, NumericAbort
-from mrl.flow import rank_batch
-from mrl.flow.rank_batch import RankBatch
-from mrl.flow.response_store import BLOCK_BYTES, ResponseBlock, ResponseStore
-from mrl.flow.sample_writer import SampleWriter, _Writer
-from mrl.flow.step_batch import StepBatch, counts_of
-from mrl.megatron import batching
-from mrl.megatron.batching import MicroRows
-from mrl.megatron.cut import ReplicaCut
+from mrl.generate.rollouts import Rollouts, compared
+from mrl.rank import batching, rank_batch
+from mrl.rank.batching import MicroRows
+from mrl.rank.cut import ReplicaCut
+from mrl.rank.rank_batch import RankBatch
+from mrl.rank.rank_worker import MODEL_VERBS, ActorWorker
 from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import StepFile, read_samples
 from mrl.record.shown_rows import read_shown_rows
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
-from mrl.train.reporting import record_shown_rows
-from mrl.train.rollouts import Rollouts, compared
-from mrl.train.update import advantages, corrections, old_log_probs
+from mrl.store.response_store import BLOCK_BYTES, ResponseBlock, ResponseStore
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 PROMPTS, N = 6, 4

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from mrl.driver import loop, stop_signals
+from mrl.driver.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
 from mrl.errors import Interrupted
-from mrl.train import loop, stop_signals
-from mrl.train.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -51,7 +51,7 @@ def test_a_second_signal_ends_the_process_with_the_code_of_a_resumable_run(inter
 RUN = """
 import os, subprocess, sys, time
 from mrl.platforms.process_tree import end_descendants
-from mrl.train.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
+from mrl.driver.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
 below = "import os, subprocess, time; p = subprocess.Popen(['sleep', '60']); print(os.getpid(), p.pid, flush=True); "
 subprocess.Popen([sys.executable, "-c", below + "time.sleep(60)"], start_new_session=True)
 stop = StopFlag(grace_of_the_job())

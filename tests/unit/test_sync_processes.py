@@ -10,7 +10,7 @@ import pytest
 from nccl_like import at_once, receive_again, receive_all, send_again, send_all, stop_while_connecting
 from reshard_world import setup_for
 
-from mrl.cluster.prerequisites import free_port
+from mrl.process.free_ports import free_port
 from mrl.reshard.digest import MODULUS
 from mrl.reshard.setup import route
 

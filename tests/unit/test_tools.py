@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import tool_functions
 
+from mrl.acting.builtin import calculator
+from mrl.acting.environment import LONGEST
+from mrl.acting.environment_pool import EnvironmentPool, check_tools
+from mrl.acting.offer import name_of
+from mrl.acting.tool import LONGEST_NAME, Tool, ToolsSpec
 from mrl.data.row_columns import NAME
-from mrl.environments.builtin import calculator
-from mrl.environments.environment import LONGEST
-from mrl.environments.environment_pool import EnvironmentPool, check_tools
-from mrl.environments.offer import name_of
-from mrl.environments.tool import LONGEST_NAME, Tool, ToolsSpec
 from mrl.errors import ConfigError
 
 FILE = str(Path(tool_functions.__file__))

@@ -28,17 +28,18 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Sequences, packed
-from mrl.flow.step_batch import StepBatch
-from mrl.megatron.batching import UpdateResult
-from mrl.megatron.packing import Shape, micro_batch
+from mrl.driver.reporting import mfu_metrics
+from mrl.driver.step_batch import StepBatch
+from mrl.driver.update import advantages, corrections, old_log_probs, update
+from mrl.driver.validation import _lengths
+from mrl.generate.group_metrics import version_metrics
+from mrl.generate.rollouts import Judge, Rollouts, compared
 from mrl.model import model_spec
+from mrl.rank.batching import UpdateResult
+from mrl.rank.packing import Shape, micro_batch
 from mrl.record.metrics import length_metrics, reward_metrics, speed_metrics, turn_metrics
 from mrl.record.spec import all_metrics
 from mrl.reward.items import LEFT_OUT, NOT_FINITE, OK, RewardResult
-from mrl.train.reporting import mfu_metrics, version_metrics
-from mrl.train.rollouts import Judge, Rollouts, compared
-from mrl.train.update import advantages, corrections, old_log_probs, update
-from mrl.train.validation import _lengths
 
 # what the model computes, or memory holds, is of all tokens: context is among them
 COMPUTED = {

@@ -11,8 +11,8 @@ from threading import Timer
 import pytest
 from reshard_world import setup_for
 
-from mrl.cluster.workers import ActorWorker
 from mrl.platforms.transfer import CpuTransfer
+from mrl.rank.rank_worker import ActorWorker
 from mrl.reshard.connect import connect_sender
 from mrl.reshard.transport import TransferError, received_rounds
 from mrl.reshard.transport_shm import SharedMemoryReceiver, SharedMemorySender, arena_path

@@ -11,13 +11,13 @@ import pytest
 from mrl.config.load import load_config
 from mrl.data.dataset import PromptDataset
 from mrl.data.row_files import BadRow, RawRow, parse_row, read_rows
+from mrl.driver import first_look
+from mrl.driver.assemble_data import prompt_parameters
+from mrl.driver.first_look import look
 from mrl.errors import ConfigError, DataError
 from mrl.reward.items import RewardItem, RewardSpec
 from mrl.reward.pool import RewardPool
 from mrl.reward.truths import unmatched
-from mrl.train import first_look
-from mrl.train.assemble_data import prompt_parameters
-from mrl.train.first_look import look
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 

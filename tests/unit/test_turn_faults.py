@@ -11,10 +11,10 @@ import environment_classes
 import pytest
 import tool_functions
 
-from mrl.environments.environment import LONGEST
-from mrl.environments.environment_pool import EnvironmentPool
-from mrl.environments.python_tool import fault
-from mrl.environments.tool import ToolsSpec
+from mrl.acting.environment import LONGEST
+from mrl.acting.environment_pool import EnvironmentPool
+from mrl.acting.python_tool import fault
+from mrl.acting.tool import ToolsSpec
 
 TOOLS = ToolsSpec(("hangs", "raises", "floods", "dies", "prints", "python"), str(tool_functions.__file__))
 WITHOUT_PYTHON = ToolsSpec(TOOLS.names[:-1], TOOLS.path)

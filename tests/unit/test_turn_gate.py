@@ -2,7 +2,7 @@
 
 import asyncio
 
-from mrl.flow.turn_gate import TurnGate
+from mrl.engine.conversations import TurnGate
 
 
 def noted(slots: int | None, *asked: bool) -> tuple[list[int], int]:

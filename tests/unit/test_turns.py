@@ -10,6 +10,7 @@ from trajectories import trajectories
 
 import mrl.cli.samples as samples_command
 from mrl.cli.main import main
+from mrl.cluster.scoring import outcomes
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING
 from mrl.data.row_columns import ONE_BRANCH, ONE_TURN
@@ -24,8 +25,7 @@ from mrl.data.samples import (
     with_turns,
 )
 from mrl.errors import DataError
-from mrl.flow.rank_batch import RankBatch
-from mrl.flow.scoring import outcomes
+from mrl.rank.rank_batch import RankBatch
 from mrl.record.metrics import turn_metrics
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec

@@ -23,19 +23,19 @@ from segment_checks import token_versions
 from test_generation import BATCH, Engines, N, World, assert_same
 from test_generation import in_memory as in_memory  # for all tests here
 
-from mrl.data.dialects import dialect_of
+from mrl.acting.builtin import GuessTheNumber, calculator
+from mrl.acting.dialects import dialect_of
+from mrl.acting.tool import ToolsSpec, TurnsSpec
+from mrl.cluster.request_streams import FinishedResponses
 from mrl.data.samples import CALL_REASONS, STOP_REASONS, Sample, Samples, packed
-from mrl.environments.builtin import GuessTheNumber, calculator
-from mrl.environments.tool import ToolsSpec, TurnsSpec
+from mrl.engine.conversations import Conversations
+from mrl.engine.requests import Sampling
 from mrl.errors import LostProcess
-from mrl.flow.conversations import Conversations
-from mrl.flow.request_streams import FinishedResponses
+from mrl.generate.kept_groups import read_kept
+from mrl.generate.spool import Spool
+from mrl.generate.train_state import TrainState
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
-from mrl.train.kept_groups import read_kept
-from mrl.train.resume import TrainState
-from mrl.train.spool import Spool
-from mrl.vllm.requests import Sampling
 
 TOKENS = tokenizer("hermes")
 FILE = str(Path(environment_classes.__file__))

@@ -10,17 +10,17 @@ from dialect_templates import CODER, tokenizer
 from small_model import SIZES
 from test_data import row, write_jsonl
 
+from mrl.acting.environment_pool import EnvironmentPool
+from mrl.acting.offer import Offer, name_of
+from mrl.acting.tool import Tool
 from mrl.config.load import SchemaRefusal, load_config
 from mrl.config.rules import violations
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
-from mrl.environments.environment_pool import EnvironmentPool
-from mrl.environments.offer import Offer, name_of
-from mrl.environments.tool import Tool
+from mrl.driver import first_look
+from mrl.driver.assemble_data import checked_tools, load_training, prompt_parameters
+from mrl.engine.requests import turns_spec
 from mrl.errors import ConfigError, DataError
 from mrl.model import model_spec
-from mrl.train import first_look
-from mrl.train.assemble_data import checked_tools, load_training, prompt_parameters
-from mrl.vllm.requests import turns_spec
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 FILE = str(Path(tool_functions.__file__))

@@ -8,12 +8,12 @@ import pytest
 import torch
 from test_load_layout import WEIGHTS, Engine, ToyReload, final, right_digest, targets
 
+from mrl.engine import receive
+from mrl.engine.load_layout import layers_of
+from mrl.engine.read_back import hf_block
+from mrl.engine.receive import FastPath, InitInfo, UpdateInfo
 from mrl.errors import EnvironmentFault
 from mrl.reshard.execute import ReceiveReport
-from mrl.vllm import receive
-from mrl.vllm.load_layout import layers_of
-from mrl.vllm.read_back import hf_block
-from mrl.vllm.receive import FastPath, InitInfo, UpdateInfo
 
 
 class ToyAdapter(ToyReload):

@@ -462,7 +462,7 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_paths(monkeypatch, t
     from mrl.errors import ConfigError
     from mrl.record import sinks
 
-    monkeypatch.setattr("mrl.train.first_look.look", lambda config: None)
+    monkeypatch.setattr("mrl.driver.first_look.look", lambda config: None)
     monkeypatch.setattr(validate, "_look_at_weights", lambda *given: [])
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
     resolved = load_config(BASE, overrides=["trainer.logger=[console,wandb]"])

@@ -14,18 +14,18 @@ from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.samples import Sample
+from mrl.driver.loop import due, held_out_metrics
+from mrl.driver.placement import Separate
+from mrl.driver.stop_signals import StopFlag
+from mrl.driver.validation import ValidationSettings, answer_and_score
+from mrl.engine.requests import Sampling
 from mrl.errors import DataError, EnvironmentFault, LostLock
+from mrl.generate.rollouts import Responder
+from mrl.generate.train_state import TrainState
 from mrl.record.run_dir import RunDir
 from mrl.record.validation_metrics import evenly_spread
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool
-from mrl.train.loop import due, held_out_metrics
-from mrl.train.placement import Separate
-from mrl.train.resume import TrainState
-from mrl.train.rollouts import Responder
-from mrl.train.stop_signals import StopFlag
-from mrl.train.validation import ValidationSettings, answer_and_score
-from mrl.vllm.requests import Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
@@ -110,7 +110,7 @@ class World:
 @pytest.fixture(autouse=True)
 def no_model_files(monkeypatch):
     sampling = Sampling(temperature=0.5, max_tokens=16, stop_token_ids=())
-    monkeypatch.setattr("mrl.train.validation.validation_sampling", lambda *sections: sampling)
+    monkeypatch.setattr("mrl.driver.validation.validation_sampling", lambda *sections: sampling)
 
 
 ROWS = [row("a", "1", source="math_dapo"), row("b", "2", source="math_dapo"), row("c", "3", source="exact_match")]
@@ -283,7 +283,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(tmp_path, capsys, arguments
 
 
 def test_the_table_of_an_evaluation_shows_each_core_metric_with_its_interval():
-    from mrl.train.evaluation import table
+    from mrl.driver.evaluation import table
 
     metrics = {"val-core/a/acc/mean@2": 0.5, "val-core/a/acc/best@2/std": 0.3, "val-aux/a/acc/std@2": 0.2}
     metrics |= {"val-aux/a/acc/mean@2/ci95_low": 0.4, "val-aux/a/acc/mean@2/ci95_high": 0.7}
@@ -296,7 +296,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
     """test_freq 2 of 5 steps: before the first, after 2 and 4, and after the last;
     a resumed run does not begin with one.
     """
-    from mrl.train import loop
+    from mrl.driver import loop
 
     assert [step for step in range(1, 6) if due(2, step, total_steps=5)] == [2, 4, 5]
     assert not any(due(-1, step, total_steps=5) for step in range(1, 6))

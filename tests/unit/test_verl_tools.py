@@ -13,18 +13,18 @@ import pytest
 import yaml
 from test_import_verl import from_overrides
 
+from mrl.acting.environment_pool import EnvironmentPool
+from mrl.acting.offer import name_of
+from mrl.acting.python_tool import fault
+from mrl.acting.sandbox import PythonLimits
+from mrl.acting.tool import ToolsSpec
+from mrl.acting.verl_environment import verl_environment
+from mrl.acting.verl_tool_config import GSM8K, SANDBOX, SEARCH_R1, VERL_TOOLS, read_tool_config
 from mrl.config.load import load_config
-from mrl.environments.environment_pool import EnvironmentPool
-from mrl.environments.offer import name_of
-from mrl.environments.python_tool import fault
-from mrl.environments.sandbox import PythonLimits
-from mrl.environments.tool import ToolsSpec
-from mrl.environments.verl_environment import verl_environment
-from mrl.environments.verl_tool_config import GSM8K, SANDBOX, SEARCH_R1, VERL_TOOLS, read_tool_config
+from mrl.driver.preflight import plug_in_lines, plug_ins
 from mrl.errors import ConfigError
 from mrl.reward.resolve import load_module
 from mrl.reward.verl_modules import default_score
-from mrl.train.preflight import plug_in_lines, plug_ins
 
 SCHEMA = {
     "type": "function",

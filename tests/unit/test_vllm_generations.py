@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from mrl.engine import receive
+from mrl.engine.vllm_engine import VllmEngine
 from mrl.errors import EnvironmentFault
 from mrl.platforms.versions import VLLM_GENERATIONS, vllm_generation
-from mrl.vllm import receive
-from mrl.vllm.engine import VllmEngine
 
 ROOM = Path(receive.__file__).parent
 
@@ -53,7 +53,7 @@ def test_each_generation_has_an_adapter_and_each_adapter_a_generation(monkeypatc
     for generation in VLLM_GENERATIONS:
         installed(monkeypatch, vllm=f"{generation.name}.1")
         modules.append(receive.adapter_module())
-    assert sorted(modules) == sorted(f"mrl.vllm.{file.stem}" for file in ROOM.glob("v[0-9]_[0-9]*.py"))
+    assert sorted(modules) == sorted(f"mrl.engine.{file.stem}" for file in ROOM.glob("v[0-9]_[0-9]*.py"))
 
 
 def test_each_adapter_has_what_is_loaded_by_name():

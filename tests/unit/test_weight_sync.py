@@ -18,15 +18,15 @@ from ray.exceptions import RayTaskError
 from reshard_world import DictWriter, World, expected, hf_weights, setup_for, shards_of
 
 from mrl.cluster import engine_fleet, weight_sync
+from mrl.cluster.calls import Late, LostPeer
 from mrl.cluster.engine_fleet import EngineFleet
-from mrl.cluster.prerequisites import free_port
+from mrl.cluster.process_logs import concerning, processes_of
 from mrl.cluster.weight_sync import WeightSync
+from mrl.engine.requests import VersionServed, rank_name
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess
-from mrl.remote.calls import Late, LostPeer
-from mrl.remote.process_logs import concerning, processes_of
+from mrl.process.free_ports import free_port
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.transport import TransferError, sequence_number
-from mrl.vllm.requests import VersionServed, rank_name
 
 TRAIN = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 REPLICAS = dict(world_size=2)
@@ -146,7 +146,7 @@ class FakeCluster:
 
 
 def run_all(calls: dict, *_) -> dict:
-    """As mrl.remote.calls.settle: errors are answers."""
+    """As mrl.cluster.calls.settle: errors are answers."""
 
     def caught(call):
         try:

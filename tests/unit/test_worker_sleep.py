@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.vllm import ascend_wake
-from mrl.vllm.constants import Constants
-from mrl.vllm.engine_state import CACHE, WEIGHTS
-from mrl.vllm.sleeping import NEEDS_WEIGHTS, SleepingExtension, check_layout, layout_of
+from mrl.engine import ascend_wake
+from mrl.engine.constants import Constants
+from mrl.engine.engine_state import CACHE, WEIGHTS
+from mrl.engine.sleeping import NEEDS_WEIGHTS, SleepingExtension, check_layout, layout_of
 
 
 class Pool:

@@ -8,7 +8,7 @@ from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, PENALTIES_TO_COME, WHITENED
 from mrl.algo.correction import CorrectionParameters, correct
 from mrl.algo.losses import kl_in_reward
 from mrl.algo.selection import SELECTIONS
-from mrl.train.rollouts import metric_values
+from mrl.generate.rollouts import metric_values
 
 
 def rows_of(values, lengths):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mrl.environments.python_tool import fault as sandbox_fault
+from mrl.acting.python_tool import fault as sandbox_fault
 from mrl.platforms.device_state import DeviceState, read_device_state
 from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.platforms.inventory import HostDevices, Rdma, find_devices, find_rdma

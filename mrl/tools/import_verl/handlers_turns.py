@@ -8,7 +8,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from mrl.environments.verl_tool_config import SEARCH_R1, VERL_TOOLS, problem_of, read_tool_config
+from mrl.acting.verl_tool_config import SEARCH_R1, VERL_TOOLS, problem_of, read_tool_config
 from mrl.errors import ConfigError
 from mrl.plain_files import TEXT_BYTES, read_text
 from mrl.tools.import_verl.handlers_algorithm import Handler

@@ -8,8 +8,8 @@ is covered by tests only.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.data.dialects import Dialect, ToolCall
-from mrl.environments.tool import TurnsSpec
+from mrl.acting.dialects import Dialect, ToolCall
+from mrl.acting.tool import TurnsSpec
 
 Schema = Mapping[str, Any]
 
@@ -17,7 +17,7 @@ _VALUES = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array":
 
 
 class MadeUpCalls:
-    """Replaces mrl.flow.call_reader.DialectReader, with the same arguments."""
+    """Replaces mrl.engine.call_reader.DialectReader, with the same arguments."""
 
     def __init__(self, dialect: Dialect, spec: TurnsSpec):
         self._spec = spec

@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mrl.acting.offer import ENVIRONMENT, Offer
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import ChatTokenizer, PromptParameters, load_tokenizer
 from mrl.data.row_files import BadRow, parse_row, read_rows
-from mrl.environments.offer import ENVIRONMENT, Offer
+from mrl.driver.assemble_data import offer_of, rule_in
+from mrl.engine.requests import stop_token_ids, turns_spec
 from mrl.errors import DataError, InvalidConfig
 from mrl.model import ModelSpec, known_name, model_spec, read_hf_config
 from mrl.model.hub import cached_folder
@@ -32,8 +34,6 @@ from mrl.tools.rehearse.small_model import (
     write_checkpoint,
     write_tokenizer,
 )
-from mrl.train.assemble_data import offer_of, rule_in
-from mrl.vllm.requests import stop_token_ids, turns_spec
 
 TRAIN_ROWS = 32
 VAL_ROWS = 8

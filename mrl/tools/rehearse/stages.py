@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.engine.call_reader import VARIABLE as CALL_READER
 from mrl.exercised import VARIABLE
-from mrl.flow.call_reader import VARIABLE as CALL_READER
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 from mrl.tools.rehearse.compose import STEPS, WorkFolder
 from mrl.tools.rehearse.made_up_calls import MadeUpCalls

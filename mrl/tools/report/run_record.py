@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 from mrl.config.load import COMMAND_LINE, RECIPES, available_recipes, load_config
 from mrl.config.schema import RunConfig, schema_keys
 from mrl.config.yaml_tree import Node, dump_value, parse_yaml
+from mrl.driver.advice import advisers
 from mrl.errors import ConfigError, MrlError
 from mrl.plain_files import CONFIG_BYTES, LINES_BYTES, open_regular, parse_json, read_text, reason
 from mrl.plan.run_plan import load_plan
@@ -23,7 +24,6 @@ from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.run_lock import in_use
 from mrl.tools.report.columns import STEP, Curve, curves_of
 from mrl.tools.report.heldout import Response, invalid_lines, read_responses
-from mrl.train.advice import advisers
 
 _DEFAULT = "default"
 _RECIPE = "recipe "

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from mrl.generate.lost_engines import whole_losses
 from mrl.plain_files import read_json
 from mrl.plan.memory_phases import ACTOR, phase_bytes
 from mrl.record.run_dir import RunDir
@@ -26,7 +27,6 @@ from mrl.tools.report.page import (
     color_of,
 )
 from mrl.tools.report.run_record import RunRecord
-from mrl.train.lost_engines import whole_losses
 from mrl.units import GIB
 
 # phases in the loop's order, and which processes work in them

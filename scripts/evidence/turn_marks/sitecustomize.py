@@ -15,7 +15,7 @@ import struct
 import sys
 
 FILE = "MRL_TURN_MARKS"
-MODULE = "mrl.vllm.engine"
+MODULE = "mrl.engine.vllm_engine"
 
 
 def digest(ids) -> str:

@@ -1,0 +1,138 @@
+"""Turns messages of a chat client into tokens, and sampled tokens into a message.
+
+    first request         the model's own chat template writes it, like any prompt
+    later messages        only the text that the template writes behind an answer; the tokens before it stay
+    sampled tokens        become thoughts, text and calls; a call that cannot be read stays text
+
+A template may write earlier turns differently once something follows. Qwen3's drops thoughts once a user speaks. The
+tokens before stay all the same, so the model continues from its own tokens. Texts of messages are plain characters:
+`<|im_end|>` in one of them ends nothing.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
+from mrl.acting.dialects import Dialect, ToolTokenizer
+from mrl.data.parameter_types import properties_of, types_of
+
+_ANSWER = "\ue000"  # stands for an answer of the model; repeated until no message contains it
+_FIRST_STAND_IN = 0xE001  # first of the characters that stand for the family's own tokens in texts
+
+
+class ChatText:
+    """Reads and writes messages for one tokenizer."""
+
+    def __init__(self, dialect: Dialect, tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]):
+        """`template_arguments`: arguments of the chat template beside messages and tools."""
+        self._dialect = dialect
+        self._tokenizer = tokenizer
+        self._arguments = template_arguments
+
+    def prompt(self, asked: ChatRequest) -> list[int]:
+        """Returns the tokens of a whole conversation. Raises BadRequest where the template refuses it."""
+        messages, tools, stand_ins = self._marked(asked.messages, asked.tools)
+        return self._dialect.encoded(_parts(self._written(messages, tools), stand_ins))
+
+    def follow(
+        self, turn: Sequence[int], messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Returns the tokens that follow a turn: new messages, and the beginning of the model's next answer.
+
+        A turn without the template's end token is closed by it first. Raises BadRequest where the template refuses the
+        messages, or does not write them behind an answer.
+        """
+        new, marked_tools, stand_ins = self._marked(messages, tools)
+        texts = json.dumps([new, marked_tools], ensure_ascii=False)
+        answer = _ANSWER
+        while answer in texts:
+            answer += _ANSWER
+        before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+        _, found, behind = self._written([*before, *new], marked_tools).rpartition(answer)
+        if not found:
+            raise BadRequest("the model's chat template does not write these messages behind an answer")
+        ids = self._dialect.encoded(_parts(behind, stand_ins))
+        if len(turn) and ids and turn[-1] == ids[0]:
+            return ids[1:]
+        return ids
+
+    def said(self, turn: Sequence[int], tools: Sequence[Mapping[str, Any]], number: int) -> ChatMessage:
+        """Returns the sampled tokens of turn `number` as a message."""
+        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+        parameters = {name: _read_as(function["parameters"]) for name, function in functions.items()}
+        read = self._dialect.said(turn, parameters)
+        numbers = count()
+        calls = [ChatCall(f"call_{number}_{next(numbers)}", call.name, call.arguments or {}) for call in read.calls]
+        return ChatMessage("assistant", read.content, tuple(calls), thought=read.thought)
+
+    def _written(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        arguments = dict(self._arguments)
+        if tools:
+            arguments["tools"] = list(tools)
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **arguments
+            )
+        except Exception as error:  # a template is a program of the model's author and raises what it likes
+            raise BadRequest(f"the model's chat template refuses the conversation: {error}") from error
+
+    def _marked(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]], dict[str, str]]:
+        """Replaces each of the family's own tokens in texts of messages and tools by one character.
+
+        Returns messages, tools, and the token behind each character. Raises BadRequest for names in a tool's schema
+        that a template could write as such a token, between its <>.
+        """
+        own_tokens = self._dialect.own_tokens
+        for name in _names(tools):
+            if f"<{name}>" in own_tokens:
+                raise BadRequest(f"a tool's schema has the name {name!r}, and <{name}> is a token of the model's own")
+        plain = [[message.for_template for message in messages], list(tools)]
+        texts = json.dumps(plain, ensure_ascii=False)
+        tokens = [token for token in own_tokens if token in texts]
+        free = (chr(number) for number in count(_FIRST_STAND_IN) if chr(number) not in texts)
+        stand_ins = {next(free): token for token in tokens}
+        marked_messages, marked_tools = _with_stand_ins(plain, stand_ins)
+        return marked_messages, marked_tools, stand_ins
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Yields all names of mappings in a JSON value."""
+    if isinstance(value, Mapping):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _names(each)
+
+
+def _read_as(root: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Returns the types of each parameter of a function's schema, with all references resolved."""
+    return {name: {"type": sorted(types_of(schema, root))} for name, schema in properties_of(root).items()}
+
+
+def _with_stand_ins(value: Any, stand_ins: Mapping[str, str]) -> Any:
+    """Replaces the tokens in all texts of a JSON value by their stand-ins."""
+    if isinstance(value, str):
+        value = value.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
+        for character, token in stand_ins.items():
+            value = value.replace(token, character)
+        return value
+    if isinstance(value, Mapping):
+        return {_with_stand_ins(name, stand_ins): _with_stand_ins(each, stand_ins) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_stand_ins(each, stand_ins) for each in value]
+    return value
+
+
+def _parts(text: str, stand_ins: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    """Cuts a text at its stand-ins. Yields (text, whether the family's tokens in it stand for themselves)."""
+    if not stand_ins:
+        yield text, True
+        return
+    for part in re.split(f"([{''.join(stand_ins)}])", text):
+        yield stand_ins.get(part, part), part not in stand_ins

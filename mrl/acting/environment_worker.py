@@ -1,0 +1,127 @@
+"""The process in which tools and environments run: JSON lines on one descriptor, one answer line each on another.
+
+mrl.reward.keeper forks it like a scoring process. The first input line is the ToolsSpec. The first output line says
+what may be called, or has {"error": text}. Then
+
+    [ticket, "reset", session, environment, row, seed]   --> [ticket, reason, text, 0.0, {}, false]
+    [ticket, "step", session, name, arguments]           --> [ticket, reason, text, reward, parts, end]
+    [ticket, "close", session]                           --> same form as reset
+
+Session null is that of the tools. A line that a tool wrote has no ticket, and so is no answer.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from mrl.acting.environment import LONGEST, Action, Environment, Reply, ToolBox, actions_of, parts_of, reply_of
+from mrl.acting.named import resolve_agent, resolve_environments, resolve_tools
+from mrl.acting.tool import Tool, ToolsSpec
+from mrl.reward.items import NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE
+from mrl.reward.worker import serve
+
+REFUSED = "refused"  # the call fits no tool, and nothing was called
+
+CallAnswer = tuple[str, str, float, dict[str, float], bool]  # reason, text, reward, parts, end
+
+
+def main(requests_fd: int, results_fd: int) -> None:
+    """Serves until the requests end."""
+    serve(requests_fd, results_fd, ToolsSpec, _loaded)
+
+
+def _loaded(spec: ToolsSpec) -> tuple[dict[str, Any], Callable[..., CallAnswer]]:
+    tools = resolve_agent(spec) if spec.has_agent else resolve_tools(spec)
+    sessions = Sessions(tools, resolve_environments(spec))
+    return sessions.described, sessions.answer
+
+
+class Sessions:
+    """The tools of one process, and the environments of its responses."""
+
+    def __init__(self, tools: Mapping[str, Tool], kinds: Mapping[str, type[Environment]]):
+        """Raises ConfigError for an environment with an incomplete declaration."""
+        self._kinds = kinds
+        self._callable = {None: tools} | {name: actions_of(kind, name) for name, kind in kinds.items()}
+        self._parts = {name: parts_of(kind, name) for name, kind in kinds.items()}
+        self._at: dict[int | None, tuple[str | None, Environment]] = {None: (None, ToolBox(tools))}
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What may be called, for the pool."""
+        environments = {
+            name: {
+                "schemas": _schemas(self._callable[name]),
+                "repeatable": bool(kind.repeatable),
+                "parts": self._parts[name],
+            }
+            for name, kind in self._kinds.items()
+        }
+        return {"schemas": _schemas(self._callable[None]), "environments": environments}
+
+    def answer(self, verb: str, session: int | None, *arguments: Any) -> CallAnswer:
+        """Answers a request, however it ends.
+
+        A failed session is closed. The pool begins it again, or never asks for it.
+        """
+        answer = self._answered(verb, session, *arguments)
+        if session is not None and answer[0] not in (OK, REFUSED):
+            self._end(session)
+        return answer
+
+    def _answered(self, verb: str, session: int | None, *arguments: Any) -> CallAnswer:
+        try:
+            match verb:
+                case "reset":
+                    return self._reset(session, *arguments)
+                case "step":
+                    return self._step(session, *arguments)
+                case _:
+                    self._end(session)
+                    return _answer(OK, Reply())
+        except MemoryError:
+            return _answer(OUT_OF_MEMORY, Reply("out of memory"))
+        except BaseException as error:  # SystemExit too: a user's function must not end its process
+            return _answer(RAISED, Reply(f"{type(error).__name__}: {error}"[:LONGEST]))
+
+    def _reset(self, session: int, environment: str, row: Mapping[str, Any], seed: int) -> CallAnswer:
+        self._end(session)
+        self._at[session] = environment, self._kinds[environment]()
+        self._at[session][1].reset(row, seed)
+        return _answer(OK, Reply())
+
+    def _end(self, session: int) -> None:
+        """Closes a session if it exists, and ignores its errors."""
+        _, environment = self._at.pop(session, (None, None))
+        if environment is not None:
+            with suppress(BaseException):
+                environment.close()
+
+    def _step(self, session: int | None, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
+        kind, environment = self._at[session]
+        tools = self._callable[kind]
+        if name not in tools:
+            return _answer(REFUSED, Reply(no_such_tool(name, tools)))
+        problem = tools[name].problem(arguments)
+        if problem is not None:
+            return _answer(REFUSED, Reply(f"Error: {name}: {problem}"))
+        value = environment.step(Action(name, arguments))
+        try:
+            return _answer(OK, reply_of(value))
+        except TypeError as error:
+            return _answer(WRONG_TYPE, Reply(str(error)))
+        except ValueError as error:
+            return _answer(NOT_A_NUMBER, Reply(str(error)))
+
+
+def no_such_tool(name: str, names: Mapping[str, Any]) -> str:
+    """Returns the text that the model reads when it calls an unknown tool."""
+    return f"Error: there is no tool {name!r}; there are: {', '.join(names)}"
+
+
+def _schemas(tools: Mapping[str, Tool]) -> list[Mapping[str, Any]]:
+    return [tool.schema for tool in tools.values()]
+
+
+def _answer(reason: str, reply: Reply) -> CallAnswer:
+    return reason, reply.text, reply.reward, dict(reply.parts), reply.end

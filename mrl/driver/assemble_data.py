@@ -1,0 +1,226 @@
+"""The first step of assembling a run: reads and checks prompts and reward. It writes nothing."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.acting.offer import Offer
+from mrl.acting.tool import ToolsSpec
+from mrl.config.schema import DataConfig, RewardConfig, RolloutConfig, TrainerConfig
+from mrl.config.schema_rollout import AgentConfig, TurnsConfig
+from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_tokenizer
+from mrl.data.order import PromptStream
+from mrl.data.quick_tokenizer import quick_tokenizer
+from mrl.engine.requests import stop_token_ids, turns_spec
+from mrl.errors import ConfigError
+from mrl.reward.builtin_rules import ENVIRONMENT
+from mrl.reward.items import RewardSpec
+from mrl.reward.pool import check_function
+from mrl.reward.resolve import check_data_sources
+from mrl.reward.truths import unmatched
+
+if TYPE_CHECKING:  # what few runs need is imported by the line that reads its key
+    from mrl.acting.dialects import Dialect
+
+VALIDATION_SAMPLE = 0  # seed for the sample of held-out prompts
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a run and its length."""
+
+    stream: PromptStream
+    val_prompts: PromptDataset | None  # None without a file of them
+    reward: RewardSpec
+    total_steps: int
+
+    @property
+    def bad_rows(self) -> tuple[SetAside, ...]:
+        """Returns the unusable rows of all files."""
+        held_out = ()
+        if self.val_prompts:
+            held_out = self.val_prompts.report.bad_rows
+        return (*self.stream.prompts.report.bad_rows, *held_out)
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns a digest of the training prompts' tokens, which a resume compares."""
+        return self.stream.prompts.fingerprint
+
+    @property
+    def rows_digest(self) -> str:
+        """Returns the digest of all that the training rows have beside tokens."""
+        return self.stream.prompts.rows_digest
+
+
+def read_data(
+    model_path: str, data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, trainer: TrainerConfig
+) -> Data:
+    """Reads all prompts and the reward function. `model_path`: folder of the tokenizer.
+
+    Raises DataError, and ConfigError for a reward function or tools that cannot be loaded.
+    """
+    tokenizer = prompt_tokenizer(model_path, data)
+    tools = checked_tools(rollout.turns, data, reward, model_path, tokenizer, rollout.agent)
+    check_goes_on(tools, trainer)
+    rule = rule_in(reward)
+    stream = load_training(data, trainer.seed, tokenizer, tools, rule)
+    val_prompts = load_validation(data, tokenizer, tools, rule)
+    held_out_sources = val_prompts.data_sources if val_prompts else frozenset()
+    scoring = reward_spec(reward, stream.prompts.data_sources | held_out_sources)
+    check_function(scoring)
+    total_steps = trainer.total_training_steps or trainer.total_epochs * stream.steps_per_epoch
+    return Data(stream, val_prompts, scoring, total_steps)
+
+
+def prompt_tokenizer(model_path: str, data: DataConfig) -> Any:
+    """Returns the tokenizer for prompts: without transformers if that gives the same tokens.
+
+    Raises the errors of `load_tokenizer`.
+    """
+    return quick_tokenizer(Path(model_path), data.apply_chat_template_kwargs) or load_tokenizer(model_path)
+
+
+def checked_tools(
+    turns: TurnsConfig | None,
+    data: DataConfig,
+    reward: RewardConfig,
+    model_path: str,
+    tokenizer: Any,
+    agent: AgentConfig | None = None,
+) -> Offer | None:
+    """Returns the tools, loaded in a process that has ended; None if responses have one turn.
+
+    Raises ConfigError if they cannot be loaded, or if the form of calls is unknown for the model's family.
+    """
+    spec = turns_spec(turns, data, agent)
+    if spec is None:
+        return None
+    offer = offer_of(spec.tools, reward)
+    dialect = checked_dialect(spec.template_arguments, offer, model_path, tokenizer)
+    if offer.agent:
+        print(
+            f"agent: {spec.tools.agent or ' '.join(spec.tools.command)}; tools are called in the form of {dialect.name}"
+        )
+    for kind, names in (("tools", spec.tools.names), ("environments", spec.tools.environments)):
+        if names:
+            print(f"{kind}: {', '.join(names)}, called in the form of {dialect.name}")
+    return offer
+
+
+def checked_dialect(template_arguments: Mapping[str, Any], offer: Offer, model_path: str, tokenizer: Any) -> "Dialect":
+    """Returns how the model's family writes calls.
+
+    Raises ConfigError if that is unknown, or its turns would not end.
+    """
+    from mrl.acting.dialects import dialect_of
+
+    dialect = dialect_of(tokenizer, {**template_arguments, "tools": list(offer.all_schemas)})
+    if dialect.end not in stop_token_ids(model_path):
+        raise ConfigError(
+            f"rollout.turns: the model's turns would not end with {dialect.family.frame.end}, as those of "
+            f"{dialect.name} do: its id {dialect.end} is no eos_token_id of config.json or generation_config.json in "
+            f"{model_path}; add it there"
+        )
+    return dialect
+
+
+def offer_of(tools: ToolsSpec, reward: RewardConfig) -> Offer:
+    """Returns the tools and whether rows need an environment.
+
+    Raises ConfigError if they cannot be loaded, EnvironmentFault if no process for them starts.
+    """
+    from mrl.acting.environment_pool import check_tools
+
+    own = reward.custom_reward_function
+    return replace(check_tools(tools), rewards=own is None and reward.function == ENVIRONMENT)
+
+
+def check_goes_on(tools: Offer | None, trainer: TrainerConfig) -> None:
+    """Raises ConfigError if a conversation would continue elsewhere but its environment cannot be restarted."""
+    if tools is None or not trainer.partial_rollouts or not tools.unrepeatable:
+        return
+    raise ConfigError(
+        f"rollout.turns.environments: {tools.unrepeatable[0]!r} is not repeatable; with trainer.partial_rollouts a "
+        "response goes on elsewhere, in an environment that repeats the same actions; set "
+        "partial_rollouts to false, or make its replies follow from row, seed and actions alone (`repeatable = True`)"
+    )
+
+
+def rule_in(reward: RewardConfig) -> str | None:
+    """Returns `reward.function`; None where the reward is a function of the user's."""
+    if reward.custom_reward_function is not None:
+        return None
+    return reward.function
+
+
+def prompt_parameters(data: DataConfig, tools: Offer | None = None, rule: str | None = None) -> PromptParameters:
+    """Returns the parameters that turn rows into prompts. `rule`: see `rule_in`."""
+    return PromptParameters(
+        data.prompt_key,
+        data.max_prompt_length,
+        data.filter_overlong_prompts,
+        data.truncation,
+        data.max_bad_row_share,
+        data.apply_chat_template_kwargs,
+        data.enable_thinking,
+        data.drop_duplicates,
+        data.reward_fn_key,
+        tools,
+        None if rule is None else partial(unmatched, rule),
+    )
+
+
+def load_training(
+    data: DataConfig, seed: int, tokenizer: Any, tools: Offer | None = None, rule: str | None = None
+) -> PromptStream:
+    """Returns the training prompts in order, sampled by `data.train_max_samples` if that is set. Raises DataError."""
+    usable = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(data, tools, rule))
+    prompts = usable.sample(data.train_max_samples, seed if data.shuffle else None)
+    print(f"training prompts: {_read_and_taken(usable, prompts)}")
+    return PromptStream(prompts, data.prompts_at_a_time, seed, data.shuffle, prompts.sizes, data.train_weights)
+
+
+def load_validation(
+    data: DataConfig, tokenizer: Any, tools: Offer | None = None, rule: str | None = None
+) -> PromptDataset | None:
+    """Returns the held-out prompts of all files, sampled by `data.val_max_samples` if that is set.
+
+    Returns None without files. The sample does not depend on `trainer.seed`, so that runs of different seeds are
+    compared on the same prompts. Raises DataError.
+    """
+    if not data.val_files:
+        return None
+    usable = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(data, tools, rule), files_apart=True)
+    prompts = usable.sample(data.val_max_samples, VALIDATION_SAMPLE)
+    print(f"validation prompts: {_read_and_taken(usable, prompts)}")
+    return prompts
+
+
+def _read_and_taken(usable: PromptDataset, taken: PromptDataset) -> str:
+    if taken is usable:
+        return str(usable.report)
+    return f"{len(taken)} of {len(usable)}; {usable.report}"
+
+
+def reward_spec(reward: RewardConfig, data_sources: Iterable[str] = ()) -> RewardSpec:
+    """Returns the specification of the scoring function. Raises ConfigError if `auto` has none for a data source."""
+    custom = reward.custom_reward_function
+    shared = {
+        "bonus_rules": reward.bonus_rules,
+        "environment": reward.environment,
+        "network": reward.network,
+        "folders": tuple(str(Path(folder).resolve()) for folder in reward.folders),
+        "max_memory_gib": reward.max_memory_gib,
+        "data_sources": tuple(sorted(data_sources)),
+    }
+    if custom is None:
+        spec = RewardSpec(reward.function, **shared)
+    else:
+        spec = RewardSpec(
+            path=str(Path(custom.path).resolve()), name=custom.name, kwargs=custom.reward_kwargs, **shared
+        )
+    check_data_sources(spec, data_sources)
+    return spec

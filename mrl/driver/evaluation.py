@@ -1,0 +1,158 @@
+"""Runs `mrl eval`: engines alone, on a Hugging Face checkpoint or a saved step, over configured held-out sets."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.convert import write_hf
+from mrl.checkpoint.manifest import HF_FOLDER
+from mrl.checkpoint.open_checkpoint import Checkpoint, open_hf, open_saved
+from mrl.cluster.prerequisites import check_object_stores
+from mrl.cluster.process_logs import with_log_tails
+from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
+from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
+from mrl.cluster.scoring import ScorerOrder, start_scorers
+from mrl.cluster.seats import engine_seats
+from mrl.config.load import ResolvedConfig
+from mrl.config.places import Deployment
+from mrl.config.schema import RunConfig, ValSamplingConfig, with_values
+from mrl.data.dataset import PromptDataset
+from mrl.driver.assemble_data import checked_tools, load_validation, prompt_tokenizer, reward_spec, rule_in
+from mrl.driver.assemble_files import leave_nothing
+from mrl.driver.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
+from mrl.driver.validation import Validation, ValidationSettings, answer_and_score
+from mrl.errors import ConfigError
+from mrl.generate.rollouts import Responder
+from mrl.model import load_model_spec
+from mrl.plan.sample_bytes import held_out_bytes
+from mrl.record.console import PlainConsole
+from mrl.record.run_dir import json_line, write_text
+from mrl.reward.pool import check_function
+
+RESULTS = "results.json"
+GENERATIONS = "generations.jsonl"
+CONFIG = "config.resolved.yaml"
+MODEL = "model.tmp"
+
+
+def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
+    """Answers and scores every held-out prompt. Writes results, generations and configuration into `output`.
+
+    Returns the results. Engines answer from the weights as they are stored, whatever rollout.quantization says.
+    `checkpoint`: a `step-N` folder, or None for the configuration's model.path. It, or an FP8 model.path, is converted
+    to Hugging Face's form within `output`, after prompts and reward have been checked. The conversion is removed at the
+    end. Raises an error of mrl.errors, and refuses an output that holds results already.
+    """
+    if (output / RESULTS).exists():
+        raise ConfigError(f"--output: {output} holds results already; give another folder")
+    began = time.monotonic()
+    with _folder(output), ExitStack() as stack:
+        config = _as_stored(resolved.config, checkpoint)
+        source = config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER)
+        tokenizer = prompt_tokenizer(source, config.data)
+        rollout = config.rollout
+        tools = checked_tools(rollout.turns, config.data, config.reward, source, tokenizer, rollout.agent)
+        prompts = load_validation(config.data, tokenizer, tools, rule_in(config.reward))
+        scoring = reward_spec(config.reward, prompts.data_sources)
+        check_function(scoring)
+        if stored := _stored_otherwise(config.model.path, checkpoint):
+            shutil.rmtree(output / MODEL, ignore_errors=True)  # left by an evaluation that was killed
+            write_hf(stored, output / MODEL)
+            model = config.model.model_copy(update={"path": str((output / MODEL).resolve())})
+            config = config.model_copy(update={"model": model})
+        deployment = Deployment.of(config)
+        stack.enter_context(ray_cluster(deployment, actor=False))
+        stores = object_store_sizes(deployment)
+        nodes = min(len(stores), config.rollout.num_engines * config.rollout.data_parallel_size) or 1
+        check_object_stores(-(-held_out_bytes(config, len(prompts)) // nodes), stores)
+        stop = StopFlag(grace_of_the_job())
+        logs = output / "logs"
+        stop.leave_nothing = partial(leave_nothing, logs)
+        stack.enter_context(stop_on_signals(stop))
+        stack.enter_context(with_log_tails(logs))
+        order = EngineOrder.of(config, load_model_spec(config.model.path), logs)
+        scorers = ScorerOrder(config.reward, scoring, config.model.path, logs)
+        responder = _responder(stack, order, scorers, console, stop)
+        settings = ValidationSettings.of(config.rollout, config.data, config.model.path, config.trainer.seed)
+        validation = answer_and_score(settings, responder, prompts)
+        results = {"model": resolved.config.model.path, "checkpoint": checkpoint and str(checkpoint)}
+        results |= _results(config.rollout.val_kwargs, prompts, validation, time.monotonic() - began)
+        validation.write(responder, output / GENERATIONS)
+        write_text(output / CONFIG, resolved.to_record())
+        write_text(output / RESULTS, json_line(results))
+    return results
+
+
+def _responder(
+    stack: ExitStack, order: EngineOrder, scorers: ScorerOrder, console: PlainConsole, stop: StopFlag
+) -> Responder:
+    """Starts engines and scorers, which `stack` ends."""
+    engines = RolloutGroup(order, engine_seats(order.deployment), stop.raise_if_set)
+    stack.callback(engines.stop)
+    engines.start()
+    engines.wait_started()
+    rewards = stack.enter_context(start_scorers(scorers, engines.nodes))
+    return Responder(engines, rewards, scorers.reward, console, stop.raise_if_set)
+
+
+def _as_stored(config: RunConfig, checkpoint: Path | None) -> RunConfig:
+    """Returns the configuration with engines that read the stored weights, and says what is left aside for it."""
+    if checkpoint is None and config.actor.lora.path is not None:
+        print("note: actor.lora.path is left aside: without --checkpoint an evaluation answers from model.path alone")
+    if config.rollout.quantization is None:
+        return config
+    print("note: rollout.quantization is left aside: an evaluation answers from the weights as they are stored")
+    return with_values(config, {"rollout.quantization": None})
+
+
+@contextmanager
+def _folder(output: Path) -> Iterator[None]:
+    """Provides the folder to write into, and removes a converted checkpoint from it at the end in any case."""
+    try:
+        (output / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {output} ({error.strerror}); give another folder") from error
+    try:
+        yield
+    finally:
+        shutil.rmtree(output / MODEL, ignore_errors=True)
+
+
+def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | None:
+    """Returns the checkpoint to evaluate if engines cannot load it directly; None if they can."""
+    if checkpoint is not None:
+        base = Path(model_path)  # for a checkpoint that has only adapters; compared by its digest
+        return open_saved(checkpoint, base if base.is_dir() else None)
+    if load_model_spec(model_path).loads_by_sync:
+        return open_hf(Path(model_path))
+    return None
+
+
+def _results(
+    sampling: ValSamplingConfig, prompts: PromptDataset, validation: Validation, seconds: float
+) -> dict[str, Any]:
+    sources = validation.sources
+    return {
+        "sampling": sampling.model_dump(),
+        "prompts": len(prompts),
+        "responses": {source: sources.count(source) for source in sorted(set(sources))},
+        "metrics": validation.metrics,
+        "seconds": seconds,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Returns one line for each set and core metric, with its 95 % interval over prompts if there is one."""
+    metrics = results["metrics"]
+    lines = []
+    for name, value in metrics.items():
+        section, _, rest = name.partition("/")
+        if section == "val-core" and not name.endswith("/std"):
+            low, high = (metrics.get(f"val-aux/{rest}/ci95_{end}") for end in ("low", "high"))
+            lines.append(f"{rest:56} {value:8.4f}" + (f"   95 %: {low:.4f} to {high:.4f}" if low is not None else ""))
+    head = f"{results['prompts']} prompts, {sum(results['responses'].values())} responses, {results['seconds']:.0f} s"
+    return "\n".join([head, *lines])

@@ -1,0 +1,284 @@
+"""Checks the files of a configuration before anything is started, within two seconds, without Ray or torch. A user's
+loss takes as long as torch in a process of its own.
+
+First it reads columns and rows of each file, and asks the user's reward about one row. Then it reads all rows of small
+data with their tokens, as the run itself does. It uses the quick tokenizer if there is one, else a process with
+transformers and without torch.
+"""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.acting.offer import Offer
+from mrl.algo.advantages import CUSTOM_ADVANTAGE_KEY, AdvantageInputs, numbers_of, tried_advantage
+from mrl.config.schema import AlgorithmConfig, DataConfig, RewardConfig, RunConfig
+from mrl.data.dataset import ChatTokenizer, PromptDataset, load_tokenizer
+from mrl.data.quick_tokenizer import quick_tokenizer
+from mrl.data.row_files import BadRow, parse_row, read_rows
+from mrl.driver.assemble_data import (
+    check_goes_on,
+    checked_dialect,
+    load_training,
+    load_validation,
+    offer_of,
+    prompt_parameters,
+    reward_spec,
+    rule_in,
+)
+from mrl.driver.own_loss import try_loss
+from mrl.engine.requests import turns_spec
+from mrl.errors import ConfigError, DataError
+from mrl.reward.items import OK, ONE_TURN, RewardItem, check_failures
+from mrl.reward.pool import RewardPool, check_function
+from mrl.reward.process import PACKAGE_ROOT
+from mrl.reward.truths import right_responses
+from mrl.units import MIB
+
+ROWS_TRIED = 100  # in each file, until one is usable
+READ_WHOLE_BYTES = 4 * MIB  # of all files together
+PATIENCE_S = 60.0
+NONSENSE = "nonsense"  # used as a response
+_TELLING = (DataError, ConfigError)  # errors that would occur with torch too
+
+
+def look(config: RunConfig) -> str | None:
+    """Returns the fingerprint of the training prompts.
+
+    Returns None if not all were read, because they are too many or not on this host. Raises the errors that the run
+    would raise: DataError, and ConfigError for a reward, an advantage, a loss or tools that cannot be loaded.
+    """
+    if (own := config.algorithm.custom_advantage) is not None and Path(own.path).is_file():
+        with tried_advantage(own.path, config.algorithm.adv_estimator):
+            _try_advantage(config.algorithm, config.rollout.n)
+    try_loss(config.algorithm, config.distillation)
+    data = config.data
+    turns = turns_spec(config.rollout.turns, data, config.rollout.agent)
+    offer = None
+    if not (turns is None or not turns.tools.is_here):
+        offer = offer_of(turns.tools, config.reward)
+    check_goes_on(offer, config.trainer)
+    here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
+    small = _bytes(here) <= READ_WHOLE_BYTES
+    if small:
+        _read_untokenised(here, rule_in(config.reward))
+    rows = [
+        row
+        for file in (*here.train_files, *here.val_files)
+        if (row := _first_row(file, data, rule_in(config.reward))) is not None
+    ]
+    if offer is not None and offer.environments:
+        from mrl.acting.environment_pool import try_environments
+
+        try_environments(turns.tools, offer, rows)
+    outcome = {}
+    if turns is not None:
+        outcome = ONE_TURN
+    _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
+    reads = here == data and small
+    if not Path(config.model.path).is_dir() or (turns and not offer) or not (reads or turns):
+        return None
+    rule = rule_in(config.reward)
+    asked = _Asked(config.model.path, data, config.trainer.seed, offer, turns and turns.template_arguments, reads, rule)
+    if (tokenizer := quick_tokenizer(Path(config.model.path), data.apply_chat_template_kwargs)) is not None:
+        return _answered(asked, tokenizer)
+    if "torch" in sys.modules:
+        return _answered(asked, load_tokenizer(config.model.path))
+    return _answered_apart(asked)
+
+
+def _try_advantage(algorithm: AlgorithmConfig, responses: int) -> None:
+    """Asks the user's advantage about a made-up step of two groups. Raises ConfigError if it fails."""
+    scores = np.arange(2.0 * responses) % 3
+    inputs = AdvantageInputs(
+        scores,
+        group_ids=np.repeat([0, 1], responses),
+        lengths=np.arange(2 * responses) + 1,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        penalties=np.zeros_like(scores) if algorithm.use_kl_in_reward else None,
+        parts=dict.fromkeys(algorithm.gdpo_reward_keys, scores),
+        part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
+        custom=algorithm.custom_advantage.parameters,
+    )
+    try:
+        numbers_of(algorithm.adv_estimator, inputs)
+    except ConfigError:
+        raise
+    except Exception as error:  # user code may raise anything
+        raise ConfigError(
+            f"{CUSTOM_ADVANTAGE_KEY}: {algorithm.custom_advantage.path}: asked about a made-up step of two groups, "
+            f"{algorithm.adv_estimator} raised {type(error).__name__}: {error}; constants stand under "
+            "algorithm.custom_advantage.parameters"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Questions that need a tokenizer."""
+
+    model_path: str
+    data: DataConfig
+    seed: int
+    offer: Offer | None = None
+    template_arguments: Mapping[str, Any] | None = None  # for conversations; None: responses have one turn
+    reads: bool = True  # whether all rows are read
+    rule: str | None = None  # that judges them; None: a function of the user's
+
+
+def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
+    """Returns the fingerprint if rows are read.
+
+    Raises DataError, and ConfigError for a model that cannot call tools.
+    """
+    if asked.offer is not None and asked.template_arguments is not None:
+        checked_dialect(asked.template_arguments, asked.offer, asked.model_path, tokenizer)
+    if asked.reads:
+        return _read(tokenizer, asked.data, asked.seed, asked.offer, asked.rule)
+    return None
+
+
+def _here(files: Sequence[str]) -> tuple[str, ...]:
+    return tuple(file for file in files if Path(file).is_file())
+
+
+def _bytes(data: DataConfig) -> int:
+    return sum(Path(file).stat().st_size for file in (*data.train_files, *data.val_files))
+
+
+class _Untokenised:
+    """Stands in for a tokenizer that is not loaded yet. Each message is one token, so that no prompt is too long."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **_: Any) -> list[int]:
+        return [0] * len(conversation)
+
+
+def _read_untokenised(data: DataConfig, rule: str | None) -> None:
+    """Reads all rows, without checks of their tokens. Raises DataError."""
+    usual = prompt_parameters(data, rule=rule)
+    parameters = replace(usual, max_prompt_length=sys.maxsize, apply_chat_template_kwargs={}, enable_thinking=None)
+    for files, apart in ((data.train_files, False), (data.val_files, True)):
+        if files:
+            PromptDataset.load(files, _Untokenised(), parameters, files_apart=apart)
+
+
+def _first_row(file: str, data: DataConfig, rule: str | None) -> dict[str, Any] | None:
+    """Returns the fields of the first usable row for the reward; None if the first ROWS_TRIED are unusable.
+
+    Raises DataError if some of those could be used but for truths that the rule finds in no response.
+    """
+    parameters = prompt_parameters(data, rule=rule)
+    unmatched = None
+    for raw in islice(read_rows([file], data.prompt_key, data.reward_fn_key), ROWS_TRIED):
+        with contextlib.suppress(BadRow):
+            row = parse_row(raw, data.prompt_key, data.reward_fn_key)[1]
+            try:
+                parameters.check_truth(row)
+            except BadRow as problem:
+                unmatched = unmatched or f"{file}, row {raw.row}: {problem}; so are all of the first {ROWS_TRIED}"
+                continue
+            return row
+    if unmatched is not None:
+        raise DataError(unmatched)
+    return None
+
+
+def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
+    """Loads a user's function that is on this host, or a built-in rule, and asks it about the first row.
+
+    The responses are nonsense, the truth, and the truth in words, until one is judged. A correct function may
+    fail on some answers, so it raises only if all three fail. A built-in rule is asked about the truth as it wants it
+    said, and has to judge that.
+    """
+    spec = reward_spec(reward, {row["data_source"] for row in rows})
+    custom = reward.custom_reward_function
+    if custom is not None and not Path(custom.path).is_file():
+        return
+    if custom is not None or not rows:
+        check_function(spec)
+    if not rows:
+        return
+    row = rows[0]
+    truth = row["ground_truth"]
+    texts = [NONSENSE, str(truth), f"Answer: {truth}"]
+    if custom is None:
+        texts = right_responses(reward.function, row["data_source"], truth)
+    results = []
+    with RewardPool(spec, 1, reward.timeout_s) as pool:
+        for number, text in enumerate(texts):
+            results += pool.score([RewardItem(number, row["data_source"], text, truth, row["extra_info"])])
+            if results[-1].reason == OK:
+                return
+    try:
+        check_failures(results, reward.max_failure_share)
+    except DataError as error:
+        raise DataError(f"asked about the first row, with the texts {', '.join(map(repr, texts))}: {error}") from None
+
+
+def _answered_apart(question: _Asked) -> str | None:
+    """Asks `_answered` in a process without torch.
+
+    Returns None if that process itself fails, and the run asks again.
+    """
+    paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    asked = asdict(question) | {"data": question.data.model_dump(mode="json")}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-P", "-m", "mrl.driver.first_look"],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            timeout=PATIENCE_S,
+            check=True,
+        )
+        found = json.loads(ended.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    for kind in _TELLING:
+        if kind.__name__ in found:
+            raise kind(found[kind.__name__])
+    return found.get("fingerprint")
+
+
+def _read(tokenizer: ChatTokenizer, data: DataConfig, seed: int, offer: Offer | None, rule: str | None = None) -> str:
+    with contextlib.redirect_stdout(io.StringIO()):  # the run prints it, once
+        fingerprint = load_training(data, seed, tokenizer, offer, rule).prompts.fingerprint
+        load_validation(data, tokenizer, offer, rule)
+    return fingerprint
+
+
+def _offer(fields: dict[str, Any] | None) -> Offer | None:
+    if fields is None:
+        return None
+    environments = {name: tuple(actions) for name, actions in fields["environments"].items()}
+    return Offer(tuple(fields["tools"]), environments, rewards=fields["rewards"], agent=fields["agent"])
+
+
+def main() -> None:
+    """Runs the process without torch.
+
+    Reads the question from standard input and prints the answer as one JSON object.
+    """
+    sys.modules["torch"] = None  # as if it were not installed: transformers would import all of torch for a tokenizer
+    asked = json.load(sys.stdin)
+    given = {"data": DataConfig.model_validate(asked["data"]), "offer": _offer(asked["offer"])}
+    question = _Asked(**{**asked, **given})
+    try:
+        found = {"fingerprint": _answered(question, load_tokenizer(question.model_path))}
+    except _TELLING as error:
+        found = {type(error).__name__: str(error)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""The algorithm: one step, `train_step`, its phases named as in the metrics (timing_s/PHASE).
+
+    phase            takes                              gives                                 written in
+    ------------------------------------------------------------------------------------------------------------
+    gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            generation.py
+       |  ^__________ further prompts, until the batch is full
+       v
+    old_log_prob     samples, actor                     StepBatch: rows on ranks, log-probs   update.py (not on policy)
+    ref              the step, reference model          its log-probs, on the ranks           update.py
+    teacher          the step, teacher                  its log-probs, on the ranks           rank/teacher_rows.py
+    values           the step, critic                   values of tokens, on the ranks        update.py (with a critic)
+    adv              the step, rewards                  masks, weights, advantages, there     update.py
+       |
+       |   until here nothing is changed and a signal ends the step; from here it runs to its end
+       v
+    update_critic    the step                           new weights of the critic             update.py (with a critic)
+    update_actor     the step                           new weights in the actor's ranks      update.py
+    settle           what engines have under way        nothing that the sync would disturb   generation.py (drain)
+    reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
+    testing          held-out prompts, engines          validation metrics                    validation.py
+    save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
+
+Between them are the hand-overs of placement.py, if engines and actor take turns on the same devices. Generation is a
+thread beside the loop, and `gen` is the wait for its batch. If it runs ahead of training (trainer.schedule), engines
+work during the whole step up to `settle`. In the synchronous schedule they work from the sync on.
+
+Example: parallel_configs/tiny-moe/cpu.yaml. 64 prompts x 8 responses of up to 4 tokens are 512 samples, which are rows
+of columns (data/samples.py). Mini-batches of 16 prompts make 4 updates of 128 rows each.
+
+Large data stays in place. Weights are in ranks and engines. Responses are in the object stores of the engines' nodes
+until a rank fetches those that it trains on. The driver holds prompts, a few numbers for each response, references and
+metrics. assemble.py lists the parts of a run.
+"""
+
+from contextlib import suppress
+from functools import partial
+
+from mrl.algo.rows import RowValues
+from mrl.cluster.job import GRACE
+from mrl.cluster.process_logs import processes_of
+from mrl.config.places import Deployment
+from mrl.data.order import DataCursor
+from mrl.driver.agreement import compare
+from mrl.driver.assemble import Run
+from mrl.driver.reporting import (
+    memory_metrics,
+    mfu_metrics,
+    note_warning,
+    record_shown_rows,
+    sample_metrics,
+    set_failures_aside,
+    time_metrics,
+)
+from mrl.driver.step_batch import StepBatch
+from mrl.driver.update import advantages, corrections, leave_actor, old_log_probs, update, update_critic
+from mrl.driver.validation import ValidationSettings, answer_and_score, record_validation
+from mrl.errors import DataError, EnvironmentFault, Interrupted, LostWeights, MrlError
+from mrl.generate.rollouts import Rollouts, compared
+from mrl.record.metrics import StepLine
+
+RANKS_FREE_S = 30.0  # for ranks to finish their work after the run ends, in addition to a transfer to a lost process
+
+
+def train_on(run: Run) -> Run:
+    """Trains until the last step, and restarts lost ranks. Returns the run as it ended.
+
+    Raises the errors of `train`. Numbers that must not reach the optimizer restart nothing. A restart would compute
+    them again, bit by bit.
+    """
+    while True:
+        try:
+            train(run)
+            return run
+        except Interrupted as error:
+            run = run.start_again(error, run.state.step)
+
+
+def train(run: Run) -> None:
+    """Trains until the last step. If the run ends early without damage, it saves what is complete on the ranks."""
+    try:
+        run.placement.begin(run.state.step)
+        compare_with_engines(run)
+        if run.state.step == 0 and run.config.trainer.val_before_train:
+            run.record.write(0, held_out_metrics(run) | memory_metrics(run.hosts))
+        run.generation.begin()
+        while run.state.step < run.total_steps:
+            train_step(run)
+        run.sample_writer.finish()
+    except (Interrupted, DataError, EnvironmentFault) as error:  # not NumericAbort: its weights must not be saved
+        save_whole(run, error)
+        raise
+    run.saver.save_last(run.state, run.line)
+    run.spool.ended()
+
+
+def compare_with_engines(run: Run) -> None:
+    """Compares the engines' log-probs with the ranks', unless no step is left. The next line has its seconds."""
+    if run.state.step < run.total_steps:
+        parts = (run.config, run.prompts, run.responder, run.actor, run.placement, run.state.step)
+        run.start_seconds = compare(*parts)
+
+
+def save_whole(run: Run, error: MrlError) -> None:
+    """Saves a checkpoint of the newest weights if that is possible.
+
+    It is impossible during an update of the weights, or if a rank was lost. It is skipped if the run would not
+    repeat bit by bit from there. It is also skipped if the last save took longer than a signal's grace. What prevents
+    it is printed, because `error` is what ended the run.
+    """
+    lost = processes_of(error)
+    if not run.is_whole or any(name.startswith("rank ") for name in lost):
+        return
+    if isinstance(error, LostWeights) and run.config.trainer.deterministic:
+        return
+    left_s = run.stop.left_s()
+    if left_s < run.saver.last_s and run.saver.saved_step != run.state.step:
+        took = f"the last save took {run.saver.last_s:.1f} s, and {left_s:.1f} s are left of the grace ({GRACE})"
+        print(f"error: step {run.state.step} is not saved: {took}", flush=True)
+        return
+    if lost:
+        run.placement.give_up_engines()
+    if not run.actor.are_free(RANKS_FREE_S + run.config.reshard.timeout_s):
+        print(f"error: step {run.state.step} is not saved: the ranks still wait for what is lost", flush=True)
+        return
+    try:
+        with suppress(Interrupted):  # lost samples are no reason to lose the weights
+            run.sample_writer.finish()
+        run.saver.save_last(run.generation.given_up(run.state), run.line)
+    except (Interrupted, EnvironmentFault) as another:
+        print(f"error: step {run.state.step} is not saved: {another}", flush=True)
+
+
+def train_step(run: Run) -> None:
+    """Runs one step. A signal may end it before `update`, as nothing has changed. From there it runs to its end."""
+    step = run.state.step + 1
+    saves = due(run.config.trainer.save_freq, step, run.total_steps)
+    line = StepLine()
+    with line.phase("step"):
+        rollouts = next_rollouts(run, line, step)
+        trained, corrected = weigh_samples(run, line, step, rollouts)
+        with line.phase("gen"):
+            run.generation.before_update()
+        run.stop.defer_signals()
+        update_actor(run, line, trained, corrected, rollouts.cursor)
+        run.line = line.metrics
+        line.add(run.saver.finished())
+        if saves:
+            copy_checkpoint(run, line, step)
+        run.generation.drain(line.phase, saves)
+        sync_engines(run, line, step)
+        if due(run.config.trainer.test_freq, step, run.total_steps):
+            validate(run, line)
+        run.state = run.generation.resume(run.state)
+        with line.phase("record"):
+            line.add(memory_metrics(run.hosts))
+        if saves:
+            write_checkpoint(run, line)
+    end_line(run, line, rollouts)
+    run.record.write(step, run.line)
+    run.stop.deliver_signals()
+
+
+def next_rollouts(run: Run, line: StepLine, step: int) -> Rollouts:
+    """Waits for the step's samples and rewards. Begins to write them in the background, and sets failed ones aside."""
+    with line.phase("gen"):
+        run.placement.to_generation()
+    rollouts = run.generation.next_batch(line.phase)
+    with line.phase("record"):
+        run.run_dir.check_lock()
+        run.sample_writer.write(step, rollouts.samples, rollouts.results, run.truth_of)
+        set_failures_aside(run.run_dir, step, rollouts)
+    line.add(sample_metrics(run.config.data, rollouts.cursor.epoch, rollouts) | rollouts.metrics)
+    return rollouts
+
+
+def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tuple[StepBatch, RowValues]:
+    """Computes everything that an update needs besides the samples, on the ranks.
+
+    These are log-probs of the policies, rejections, weights and advantages. Returns the step on the ranks, and the
+    corrections of each row. Changes nothing permanent.
+    """
+    config = run.config
+    algorithm = run.config.algorithm
+    if config.scores_before_update:
+        with line.phase("switch"):
+            run.placement.to_log_probs()
+    with line.phase("adv" if algorithm.on_policy else "old_log_prob"):
+        trained = StepBatch(run.actor, rollouts.samples)
+        line.add(old_log_probs(config.actor, algorithm, trained))
+        if config.record.trainer_log_probs:
+            run.run_dir.check_lock()
+            run.sample_writer.write_differences(step, trained)
+    with line.phase("record"):
+        record_shown_rows(run.run_dir, step, trained, rollouts)
+    if algorithm.use_kl_in_reward or (algorithm.needs_reference and trains_actor(run)):
+        with line.phase("ref"):
+            trained.ref_log_probs()
+    if config.distillation.enabled and trains_actor(run):
+        with line.phase("teacher"):
+            trained.teacher_log_probs(rollouts.samples)
+    if algorithm.needs_critic:
+        with line.phase("values"):
+            trained.values(rollouts.samples)
+    with line.phase("adv"):
+        counted = compared(trained.rows.group_id, rollouts.results, config.compares_responses)
+        corrected, metrics = corrections(algorithm, trained, counted)
+        line.add(metrics | advantages(algorithm, trained, rollouts, corrected, counted))
+    return trained, corrected
+
+
+def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowValues, cursor: DataCursor) -> None:
+    """Updates the weights, and records that in the state: the next step begins at `cursor`.
+
+    A critic is updated first, and alone before step trainer.critic_warmup.
+    """
+    if run.config.algorithm.needs_critic:
+        run.is_whole = False
+        with line.phase("update_critic"):
+            line.add(update_critic(trained, corrected))
+    if not trains_actor(run):
+        line.add(leave_actor(trained))
+    else:
+        with line.phase("switch"):
+            run.placement.to_update()
+        run.is_whole = False
+        with line.phase("update_actor"):
+            note = partial(note_warning, run.run_dir)
+            watch = partial(run.spikes.look, run.state.step + 1, run.config.actor.optim.clip_grad, note=note)
+            line.add(update(trained, corrected, watch))
+    run.state = run.state.advanced(cursor)
+    run.is_whole = True
+
+
+def trains_actor(run: Run) -> bool:
+    """Tells whether the current step updates the actor, and not only a critic."""
+    return run.state.step >= run.config.trainer.warmup_steps
+
+
+def copy_checkpoint(run: Run, line: StepLine, step: int) -> None:
+    """Copies the states to save while the ranks have them on their devices."""
+    with line.phase("save_checkpoint"):
+        line.add(run.saver.take(step))
+
+
+def sync_engines(run: Run, line: StepLine, step: int) -> None:
+    """Brings the new weights into all engines."""
+    with line.phase("reshard"):
+        line.add(run.placement.to_engines(step))
+    line.add(run.placement.seconds() | run.responder.engines.fleet.metrics())
+
+
+def validate(run: Run, line: StepLine) -> None:
+    """Answers the held-out prompts."""
+    with line.phase("testing"):
+        line.add(held_out_metrics(run))
+
+
+def write_checkpoint(run: Run, line: StepLine) -> None:
+    """Begins to write the copy, with the state to continue from.
+
+    The step's samples are on disk by then. So a start from this checkpoint after a kill does not generate them again.
+    """
+    with line.phase("save_checkpoint"):
+        run.sample_writer.finish()
+        line.add(run.saver.write(run.state, line.metrics))
+
+
+def end_line(run: Run, line: StepLine, rollouts: Rollouts) -> None:
+    """Adds metrics that are known only after a step: failed writes, restarts, times, and FLOPs relative to the devices'
+    peak.
+    """
+    config = run.config
+    seconds = {"update": line.metrics.get("perf/update_s", 0.0), "step": line.phase.seconds["step"]}
+    line.add(failed_writes(run) | {"trainer/restarts": float(run.restarts)})
+    line.add(run.start_seconds)
+    run.start_seconds = {}
+    line.add(time_metrics(config.trainer, Deployment.of(config).devices, line.phase, rollouts))
+    teacher = run.actor.teacher and run.actor.teacher.model
+    line.add(mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds, teacher))
+
+
+def failed_writes(run: Run) -> dict[str, float]:
+    """Returns counts of checkpoints and response files that the disk has refused so far."""
+    return {
+        "training/failed_saves": float(run.saver.failed_saves),
+        "training/failed_sample_files": float(run.sample_writer.failed),
+    }
+
+
+def due(freq: int, step: int, total_steps: int) -> bool:
+    """Tells whether a task with period `freq` is due after `step`.
+
+    It is also due after the last step, and never with `freq` below 1.
+    """
+    return freq > 0 and (step % freq == 0 or step == total_steps)
+
+
+def held_out_metrics(run: Run) -> dict[str, float]:
+    """Returns metrics of all held-out sets under the engines' weights; empty without held-out prompts."""
+    if run.val_prompts is None:
+        return {}
+    run.placement.to_generation()
+    config = run.config
+    step = run.state.step
+    settings = ValidationSettings.of(config.rollout, config.data, config.model.path, config.trainer.seed)
+    validation = answer_and_score(settings, run.responder, run.val_prompts)
+    shown = config.trainer.log_val_generations
+    record_validation(validation, run.responder, step, run.run_dir, shown, run.record)
+    return validation.metrics

@@ -1,0 +1,49 @@
+"""Chooses what reads the calls in a turn: the dialect of the model's family, or a class named by the environment.
+
+The variable MRL_CALL_READER (MODULE:NAME) names that class. All processes of a run inherit it.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+from mrl.acting.dialects import Dialect, ToolCall
+from mrl.acting.tool import TurnsSpec
+
+VARIABLE = "MRL_CALL_READER"
+
+
+class CallReader(Protocol):
+    """Reads the calls in a turn. It is built from a dialect and the limits of conversations."""
+
+    def calls(self, turn: int, ids: Sequence[int], functions: Mapping[str, Mapping[str, Any]]) -> list[ToolCall]:
+        """Returns the calls in a turn; turns count from 1.
+
+        `functions` are those that may be called, by name, in the form that chat templates take.
+        """
+
+
+class DialectReader:
+    """Reads the calls that the model sampled."""
+
+    def __init__(self, dialect: Dialect, spec: TurnsSpec):
+        self._dialect = dialect
+
+    def calls(self, turn: int, ids: Sequence[int], functions: Mapping[str, Mapping[str, Any]]) -> list[ToolCall]:
+        """Returns the calls in a turn, as the model wrote them."""
+        return self._dialect.calls(ids, parameters_of(functions))
+
+
+def parameters_of(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the parameters of each function. Some families need them to read calls."""
+    return {name: function["parameters"]["properties"] for name, function in functions.items()}
+
+
+def call_reader(dialect: Dialect, spec: TurnsSpec) -> CallReader:
+    """Builds the call reader of a run."""
+    named = os.environ.get(VARIABLE)
+    if named is None:
+        return DialectReader(dialect, spec)
+    module, _, name = named.partition(":")
+    return getattr(import_module(module), name)(dialect, spec)

@@ -1,0 +1,199 @@
+"""Serves the chat endpoint of an engine: HTTP on loopback, with one key a session.
+
+    POST /v1/chat/completions, /v1/messages   --> the session's conversation is asked, and its answer written
+    POST /v1/reward {"reward", "parts"}       --> the session's reward, once
+    GET  /v1/models                           --> one name, for clients that look
+
+Requests for another host name are refused (403), and so are keys of no open session (401). A body has at most
+BODY_BYTES (413). A request that a session cannot answer gets a 400, which clients do not repeat. A stream is written
+at once, when the answer is complete. The endpoint runs in the event loop of its engine.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from mrl.acting.chat_api import APIS, Api, BadRequest, ChatAnswer, ChatRequest
+from mrl.acting.environment import LARGEST_REWARD, Reply, reply_of
+from mrl.errors import EnvironmentFault
+
+HOST = "127.0.0.1"
+MODEL = "policy"
+BODY_BYTES = 8 * 2**20
+REWARD_PATH = "/v1/reward"
+
+
+class ChatSession(Protocol):
+    """The conversation that a key stands for."""
+
+    async def ask(self, asked: ChatRequest) -> ChatAnswer:
+        """Returns the model's answer. It is cancelled once nobody waits for it. Raises BadRequest."""
+
+    def reward(self, reply: Reply) -> None:
+        """Takes the response's reward. Raises BadRequest for a second one."""
+
+
+class _NoForeignHeads(logging.Filter):
+    """Drops what aiohttp writes of requests that are no HTTP: it has their senders' answer, and no bound."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tells whether a record is written."""
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
+
+
+_LOGGER = logging.getLogger("mrl.endpoint")
+_LOGGER.addFilter(_NoForeignHeads())
+_SESSION = web.RequestKey("session", ChatSession)
+
+
+class Endpoint:
+    """One address, and the sessions behind it."""
+
+    def __init__(self, port: int = 0):
+        """Binds a port of loopback, by default a free one. Raises EnvironmentFault where it is taken."""
+        self._socket = socket.socket()
+        try:
+            self._socket.bind((HOST, port))
+        except OSError as error:
+            self._socket.close()
+            raise EnvironmentFault(f"the chat endpoint finds no port: {HOST}:{port}: {error}") from error
+        self.port = self._socket.getsockname()[1]
+        self._sessions: dict[bytes, ChatSession] = {}  # by the digest of a key
+        self._server: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
+
+    @property
+    def url(self) -> str:
+        """The address, without /v1."""
+        return f"http://{HOST}:{self.port}"
+
+    async def serve(self) -> None:
+        """Starts to listen, in the running event loop. Safe to call twice."""
+        async with self._starting:
+            if self._server is not None:
+                return
+            app = web.Application(middlewares=[self._guarded], client_max_size=BODY_BYTES)
+            for path, api in APIS.items():
+                app.router.add_post(path, _handler(api))
+            app.router.add_post(REWARD_PATH, _rewarded)
+            app.router.add_get("/v1/models", _models)
+            # handlers of clients that hang up are cancelled
+            runner = web.AppRunner(
+                app, access_log=None, handle_signals=False, handler_cancellation=True, logger=_LOGGER
+            )
+            await runner.setup()
+            self._server = await asyncio.get_running_loop().create_server(runner.server, sock=self._socket)
+
+    def open(self, session: ChatSession) -> str:
+        """Returns the key of a new session. It is valid until `close_session`."""
+        key = secrets.token_urlsafe(32)
+        self._sessions[_digest(key)] = session
+        return key
+
+    def close_session(self, key: str) -> None:
+        """Makes the key invalid."""
+        self._sessions.pop(_digest(key), None)
+
+    @web.middleware
+    async def _guarded(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Refuses foreign requests, and writes errors in the format of the request's path."""
+        try:
+            if request.host not in (f"{HOST}:{self.port}", f"localhost:{self.port}"):
+                return _refused(request, 403, f"this is {HOST}:{self.port}, and no other host")
+            session = self._sessions.get(_digest(_key_of(request)))
+            if session is None:
+                return _refused(request, 401, "the key is of no session that is under way")
+            if (request.content_length or 0) > BODY_BYTES:  # before any of it is waited for
+                refused = _refused(request, 413, f"a body has at most {BODY_BYTES} bytes")
+                refused.force_close()
+                return refused
+            request[_SESSION] = session
+            return await handler(request)
+        except BadRequest as error:
+            return _refused(request, 400, str(error))
+        except web.HTTPException as error:
+            return _refused(request, error.status, error.reason)
+
+    def close(self) -> None:
+        """Stops accepting connections. Safe to call twice."""
+        self._sessions.clear()
+        if self._server is not None and not self._server.get_loop().is_closed():
+            self._server.close()
+        self._socket.close()
+
+
+def _digest(key: str) -> bytes:
+    """Hashes a key for the lookup, so that the time of the lookup reveals nothing about the key."""
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+
+
+def _key_of(request: web.Request) -> str:
+    bearer = request.headers.get("Authorization", "")
+    return request.headers.get("x-api-key") or bearer.removeprefix("Bearer ")
+
+
+def _refused(request: web.Request, status: int, why: str) -> web.Response:
+    api = APIS.get(request.path, next(iter(APIS.values())))
+    return web.json_response(api.error(status, why), status=status)
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        text = await request.read()
+    except web.RequestPayloadError as error:  # a body that is not in the encoding that its head names
+        raise BadRequest(f"the body cannot be read: {error}") from error
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+
+
+def _handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked = api.parse(await _body(request))
+        answer = await request[_SESSION].ask(asked)
+        if not asked.stream:
+            return web.json_response(api.whole(answer, asked))
+        events = "".join(_event(name, data) for name, data in api.events(answer, asked))
+        return web.Response(text=events, content_type="text/event-stream")
+
+    return handle
+
+
+def _event(name: str, data: Any) -> str:
+    """Formats one event of a stream."""
+    text = data
+    if not isinstance(data, str):
+        text = json.dumps(data)
+    named = ""
+    if name:
+        named = f"event: {name}\n"
+    return f"{named}data: {text}\n\n"
+
+
+async def _rewarded(request: web.Request) -> web.Response:
+    body = await _body(request)
+    if not isinstance(body, Mapping) or "reward" not in body:
+        raise BadRequest(
+            f'a reward is posted as {{"reward": NUMBER, "parts": {{NAME: NUMBER}}}}, at most {LARGEST_REWARD:g}'
+        )
+    try:
+        reply = reply_of(Reply("", body["reward"], body.get("parts") or {}))
+    except (TypeError, ValueError) as error:
+        raise BadRequest(str(error)) from error
+    request[_SESSION].reward(reply)
+    return web.json_response({})
+
+
+async def _models(request: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "mrl"}]})

@@ -1,0 +1,290 @@
+"""Defines partners: whoever a model talks with while it answers. Tools and environments are one kind of partner.
+
+    begin --> what the engine is asked first --> sampled --> acted --> told --> what the engine is asked next --> ...
+                                                                         ended <-- whatever ended it
+
+A partner moves the conversation (mrl.schedule.conversation) on, records its calls, and appends what the model reads
+next. The loop, the engine's slots and the finished row are the business of mrl.engine.conversations.
+"""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from mrl.acting.answering import Acting
+from mrl.acting.dialects import Dialect, ToolCall
+from mrl.acting.environment_pool import CallAnswer, Step, reply_digest
+from mrl.data.samples import CALL_REASONS, Samples, TurnCall, with_turns
+from mrl.engine.call_reader import CallReader
+from mrl.engine.kept_tokens import going_on
+from mrl.engine.requests import Request
+from mrl.schedule.conversation import Conversation, ConversationState, Stop
+from mrl.schedule.segments import with_context
+
+UNANSWERED = "unanswered"
+
+
+class Line(NamedTuple):
+    """A response under way: the request for all of it, and the row so far."""
+
+    request: Request
+    made: Samples | None = None
+
+
+@dataclass
+class CallRecord:
+    """The outcomes of a response's calls, as one list a turn."""
+
+    calls: list[list[TurnCall]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kept: Samples) -> "CallRecord":
+        """Returns the record of a row that is continued, without its current turn."""
+        turns = kept.turn_calls.tolist()[:-1]
+        calls = _calls_of(kept)
+        ends = np.cumsum([0, *turns]).tolist()
+        parts = zip(kept.part_names.tolist(), kept.part_values.tolist(), strict=True)
+        return cls(
+            [calls[start:end] for start, end in itertools.pairwise(ends)],
+            kept.turn_rewards.tolist()[:-1],
+            {name.decode(): value for name, value in parts},
+        )
+
+    def add(self, calls: Sequence[ToolCall], answers: Mapping[int, CallAnswer], known: Collection[str]) -> None:
+        """Records a turn, with the answers to calls that were made. `known` are names that can be called."""
+        self.calls.append([_call(call, answers.get(i), known) for i, call in enumerate(calls)])
+        self.rewards.append(math.fsum(answers[i].reward for i in sorted(answers)))
+        for i in sorted(answers):
+            self.parts |= answers[i].parts
+
+    def completed(self, turns: int) -> None:
+        """Adds turns without calls, up to the given number of turns."""
+        while len(self.calls) < turns:
+            self.add((), {}, ())
+
+
+def _call(call: ToolCall, answer: CallAnswer | None, known: Collection[str]) -> TurnCall:
+    name = ""
+    if call.name in known:
+        name = call.name
+    if call.problem is not None:
+        return TurnCall(name, "unread")
+    if answer is None:
+        return TurnCall(name, "not_called")
+    return TurnCall(name, answer.reason, answer.seconds, reply_digest(answer))
+
+
+def _calls_of(row: Samples) -> list[TurnCall]:
+    names = [name.decode() for name in row.call_names.tolist()]
+    reasons = [CALL_REASONS[reason] for reason in row.call_reasons.tolist()]
+    columns = zip(names, reasons, row.call_seconds.tolist(), row.call_replies.tolist(), strict=True)
+    return [TurnCall(*each) for each in columns]
+
+
+class Partner(Protocol):
+    """Answers what the model says in one response."""
+
+    record: CallRecord
+
+    @property
+    def leaves(self) -> asyncio.Future | None:
+        """Future that is done once nobody waits for what is sampled. None where that cannot happen."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the conversation can be held between two turns, and continue at another engine."""
+
+    async def begin(self, line: Line) -> Line | None:
+        """Returns the first request to the engine. None where there is none, and the conversation has failed."""
+
+    def asked(self, talk: Conversation, line: Line) -> Request:
+        """Returns the next request: all tokens so far, and how many it may add."""
+
+    def sampled(self, talk: Conversation, line: Line, asked: Request) -> Conversation:
+        """Returns the conversation after the engine's answer to `asked`. `line` has its tokens."""
+
+    def left(self, talk: Conversation) -> tuple[Conversation, Line]:
+        """Returns conversation and response without the last request, for which nobody waited."""
+
+    async def acted(self, talk: Conversation) -> Conversation:
+        """Returns the conversation once all calls are done, or time is up. Records the turn when it has ended."""
+
+    def told(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
+        """Appends what the model reads next to the response, where it leaves room for more."""
+
+    async def ended(self, talk: Conversation) -> Conversation:
+        """Returns the conversation, as failed where the partner has failed."""
+
+    def whole(self, talk: Conversation, line: Line) -> Samples:
+        """Returns all turns as one row. The record then covers the row's turns."""
+
+    def close(self) -> None:
+        """Ends what was started for the response, without waiting for it."""
+
+
+class ToolPartner:
+    """Tools, and the row's environment, which starts while the first turn is sampled."""
+
+    leaves = None
+
+    def __init__(
+        self,
+        acting: Acting,
+        reader: CallReader,
+        dialect: Dialect,
+        clock: Callable[[], float],
+        kept: Samples | None,
+    ):
+        """`kept` is the row that the response continues."""
+        self.record = CallRecord()
+        self._acting = acting
+        self._reader = reader
+        self._dialect = dialect
+        self._clock = clock
+        self._kept = kept
+        self._turn = np.zeros(0, np.int32)  # sampled tokens of the last turn
+        self._calls: list[ToolCall] = []  # calls in that turn
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the row has no environment that cannot be restored."""
+        return self._acting.is_repeatable
+
+    async def begin(self, line: Line) -> Line:
+        """Starts the environment without waiting for it, and repeats what was done to it before."""
+        if self._kept is None:
+            self._acting.begin(())
+            self.record = CallRecord(parts=dict(self._acting.parts))
+        else:
+            self._acting.begin(self._steps(self._kept))
+            self.record = CallRecord.of(self._kept)
+        return line
+
+    def _steps(self, kept: Samples) -> list[Step]:
+        """Returns what was done to the environment, in order. It reads the calls again from the sampled tokens."""
+        turns = enumerate(sampled_turns(kept)[:-1], start=1)
+        read = [call for number, turn in turns for call in self._read(number, turn)]
+        pairs = zip(read, _calls_of(kept), strict=True)
+        return [
+            (call.name, call.arguments, told.reply)
+            for call, told in pairs
+            if call.name in self._acting.actions and told.reply
+        ]
+
+    def _read(self, number: int, turn: np.ndarray) -> list[ToolCall]:
+        return self._reader.calls(number, turn, self._acting.functions)
+
+    def asked(self, talk: Conversation, line: Line) -> Request:
+        """Returns the next request."""
+        return going_on(replace(line.request, max_tokens=talk.max_tokens), line.made)
+
+    def sampled(self, talk: Conversation, line: Line, asked: Request) -> Conversation:
+        """Returns the conversation after a turn, and reads the turn's calls."""
+        self._turn = sampled_turns(line.made)[-1]
+        self._calls = self._read(talk.turn, self._turn)
+        added = int(line.made.response_lengths[0]) - talk.tokens
+        problems = [call.problem for call in self._calls]
+        return talk.sampled(added, self._clock(), problems, bool(line.made.truncated[0]))
+
+    def left(self, talk: Conversation) -> tuple[Conversation, Line]:
+        """Raises RuntimeError, because tools wait for whatever is sampled."""
+        raise RuntimeError("tools do not leave a conversation")
+
+    async def acted(self, talk: Conversation) -> Conversation:
+        """Returns the conversation after all open calls are made and answered."""
+        if talk.state is ConversationState.HELD:
+            return talk
+        known = self._acting.functions
+        if talk.state is ConversationState.ENDED:
+            looked_at = ()
+            if talk.stop is not Stop.LENGTH:
+                looked_at = self._calls
+            self.record.add(looked_at, {}, known)
+            return talk
+        talk, answers = await self._answered(talk)
+        self.record.add(self._calls, answers, known)
+        if any(answer.failed for answer in answers.values()):
+            return talk.failed()
+        if any(answer.end for answer in answers.values()):
+            return talk.closed()
+        return talk
+
+    async def _answered(self, talk: Conversation) -> tuple[Conversation, dict[int, CallAnswer]]:
+        """Returns the conversation, and answers by the number of their call. UNANSWERED marks calls that ran out of
+        time.
+        """
+        waiting: dict[asyncio.Future[CallAnswer], int] = {}
+        answers: dict[int, CallAnswer] = {}
+        for number in talk.open_calls:
+            answer = self._acting.call(self._calls[number].name, self._calls[number].arguments)
+            waiting[asyncio.ensure_future(asyncio.wrap_future(answer))] = number
+        try:
+            while talk.state is ConversationState.ACTING:
+                left_s = max(0.0, talk.deadline - self._clock())
+                done, _ = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    number = waiting.pop(each)
+                    answer = each.result()
+                    talk = talk.answered(talk.turn, number, answer.text, self._clock())
+                    if talk.stop is Stop.SECONDS:
+                        waiting[each] = number  # it came too late
+                    else:
+                        answers[number] = answer
+                talk = talk.passed(self._clock())
+        finally:
+            for each in waiting:
+                each.cancel()
+        for number in waiting.values():
+            is_action = self._calls[number].name in self._acting.actions
+            answers[number] = CallAnswer(UNANSWERED, "", seconds=talk.acting_s, failed=is_action)
+        return talk, answers
+
+    def told(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
+        """Appends the answers to the response."""
+        context = self._dialect.context(self._turn.tolist(), talk.answers)
+        after = talk.told(len(context))
+        if after.stop is Stop.CONTEXT:
+            return after, line
+        return after, line._replace(made=followed(line.made, context, len(talk.answers), talk.acting_s))
+
+    async def ended(self, talk: Conversation) -> Conversation:
+        """Returns the conversation, as failed where the environment did not start.
+
+        The model may have ended before it acted on the environment.
+        """
+        if self._acting.ready is None:
+            return talk
+        begun = await asyncio.wrap_future(self._acting.ready)
+        if begun.failed:
+            return talk.failed()
+        return talk
+
+    def whole(self, talk: Conversation, line: Line) -> Samples:
+        """Returns the row unchanged. The current turn may have called nothing."""
+        self.record.completed(int(with_turns(line.made).turn_counts[0]))
+        return line.made
+
+    def close(self) -> None:
+        """Ends the environment."""
+        self._acting.close()
+
+
+def followed(made: Samples, context: Sequence[int], calls: int, seconds: float) -> Samples:
+    """Appends context to the row. `calls` and `seconds` belong to the turn that ends."""
+    return with_context(made, [np.array(context, np.int32)], np.array([calls]), np.array([seconds]))
+
+
+def sampled_turns(made: Samples) -> list[np.ndarray]:
+    """Returns the sampled tokens of each turn, int32 [tokens]."""
+    made = with_turns(made)
+    (response,) = made.responses()
+    starts = made.turn_starts[1:]
+    parts = zip(np.split(response, starts), np.split(made.sampled, starts), strict=True)
+    return [ids[sampled] for ids, sampled in parts]

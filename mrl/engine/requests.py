@@ -1,0 +1,308 @@
+"""Requests to engines and their settings, made from the configuration: plain data for other processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mrl.acting.tool import ToolsSpec, TurnsSpec
+from mrl.config.places import rollout_layout
+from mrl.config.schema import ActorConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
+from mrl.config.schema_rollout import AgentConfig, TurnsConfig
+from mrl.data.dataset import THINKING
+from mrl.data.routes import RouteShape
+from mrl.engine.engine_state import AWAITED
+from mrl.model import ModelSpec
+from mrl.model.hf_config import QUANTIZATION
+from mrl.model.quantised import engine_quantisation, with_scales
+from mrl.model.registry import family_of, own_config
+from mrl.plain_files import TEXT_BYTES, read_settings
+from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
+from mrl.reward.builtin_rules import ENVIRONMENT
+
+_RANDOM = "dummy"  # vLLM's own load format for random weights
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample. Only the seed decides its random numbers, so the order of arrival changes nothing."""
+
+    sample_id: int
+    prompt_ids: tuple[int, ...]
+    seed: int
+    prompt_id: int = 0  # these two are copied to the response (Sample)
+    group_id: int = 0
+    max_tokens: int | None = None  # a lower limit than that of `Sampling`
+    handle: int | None = None  # the engine can be told to end the request by this number
+    row: Mapping[str, Any] | None = None  # the row of the data, where the response calls tools or environments of it
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling of all requests of one call. Every parameter is explicit; none comes from the model's own files."""
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int = -1
+    routes: bool = False  # responses contain the experts that the routers chose
+    in_one_turn: bool = False  # whatever rollout.turns says: no tools, environments or agents
+
+
+@dataclass(frozen=True)
+class EngineReading:
+    """An engine's meters."""
+
+    tokens: int  # tokens of responses made since its start; an engine with requests whose number stays still hangs
+    cache_share: float = 0.0  # share of the KV cache's blocks in use now
+    cache_peak: float = 0.0  # highest share under the weights that it serves
+    preemptions: int = 0  # since it was started
+    all_act: bool = False  # all its responses wait for tools or environments, so it has no token to make
+
+
+class VersionServed(NamedTuple):
+    """Counts of one version of the weights, in one engine or in all."""
+
+    stale_tokens: int  # tokens from prefix caches that other weights had computed; should be 0 (CachedPrefixes)
+    cache_peak: float  # share of the KV cache, in the fullest engine
+    preemptions: int  # since the engines were started
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of one engine, or of one of its data-parallel ranks, each of which has its own front end."""
+
+    engine_id: int
+    arguments: dict  # of vLLM's AsyncEngineArgs
+    check_order: bool  # check at the start that the order of a batch changes no bit
+    vocab_size: int
+    # HF name and shape of every tensor that a weight update has to bring
+    expected: tuple[tuple[str, tuple[int, ...]], ...]
+    segments_file: str  # the engine notes its shared memory here, so that the next one can clean up after a kill
+    routes: RouteShape | None = None  # shape of its routes, returned for `Sampling.routes`; None: no experts
+    captures_routes: bool = False  # mrl's worker extension collects routes, since vLLM returns none on this device
+    data_rank: int = 0  # among the engine's data-parallel ranks
+    turns: TurnsSpec | None = None  # responses are conversations with tools
+
+    @property
+    def workers(self) -> int:
+        """Processes below this front end that hold weights."""
+        return self.arguments["tensor_parallel_size"]
+
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether it starts with placeholder weights, also where the user's own load format makes vLLM do so."""
+        return self.arguments.get("load_format") in (AWAITED, _RANDOM)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether its workers run on the CPU."""
+        return self.arguments.get("worker_cls") == CPU_WORKER
+
+    @property
+    def data_ranks(self) -> int:
+        """Data-parallel ranks of the engine; each has a front end."""
+        return self.arguments.get("data_parallel_size", 1)
+
+    @property
+    def positions(self) -> range:
+        """Positions of its workers among all workers of the engine, as SyncSetup.worker counts them."""
+        return range(self.data_rank * self.workers, (self.data_rank + 1) * self.workers)
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return rank_name(self.engine_id, self.data_rank, self.data_ranks)
+
+
+def rank_name(engine: int, rank: int, ranks: int) -> str:
+    """Returns `engine 1`, or `engine 1 rank 0` where an engine has several data-parallel ranks."""
+    if ranks > 1:
+        return f"engine {engine} rank {rank}"
+    return f"engine {engine}"
+
+
+def engine_of(name: str) -> str:
+    """Returns the engine's name from that of a rank. All ranks of an engine stop and start together."""
+    return name.split(" rank ")[0]
+
+
+def log_name(name: str) -> str:
+    """Returns the name of a rank's file in logs/, without its ending: `engine-1-rank-0`."""
+    return name.replace(" ", "-")
+
+
+def engine_settings(
+    config: RunConfig, model: ModelSpec, engine_id: int, logs: Path, data_rank: int = 0, by_sync: bool = False
+) -> EngineSettings:
+    """Returns the settings of one engine, or of one of its data-parallel ranks.
+
+    `logs` is the run's folder for logs. With `by_sync` the engine loads no weights, because a sync brings them. A
+    `load_format` of the user's own stays.
+    """
+    hosting = get_hosting(config.cluster.device)
+    name = rank_name(engine_id, data_rank, config.rollout.data_parallel_size)
+    loading = {}
+    if by_sync:
+        loading = {"load_format": AWAITED}
+    return EngineSettings(
+        engine_id=engine_id,
+        data_rank=data_rank,
+        arguments=loading
+        | _of_model(model, config.cluster.device, config.rollout.fp8_block)
+        | _arguments(config, hosting, data_rank),
+        check_order=hosting.checks_batch_order,
+        vocab_size=model.vocab_size,
+        expected=tuple((tensor.name, tensor.shape) for tensor in with_scales(model, config.rollout.fp8_block)),
+        segments_file=str(logs / f"{log_name(name)}.segments"),
+        routes=RouteShape.of(model) if model.is_moe else None,
+        captures_routes=_wants_routes(config.actor) and not hosting.returns_routes,
+        turns=_rewarded(turns_spec(config.rollout.turns, config.data, config.rollout.agent), config.reward),
+    )
+
+
+def _rewarded(turns: TurnsSpec | None, reward: RewardConfig) -> TurnsSpec | None:
+    """Adds whether an agent has to give the reward."""
+    if turns is None:
+        return None
+    return replace(turns, needs_reward=reward.custom_reward_function is None and reward.function == ENVIRONMENT)
+
+
+_OF_FILES = ("path", "index", "tool_config_path")
+
+
+def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig | None = None) -> TurnsSpec | None:
+    """Returns what conversations may do; None where responses have one turn."""
+    if turns is None:
+        return None
+    path = None
+    if turns.path is not None:
+        path = str(Path(turns.path).resolve())
+    index = None
+    if turns.index is not None:
+        index = str(Path(turns.index).resolve())
+    tool_config = None
+    if turns.tool_config_path is not None:
+        tool_config = str(Path(turns.tool_config_path).resolve())
+    of_processes = turns.model_dump(include={"max_memory_gib", "environment", "network", "environments"})
+    given = turns.model_dump(exclude={*_OF_FILES, "tools", "folders", "python", *of_processes})
+    thinking = {}
+    if data.enable_thinking is not None:
+        thinking = {THINKING: data.enable_thinking}
+    folders = tuple(str(Path(folder).resolve()) for folder in turns.folders)
+    python = turns.python.model_dump()
+    tools = ToolsSpec(tuple(turns.tools), path, index=index, folders=folders, python=python, **of_processes)
+    tools = replace(tools, tool_config=tool_config)
+    if agent is not None:
+        tools = replace(tools, **_of_agent(agent))
+    arguments = {**data.apply_chat_template_kwargs, **thinking}
+    return TurnsSpec(tools, **given, template_arguments=arguments, max_prompt_length=data.max_prompt_length)
+
+
+def _of_agent(agent: AgentConfig) -> dict[str, Any]:
+    if agent.path is None:
+        return {"command": agent.command}
+    return {"path": str(Path(agent.path).resolve()), "agent": agent.name}
+
+
+def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str, Any]:
+    """Returns arguments of AsyncEngineArgs. `rollout.engine_kwargs.vllm` adds to them and wins."""
+    rollout = config.rollout
+    layout = rollout_layout(config.rollout)
+    max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    optional = {
+        "enforce_eager": rollout.enforce_eager,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+    }
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.rollout_dtype,
+        "seed": config.trainer.seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "generation_config": "vllm",  # never the sampling defaults in a model's folder
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "trust_remote_code": False,
+        "tensor_parallel_size": layout.tensor,
+        "enable_expert_parallel": layout.expert > 1,
+        # set here, because inside a Ray actor vLLM would choose its own Ray workers
+        "distributed_executor_backend": "mp",
+        **{name: value for name, value in optional.items() if value is not None},
+        **hosting.engine_arguments(
+            max_model_len, rollout.max_num_batched_tokens, config.cluster.placement == "colocated"
+        ),
+    }
+    if layout.data > 1:  # a front end for each rank, vLLM's external load balancing: mrl distributes the requests
+        arguments |= {"data_parallel_size": layout.data, "data_parallel_rank": data_rank}
+    if rollout.fp8_block and hosting.fp8_backend:
+        arguments["linear_backend"] = hosting.fp8_backend
+    if _wants_routes(config.actor) and hosting.returns_routes:
+        arguments["enable_return_routed_experts"] = True
+    return arguments | rollout.engine_kwargs.get("vllm", {})
+
+
+def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, Any]:
+    """Returns arguments that follow from the model, and from the size of an FP8 block where engines hold words.
+
+    On CPU vLLM has two kernels of latent attention, and prefers one with a weight layout of its own. The engine of an
+    FP8 checkpoint is the bfloat16 model that is trained. The engine of a model that also reads images is the text
+    model. Both get their weights only by a sync. So does an engine that holds words, because no file has them.
+    """
+    keys = family_of(model).engine_keys(model)
+    if model.is_fp8:
+        keys = keys | {QUANTIZATION: None}
+    if fp8_block:
+        keys = keys | {QUANTIZATION: engine_quantisation(model, fp8_block)}
+    arguments: dict[str, Any] = {"hf_overrides": keys} if keys else {}
+    if model.loads_by_sync or fp8_block:
+        arguments["load_format"] = AWAITED
+    if model.is_latent and device == "cpu":
+        arguments["attention_backend"] = "CPU_MLA"
+    return arguments
+
+
+def _wants_routes(actor: ActorConfig) -> bool:
+    return actor.router_replay == "R3"
+
+
+def training_sampling(rollout: RolloutConfig, data: DataConfig, actor: ActorConfig, model_path: str) -> Sampling:
+    """Returns how training responses are sampled: from the whole distribution, so that log-probs mean the same on both
+    sides.
+    """
+    return Sampling(
+        temperature=rollout.temperature,
+        max_tokens=data.max_response_length,
+        stop_token_ids=stop_token_ids(model_path),
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        routes=_wants_routes(actor),
+    )
+
+
+def validation_sampling(rollout: RolloutConfig, data: DataConfig, model_path: str) -> Sampling:
+    """Returns how validation responses are sampled."""
+    val = rollout.val_kwargs
+    return Sampling(val.temperature, data.max_response_length, stop_token_ids(model_path), val.top_p, val.top_k)
+
+
+def stop_token_ids(model_path: str) -> tuple[int, ...]:
+    """Returns the model's end-of-sequence ids: those of config.json and of generation_config.json (a list in Qwen3)
+    together.
+
+    vLLM reads the second file only with the model's sampling defaults, which training must not use.
+    """
+    stop_ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = Path(model_path) / name
+        if path.exists():
+            ids = own_config(read_settings(path, TEXT_BYTES)).get("eos_token_id")
+            if isinstance(ids, list):
+                stop_ids.update(ids)
+            elif ids is not None:
+                stop_ids.add(ids)
+    return tuple(sorted(stop_ids))

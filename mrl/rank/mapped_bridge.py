@@ -1,0 +1,301 @@
+"""Adds mrl's own bridges to mbridge's registry, for families that mbridge lacks or maps wrongly
+(mrl.platforms.versions).
+
+mbridge moves the weights. Its facts about a family come from ModelSpec and the weight map. Checkpoints that it cannot
+read by itself are read here: in FP8, and of models that also read images.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from mbridge.core import LLMBridge, register_model
+from mbridge.core.safetensor_io import SafeTensorIO
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from safetensors import safe_open
+from torch import Tensor
+
+from mrl.model import ModelSpec, load_model_spec
+from mrl.model.fp8 import bfloat16_words
+from mrl.model.hf_config import Yarn
+from mrl.model.hf_files import read_safetensors_header, scale_of, weight_files
+from mrl.model.megatron_shards import megatron_slice
+from mrl.model.registry import family_of, weight_map
+from mrl.model.weight_map import MEGATRON_LAYER, Weight
+from mrl.model.wrapped import Inner, inner_tensors
+from mrl.platforms.versions import OWN_BRIDGES
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+_NO_YARN = Yarn(1.0, 4096, 32.0, 1.0, 1.0, 0.0)  # factor 1: angles are not stretched
+
+
+def bridge_config(model: ModelSpec) -> SimpleNamespace:
+    """Returns the fields of a Hugging Face configuration that mbridge reads, made from the model alone."""
+    return SimpleNamespace(
+        model_spec=model,
+        model_type=model.family,
+        num_hidden_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        intermediate_size=model.intermediate_size,
+        attention_dropout=0.0,
+        rms_norm_eps=model.rms_norm_eps,
+        vocab_size=model.vocab_size,
+        max_position_embeddings=model.max_position_embeddings,
+        rope_theta=model.rope_theta,
+        tie_word_embeddings=model.tie_word_embeddings,
+    )
+
+
+@register_model(list(OWN_BRIDGES))
+class MappedBridge(LLMBridge):
+    """Bridges a family by its weight map, with the configuration of `bridge_config`."""
+
+    @property
+    def model(self) -> ModelSpec:
+        """The bridged model."""
+        return self.hf_config.model_spec
+
+    @property
+    def TransformerConfigClass(self) -> type:
+        """Returns the class of this model's transformer configuration in Megatron."""
+        if self.model.is_latent:
+            return MLATransformerConfig
+        return TransformerConfig
+
+    def _build_config(self) -> TransformerConfig:
+        m = self.model
+        experts = {}
+        if m.is_moe:
+            experts = _experts(m)
+        of_attention = {}
+        if m.is_latent:
+            of_attention = _latent(m)
+        if m.is_hybrid:
+            of_attention = _gated_delta(m)
+        return self._build_base_config(
+            qk_layernorm=m.qk_norm or m.is_latent,
+            add_qkv_bias=m.qkv_bias,
+            attention_output_gate=m.attn_output_gate,
+            layernorm_zero_centered_gamma=m.zero_centered_norm,
+            persist_layer_norm=True,
+            bias_activation_fusion=True,
+            bias_dropout_fusion=True,
+            **experts,
+            **of_attention,
+        )
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        return super()._get_gptmodel_args() | {"rotary_percent": self.model.partial_rotary_factor}
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        """Returns Megatron's layer spec with Transformer Engine's modules and mrl's gated delta attention."""
+        block = super()._get_transformer_layer_spec(vp_stage)
+        if not self.model.is_hybrid:
+            return block
+        from mrl.rank.torch_spec import with_gated_delta
+
+        return with_gated_delta(block, self.config, vp_stage, self.model.linear_by_kind)
+
+    def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
+        """Returns a reader of a folder, which may be a reference's: the same model, possibly in another dtype."""
+        if family_of(self.model).wrapper:
+            return WrappedFiles(weights_path)
+        block = load_model_spec(weights_path).fp8_block
+        if block is None:
+            return super()._get_safetensor_io(weights_path)
+        return Bfloat16Files(weights_path, block)
+
+    def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[Tensor]) -> Tensor:
+        """Converts as mbridge does, except for projections that mbridge would join in another way."""
+        row = self._joined(mcore_weights_name)
+        if row is None:
+            return super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
+        parts = dict(zip(row.parts, hf_weights, strict=True))
+        layout = megatron_slice(row, 1, 1)
+        whole = hf_weights[0].new_empty(layout.shape, dtype=self.dtype)
+        for block in layout.blocks:
+            whole[block.local_box.slices] = parts[block.part][block.hf_box.slices]
+        return whole
+
+    def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: Tensor) -> tuple[list[str], list[Tensor]]:
+        """Converts as mbridge does, except for projections that mbridge would join in another way."""
+        row = self._joined(mcore_weights_name)
+        if row is None:
+            return super()._weight_to_hf_format(mcore_weights_name, mcore_weights)
+        parts = {part: mcore_weights.new_empty(part.shape) for part in row.parts}
+        for block in megatron_slice(row, 1, 1).blocks:
+            parts[block.part][block.hf_box.slices] = mcore_weights[block.local_box.slices]
+        return self._weight_name_mapping_mcore_to_hf(mcore_weights_name), list(parts.values())
+
+    def _weight_split_across_tp(
+        self, mcore_weights_name: str, mcore_weights: Tensor, param: Tensor, tp_split_size: int
+    ) -> list[Tensor]:
+        """Splits as mbridge does, except that sections are cut separately."""
+        sections = self._sections(mcore_weights_name)
+        if not sections:
+            return super()._weight_split_across_tp(mcore_weights_name, mcore_weights, param, tp_split_size)
+        cut = [section.chunk(tp_split_size) for section in mcore_weights.split(sections)]
+        return [torch.cat(parts) for parts in zip(*cut, strict=True)]
+
+    def _weight_merge_across_tp(self, mcore_weights_name: str, mcore_weights: list[Tensor], param: Tensor) -> Tensor:
+        """Merges as mbridge does, except that sections are merged separately."""
+        sections = self._sections(mcore_weights_name)
+        if not sections:
+            return super()._weight_merge_across_tp(mcore_weights_name, mcore_weights, param)
+        sizes = [size // len(mcore_weights) for size in sections]
+        cut = [weight.split(sizes) for weight in mcore_weights]
+        return torch.cat([torch.cat(parts) for parts in zip(*cut, strict=True)])
+
+    def _sections(self, mcore_weights_name: str) -> list[int]:
+        """Returns the rows of each section of a weight; empty for weights without sections."""
+        row = self._row(mcore_weights_name)
+        if row is None:
+            return []
+        return list(row.sections)
+
+    def _joined(self, mcore_weights_name: str) -> Weight | None:
+        """Returns the map's row of a projection with gates among its queries, or with parts joined by section."""
+        row = self._row(mcore_weights_name)
+        if row is not None and (row.is_gated or (row.sections and len(row.parts) > 1)):
+            return row
+        return None
+
+    def _row(self, mcore_weights_name: str) -> Weight | None:
+        """Returns the map's row of a layer's parameter.
+
+        mbridge counts layers from the first of a stage here, so the number does not tell the layer's kind.
+        """
+        wanted = _in_any_layer(mcore_weights_name)
+        rows = (row for kind, _ in weight_map(self.model).layers for row in kind.megatron)
+        return next((row for row in rows if row.megatron == wanted), None)
+
+    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        """Returns the checkpoint's names for a parameter. Its layer and expert are global numbers."""
+        weights = weight_map(self.model)
+        layer = _LAYER.match(mcore_weights_name)
+        if layer is None:
+            rows = (weights.embedding, weights.final_norm, weights.output)
+            return [row.parts[0].name for row in rows if row.megatron == mcore_weights_name]
+        expert = _EXPERT.search(mcore_weights_name)
+        wanted = _in_any_layer(mcore_weights_name)
+        row = next(row for row in weights.layer(int(layer[1])).megatron if row.megatron == wanted)
+        return [part.name.format(layer=layer[1], expert=expert and expert[2]) for part in row.parts]
+
+
+def _in_any_layer(mcore_weights_name: str) -> str:
+    """Returns a parameter's name as the weight map has it."""
+    return _LAYER.sub(MEGATRON_LAYER, _EXPERT.sub(r"\1{expert}", mcore_weights_name), count=1)
+
+
+def _gated_delta(m: ModelSpec) -> dict[str, Any]:
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(layer in m.linear_layers) for layer in range(m.num_layers)],
+        "linear_conv_kernel_dim": m.linear_conv_kernel_dim,
+        "linear_key_head_dim": m.linear_key_head_dim,
+        "linear_value_head_dim": m.linear_value_head_dim,
+        "linear_num_key_heads": m.linear_num_key_heads,
+        "linear_num_value_heads": m.linear_num_value_heads,
+    }
+
+
+def _experts(m: ModelSpec) -> dict[str, Any]:
+    has_groups = m.expert_groups > 1
+    return {
+        "num_moe_experts": m.num_experts,
+        "moe_ffn_hidden_size": m.moe_intermediate_size,
+        "moe_router_topk": m.num_experts_per_tok,
+        "moe_router_score_function": m.router_score,
+        "moe_router_enable_expert_bias": m.router_score == "sigmoid",
+        "moe_router_topk_scaling_factor": m.routed_scaling_factor,
+        "moe_router_num_groups": m.expert_groups if has_groups else None,
+        "moe_router_group_topk": m.chosen_expert_groups if has_groups else None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "moe_shared_expert_overlap": True,
+    }
+
+
+def _latent(m: ModelSpec) -> dict[str, Any]:
+    yarn = m.yarn or _NO_YARN
+    return {
+        "q_lora_rank": m.q_lora_rank or None,
+        "kv_lora_rank": m.kv_lora_rank,
+        "qk_head_dim": m.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": m.qk_rope_head_dim,
+        "v_head_dim": m.v_head_dim,
+        "rope_type": "yarn" if m.yarn else "rope",
+        "rotary_base": m.rope_theta,
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_max_position_embeddings,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
+    }
+
+
+class WrappedFiles(SafeTensorIO):
+    """Files whose text model may be inside a model that also reads images. Its tensors get their own names.
+
+    `check_checkpoint` has found them all.
+    """
+
+    def __init__(self, folder: str):
+        super().__init__(folder)
+        self._places: dict[str, tuple[Path, str, Inner]] = {}
+        for file in weight_files(Path(folder)):
+            for key, stored in read_safetensors_header(file).items():
+                self._places |= {inner.name: (file, key, inner) for inner in inner_tensors(key, stored.shape)}
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
+        """Loads tensors by name. From a layer's experts it reads only the requested rows."""
+        in_file: dict[Path, list[str]] = defaultdict(list)
+        for name in hf_weight_names:
+            in_file[self._places[name][0]].append(name)
+        found = {}
+        for file, names in in_file.items():
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                found |= {name: _inner(tensors, *self._places[name][1:]) for name in names}
+        return found
+
+
+def _inner(tensors: Any, key: str, inner: Inner) -> Tensor:
+    stored = tensors.get_slice(key)
+    shape = stored.get_shape()
+    if len(shape) == len(inner.shape):
+        return tensors.get_tensor(key)
+    expert, row = divmod(inner.first, shape[1])
+    return stored[expert, row : row + inner.rows]
+
+
+class Bfloat16Files(SafeTensorIO):
+    """Files of an FP8 checkpoint. FP8 matrices are returned as bfloat16, other tensors unchanged.
+
+    `check_checkpoint` has found their scales.
+    """
+
+    def __init__(self, folder: str, block: tuple[int, int]):
+        """`block`: rows and columns of one scale's block."""
+        super().__init__(folder)
+        self._block = block
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
+        """Loads tensors by name, FP8 matrices as bfloat16."""
+        stored = super().load_some_hf_weight(hf_weight_names)
+        matrices = [name for name, tensor in stored.items() if tensor.dtype is torch.float8_e4m3fn]
+        scales = super().load_some_hf_weight([scale_of(name) for name in matrices])
+        return stored | {name: self._as_bfloat16(stored[name], scales[scale_of(name)]) for name in matrices}
+
+    def _as_bfloat16(self, matrix: Tensor, scales: Tensor) -> Tensor:
+        words = bfloat16_words(matrix.view(torch.uint8).numpy(), scales.numpy(), self._block)
+        return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)

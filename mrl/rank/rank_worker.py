@@ -1,0 +1,316 @@
+"""The Ray actor of one rank of the trained model.
+
+Its public methods take and return small plain data.
+"""
+
+import faulthandler
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from mrl.algo.plain import Denominators, FloatParts
+from mrl.config.model_folders import with_model_folders
+from mrl.config.schema import RunConfig, with_values
+from mrl.crash_points import crash_point
+from mrl.platforms import prepare_process
+from mrl.platforms.collective_trail import Trail, trail
+from mrl.platforms.hosting import set_communicator_defaults
+from mrl.platforms.imports import many_imports
+from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
+from mrl.process.free_ports import free_port
+from mrl.process.own import log_to, own_cpus, stacks_file
+from mrl.process.ray_places import own_places
+from mrl.process.same_software import software
+from mrl.process.shared_folder import FolderMark
+from mrl.rank.batching import MicroRows
+from mrl.rank.cut import ReplicaCut
+from mrl.rank.handed_rows import HandedRows
+from mrl.store.response_store import ResponseStore
+from mrl.store.routes import Readers
+
+WRITING = "writing"  # concurrency group of methods that a rank answers while it trains
+LOOKING = "looking"  # and of those that it answers while it trains or writes
+MODEL_VERBS = ("kernels", "offload", "bring", "prefetch")  # methods of MegatronActor that the driver calls
+
+
+class ActorWorker:
+    """One rank of the trained model.
+
+    All methods are collective, so the group calls them on all ranks, except those of WRITING and LOOKING.
+    """
+
+    def __init__(self, config: dict[str, Any], rank: int, log_path: str, places: list[tuple[str, int]] | None = None):
+        """`places` is the seat's: one device."""
+        log_to(log_path)
+        set_communicator_defaults()
+        self._log = Path(log_path)
+        self._places = places
+        self.config = RunConfig.model_validate(config)
+        self.rank = rank
+        self.batch = None  # rows of the current step
+        self.critic_batch = None  # those of the critic's replica
+        self.computed = None  # by the teacher or the critic, until it is handed out
+        self.sync_setup = None  # of weight syncs, after agreement
+        self.sender = None  # of weight syncs, after connecting
+        self.given_up = ""  # name of the connection of weight syncs that the driver gave up last
+        self.host_copy = None  # of a checkpoint, after the first save
+        self.critic_copy = None  # the same for a critic
+
+    @ray.method(concurrency_group=LOOKING)
+    def write_stacks(self) -> Trail:
+        """Writes the stacks of all threads beside the log, and returns the trail of collectives.
+
+        Works while the rank is busy, if its process runs, and without the stacks where they cannot be written.
+        """
+        # on a full disk the trail alone is handed out, for a rank that answers runs
+        with suppress(OSError), stacks_file(self._log).open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        return trail()
+
+    @ray.method(concurrency_group=LOOKING)
+    def collectives(self) -> int:
+        """Returns to how many collectives and messages this rank has come, which is Trail.total."""
+        return trail().total
+
+    def host(self) -> str:
+        """Returns the address under which the other ranks reach this one."""
+        return ray.util.get_node_ip_address()
+
+    def software(self) -> tuple[str, dict[str, str]]:
+        """Returns this node's address, and the software of this process."""
+        return self.host(), software()
+
+    def sees(self, mark: FolderMark) -> tuple[str, bool]:
+        """Returns this node's address, and whether it has the driver's file, for check_seen."""
+        return self.host(), mark.is_seen()
+
+    def free_port(self) -> int:
+        """Returns a TCP port that is free now."""
+        return free_port()
+
+    def start(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:
+        """Builds the model and loads it: an mrl checkpoint, or the Hugging Face weights.
+
+        Returns this process's id.
+        """
+        self.config = with_model_folders(self.config)  # those of this node
+        if checkpoint is not None and self.config.actor.lora.path is not None:  # it has the adapters of the run
+            self.config = with_values(self.config, {"actor.lora.path": None})
+        model = self.config.model
+        own = prepare_process(
+            self.config.cluster.device, self.config.actor.layout.model_dump(), model.override_transformer_config
+        )
+        self.config = self.config.model_copy(
+            update={"model": model.model_copy(update={"override_transformer_config": own})}
+        )
+        with many_imports():
+            from mrl.rank.actor import MegatronActor
+
+        note_baseline()
+        self.actor = MegatronActor(
+            self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port
+        )
+        if checkpoint is not None:
+            from mrl.checkpoint.manifest import CRITIC
+            from mrl.rank.rank_load import load_rank
+
+            load_rank(self.actor, Path(checkpoint))
+            if self.actor.critic is not None:
+                self.actor.offload()
+                with self.actor.critic.in_place():
+                    load_rank(self.actor.critic, Path(checkpoint), CRITIC)
+                self.actor.critic.offload()
+        return os.getpid()
+
+    def begin_step(self, samples: ResponseStore, own: np.ndarray, cut: ReplicaCut, readers: Readers) -> None:
+        """Fetches the rows of a step into a RankBatch."""
+        from mrl.rank.rank_batch import RankBatch  # imports torch, which only a prepared process may do
+
+        self.batch = None  # the former step's rows are released first
+        here = ray.get_runtime_context().get_node_id()  # the rank itself reads what is on this node
+        elsewhere = {node: reader for node, reader in readers.items() if node != here}
+        self.batch = RankBatch.fetched(self.actor, samples, own, cut, elsewhere)
+
+    def ask_teacher(self, samples: ResponseStore, rows: np.ndarray, micros: Sequence[MicroRows]) -> None:
+        """Has this rank's replica of the teacher score `samples`, which are `rows` of the step; see `hand_out`."""
+        from mrl.rank.teacher_rows import scored
+
+        crash_point("rank", self.rank, "ask_teacher")
+        self.computed = None  # of the step before, where nobody took it
+        self.computed = scored(self.actor, samples, rows, micros)
+
+    def ask_critic(self, samples: ResponseStore, rows: np.ndarray, cut: ReplicaCut) -> None:
+        """Has this rank's replica of the critic value `samples`, which are `rows` of the step; see `hand_out`."""
+        from mrl.rank.critic_rows import CriticBatch
+
+        crash_point("rank", self.rank, "ask_critic")
+        self.computed = None
+        self.critic_batch = None  # the former step's rows are released first
+        self.critic_batch = CriticBatch(self.actor, samples, rows, cut)
+        self.computed = self.critic_batch.values()
+
+    def hand_out(self) -> HandedRows | None:
+        """Hands out what `ask_teacher` or `ask_critic` computed, on one rank of each replica of the teacher or the
+        critic.
+        """
+        computed = self.computed
+        self.computed = None
+        return computed
+
+    def update_critic(self, counts: Sequence[Denominators], *returns: HandedRows) -> list[FloatParts] | None:
+        """Updates the critic with the rows of `ask_critic`, which then are gone; see CriticBatch.update."""
+        crash_point("rank", self.rank, "update_critic")
+        parts = self.critic_batch.update(counts, returns)
+        self.critic_batch = None
+        return parts
+
+    def do(self, verb: str, *arguments: Any) -> Any:
+        """Calls one of MODEL_VERBS on MegatronActor, or a verb of RankBatch on the rows of the step."""
+        crash_point("rank", self.rank, verb)
+        if verb in MODEL_VERBS:
+            return getattr(self.actor, verb)(*arguments)
+        return self.batch.do(verb, *arguments)
+
+    def speed(self) -> tuple[str, float]:
+        """Returns the name of this rank's device and its FLOP/s; on the CPU with all cores of the host."""
+        return self.actor.speed(own_cpus())
+
+    def host_bytes_used(self) -> int:
+        """Returns the bytes of memory in use on this rank's host."""
+        return host_bytes_used()
+
+    def memory(self) -> ProcessMemory:
+        """Returns the memory of this rank's process, including a checkpoint's copies on the host."""
+        copies = [copy for copy in (self.host_copy, self.critic_copy) if copy is not None]
+        return self.actor.memory(tensor for copy in copies for tensor in copy.tensors.values())
+
+    def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
+        """Yields full HF tensors in safetensors buckets of about `limit_bytes`. Only rank 0 yields; the others take
+        part.
+
+        For engines in FP8 these are words and scales. For each bucket the SHA-256 comes first, then the bytes, so that
+        the driver sees an error without fetching data.
+        """
+        from safetensors.torch import save
+
+        from mrl.model.quantised import quantised_tensors
+        from mrl.reshard.quantise import quantised
+
+        block = self.config.rollout.fp8_block
+        words = quantised_tensors(self.actor.model) if block else ()
+        bucket = {}
+        size = 0
+        # the exporter keeps the parameters on the device until it is closed, even if this generator is abandoned
+        with closing(self.actor.export_hf()) as exported:
+            for name, tensor in exported:
+                if self.rank:
+                    continue
+                if bucket and size + tensor.nbytes > limit_bytes:
+                    yield from _packed(save(bucket))
+                    bucket = {}
+                    size = 0
+                for part, values in quantised(name, tensor.detach(), words, block):
+                    # the exporter may reuse its buffers, and views share storage, which safetensors refuses
+                    bucket[part] = values.cpu().clone(memory_format=_contiguous())
+                    size += values.nbytes
+        if bucket:
+            yield from _packed(save(bucket))
+
+    def places(self) -> list[tuple[str, int | None]]:
+        """Returns this rank's node, and its device if there is one."""
+        return self._places or own_places() or [(ray.get_runtime_context().get_node_id(), None)]
+
+    def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> None:
+        """Builds the plan of the weight syncs and checks this rank's parameters against it.
+
+        Raises EnvironmentFault if it differs from the driver's plan, RuntimeError naming parameters that differ from
+        the plan.
+        """
+        from mrl.model.adapters import all_shards
+        from mrl.model.megatron_shards import local_shapes
+        from mrl.rank.local_parameters import LocalParameters
+        from mrl.reshard.setup import SyncSetup
+
+        agreed = SyncSetup.from_json(setup)
+        agreed.check_hash(plan_hash, f"rank {self.rank}")
+        if self.sender is not None:
+            self.sender.close()
+        held = all_shards(agreed.model, agreed.train_layout, self.rank, self.actor.lora)
+        LocalParameters(self.actor.chunks).check(local_shapes(held))
+        self.sync_setup = agreed
+
+    @ray.method(concurrency_group=LOOKING)
+    def give_up_connecting(self, name: str) -> None:
+        """Ends a `connect_sync` that waits for an engine that will not come. `name`: of its connection."""
+        self.given_up = name
+
+    def connect_sync(self) -> None:
+        """Connects to the engines, which connect at the same time. Raises TransferError."""
+        from mrl.config.schema_actor import PARAMETERS
+        from mrl.rank.local_parameters import LocalParameters
+        from mrl.reshard.connect import connect_sender
+
+        with self.actor.residence.using(PARAMETERS):
+            shards = LocalParameters(self.actor.chunks)
+            adapters = self.actor.adapters
+            self.sender = connect_sender(self.sync_setup, self.rank, shards, adapters, self._check_connecting)
+
+    def _check_connecting(self) -> None:
+        from mrl.reshard.transport import TransferError
+
+        if self.given_up == self.sync_setup.transport["name"]:
+            raise TransferError(f"rank {self.rank} connects no more: the driver gave this connection up")
+
+    def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:
+        """Sends this rank's part of the weights to `workers`. Returns the fields of a SendReport."""
+        from mrl.config.schema_actor import PARAMETERS
+
+        crash_point("rank", self.rank, "send_weights")
+        with self.actor.residence.using(PARAMETERS):
+            return self.sender.send(update, workers, check_replicas).to_json()
+
+    def take_checkpoint(self) -> int:
+        """Copies this rank's part of a checkpoint to host memory. Returns the bytes that writing it will need."""
+        from mrl.checkpoint.manifest import CRITIC
+        from mrl.rank.rank_save import HostCopy
+
+        self.host_copy = self.host_copy or HostCopy()
+        taken = self.host_copy.take(self.actor)
+        if self.actor.critic is None:
+            return taken
+        self.actor.offload()  # so that the critic has the room that it has in its updates
+        self.critic_copy = self.critic_copy or HostCopy(CRITIC)
+        with self.actor.critic.in_place():
+            taken += self.critic_copy.take(self.actor.critic)
+        self.actor.critic.offload()
+        return taken
+
+    @ray.method(concurrency_group=WRITING)
+    def write_checkpoint(self, folder: str) -> dict[str, Any]:
+        """Writes the last copy into `folder`, beside other calls. Returns its part of the manifest.
+
+        The part of a critic is in it, under its name.
+        """
+        crash_point("rank", self.rank, "write_checkpoint")
+        part = self.host_copy.write(Path(folder)).to_json()
+        if self.critic_copy is not None:
+            part["critic"] = self.critic_copy.write(Path(folder)).to_json()
+        return part
+
+
+def _contiguous():
+    import torch
+
+    return torch.contiguous_format
+
+
+def _packed(data: bytes) -> Iterator[str | np.ndarray]:
+    """Yields digest and bytes. A generator, not a tuple: Ray sends into what a streaming method yields from."""
+    yield hashlib.sha256(data).hexdigest()
+    yield np.frombuffer(data, np.uint8)

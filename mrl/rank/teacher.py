@@ -1,0 +1,99 @@
+"""The teacher of a distillation on one rank: a second model, in process groups and a layout of its own."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state as mpu
+
+from mrl.config.schema import RunConfig
+from mrl.config.schema_actor import PARAMETERS
+from mrl.config.teacher_model import teacher_of
+from mrl.data.batch import TrainBatch
+from mrl.exercised import exercised
+from mrl.model import load_model_spec
+from mrl.platforms import Platform
+from mrl.rank import parallel
+from mrl.rank.batching import MicroRows, RowResult, Splitter, check_batch
+from mrl.rank.bridge import MBridge
+from mrl.rank.forward import Likeliest, log_prob_pass, of_rows, on_device, return_hidden_states
+from mrl.rank.offload import Residence
+from mrl.rank.packing import MicroBatch, MicroBatches, micro_batch
+
+
+class Teacher:
+    """This rank's part of the teacher. Every method is collective, like those of MegatronActor."""
+
+    def __init__(self, config: RunConfig, platform: Platform) -> None:
+        """Builds and loads the teacher. The ranks must have met. Raises ConfigError for an illegal layout or override,
+        EnvironmentFault when the checkpoint is not usable.
+        """
+        own = config.distillation.teacher_model
+        described = teacher_of(config, load_model_spec)
+        self.model = described.model
+        self.layout = described.layout
+        self._config = config
+        self._platform = platform
+        self._groups = parallel.OtherGroups()
+        with self._groups.in_place():
+            parallel.init_model_parallel(self.layout, config.trainer.seed, config.cluster.step_timeout_s)
+            given = {"path": own.model_path, "override_transformer_config": own.override_transformer_config}
+            bridge = MBridge(
+                config.model.model_copy(update=given),
+                config.actor,
+                self.model,
+                self.layout,
+                config.trainer.deterministic,
+            )
+            self._chunks = bridge.build_model(is_trained=False)
+            return_hidden_states(self._chunks)
+            bridge.load_hf(own.model_path)
+        distillation = config.distillation
+        self._likeliest = None  # further words whose log-probs are wanted
+        if distillation.over_words:
+            known = load_model_spec(config.model.path).vocab_size  # token ids that the student knows
+            self._likeliest = Likeliest(distillation.distillation_loss.topk, known)
+        moved = ()
+        if own.param_offload:
+            moved = (PARAMETERS,)
+            exercised("distillation.teacher_model.param_offload")
+        self._residence = Residence(platform, self._chunks, None, moved, "distillation.teacher_model")
+        self._residence.offload()
+
+    @property
+    def on_host(self) -> Iterator[torch.Tensor]:
+        """Yields the host buffers of parameters that leave the device."""
+        return self._residence.on_host
+
+    def log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
+        """Returns log-probabilities of the sampled tokens under the teacher, at the batch's temperatures.
+
+        If the loss needs them, it also returns the teacher's likeliest words with their log-probs. `micros` are those
+        of this rank's replica of the teacher, and `batch` has their rows. One rank of each replica returns the result,
+        the others None.
+        """
+        check_batch(batch, self.model, moe_layers=0)
+        with self._groups.in_place():
+            with self._residence.using(PARAMETERS):
+                inputs = self._inputs(batch, micros)
+                outputs = log_prob_pass(self._chunks, inputs, self.model.vocab_size, likeliest=self._likeliest)
+            handed_out = parallel.holds_result()
+            parallel.release_scratch()  # no plan counts it outside the pass, wherever the weights are
+        self._residence.offload()
+        if handed_out:
+            return of_rows(micros, outputs)
+        return None
+
+    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> MicroBatches:
+        config = self._config
+        shape = Splitter.for_teacher(config.actor, config.distillation.teacher_model, self.layout, self.model).shape
+        context_rank = mpu.get_context_parallel_rank()
+
+        def lay_out(number: int) -> MicroBatch[torch.Tensor]:
+            micro = micros[number]
+            laid_out = micro_batch(batch, micro.rows, shape, context_rank, micro.is_filler)
+            return on_device(laid_out, self._platform.device)
+
+        kept = 1
+        if self.layout.virtual_pipeline > 1:
+            kept = self.layout.pipeline
+        return MicroBatches(len(micros), lay_out, kept)
