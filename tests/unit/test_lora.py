@@ -628,7 +628,8 @@ def test_adapters_of_many_experts_on_a_rank_make_its_updates_longer():
 
     whole = ["actor.layout.tensor_model_parallel_size=1", "actor.layout.expert_model_parallel_size=1"]
     assert update("actor.lora.rank=32") < update(*whole, "actor.lora.rank=32")
-    assert update(*whole, "actor.lora.rank=32") > 1.5 * update(*whole)
+    # a layer's host: 1.3 ms and 0.2 ms an expert, 26.9 ms; adapters launch 9 times an expert at 10 us, 11.7 ms: 1.43
+    assert 1.35 < update(*whole, "actor.lora.rank=32") / update(*whole) < 1.5
 
 
 # --- verl's keys ------------------------------------------------------------------------------------------------------
