@@ -19,6 +19,8 @@ from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
 from mrl.acting.dialects import Dialect, ToolTokenizer
 from mrl.data.parameter_types import properties_of, types_of
 
+# characters of one token, as a mean over a text; a longer text is known to be too long without its tokens
+MOST_CHARACTERS = 16
 _ANSWER = "\ue000"  # stands for an answer of the model; repeated until no message contains it
 _FIRST_STAND_IN = 0xE001  # first of the characters that stand for the family's own tokens in texts
 
@@ -98,6 +100,23 @@ class ChatText:
         stand_ins = {next(free): token for token in tokens}
         marked_messages, marked_tools = _with_stand_ins(plain, stand_ins)
         return marked_messages, marked_tools, stand_ins
+
+
+def characters(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+    """Counts the characters that a template is given of messages and tools. Names of the form itself do not count."""
+    calls = (text for message in messages for call in message.calls for text in (call.name, call.arguments))
+    return sum(len(message.content) for message in messages) + _characters([*calls, *tools])
+
+
+def _characters(value: Any) -> int:
+    """Counts the characters of all texts of a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(name) + _characters(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, value))
+    return 0
 
 
 def _names(value: Any) -> Iterator[str]:

@@ -218,8 +218,10 @@ class Dialect:
         """
         if not text:
             return []
-        ids = self._plain.encode(text, add_special_tokens=False).ids
-        if not self._added.keys() & {self._plain.id_to_token(number) for number in ids}:
+        # of `encode` and this, only this one lets other threads of the process run meanwhile
+        (encoded,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
+        ids = encoded.ids
+        if not self._added.keys() & {self._plain.id_to_token(number) for number in set(ids)}:
             return ids
         token = self._own.search(text)
         middle = token.start() + 1 if token else len(text) // 2

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from mrl.acting.agent import AGENT
 from mrl.acting.chat_api import BadRequest, ChatAnswer, ChatMessage, ChatRequest
-from mrl.acting.chat_text import ChatText
+from mrl.acting.chat_text import MOST_CHARACTERS, ChatText, characters
 from mrl.acting.chat_turns import ChatPlace, KeptTurns, Move, Why
 from mrl.acting.dialects import Dialect, ToolTokenizer
 from mrl.acting.environment import Reply
@@ -59,7 +59,7 @@ class Agents:
     def partner(self, request: Request, sampling: Sampling) -> "AgentPartner":
         """Returns the agent of one response."""
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        return AgentPartner(self, request, own)
+        return AgentPartner(self, request, own, sampling.max_tokens)
 
     def close(self) -> None:
         """Closes the endpoint."""
@@ -92,12 +92,13 @@ class _Asked:
 class AgentPartner:
     """The agent of one response, and its session at the endpoint."""
 
-    def __init__(self, agents: Agents, request: Request, sampled_by: Mapping[str, float]):
+    def __init__(self, agents: Agents, request: Request, sampled_by: Mapping[str, float], max_response_length: int):
         """`sampled_by` holds the engine's sampling parameters under the names that clients use."""
         self.record = CallRecord()
         self._agents = agents
         self._request = request
         self._sampled_by = sampled_by
+        self._max_response_length = max_response_length
         self._key: str | None = None
         self._run: asyncio.Future[CallAnswer] | None = None
         self._holds_place = False
@@ -107,7 +108,8 @@ class AgentPartner:
         self._spoken = SpokenTurns()
         self._asked: _Asked | None = None  # the request to be answered
         self._place: ChatPlace | None = None  # its place among earlier turns
-        self._ids: list[int] = []  # its new messages, or its prompt, as tokens
+        # its new messages, or its prompt, as tokens; None: messages that are longer than any response
+        self._ids: list[int] | None = []
         self._repeats = 0  # requests that did not extend the newest turn
         self._marks: list[TurnCall] = []  # calls to record with the turn that is sampled next
         self._before: Line | None = None  # the response before the request
@@ -179,21 +181,32 @@ class AgentPartner:
             if self._asked.is_gone:
                 continue
             try:
-                self._place = self._spoken.place(self._asked.chat)
                 self._ids = await asyncio.to_thread(self._tokens)  # megabytes of messages take seconds
                 return True
             except (ValueError, TypeError, RecursionError) as error:  # a client's data must not end the run
                 self._asked.refuse(str(error))
 
-    def _tokens(self) -> list[int]:
-        """Tokenizes what is new in the request: the messages behind a turn, or a prompt. Raises BadRequest."""
+    def _tokens(self) -> list[int] | None:
+        """Finds the request's place, and tokenizes what is new in it: the messages behind a turn, or a prompt.
+
+        None stands for messages that are longer than any response. Raises BadRequest.
+        """
         chat = self._asked.chat
+        self._place = self._spoken.place(chat)
         parent = self._place.parent
         if parent is not None:
+            if characters(self._place.messages) > MOST_CHARACTERS * self._max_response_length:
+                return None
             turn = sampled_turns(self._spoken[parent].row)[-1]
             return self._agents.text.follow(turn.tolist(), self._place.messages, chat.tools)
-        ids = self._agents.text.prompt(chat)
         most = self._agents.spec.max_prompt_length
+        length = characters(chat.messages, chat.tools)
+        if length > MOST_CHARACTERS * most:
+            raise BadRequest(
+                f"the prompt has {length} characters, more than {MOST_CHARACTERS} for each of the {most} tokens that "
+                "data.max_prompt_length allows"
+            )
+        ids = self._agents.text.prompt(chat)
         if len(ids) > most:
             raise BadRequest(f"the prompt has {len(ids)} tokens, and data.max_prompt_length is {most}")
         return ids
@@ -287,7 +300,8 @@ class AgentPartner:
             request = replace(line.request, prompt_ids=tuple(self._ids))
             return talk.rewound(0).told(0), Line(request)
         before = self._spoken[place.parent]
-        after = talk.rewound(int(before.row.response_lengths[0])).told(len(self._ids))
+        told = talk.budgets.tokens if self._ids is None else len(self._ids)
+        after = talk.rewound(int(before.row.response_lengths[0])).told(told)
         if after.stop is Stop.CONTEXT:
             self._over = after.stop
             self._asked.refuse(OVER.format(self._over))

@@ -160,7 +160,8 @@ async def _body(request: web.Request) -> Any:
 
 def _handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def handle(request: web.Request) -> web.StreamResponse:
-        asked = api.parse(await _body(request))
+        # in a thread: a body may have a hundred thousand messages
+        asked = await asyncio.to_thread(api.parse, await _body(request))
         answer = await request[_SESSION].ask(asked)
         if not asked.stream:
             return web.json_response(api.whole(answer, asked))

@@ -56,7 +56,8 @@ def steps(url, key, row, seconds):
             saw.append(chat(messages[:-1]))
             messages[-1] = saw[-1]
         elif kind == "say":
-            messages.append({"role": "user", "content": given[0]})
+            text, times = (*given, 1)[:2]
+            messages.append({"role": "user", "content": text * times})
         elif kind == "tell":
             call = messages[-1]["tool_calls"][0]["id"]
             messages.append({"role": "tool", "tool_call_id": call, "content": given[0]})
@@ -72,6 +73,8 @@ def steps(url, key, row, seconds):
             saw.append(post("/v1/reward", {"reward": given[0], "parts": {"steps": len(saw)}}))
         elif kind == "post":
             saw.append(post(*given))
+        elif kind == "note":
+            note(row, saw)
         elif kind == "sleep":
             time.sleep(given[0])
         elif kind == "exit":

@@ -4,12 +4,14 @@ out of a text.
 
 import json
 import random
+import threading
+import time
 
 import pytest
 from dialect_templates import CODER, tokenizer
 
 from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
-from mrl.acting.chat_text import ChatText, _read_as
+from mrl.acting.chat_text import ChatText, _read_as, characters
 from mrl.acting.dialects import dialect_of
 from mrl.data.parameter_types import value_of
 
@@ -245,3 +247,35 @@ def test_a_text_is_read_as_the_first_type_that_it_fits(types, text, value):
 def test_a_text_that_fits_no_type_and_is_no_json_is_refused(types, text):
     with pytest.raises(ValueError):
         value_of(text, frozenset(types))
+
+
+def test_other_threads_run_while_a_long_text_becomes_tokens():
+    """An engine's event loop is one: it stood still for as long as the tokenizer kept the interpreter to itself."""
+    family = Family("hermes")
+    text = "1 " * 400_000
+    over = threading.Event()
+    stands = [0.0]
+
+    def watch() -> None:
+        while not over.is_set():
+            before = time.monotonic()
+            time.sleep(0.001)
+            stands.append(time.monotonic() - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    began = time.monotonic()
+    found = family.dialect.encoded([(text, False)])
+    taken = time.monotonic() - began
+    over.set()
+    watching.join()
+    assert len(found) == 800_000 and found == found[:2] * 400_000
+    assert max(stands) < taken / 2
+
+
+def test_characters_are_those_of_all_texts_that_a_template_is_given():
+    call = ChatCall("id", "search", {"q": ["ab", {"c": "def"}], "n": 5})
+    messages = [ChatMessage("user", "12\n"), ChatMessage("assistant", "x", (call,), thought="not written")]
+    assert characters(messages) == 3 + 1 + 6 + (1 + 2 + 1 + 3 + 1)
+    tool = {"name": "f", "enum": ["a", "bc"]}
+    assert characters((), [tool]) == len("namefenumabc")

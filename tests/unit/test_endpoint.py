@@ -828,3 +828,20 @@ def test_tokens_that_the_agent_pays_for_are_those_of_the_row(tmp_path):
     assert answer["usage"]["prompt_tokens"] == len(PROMPT) == len(engine.asked[0].prompt_ids)
     assert answer["usage"]["completion_tokens"] == len(ids("Four." + END))
     assert np.array_equal(engine.asked[0].prompt_ids, PROMPT)
+
+
+def test_what_is_far_too_long_is_told_by_its_characters_and_never_tokenised(tmp_path):
+    """A tokenizer takes seconds for megabytes. A prompt is refused; behind a turn the response has no room for it."""
+    saw = tmp_path / "saw"
+    long = ["say", "1 ", 3_500_000]
+    steps = [["cut", 0], long, ["ask"], ["note"], ["cut", 0], ["say", "12*34?"], ["ask"], long, ["ask"]]
+    talks = conversations()
+    tokenised = []
+    plainly = talks._dialect._plainly
+    talks._dialect._plainly = lambda text: tokenised.append(len(text)) or plainly(text)
+    (made,) = rows(Engine("Four."), talks, [row({"steps": steps, "saw": str(saw)})])
+    assert stop_of(made) == Stop.CONTEXT and text_of(made) == START + turn("Four.")
+    (refused,) = json.loads(saw.read_text())
+    assert refused["status"] == 400
+    assert "7000000 characters, more than 16 for each of the 500 tokens" in refused["said"]["error"]["message"]
+    assert max(tokenised) < 100
