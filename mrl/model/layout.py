@@ -244,22 +244,15 @@ def _unravel(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(coords)
 
 
-def _ravel(coords: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    if not all(0 <= c < s for c, s in zip(coords, sizes, strict=True)):
-        raise IndexError(f"coordinates {coords} are outside a grid of {tuple(sizes)}")
-    index = 0
-    for coord, size in zip(reversed(coords), reversed(sizes), strict=True):
-        index = index * size + coord
-    return index
-
-
 def _group(
     names: tuple[str, ...], sizes: tuple[int, ...], coords: tuple[int, ...], axes: tuple[str, ...]
 ) -> tuple[int, ...]:
     if unknown := set(axes) - set(names):
         raise ValueError(f"no axis {sorted(unknown)}; axes are {names}")
-    free = [range(s) if n in axes else (c,) for n, s, c in zip(names, sizes, coords, strict=True)]
-    ranks: list[tuple[int, ...]] = [()]
-    for choices in free:
-        ranks = [(*r, c) for r in ranks for c in choices]
-    return tuple(sorted(_ravel(r, sizes) for r in ranks))
+    ranks = [0]
+    stride = 1
+    for name, size, coord in zip(names, sizes, coords, strict=True):
+        choices = range(size) if name in axes else (coord,)
+        ranks = [rank + stride * choice for choice in choices for rank in ranks]
+        stride *= size
+    return tuple(sorted(ranks))

@@ -202,7 +202,7 @@ MODELS = [
     (
         lambda: change_config(architectures=["LlamaForCausalLM"]),
         2,
-        ["['LlamaForCausalLM'] is not supported", "Qwen3MoeForCausalLM"],
+        ["['LlamaForCausalLM'] is not supported", "nearest supported family is qwen3_moe", "docs/adding_a_family.md"],
     ),
     (lambda: change_config(auto_map={"AutoModel": "x.py"}), 2, ["auto_map", "trust_remote_code", "never"]),
     (lambda: Path("model/config.json").write_text("{"), 4, ["config.json cannot be read as JSON"]),

@@ -159,8 +159,9 @@ def test_scales_may_lie_in_another_file_than_their_matrix(stored, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     checkpoint = open_hf(tmp_path)
     before = checkpoint.identity
-    write_hf(checkpoint, tmp_path / "hf")
-    assert same_bits(load_file(tmp_path / "hf" / "model-00001.safetensors"), meant)
+    output = tmp_path.with_name(f"{tmp_path.name}-hf")
+    write_hf(checkpoint, output)
+    assert same_bits(load_file(output / "model-00001.safetensors"), meant)
     (tmp_path / "b.safetensors").touch()
     assert checkpoint.identity != before  # what was begun with other scales is not gone on with
 

@@ -466,6 +466,6 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_paths(monkeypatch, t
     monkeypatch.setattr(validate, "_look_at_weights", lambda *given: [])
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
     resolved = load_config(BASE, overrides=["trainer.logger=[console,wandb]"])
-    assert validate._look(resolved, [], check_paths=False)[0] == []
+    assert validate.look_at_files(resolved, [], check_paths=False)[0] == []
     with pytest.raises(ConfigError, match=r"trainer\.logger: wandb needs the package wandb; pip install"):
-        validate._look(resolved, [], check_paths=True)
+        validate.look_at_files(resolved, [], check_paths=True)
