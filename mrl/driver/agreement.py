@@ -8,16 +8,15 @@ they are compared whatever the arguments are. Nothing of the comparison remains:
 the rows, and no later prompt begins as these do, so engines serve no later response from their caches.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from mrl.algo.rows import RowValues
 from mrl.config.override_fields import VLLM_SPEED
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Prompt
-from mrl.data.samples import SampleRows
 from mrl.driver.placement import Placement
 from mrl.driver.step_batch import AllRanks, StepBatch
 from mrl.engine.requests import Request, training_sampling
@@ -88,18 +87,25 @@ def _short_responses(
         training_sampling(config.rollout, config.data, config.actor, config.model.path),
         max_tokens=min(TOKENS, config.data.max_response_length),
         stop_token_ids=(),
+        top_p=1.0,  # ranks score whole distributions, and engines what a filter leaves
+        top_k=-1,
         in_one_turn=True,
     )
     return generate(responder.engines, requests, sampling, poll=responder.look_after)
 
 
 def _scored(actor: AllRanks, samples: ResponseStore) -> Compared:
-    rows: SampleRows = samples.rows
     step = StepBatch(actor, samples)
-    of_rows = step.log_probs().of_rows["log_gap"]
+    of_rows = step.log_probs().of_rows
     step.forget()
-    tokens = int(rows.sampled_lengths.sum())
-    return Compared(float(np.sum(of_rows)) / max(tokens, 1), tokens)
+    return compared_of(of_rows, int(samples.rows.sampled_lengths.sum()))
+
+
+def compared_of(of_rows: RowValues, tokens: int) -> Compared:
+    """Returns the gap over all rows, given their numbers (`mismatch_of_rows`); NaN if a log-prob is not finite."""
+    if of_rows["bad_rollout"].any() or of_rows["bad_actor"].any():
+        return Compared(math.nan, tokens)
+    return Compared(float(of_rows["log_gap"].sum()) / max(tokens, 1), tokens)
 
 
 def largest_gap(config: RunConfig) -> tuple[str, float]:

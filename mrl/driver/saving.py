@@ -231,10 +231,7 @@ class Saver:
         self.failed_saves += 1
         self._failed_in_a_row += 1
         self._last_fault = fault
-        print(
-            f"error: step {step} is not saved: {fault}. Training goes on; the checkpoints before it are as they were",
-            flush=True,
-        )
+        print(f"error: step {step} is not saved: {fault}. The checkpoints before it are as they were", flush=True)
         if 0 < self._trainer.max_failed_saves <= self._failed_in_a_row:
             raise EnvironmentFault(
                 f"{self._folder}: {self._failed_in_a_row} saves in a row failed (trainer.max_failed_saves), the last "

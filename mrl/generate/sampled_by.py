@@ -85,7 +85,10 @@ def sources_of(config: RunConfig, data: str, rows: str, files: Sequence[Mapping[
         "files": _digests(files, ROLLOUT_FILE),
     }
     reward = config.reward.model_dump(mode="json", exclude=SAME_REWARDS)
-    rewards = {"reward": reward, "rows": rows, "files": _digests(files, REWARD_FILE)}
+    judged = [
+        part.model_dump(mode="json") for part in (config.algorithm.filter_groups, config.algorithm.overlong_buffer)
+    ]
+    rewards = {"reward": reward, "judged": judged, "rows": rows, "files": _digests(files, REWARD_FILE)}
     adapter = config.actor.lora.path
     start = [_weight_files(config.model.path), adapter and _weight_files(adapter)]
     return Sources(

@@ -106,7 +106,10 @@ class Spool:
         self._whole: int | None = None  # version of the newest complete checkpoint, or of the start
         self.left: dict[int, SpoolFile] = {}  # by number: groups of earlier starts that are not taken yet
         check()
-        self.folder.mkdir(parents=True)
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise EnvironmentFault(f"{self.folder}: {described(error)}; make room and pass --resume") from None
         if origin is not None:
             self._take_left(origin)
         for older in folder.iterdir():

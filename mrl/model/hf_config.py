@@ -28,6 +28,8 @@ _PLAIN: dict[str, Any] = {
     "head_dtype": None,
     "block_configs": None,
     "attn_type_list": None,
+    "per_layer_config": None,  # other sizes and norms in some layers
+    "is_heterogeneous": False,
     "speculators_config": None,  # vLLM would take the folder for drafts of another model
 }
 # spec field -> other keys in which transformers' or vLLM's readers look for it

@@ -356,7 +356,7 @@ def _confirmed(truth: Any, answer: Any) -> bool:
 def _same_relation(truth: Any, answer: Any) -> bool:
     """Tells whether two relations are of one kind and what they compare with zero has one ratio everywhere.
 
-    It is positive for inequalities: x > 1 is 2x > 2 and not -x > -1.
+    It is positive for inequalities: x > 1 is not -x > -1.
     """
     known, known_kind = _against_zero(truth)
     given, given_kind = _against_zero(answer)
@@ -407,11 +407,15 @@ def _is_zero(number: Any, otherwise: bool) -> bool:
     digits = FEWEST_DIGITS + _hidden_digits(number)
     if digits > MOST_DIGITS:
         raise TooComplex
-    parts = number.evalf(15, maxn=digits).as_real_imag()
-    if not all(part.is_Float or part.is_Rational for part in parts):
-        return otherwise
-    # sympy leaves one bit of precision to a number that may be nothing but error
-    return all(part == 0 or (part.is_Float and part._prec <= 1) for part in parts)
+    # few digits first, as they suffice for most; they round 1 + 10^-30 to 1, of which the logarithm is 0
+    for wanted in (15, digits):
+        parts = number.evalf(wanted, maxn=digits).as_real_imag()
+        if not all(part.is_Float or part.is_Rational for part in parts):
+            return otherwise
+        # sympy leaves one bit of precision to a number that may be nothing but error
+        if not all(part == 0 or (part.is_Float and part._prec <= 1) for part in parts):
+            return False
+    return True
 
 
 def _hidden_digits(number: Any) -> int:

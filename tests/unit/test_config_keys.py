@@ -73,8 +73,6 @@ WITHOUT_EFFECT = {
     "index_n_heads": "read beside index_topk alone, which is refused",
     "index_head_dim": "read beside index_topk alone, which is refused",
     "indexer_rope_interleave": "read beside index_topk alone, which is refused",
-    "per_layer_config": "read if is_heterogeneous alone, which transformers computes",
-    "is_heterogeneous": "computed by transformers from per_layer_config",
     "vision_config": "of the model around it (mrl/model/wrapped.py)",
     "is_mm_prefix_lm": "of models that read images",
     "get_text_config": "a method",

@@ -521,6 +521,13 @@ def test_a_weight_and_a_rejection_that_are_no_single_mode_are_not_made_one(words
     assert out.values.get(CORRECTION + "mode") is None
 
 
+def test_a_weight_of_0_that_would_take_out_whole_responses_is_not_carried():
+    words = [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold='0.5_5.0'"]
+    out = from_overrides(*words, "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean")
+    assert CORRECTION + "rollout_is_threshold" in {entry.key for entry in out.of("unsupported")}
+    assert out.values.get(CORRECTION + "mode") is None
+
+
 @pytest.mark.parametrize(
     "word",
     [

@@ -3,28 +3,33 @@ and the names of what it writes.
 """
 
 import errno
+import math
 import signal
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from generations import AnsweringEngines, Files, generation_of
 from replicas import InMemory, ReplicaCritic, Replicas
 
+from mrl.algo.correction import mismatch_of_rows
 from mrl.cluster.hosts import Peak
 from mrl.cluster.process_logs import concerning
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
 from mrl.data.samples import Sample
-from mrl.driver import loop
-from mrl.driver.agreement import Compared, check
+from mrl.driver import agreement, loop
+from mrl.driver.agreement import Compared, check, compared_of
 from mrl.driver.assemble import Run
 from mrl.driver.placement import Colocated, Separate
 from mrl.driver.resume import RunIdentity
 from mrl.driver.sample_writer import reward_parts
 from mrl.driver.saving import SavedRun, Saver
 from mrl.driver.stop_signals import StopFlag
+from mrl.engine.requests import Sampling
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostLock, LostWeights, NumericAbort
 from mrl.generate import judged_groups, kept_groups, rollouts
 from mrl.generate.generation import Generation
@@ -368,6 +373,26 @@ def test_the_largest_gap_is_that_of_the_least_exact_number_format(overrides, mos
     for gap in (most * 1.01, float("nan")):
         with pytest.raises(NumericAbort, match="no argument of vLLM is unusual"):
             check(config, Compared(gap, 256))
+
+
+def test_log_probs_that_are_no_numbers_are_no_agreement():
+    rollout, actor = np.array([-1.0, np.nan, -2.0]), np.array([-1.0, np.nan, -2.0])
+    of_rows = mismatch_of_rows(rollout, actor, np.array([2, 1]))
+    assert math.isnan(compared_of(of_rows, 3).gap)
+    whole = mismatch_of_rows(np.array([-1.0, -2.0]), np.array([-1.5, -2.0]), np.array([1, 1]))
+    assert compared_of(whole, 2) == Compared(0.25, 2)
+
+
+def test_engines_are_compared_without_a_filter_of_tokens(world, tmp_path, monkeypatch):
+    """With one an engine's log-probs are those of what it leaves, a rank's those of all tokens."""
+    asked = []
+    monkeypatch.setattr(agreement, "generate", lambda engines, requests, sampling, poll: asked.append(sampling))
+    config = load_config(TINY, None, [*SIZES, "rollout.top_p=0.7", "rollout.top_k=5"]).config
+    prompt = SimpleNamespace(token_ids=[5, 6, 7], prompt_id="a")
+    responder = SimpleNamespace(engines=SimpleNamespace(names=["engine-0"]), look_after=None)
+    monkeypatch.setattr(agreement, "training_sampling", lambda *of: Sampling(1.0, 9, (3,), top_p=0.7, top_k=5))
+    agreement._short_responses(config, [prompt], responder, 2)
+    assert (asked[0].top_p, asked[0].top_k, asked[0].stop_token_ids) == (1.0, -1, ())
 
 
 def test_a_step_of_a_run_that_lost_its_directory_ends_before_its_first_file(world, tmp_path):

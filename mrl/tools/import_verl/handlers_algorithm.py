@@ -129,7 +129,7 @@ def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
             why = "no ratio inside the band of the rejection reaches it"
             out.leave("implied", o.key, o.value, why, o.line)
         case ("rollout_is_threshold", _):
-            _threshold(o, out)
+            _threshold(o, out, settings)
         case ("rollout_rs", str()) if o.value in _REJECTIONS and (not weighs or _masked_weights(settings)):
             _rejection(o, out, settings, bool(weighs))
         case ("rollout_rs_threshold" | "rollout_rs_threshold_lower", _) if not rejects or bypassed:
@@ -233,9 +233,14 @@ def _rejection_band(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("renamed", o.key, _CORRECTION + name, value, why, o.line)
 
 
-def _threshold(o: Override, out: Import) -> None:
+def _threshold(o: Override, out: Import, settings: VerlSettings) -> None:
     """Carries the threshold of a weight over: an upper bound, or the band of IcePop."""
     numbers = _numbers(o.value)
+    level = _of_correction(settings, "rollout_is")
+    if len(numbers) == 2 and settings.loss_mode == "geo_mean" and level == "token":
+        why = "geo_mean takes the geometric mean of a response's weights, so one weight of 0 would take all of it out"
+        out.leave("unsupported", o.key, o.value, why, o.line)
+        return
     if not numbers:
         out.leave("unsupported", o.key, o.value, "a threshold here is one number, or low_high", o.line)
         return
