@@ -4,6 +4,7 @@ A template of a figure is text with Python expressions in braces; names in them 
 """
 
 import ast
+import gzip
 import json
 import re
 import subprocess
@@ -18,6 +19,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "docs" / "source" / "claims.yaml"
 FAULTS = SOURCE.with_name("faults.yaml")
+OUTSIDE = ROOT / "tests" / "outside"
+DIFFERENCES = OUTSIDE / "differences.yaml"
 RESULTS = ROOT / "docs" / "results"
 MOST_WORDS = 40  # of a cell
 TOLD = ("date", "load")  # by every part of a result that names a commit, or once for its whole file
@@ -373,11 +376,27 @@ def page() -> str:
         "turns": figures(table, "turns"),
         "faults": fault_table(load(FAULTS)["matrix"], results(table)),
         "bad_input": fault_table(load(FAULTS)["bad_input"], results(table)),
+        "golden_cases": f"{sum(golden_cases().values()):,}",
+        "differences": markdown(
+            ["compared with", "what differs", "who is right", "cases"],
+            [
+                [row["peer"], row["what"], row["right"], f"{row['cases']} of {golden_cases()[row['topic']]:,}"]
+                for row in load(DIFFERENCES)
+            ],
+        ),
         "measured": _measured(table),
         "missed": _missed(table),
     }
     text = (SOURCE.parent / "evidence.txt").read_text(encoding="utf-8")
     return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], text)
+
+
+@cache
+def golden_cases() -> dict[str, int]:
+    """How many cases of peers' own functions each topic of tests/outside has."""
+    files = sorted((OUTSIDE / "golden").glob("*.json.gz"))
+    read = {file.name.removesuffix(".json.gz"): json.loads(gzip.decompress(file.read_bytes())) for file in files}
+    return {topic: len(written["cases"]) for topic, written in read.items()}
 
 
 def _measured(table: dict[str, Any]) -> str:
