@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mrl.acting.tool import Tool
+from mrl.acting.tool import Tool, generator_fault
 
 AGENT = "agent"  # the tool name of its calls
 Run = Callable[[str, str, Mapping[str, Any], float], Any]
@@ -46,8 +46,8 @@ def _run(run: Run, *arguments: Any) -> None:
 
 def agent_fault(run: Run) -> str:
     """Says why a function cannot be called as an agent is; empty where it can."""
-    if inspect.isgeneratorfunction(run) or inspect.isasyncgenfunction(run):
-        return "is a generator, whose call runs nothing: return instead of yield"
+    if fault := generator_fault(run):
+        return fault
     try:
         inspect.signature(run).bind("url", "key", {}, 1.0)
     except TypeError as error:

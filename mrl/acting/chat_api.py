@@ -85,6 +85,14 @@ class ChatRequest:
     wants_usage: bool = False  # token counts at the end of a stream
     model: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)  # options of SAMPLING that ask for something
+    chooses_no_tool: bool = False  # tool_choice: none
+
+    @property
+    def wants_calls(self) -> bool:
+        """Whether calls are taken out of the text. Without tools, and with the choice of none, a client reads the text,
+        as OpenAI's API has it.
+        """
+        return bool(self.tools) and not self.chooses_no_tool
 
     def overridden(self, own: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the names of sampling options that are not followed. `own`: the values by which the run samples."""
@@ -226,12 +234,16 @@ def _checked(
     if messages[-1].role not in ("user", "tool"):
         raise BadRequest(f"the last message has the role {messages[-1].role}; it has to be user or tool")
     sampling = {name: body[name] for name, nothing in SAMPLING.items() if _asks(body.get(name), nothing)}
-    if sampling.get("tool_choice") == {"type": "auto"}:
+    choice = sampling.get("tool_choice")
+    if isinstance(choice, Mapping):
+        choice = choice.get("type")
+    if choice in ("auto", "none"):
         del sampling["tool_choice"]
     model = body.get("model")
     model = model if isinstance(model, str) else ""
     stream = bool(body.get("stream"))
-    return ChatRequest(_in_order_of_calls(messages), tuple(tools), limit, stream, wants_usage, model, sampling)
+    messages = _in_order_of_calls(messages)
+    return ChatRequest(messages, tuple(tools), limit, stream, wants_usage, model, sampling, choice == "none")
 
 
 def _asks(value: Any, nothing: Any) -> bool:

@@ -2,7 +2,7 @@
 
     first request         the model's own chat template writes it, like any prompt
     later messages        only the text that the template writes behind an answer; the tokens before it stay
-    sampled tokens        become thoughts, text and calls; a call that cannot be read stays text
+    sampled tokens        become thoughts, text and calls; a call that cannot be read, or is not wanted, stays text
 
 A template may write earlier turns differently once something follows. Qwen3's drops thoughts once a user speaks. The
 tokens before stay all the same, so the model continues from its own tokens. Texts of messages are plain characters:
@@ -61,14 +61,18 @@ class ChatText:
             return ids[1:]
         return ids
 
-    def said(self, turn: Sequence[int], tools: Sequence[Mapping[str, Any]], number: int) -> ChatMessage:
-        """Returns the sampled tokens of turn `number` as a message."""
-        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    def said(self, turn: Sequence[int], asked: ChatRequest, number: int) -> ChatMessage:
+        """Returns the sampled tokens of turn `number` as the message that answers a request."""
+        functions = {tool["function"]["name"]: tool["function"] for tool in asked.tools}
         parameters = {name: _read_as(function["parameters"]) for name, function in functions.items()}
-        read = self._dialect.said(turn, parameters)
+        read = self._dialect.said(turn, parameters, asked.wants_calls)
         numbers = count()
         calls = [ChatCall(f"call_{number}_{next(numbers)}", call.name, call.arguments or {}) for call in read.calls]
         return ChatMessage("assistant", read.content, tuple(calls), thought=read.thought)
+
+    def has_call(self, turn: Sequence[int]) -> bool:
+        """Tells whether sampled tokens have a call that can be read, by whomever."""
+        return bool(self._dialect.said(turn, {}).calls)
 
     def _written(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         arguments = dict(self._arguments)

@@ -128,16 +128,17 @@ class Dialect:
             calls.append(self._call(self._until_closed(ids), parameters))
         return calls
 
-    def said(self, ids: Sequence[int], parameters: Parameters) -> Said:
-        """Returns a turn as a message: its thoughts, its text and its calls. Calls that cannot be read stay in the
-        text.
+    def said(self, ids: Sequence[int], parameters: Parameters, with_calls: bool = True) -> Said:
+        """Returns a turn as a message: its thoughts, its text and its calls.
+
+        Calls that cannot be read stay in the text, and without `with_calls` all do.
         """
         thought, ids = self._without_thought(ids)
         if ids and ids[-1] in self._ends:
             ids = ids[:-1]
         content = ""
         calls = []
-        while self._added[OPEN] in ids:
+        while with_calls and self._added[OPEN] in ids:
             start = ids.index(self._added[OPEN])
             inside = self._until_closed(ids[start + 1 :])
             call = self._call(inside, parameters)

@@ -22,12 +22,13 @@ An action is a typed method with a docstring, just as a tool is a typed function
 its result in the same way. Tools are an environment without memory.
 """
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mrl.acting.tool import LONGEST_NAME, TYPES, Tool
+from mrl.acting.tool import LONGEST_NAME, TYPES, Tool, generator_fault
 from mrl.errors import ConfigError
 
 # characters of an answer, which JSON may extend to twelve bytes each; the conversation's budget is lower
@@ -91,6 +92,24 @@ class ToolBox(Environment):
         return self._tools[action.name].function(**action.arguments)
 
 
+async def _result(called: Awaitable[Any]) -> Any:
+    return await called
+
+
+_loops: list[Any] = []  # one for this process, because a tool may keep objects bound to it
+
+
+def settled(value: Any) -> Any:
+    """Returns what a call comes to: for a coroutine or another awaitable what it returns, else the value itself."""
+    if not inspect.isawaitable(value):
+        return value
+    if not _loops:
+        import asyncio  # here: a fifth of the time in which any process of tools starts
+
+        _loops.append(asyncio.new_event_loop())
+    return _loops[0].run_until_complete(_result(value))
+
+
 def actions_of(kind: type[Environment], name: str) -> dict[str, Tool]:
     """Returns an environment's actions as tools. Raises ConfigError for an incomplete declaration."""
     if not kind.actions and not kind.schemas:
@@ -103,6 +122,9 @@ def actions_of(kind: type[Environment], name: str) -> dict[str, Tool]:
         if not callable(method):
             raise ConfigError(f"environment {name!r} has no method {action!r}, which its `actions` name")
         found[action] = Tool.of(method.__get__(object()), action)  # bound, so that `self` is no parameter
+    for method in ("reset", "step", "close"):
+        if fault := generator_fault(getattr(kind, method)):
+            raise ConfigError(f"environment {name!r}: {method} {fault}")
     return found
 
 
@@ -149,9 +171,16 @@ def reply_of(value: Any) -> Reply:
     return Reply(text[:LONGEST], _number("reward", reply.reward), parts, reply.end)
 
 
+def _as_text(value: Any) -> str:
+    """Returns the text of a value that JSON does not know. Raises TypeError for one whose text says nothing."""
+    if isinstance(value, Iterator | AsyncIterator | Awaitable | Callable):
+        raise TypeError(f"it has a {type(value).__name__}, which is no answer yet: return what that gives")
+    return str(value)
+
+
 def _as_json(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, default=str)
+        return json.dumps(value, ensure_ascii=False, default=_as_text)
     except (ValueError, RecursionError) as error:
         raise TypeError(f"it is neither a text nor anything that JSON can hold: {error}") from error
 

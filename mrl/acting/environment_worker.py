@@ -14,7 +14,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from mrl.acting.environment import LONGEST, Action, Environment, Reply, ToolBox, actions_of, parts_of, reply_of
+from mrl.acting.environment import (
+    LONGEST,
+    Action,
+    Environment,
+    Reply,
+    ToolBox,
+    actions_of,
+    parts_of,
+    reply_of,
+    settled,
+)
 from mrl.acting.named import resolve_agent, resolve_environments, resolve_tools
 from mrl.acting.tool import Tool, ToolsSpec
 from mrl.reward.items import NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE
@@ -87,7 +97,7 @@ class Sessions:
     def _reset(self, session: int, environment: str, row: Mapping[str, Any], seed: int) -> CallAnswer:
         self._end(session)
         self._at[session] = environment, self._kinds[environment]()
-        self._at[session][1].reset(row, seed)
+        settled(self._at[session][1].reset(row, seed))
         return _answer(OK, Reply())
 
     def _end(self, session: int) -> None:
@@ -95,7 +105,7 @@ class Sessions:
         _, environment = self._at.pop(session, (None, None))
         if environment is not None:
             with suppress(BaseException):
-                environment.close()
+                settled(environment.close())
 
     def _step(self, session: int | None, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
         kind, environment = self._at[session]
@@ -105,7 +115,7 @@ class Sessions:
         problem = tools[name].problem(arguments)
         if problem is not None:
             return _answer(REFUSED, Reply(f"Error: {name}: {problem}"))
-        value = environment.step(Action(name, arguments))
+        value = settled(environment.step(Action(name, arguments)))
         try:
             return _answer(OK, reply_of(value))
         except TypeError as error:

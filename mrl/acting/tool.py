@@ -95,6 +95,8 @@ class Tool:
         """Makes a tool with that name. Raises ConfigError for a function with an incomplete description."""
         if len(name.encode()) > LONGEST_NAME:
             raise ConfigError(f"a tool is named {name!r}; a name is at most {LONGEST_NAME} bytes, as UTF-8")
+        if fault := generator_fault(function):
+            raise ConfigError(f"tool {name!r} {fault}")
         docstring = inspect.getdoc(function)
         if not docstring:
             raise ConfigError(f"tool {name!r} has no docstring, which is what the model is told about it")
@@ -126,6 +128,14 @@ class Tool:
             if not _fits(value, properties[name]):
                 return f"{name!r} is not of the kind {_describe(properties[name])}: {str(value)[:80]}"
         return None
+
+
+def generator_fault(function: Callable[..., Any]) -> str:
+    """Says that a function is a generator; empty where it is none."""
+    for each in (function, inspect.unwrap(function)):
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            return "is a generator, whose call runs nothing: return instead of yield"
+    return ""
 
 
 def _described(docstring: str) -> dict[str, dict[str, str]]:

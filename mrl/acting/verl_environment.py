@@ -6,7 +6,6 @@ names. The reward of a call is the reply's. After each call `calc_reward` gives 
 raises, the model reads the error, as with every tool.
 """
 
-import asyncio
 import importlib
 import inspect
 import json
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mrl.acting.environment import MOST_PARTS, Action, Environment, Reply
+from mrl.acting.environment import MOST_PARTS, Action, Environment, Reply, settled
 from mrl.acting.python_tool import ProgramEnded, refuse_unconfined, run_program
 from mrl.acting.sandbox import PythonLimits
 from mrl.acting.verl_tool_config import (
@@ -50,11 +49,11 @@ class VerlTools(Environment):
 
     def step(self, action: Action) -> Reply:
         """Answers a call."""
-        return _run(self._called(action.name, dict(action.arguments)))
+        return settled(self._called(action.name, dict(action.arguments)))
 
     def close(self) -> None:
         """Releases all begun instances."""
-        _run(self._released())
+        settled(self._released())
 
     async def _called(self, name: str, arguments: dict[str, Any]) -> Reply:
         tool = self.tools[name]
@@ -81,15 +80,6 @@ class VerlTools(Environment):
 
     def _kwargs(self, name: str, of: str) -> dict[str, Any]:
         return dict((self._given.get(name) or {}).get(of) or {})
-
-
-_loops: list[asyncio.AbstractEventLoop] = []  # one for this process, because a tool may keep objects bound to it
-
-
-def _run(called: Any) -> Any:
-    if not _loops:
-        _loops.append(asyncio.new_event_loop())
-    return _loops[0].run_until_complete(called)
 
 
 async def _begun(tool: Any, given: dict[str, Any]) -> str:

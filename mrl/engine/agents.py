@@ -231,11 +231,13 @@ class AgentPartner:
         chat = self._asked.chat
         self._marks += [TurnCall(name, "overridden") for name in chat.overridden(self._sampled_by)]
         number = self._spoken.said + 1
-        said = self._agents.text.said(sampled_turns(line.made)[-1].tolist(), chat.tools, number)
+        turn = sampled_turns(line.made)[-1].tolist()
+        said = self._agents.text.said(turn, chat, number)
         prompt = int(line.made.lengths[0]) - added
         answer = ChatAnswer(number, said, is_cut, prompt, added)
         self._spoken.add(chat, self._place, said, line.made)
-        goes_on = bool(said.calls) or talk.turn < talk.budgets.turns
+        has_call = bool(said.calls) or (not chat.wants_calls and self._agents.text.has_call(turn))
+        goes_on = has_call or talk.turn < talk.budgets.turns
         is_full = is_cut and added == talk.max_tokens
         after = talk.sampled(added, self._agents.clock(), [None] * goes_on, is_full)
         if after.state is ConversationState.ENDED:

@@ -112,6 +112,9 @@ class WorkerProcess:
             lines = []
             if readable:
                 lines = self._receive()
+            if len(lines) > answers:  # whoever wrote more than the answers, `alive` is false from now on
+                self._buffer[:0] = b"\n".join([*lines[answers:], b""])
+                del lines[answers:]
             for line in lines:
                 yield line
                 answers -= 1
@@ -120,10 +123,13 @@ class WorkerProcess:
                 raise WorkerFailure(TIMEOUT, f"no complete answer within {timeout_s:g} s")
 
     def alive(self) -> bool:
-        """Tells whether it can answer. Its keeper may outlive it for a moment, but its end of the channel does not."""
+        """Tells whether it can answer: it runs, and wrote nothing that it was not asked for. None may be asked for now.
+
+        Its keeper may outlive it for a moment, but its end of the channel does not.
+        """
         poll = select.poll()
-        poll.register(self._results, 0)
-        return self._process.poll() is None and not poll.poll(0)
+        poll.register(self._results, select.POLLIN)
+        return self._process.poll() is None and not self._buffer and not poll.poll(0)
 
     def kill(self) -> None:
         """Makes the keeper kill the process and all that it started. Any thread may call it."""

@@ -1,5 +1,6 @@
 """Environments of a user's file, good and bad ones."""
 
+import asyncio
 import os
 import sys
 import time
@@ -218,3 +219,39 @@ class Typeless(Environment):
     schemas: ClassVar = {
         "act": _schema("act", {"type": "object", "properties": {"what": {"type": ["string"]}}, "required": []})
     }
+
+
+class Later(Environment):
+    """All of it is asynchronous."""
+
+    actions = ("climb",)
+    repeatable = True
+
+    async def reset(self, row, seed):
+        await asyncio.sleep(0)
+        self.left = row["extra_info"].get("height", 3)
+
+    async def climb(self, steps: int) -> Reply:
+        """Goes up."""
+        await asyncio.sleep(0)
+        self.left -= steps
+        return Reply(f"{self.left} to go", float(not self.left), end=not self.left)
+
+    async def close(self):
+        await asyncio.sleep(0)
+        print(f"closed at {self.left}", flush=True)
+
+
+class LaterStep(Later):
+    """Overrides what acts."""
+
+    async def step(self, action):
+        answered = await super().step(action)
+        return Reply(f"Well: {answered.text}", answered.reward, end=answered.end)
+
+
+class ByPart(Stairs):
+    """Its beginning is a generator."""
+
+    def reset(self, row, seed):
+        yield

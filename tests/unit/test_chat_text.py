@@ -10,7 +10,7 @@ import time
 import pytest
 from dialect_templates import CODER, tokenizer
 
-from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
+from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest, parse_openai
 from mrl.acting.chat_text import ChatText, _read_as, characters
 from mrl.acting.dialects import dialect_of
 from mrl.data.parameter_types import value_of
@@ -41,6 +41,11 @@ TEXTS = [
     "a\nb",
     "\ue001",
 ]
+
+
+def asked(*tools) -> ChatRequest:
+    """A request that offers tools."""
+    return ChatRequest((ChatMessage("user", "?"),), tools)
 
 
 class Family:
@@ -123,16 +128,30 @@ def test_what_follows_an_answer_is_what_the_template_writes_there(family):
 def test_a_turn_as_a_message(family):
     end = family.dialect.end
     whole = family.ids(f"hm <tool_call> hm</think>\n\nWell.\n{CALLS[family.name]}\n{CALLS[family.name]}")
-    said = family.text.said([*whole, end], [TOOL], 3)
+    said = family.text.said([*whole, end], asked(TOOL), 3)
     arguments = {"q": "café", "n": 2}
     assert said.calls == (ChatCall("call_3_0", "search", arguments), ChatCall("call_3_1", "search", arguments))
     assert said.content == "Well." and said.thought == "hm <tool_call> hm"
-    assert family.text.said(family.ids("It is 408."), [], 1) == ChatMessage("assistant", "It is 408.")
+    assert family.text.said(family.ids("It is 408."), asked(), 1) == ChatMessage("assistant", "It is 408.")
+
+
+@pytest.mark.parametrize("choice", [None, "none", {"type": "none"}])
+def test_calls_that_nobody_offered_stay_in_the_text_as_they_were_written(family, choice):
+    """The text of a client that reads calls by itself; thoughts are none of it."""
+    body = {"messages": [{"role": "user", "content": "?"}], "tool_choice": choice}
+    if choice:
+        body["tools"] = [TOOL]
+    request = parse_openai(body)
+    text = f"I look.\n{CALLS[family.name]}\nAnd {CALLS[family.name]}"
+    whole = family.ids(f"<think>\nhm {CALLS[family.name]}\n</think>\n\n{text}")
+    said = family.text.said(whole, request, 1)
+    assert (said.content, said.calls) == (text, ()) and said.thought.startswith("hm")
+    assert request.overridden({}) == ()
 
 
 def test_a_call_that_cannot_be_read_stays_text_and_others_are_calls(family):
     broken = "<tool_call>\n12*34\n</tool_call>"
-    said = family.text.said(family.ids(f"{CALLS[family.name]}\n{broken} <tool_call>"), [TOOL], 1)
+    said = family.text.said(family.ids(f"{CALLS[family.name]}\n{broken} <tool_call>"), asked(TOOL), 1)
     if family.name == "glm":  # whose calls without arguments are a name alone
         assert len(said.calls) == 2 and said.content == "<tool_call>"
         return
@@ -159,7 +178,7 @@ def test_schemas_of_any_kind_are_read_by():
     values = {"q": "1", "n": "2", "s": "3", "any": "4"}
     said = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
     turn = family.ids(f"<tool_call>\n<function=f>\n{said}</function>\n</tool_call>")
-    (call,) = family.text.said(turn, [tool], 1).calls
+    (call,) = family.text.said(turn, asked(tool), 1).calls
     assert call.arguments == {"q": "1", "n": 2, "s": "3", "any": "4"}
 
 

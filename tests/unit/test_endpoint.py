@@ -252,6 +252,20 @@ def test_tools_that_the_agent_calls_itself_are_answered_as_tools_are(name):
     assert last_calls(made) == [("agent", "ok"), *overridden, ("agent", "ok")]
 
 
+@pytest.mark.parametrize("more", [{}, {"tool_choice": "none"}])
+def test_an_agent_that_reads_calls_itself_finds_them_and_goes_on_in_the_same_branch(tmp_path, more):
+    """It sends back the text that it was given; what comes back of its tools is a message of the user."""
+    saw = tmp_path / "saw"
+    tool = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
+    options = more | ({"tools": [tool]} if more else {})
+    steps = [["ask", options], ["say", "<tool_response>408</tool_response>"], ["ask", options]]
+    (made,) = rows(Engine(f"Well.\n{CALL}", "It is 408."), conversations(), [row({"steps": steps, "saw": str(saw)})])
+    assert [message["content"] for message in json.loads(saw.read_text())] == [f"Well.\n{CALL}", "It is 408."]
+    assert not any("tool_calls" in message for message in json.loads(saw.read_text()))
+    assert stop_of(made) == Stop.CLOSED and made.turn_counts.tolist() == [2] and made.branch_counts is None
+    assert last_calls(made) == [("agent", "ok")] * 2
+
+
 @pytest.mark.parametrize("name", [with_package("anthropic_package")])
 def test_a_strangers_client_of_the_other_form_is_answered(name):
     assert stop_of(whole(Engine("Four."), name=name)) == Stop.CLOSED

@@ -411,3 +411,21 @@ def test_an_environment_that_cannot_begin_is_told_before_a_run(tmp_path, body, r
     else:
         with pytest.raises(ConfigError, match=re.escape(words)):
             tried()
+
+
+def test_an_asynchronous_environment_is_awaited(tmp_path):
+    log = tmp_path / "log"
+    with EnvironmentPool(ToolsSpec((), FILE, environments=("Later", "LaterStep")), 1, 20.0, log) as pool:
+        for name, word in (("Later", ""), ("LaterStep", "Well: ")):
+            session = pool.session(name, row(height=2), 0)
+            first, last = steps(session, ("climb", {"steps": 1}), ("climb", {"steps": 1}))
+            assert first[:3] == ("ok", f"{word}1 to go", 0.0) and last[:3] == ("ok", f"{word}0 to go", 1.0)
+            assert last.end
+            session.close()
+        assert pool.session("Later", row(), 0).ready.result(60).reason == "ok"
+    assert log.read_text().count("closed at 0") == 2
+
+
+def test_an_environment_whose_method_is_a_generator_is_refused():
+    with pytest.raises(ConfigError, match="environment 'ByPart': reset is a generator, whose call runs nothing"):
+        actions_of(environment_classes.ByPart, "ByPart")

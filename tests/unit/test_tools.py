@@ -163,6 +163,44 @@ def test_closing_ends_what_is_under_way():
     pool.close()
 
 
+LATER = {
+    "later": ({"word": "a"}, "ok", "aa"),
+    "later_hidden": ({"word": "c"}, "ok", "cc"),
+    "later_raises": ({}, "raised", "Error: later_raises: KeyError: 'no such word'"),
+    "later_leaves": ({}, "raised", "Error: later_leaves: SystemExit: 3"),
+    "later_hangs": ({}, "timeout", "Error: later_hangs: no answer within 2 s"),
+    "gives_parts": ({"word": "ab"}, "wrong_type", "Error: gives_parts: it has a generator, which is no answer yet"),
+}
+
+
+def test_asynchronous_tools_are_awaited():
+    with EnvironmentPool(ToolsSpec((*LATER, "calculator"), FILE), 1, 2.0) as pool:
+        for name, (arguments, reason, said) in LATER.items():
+            answer = pool.call(name, arguments).result(30)
+            assert (answer.reason, answer.text[: len(said)]) == (reason, said)
+            assert pool.call("calculator", {"expression": "1+1"}).result(30)[:2] == ("ok", "2")
+
+
+@pytest.mark.parametrize("name", ["parts_by_part", "later_by_part"])
+def test_a_tool_that_is_a_generator_is_refused(name):
+    with pytest.raises(ConfigError, match=f"tool '{name}' is a generator, whose call runs nothing: return instead"):
+        Tool.of(getattr(tool_functions, name), name)
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_stray_lines_on_the_channel_of_results_cost_their_call_alone(end):
+    """However many they are, and whether they come before the answer, with it or behind it."""
+    with EnvironmentPool(ToolsSpec(("strays", "calculator"), FILE), 1, 20.0) as pool:
+        for before, after in ((1, 0), (3, 0), (0, 1), (0, 3), (2, 2), (0, 0)):
+            answer = pool.call("strays", {"before": before, "after": after, "end": end}).result(30)
+            assert answer[:2] == ("ok", "said") if not before else answer.reason == "died"
+            (process,) = (slot.process for slot in pool._slots)
+            while after and process is not None and process.alive():
+                time.sleep(0.01)
+            for _ in range(2):
+                assert pool.call("calculator", {"expression": "1+1"}).result(30)[:2] == ("ok", "2")
+
+
 def test_functions_under_verls_decorator_are_tools_without_verl():
     path = str(Path(tool_functions.__file__).with_name("verl_functions.py"))
     with EnvironmentPool(ToolsSpec(("add", "twice"), path), 1, 20.0) as pool:

@@ -1,8 +1,11 @@
 """Tools of a user's file, good and bad ones."""
 
+import asyncio
 import os
 import sys
+import threading
 import time
+from contextlib import suppress
 from typing import List, Literal  # noqa: UP035
 
 CALLS = []
@@ -89,3 +92,60 @@ def sleeps(seconds: float) -> str:
     """Takes its time."""
     time.sleep(seconds)
     return "slept"
+
+
+async def later(word: str) -> str:
+    """Answers after a while."""
+    await asyncio.sleep(0.01)
+    return word * 2
+
+
+def later_hidden(word: str) -> str:
+    """Says nothing of its being asynchronous."""
+    return later(word)
+
+
+async def later_raises() -> str:
+    """Raises after a while."""
+    await asyncio.sleep(0)
+    raise KeyError("no such word")
+
+
+async def later_leaves() -> str:
+    """Ends its process as a script does."""
+    sys.exit(3)
+
+
+async def later_hangs() -> str:
+    """Never answers."""
+    await asyncio.sleep(3600)
+
+
+def parts_by_part(word: str) -> str:
+    """Is a generator."""
+    yield word
+
+
+async def later_by_part(word: str) -> str:
+    """Is an asynchronous generator."""
+    yield word
+
+
+def gives_parts(word: str) -> list:
+    """Returns what gives nothing by itself."""
+    return list(word), (letter for letter in word)
+
+
+def strays(before: int, after: int, end: str) -> str:
+    """Writes lines into every descriptor that it finds, as a library with a stray handle might."""
+
+    def write(times: int) -> None:
+        for fd in range(3, 500):
+            for _ in range(times):
+                with suppress(OSError):
+                    os.write(fd, f"a stray line{end}".encode())
+
+    write(before)
+    if after:
+        threading.Timer(0.2, write, [after]).start()
+    return "said"
