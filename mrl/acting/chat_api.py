@@ -3,24 +3,40 @@
     POST /v1/chat/completions   {"model", "messages", "tools", "max_tokens", "stream", ...}      OpenAI
     POST /v1/messages           {"model", "system", "messages", "tools", "max_tokens", ...}      Anthropic
 
-Messages hold text only; anything else is refused. Sampling options of a client are read and counted, but not followed.
-JSON in, JSON out: no socket and no clock.
+Messages hold text only; anything else is refused. Settings of a client are counted by name, but not followed. Those
+that would be answered by half, as for more than one answer, are refused. JSON in, JSON out: no
+socket and no clock.
 """
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from mrl.acting.client_tools import client_tool
+
 ROLES = ("system", "user", "assistant", "tool")
-# sampling options of clients, each with the value that asks for nothing
+# options of clients whose value asks for nothing; of any other, null, false and what is empty do
 SAMPLING = {
-    "temperature": None, "top_p": None, "top_k": -1, "n": 1, "stop": None, "stop_sequences": None, "logit_bias": None,
-    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "seed": None,
-    "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tool_choice": "auto",
-    "parallel_tool_calls": True, "thinking": None, "reasoning_effort": None,
+    "top_k": -1, "n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
+    "length_penalty": 1, "min_p": 0, "min_tokens": 0, "top_logprobs": 0, "response_format": {"type": "text"},
+    "tool_choice": "auto", "parallel_tool_calls": True, "modalities": ["text"], "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "add_generation_prompt": True,
 }  # fmt: skip
+# parts of a body that are read, and those that say nothing of the answer
+_READ = {"model", "messages", "tools", "max_tokens", "stream"}
+_READ_OPENAI = _READ | {"max_completion_tokens", "stream_options"}
+_READ_ANTHROPIC = _READ | {"system"}
+_LABELS = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "cache_control", "betas",
+}  # fmt: skip
+_MOST_SETTINGS = 64  # that are counted of one request
+_SETTING = re.compile(r"[\w.-]{1,64}", re.ASCII)  # a name that a column holds
 _NOTHING = (None, [], {}, "")
 
 
@@ -35,6 +51,7 @@ class ChatCall:
     id: str
     name: str
     arguments: Mapping[str, Any]
+    is_read: bool = field(default=True, compare=False)  # False: a client's own text stands for them
 
 
 @dataclass(frozen=True)
@@ -84,7 +101,7 @@ class ChatRequest:
     stream: bool = False
     wants_usage: bool = False  # token counts at the end of a stream
     model: str = ""
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # options of SAMPLING that ask for something
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # settings that ask for something, by name
     chooses_no_tool: bool = False  # tool_choice: none
 
     @property
@@ -95,7 +112,7 @@ class ChatRequest:
         return bool(self.tools) and not self.chooses_no_tool
 
     def overridden(self, own: Mapping[str, Any]) -> tuple[str, ...]:
-        """Returns the names of sampling options that are not followed. `own`: the values by which the run samples."""
+        """Returns the names of settings that are not followed. `own`: the values by which the run samples."""
         return tuple(name for name, value in self.sampling.items() if name not in own or own[name] != value)
 
 
@@ -132,7 +149,7 @@ def parse_openai(body: Any) -> ChatRequest:
     limit = _whole_number(body, "max_completion_tokens") or _whole_number(body, "max_tokens")
     options = body.get("stream_options") or {}
     _check_mapping(options, "`stream_options`")
-    return _checked(body, messages, tools, limit, wants_usage=bool(options.get("include_usage")))
+    return _checked(body, _READ_OPENAI, messages, tools, limit, wants_usage=bool(options.get("include_usage")))
 
 
 def _openai_message(message: Any) -> ChatMessage:
@@ -152,13 +169,20 @@ def _openai_call(call: Any) -> ChatCall:
     _check_mapping(function, _only_functions("a call", call))
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-            arguments = {} if arguments is None else arguments  # "null": a call without arguments
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"arguments of a call are no JSON: {error}") from error
-    _check_mapping(arguments, "`arguments` of a call")
-    return ChatCall(_word(call.get("id")), _word(function.get("name")), arguments)
+    return _call(call.get("id"), function.get("name"), arguments)
+
+
+def _call(number: Any, name: Any, arguments: Any) -> ChatCall:
+    """Makes a call of a client's history. Arguments that are no object stand there as they are: a client would send
+    them again with every request to come.
+    """
+    if arguments is None:  # a call without arguments
+        arguments = {}
+    if isinstance(arguments, Mapping):
+        return ChatCall(_word(number), _word(name), arguments)
+    return ChatCall(_word(number), _word(name), {"arguments": arguments}, is_read=False)
 
 
 def _openai_tool(tool: Any) -> dict[str, Any]:
@@ -173,7 +197,7 @@ def _only_functions(what: str, given: Mapping[str, Any]) -> str:
     kind = given.get("type")
     if kind in (None, "function"):
         return f"`function` of {what}"
-    return f"{what} has the type {str(kind)[:40]!r}, and only functions are supported: `function`"
+    return f"{what} has the type {str(kind)[:40]!r}, and only functions with a schema are supported: `function`"
 
 
 def parse_anthropic(body: Any) -> ChatRequest:
@@ -185,10 +209,18 @@ def parse_anthropic(body: Any) -> ChatRequest:
     for message in _list(body, "messages"):
         messages += _anthropic_messages(message)
     tools = []
+    left_out = []
     for tool in _list(body, "tools"):
         _check_mapping(tool, "a tool")
-        tools.append(_tool(tool, tool.get("input_schema")))
-    return _checked(body, messages, tools, _whole_number(body, "max_tokens"))
+        kind = tool.get("type") or "custom"
+        if kind == "custom" or tool.get("input_schema") is not None:
+            _check_mapping(tool.get("input_schema"), f"`input_schema` of tool {str(tool.get('name'))[:64]!r}")
+            tools.append(_tool(tool, tool["input_schema"]))
+        elif (known := client_tool(str(kind))) is not None:
+            tools.append(_tool({"name": tool.get("name"), "description": known[0]}, known[1]))
+        else:
+            left_out.append(str(kind))
+    return _checked(body, _READ_ANTHROPIC, messages, tools, _whole_number(body, "max_tokens"), left_out)
 
 
 def _anthropic_messages(message: Any) -> list[ChatMessage]:
@@ -217,28 +249,38 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
 
 
 def _anthropic_call(block: Mapping[str, Any]) -> ChatCall:
-    arguments = block.get("input") or {}
-    _check_mapping(arguments, "`arguments` of a call")
-    return ChatCall(_word(block.get("id")), _word(block.get("name")), arguments)
+    return _call(block.get("id"), block.get("name"), block.get("input"))
 
 
 def _checked(
     body: Mapping[str, Any],
+    read: Set[str],
     messages: Sequence[ChatMessage],
     tools: Sequence[Mapping[str, Any]],
     limit: int | None,
+    left_out: Sequence[str] = (),
     wants_usage: bool = False,
 ) -> ChatRequest:
+    """Makes a request of the parts of a body. `left_out`: types of tools that the model is not told of."""
     if not messages:
         raise BadRequest("there is no message")
     if messages[-1].role not in ("user", "tool"):
         raise BadRequest(f"the last message has the role {messages[-1].role}; it has to be user or tool")
-    sampling = {name: body[name] for name, nothing in SAMPLING.items() if _asks(body.get(name), nothing)}
-    choice = sampling.get("tool_choice")
+    sampling = {name: value for name, value in body.items() if name not in read | _LABELS and _asks(name, value)}
+    for name, why in _NOT_BY_HALF.items():
+        if name in sampling:
+            raise BadRequest(f"`{name}` is {str(sampling[name])[:40]}, and {why}")
+    choice = body.get("tool_choice")
+    asks_more = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use")
     if isinstance(choice, Mapping):
         choice = choice.get("type")
-    if choice in ("auto", "none"):
-        del sampling["tool_choice"]
+    if choice in ("auto", "none") and not asks_more:
+        sampling.pop("tool_choice", None)
+    sampling |= dict.fromkeys(left_out, True)
+    if not all(call.is_read for message in messages for call in message.calls):
+        sampling["arguments"] = "no object"
+    named = {name if _SETTING.fullmatch(name) else "other": value for name, value in sampling.items()}
+    sampling = dict(itertools.islice(named.items(), _MOST_SETTINGS))
     model = body.get("model")
     model = model if isinstance(model, str) else ""
     stream = bool(body.get("stream"))
@@ -246,8 +288,18 @@ def _checked(
     return ChatRequest(messages, tuple(tools), limit, stream, wants_usage, model, sampling, choice == "none")
 
 
-def _asks(value: Any, nothing: Any) -> bool:
-    return value not in _NOTHING and value != nothing
+_NOT_BY_HALF = {
+    "n": "one request has one answer: ask again for another",
+    "logprobs": "log-probs are not given out: leave it out",
+    "top_logprobs": "log-probs are not given out: leave it out",
+}
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Tells whether a setting asks for anything."""
+    if name in SAMPLING:
+        return value not in _NOTHING and value != SAMPLING[name]
+    return value not in _NOTHING and value is not False
 
 
 def _in_order_of_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:

@@ -79,9 +79,9 @@ def test_text_beside_results_is_a_message_of_its_own_behind_them():
 def test_sampling_that_is_asked_for_is_named_where_it_is_another_than_the_runs():
     own = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     asked = parse_openai(
-        openai(temperature=0, top_p=1, n=3, stop=["x"], logit_bias={"5": 1}, seed=7, tool_choice="required")
+        openai(temperature=0, top_p=1, best_of=3, stop=["x"], logit_bias={"5": 1}, seed=7, tool_choice="required")
     )
-    assert sorted(asked.overridden(own)) == ["logit_bias", "n", "seed", "stop", "temperature", "tool_choice"]
+    assert sorted(asked.overridden(own)) == ["best_of", "logit_bias", "seed", "stop", "temperature", "tool_choice"]
     nothing = {
         "temperature": 1.0,
         "n": 1,
@@ -95,6 +95,88 @@ def test_sampling_that_is_asked_for_is_named_where_it_is_another_than_the_runs()
         "top_k",
         "stop_sequences",
     )
+
+
+IGNORED = {
+    "guided_json": {"type": "object"}, "structured_outputs": {"regex": "a"}, "min_tokens": 5, "stop_token_ids": [7],
+    "chat_template_kwargs": {"enable_thinking": False}, "continue_final_message": True, "ignore_eos": True,
+    "bad_words": ["no"], "allowed_token_ids": [1], "reasoning": {"effort": "low"}, "length_penalty": 0.5,
+    "parallel_tool_calls": False, "verbosity": "low", "web_search_options": {"a": 1}, "truncate_prompt_tokens": 5,
+    "output_format": {"type": "json_schema"}, "output_config": {"effort": "low"}, "context_management": {"edits": [1]},
+    "mcp_servers": [{"name": "x"}], "thinking": {"type": "disabled"}, "temperature": 0, "seed": 0,
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "anything_of_tomorrow": 1,
+}  # fmt: skip
+NOTHING = {
+    "guided_json": None, "best_of": 1, "min_tokens": 0, "ignore_eos": False, "continue_final_message": False,
+    "length_penalty": 1.0, "skip_special_tokens": True, "logprobs": False, "top_logprobs": 0, "n": 1, "user": "me",
+    "metadata": {"user_id": "a"}, "store": True, "service_tier": "auto", "stream": True, "bad_words": [],
+    "prompt_cache_key": "k", "parallel_tool_calls": True, "response_format": {"type": "text"}, "top_k": -1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", openai()), ("/v1/messages", anthropic())])
+def test_every_setting_that_is_not_followed_is_named_and_none_that_asks_for_nothing(path, body):
+    for name, value in IGNORED.items():
+        assert APIS[path].parse(body | {name: value}).overridden({}) == (name,)
+    for name, value in NOTHING.items():
+        assert APIS[path].parse(body | {name: value}).overridden({}) == ()
+    assert APIS[path].parse(body | {"ä" * 40: 1, "x" * 65: 2}).overridden({}) == ("other",)
+    assert len(APIS[path].parse(body | {f"a{i}": 1 for i in range(9999)}).overridden({})) == 64
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("asked", [{"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 5}])
+def test_what_would_be_answered_by_half_is_refused_by_name(path, asked):
+    with pytest.raises(BadRequest, match=f"^`{next(iter(asked))}` is "):
+        APIS[path].parse({"messages": [USER], **asked})
+
+
+def test_tools_that_a_client_runs_by_their_type_have_schemas_and_those_of_servers_are_left_out_by_name():
+    """Types and names as anthropic 2.14.0 has them (ToolUnionParam)."""
+    own = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    clients = {
+        "bash_20250124": ("bash", {"command", "restart"}),
+        "text_editor_20250124": ("str_replace_editor", EDITS),
+        "text_editor_20250429": ("str_replace_based_edit_tool", EDITS),
+        "text_editor_20250728": ("str_replace_based_edit_tool", EDITS | {"insert_text"}),
+        "memory_20250818": ("memory", EDITS | {"insert_text", "old_path", "new_path"}),
+    }
+    servers = ["web_search_20250305", "web_fetch_20260318", "code_execution_20260521", "tool_search_tool_bm25_20251119",
+        "browser_toolset_20260801", "computer_toolset_20260801", "computer_20250124", "mcp_toolset"]  # fmt: skip
+    tools = [own, own | {"name": "g", "type": "custom"}]
+    tools += [{"type": kind, "name": name} for kind, (name, _) in clients.items()]
+    tools += [{"type": kind, "name": kind} for kind in servers]
+    asked = parse_anthropic({"messages": [USER], "tools": tools})
+    told = {tool["function"]["name"]: tool["function"] for tool in asked.tools}
+    assert set(told) == {"f", "g", *(name for name, _ in clients.values())} and len(asked.tools) == 7
+    assert [set(tool["function"]["parameters"]["properties"]) for tool in asked.tools[2:]] == [
+        properties for _, properties in clients.values()
+    ]
+    commands = [tool["function"]["parameters"]["properties"]["command"].get("enum", []) for tool in asked.tools[2:]]
+    assert ["undo_edit" in each for each in commands] == [False, True, False, False, False]
+    assert asked.overridden({}) == tuple(servers)
+    only = parse_anthropic({"messages": [USER], "tools": [{"type": "web_search_20250305", "name": "web_search"}]})
+    assert only.tools == () and not only.wants_calls
+    for tool in ({"type": "custom", "name": "h"}, {"name": "h"}):
+        with pytest.raises(BadRequest, match="`input_schema` of tool 'h' is missing or null, expected an object"):
+            parse_anthropic({"messages": [USER], "tools": [tool]})
+
+
+EDITS = {"command", "path", "view_range", "file_text", "old_str", "new_str", "insert_line"}
+
+
+@pytest.mark.parametrize("arguments", ["{", "12*34", "[1]", "7", '"text"', "[" * 100_000, {"a": 1}, None, "null", ""])
+def test_arguments_that_are_no_object_stand_as_they_are_and_the_next_request_is_read(arguments):
+    calls = [{"id": "c", "type": "function", "function": {"name": "search", "arguments": arguments}}]
+    messages = [USER, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "c", "content": "!"}]
+    asked = parse_openai({"messages": messages})
+    (call,) = asked.messages[1].calls
+    if arguments in ({"a": 1}, None, "null", ""):
+        assert call.arguments == (arguments if isinstance(arguments, dict) else {}) and asked.overridden({}) == ()
+        return
+    read = {"[1]": [1], "7": 7, '"text"': "text"}
+    assert call.arguments == {"arguments": read.get(arguments, arguments)}
+    assert asked.overridden({}) == ("arguments",)
 
 
 def test_messages_say_the_same_whatever_a_client_writes_anew():
@@ -118,8 +200,8 @@ BAD = {
     "an unknown role": {"messages": [{"role": "judge", "content": "?"}]},
     "an image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     "the model's own words begun": {"messages": [USER, {"role": "assistant", "content": "It is"}]},
-    "arguments that are no JSON": {
-        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, USER]
+    "arguments of a call without a function": {
+        "messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]}, USER]
     },
     "a tool without a name": {"messages": [USER], "tools": [{"function": {}}]},
     "functions of before tools": {"messages": [USER], "functions": [TOOL]},

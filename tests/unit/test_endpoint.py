@@ -233,6 +233,23 @@ def test_a_number_that_json_cannot_write_makes_a_call_a_text(tmp_path):
     assert "tool_calls" not in message and "1e999" in message["content"] and stop_of(made) == Stop.CLOSED
 
 
+def test_arguments_that_are_no_json_do_not_end_a_session(tmp_path):
+    """A client that sends them sends them again with each request. They are context that trains nothing."""
+    saw = tmp_path / "saw"
+    path = "/v1/chat/completions"
+    calls = [{"id": "c", "type": "function", "function": {"name": "calculator", "arguments": "12*34"}}]
+    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    asked = {"messages": [*history, {"role": "tool", "tool_call_id": "c", "content": "408"}]}
+    steps = [["post", path, {"messages": asked["messages"], "n": 2}], ["post", path, asked], ["ask"]]
+    (made,) = rows(Engine("Four.", "Five."), conversations(), [row({"steps": steps, "saw": str(saw)})])
+    refused, first, _ = json.loads(saw.read_text())
+    assert refused["status"] == 400 and "`n` is 2" in refused["said"]["error"]["message"]
+    assert first["choices"][0]["message"]["content"] == "Four."
+    assert '{"name": "calculator", "arguments": {"arguments": "12*34"}}' in branches_of(made)[0]
+    assert sampled_of(made) == f"Four.{END}Five.{END}" and stop_of(made) == Stop.CLOSED
+    assert ("arguments", "overridden") in last_calls(made)
+
+
 def with_package(name: str):
     """Those of strangers come with vLLM, and take seconds to import."""
     there = importlib.util.find_spec(name.removesuffix("_package")) is not None
