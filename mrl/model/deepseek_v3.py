@@ -20,6 +20,7 @@ from mrl.model.hf_config import (
     HfConfig,
     ModelSpec,
     common,
+    refuse_quantised,
     refuse_tied,
     refuse_unless,
     required,
@@ -149,7 +150,8 @@ def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
     quantization = config.get(QUANTIZATION)
     if not quantization:
         return None
-    refuse_unless("quantization_config's quant_method", quantization.get("quant_method"), "fp8")
+    if quantization.get("quant_method") != "fp8":
+        refuse_quantised(config)
     refuse_unless("quantization_config's fmt", quantization.get("fmt", "e4m3"), "e4m3")
     block = required(quantization, "weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):

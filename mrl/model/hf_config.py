@@ -1,6 +1,6 @@
 """The content of a Hugging Face config.json: ModelSpec, and how the families read its fields."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,14 @@ _PLAIN: dict[str, Any] = {
     "per_layer_config": None,  # other sizes and norms in some layers
     "is_heterogeneous": False,
     "speculators_config": None,  # vLLM would take the folder for drafts of another model
+    "is_encoder_decoder": False,
+    "canvas_length": None,  # vLLM would generate by diffusion
+    "rswa_window": None,
+    "xdrope_section": None,  # vLLM's old name of mrope_section
 }
+# keys whose value transformers and vLLM take for the text model's config.json, in place of the file around it
+TEXT_CONFIG = "text_config"
+INNER_CONFIGS = (TEXT_CONFIG, "llm_config", "decoder", "generator", "text_encoder")
 # spec field -> other keys in which transformers' or vLLM's readers look for it
 _OTHER_NAMES = {
     "num_key_value_heads": ("n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
@@ -292,6 +299,19 @@ def refuse_unlike(config: HfConfig, plain: Mapping[str, Any]) -> None:
             refuse_unless(key, value, supported)
 
 
+def refuse_inner(config: HfConfig, names: Iterable[str] = INNER_CONFIGS) -> None:
+    """Raises ConfigError for a configuration inside that of a text model, which engines would read in its place.
+
+    Sources: PreTrainedConfig.get_text_config of transformers; _CONFIG_ATTRS_MAPPING of vLLM.
+    """
+    for name in names:
+        if config.get(name) is not None:
+            raise ConfigError(
+                f"config.json: {name} = {shown(config[name])} is not supported here: transformers and vLLM would read "
+                "it in place of the keys around it; remove it"
+            )
+
+
 def refuse_tied(config: HfConfig) -> None:
     """Raises ConfigError for tied embeddings, in families whose class in vLLM does not tie them."""
     if config.get("tie_word_embeddings"):
@@ -322,7 +342,8 @@ def refuse_quantised(config: HfConfig) -> None:
     if quantization := config.get(QUANTIZATION):
         raise ConfigError(
             f"config.json: quantization_config of quant_method {shown(quantization.get('quant_method'))} is not "
-            "supported for this family; give the checkpoint that was not quantised"
+            "supported for this family; give the checkpoint that was not quantised, or convert this one's weights to "
+            "bfloat16 and remove the key"
         )
 
 
@@ -378,6 +399,8 @@ _KINDS: dict[str, type] = {
     "rope_parameters": dict,
     "rope_scaling": dict,
     "text_config": dict,
+    "vision_config": dict,
+    "tie_word_embeddings": bool,
     "mlp_only_layers": list,
     "layer_types": list,
     "mlp_layer_types": list,
@@ -422,6 +445,7 @@ def common(config: HfConfig, kv_heads: int | None, **plain: Any) -> dict[str, An
     there. `plain`: values that this family computes in place of those in _PLAIN; ANY for keys that it reads itself.
     """
     refuse_quantised(config)
+    refuse_inner(config)
     rope = rotation(config)
     refuse_unlike({**config, **rope, "layer_types": _layer_kinds(config)}, {**_PLAIN, **plain})
     return {

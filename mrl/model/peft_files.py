@@ -6,6 +6,7 @@ base_model.model.MODULE.lora_A.weight and ...lora_B.weight.
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE_DIGEST = "mrl_base_digest"  # a key in the metadata of the weights' file
+_NAME_INSIDE = re.compile(r"\.lora_[AB]\..+\.weight$")
 _READ_OF_EACH = 4096  # bytes of each tensor that go into the model's digest
 _SHOWN = 3
 # dtypes of factors: words, and the bits that are all set in NaN and infinity
@@ -123,6 +125,7 @@ def read_peft(folder: str | Path, model: ModelSpec, lora: Lora) -> dict[str, Ten
     stored = read_safetensors_header(folder / WEIGHTS)
     found = {name.removeprefix(PREFIX): place for name, place in stored.items()}
     wanted = adapter_shapes(model, lora)
+    _refuse_names_inside(folder / WEIGHTS, found)
     odd = sorted(found.keys() ^ wanted.keys())
     odd += [name for name in sorted(found.keys() & wanted.keys()) if found[name].shape != wanted[name]]
     if odd:
@@ -135,6 +138,18 @@ def read_peft(folder: str | Path, model: ModelSpec, lora: Lora) -> dict[str, Ten
     for name, place in found.items():
         _check_numbers(folder / WEIGHTS, name, place)
     return found
+
+
+def _refuse_names_inside(file: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError for names with that of the adapter (`.lora_A.NAME.weight`), as a module's own state_dict has
+    them.
+    """
+    inside = next((name for name in names if _NAME_INSIDE.search(name)), None)
+    if inside is not None:
+        raise ConfigError(
+            f"{file}: {inside} has the name of the adapter after the factor's, as state_dict() gives it; write the "
+            "adapter with peft's save_pretrained, which leaves it out"
+        )
 
 
 def _check_numbers(file: Path, name: str, place: TensorBytes) -> None:
@@ -155,6 +170,12 @@ def _check_numbers(file: Path, name: str, place: TensorBytes) -> None:
 def _check_config(file: Path, lora: Lora) -> None:
     try:
         config = read_json(file, TEXT_BYTES)
+    except FileNotFoundError:
+        inside = sorted(str(found.parent) for found in file.parent.glob(f"*/{CONFIG}"))
+        cure = "it must be in the folder that peft's save_pretrained wrote"
+        if inside:
+            cure = f"peft gives each named adapter a folder of its own, so set it to {' or '.join(inside[:_SHOWN])}"
+        raise EnvironmentFault(f"actor.lora.path {file.parent} has no {CONFIG}: {cure}") from None
     except (OSError, ValueError) as error:
         raise EnvironmentFault(f"{file} cannot be read as JSON: {reason(error)}") from None
     if not isinstance(config, dict):

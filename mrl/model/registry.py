@@ -8,6 +8,7 @@ without its checkpoint. Training never reads them.
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -57,13 +58,19 @@ FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 _WRAPPERS = {family.wrapper: family for family in FAMILIES.values() if family.wrapper}
 # models with sparse attention by an indexer (DeepSeek-V3.2, GLM-5)
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-# sizes in config.json -> the family that has layers with such sizes; the first that matches
+_LINEAR = "linear_(num_key_heads|attn_config|attention)|mamba|ssm_|hybrid_override_pattern"
+_EXPERTS = "[Ee]xpert|[Mm]o[Ee]|hybrid_override_pattern .*E"
+# what lines of a config.json must contain -> the family that has such layers; the first that matches
 _LIKE = (
     (("kv_lora_rank",), deepseek_v3.FAMILY),
-    (("linear_num_key_heads", "linear_attn_config"), qwen3_next.FAMILY),
-    (("n_shared_experts", "num_shared_experts", "first_k_dense_replace"), glm4_moe.FAMILY),
-    (("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"), qwen3_moe.FAMILY),
+    ((_LINEAR, _EXPERTS), qwen3_next.FAMILY),
+    ((_LINEAR,), qwen3_5.FAMILY),
+    (("shared?_expert|first_k_dense_replace",), glm4_moe.FAMILY),
+    ((_EXPERTS,), qwen3_moe.FAMILY),
+    (("intermediate_size|ffn|mlp",), qwen3.FAMILY),
 )
+# keys of models that take more than text, inside of which their text model's configuration lies
+_AROUND = ("text_config", "thinker_config", "llm_config", "language_config")
 _NEW = (
     "Supported are Qwen2 to Qwen3.6, GLM-4.5 to 4.7, DeepSeek-V3 and R1, Moonlight and Kimi-K2; what another family "
     "needs is in docs/adding_a_family.md"
@@ -148,14 +155,30 @@ def model_spec(config: HfConfig) -> ModelSpec:
 
 
 def _nearest(config: HfConfig) -> str:
-    """Names the family whose layers are most like those of a model that is not supported, by its sizes' names."""
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, dict) else config
-    family = next((family for keys, family in _LIKE if any(text.get(key) for key in keys)), qwen3.FAMILY)
-    of_text = ""
-    if inner or any(key.startswith(("vision", "audio", "image_")) for key in config):
-        of_text = "Only text is trained. "
-    return f"{of_text}The nearest supported family is {family.model_type}."
+    """Names the family whose layers are most like those of a model that is not supported, by names of its sizes.
+
+    Names none if the configuration does not say whether layers have experts, as one that relies on defaults of a class.
+    """
+    lines = list(_lines(config))
+    said = ""
+    if any(line.startswith(("vision", "audio", "image_", *_AROUND)) for line in lines):
+        said = "Only text is trained. "
+    for patterns, family in _LIKE:
+        if all(any(re.search(pattern, line) for line in lines) for pattern in patterns):
+            return f"{said}The nearest supported family is {family.model_type}."
+    return f"{said}Its sizes do not tell which supported family is the nearest."
+
+
+def _lines(config: HfConfig) -> Iterator[str]:
+    """Yields the set keys of a configuration and of its text model, with values that are names."""
+    for key, value in config.items():
+        if key in _AROUND and isinstance(value, dict):
+            yield key
+            yield from _lines(value)
+        elif value and isinstance(value, str | list):
+            yield f"{key} {value}"
+        elif value:
+            yield key
 
 
 def _read(family: Family, config: HfConfig) -> ModelSpec:
@@ -176,7 +199,7 @@ def own_config(config: HfConfig) -> HfConfig:
     family = wrapper_of(config)
     if family is None:
         return config
-    return wrapped.text_config(config, family.architecture)
+    return wrapped.text_config(config, family.architecture, family.model_type)
 
 
 def load_model_spec(path: str | Path) -> ModelSpec:

@@ -20,11 +20,22 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mrl.model.hf_config import HfConfig, refuse_quantised, refuse_unless, required
+from mrl.errors import ConfigError, shown
+from mrl.model.hf_config import (
+    INNER_CONFIGS,
+    TEXT_CONFIG,
+    HfConfig,
+    or_default,
+    refuse_inner,
+    refuse_quantised,
+    refuse_unless,
+    required,
+)
 
 VISION_TOWER = "model.visual."  # prefix of its tensors' names
 _INSIDE = "model.language_model."
-_TEXT = "text_config"
+# of the whole; its class in transformers takes numbers alone
+_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _DTYPES = ("dtype", "torch_dtype")
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj")
 
@@ -43,16 +54,22 @@ class Inner:
         return prod(self.shape[:-1])
 
 
-def text_config(config: HfConfig, architecture: str) -> dict[str, Any]:
-    """Returns the text model's own config.json, from that of the whole. `architecture`: of the text model.
+def text_config(config: HfConfig, architecture: str, model_type: str) -> dict[str, Any]:
+    """Returns the text model's own config.json, from that of the whole. `architecture`, `model_type`: of the text
+    model.
 
-    Raises ConfigError if the two disagree, or weights are quantised.
+    Raises ConfigError if the two disagree, the whole is of another type or weights are quantised.
     """
+    refuse_unless("model_type", config.get("model_type"), model_type.removesuffix("_text"))
     refuse_quantised(config)
-    inner = required(config, _TEXT)
+    inner = required(config, TEXT_CONFIG)
+    refuse_inner(config, [name for name in INNER_CONFIGS if name != TEXT_CONFIG])
     tied = "tie_word_embeddings"
     # transformers reads the outer one, vLLM the inner one
-    refuse_unless(f"{_TEXT}.{tied}", bool(inner.get(tied)), bool(config.get(tied)))
+    refuse_unless(f"{TEXT_CONFIG}.{tied}", bool(inner.get(tied)), bool(or_default(config, tied, False)))
+    for key in _TOKENS:
+        if type(token := config.get(key, 0)) is not int:
+            raise ConfigError(f"config.json: {key} = {shown(token)}: must be a whole number, or left out")
     dtypes = {}
     if not any(inner.get(key) for key in _DTYPES):
         dtypes = {key: config[key] for key in _DTYPES if config.get(key)}
@@ -61,12 +78,12 @@ def text_config(config: HfConfig, architecture: str) -> dict[str, Any]:
 
 def with_text_config(config: HfConfig, changes: HfConfig) -> dict[str, Any]:
     """Returns the config.json of the whole with `changes` in the text model's part."""
-    return {**config, _TEXT: {**config[_TEXT], **changes}}
+    return {**config, TEXT_CONFIG: {**config[TEXT_CONFIG], **changes}}
 
 
 def is_whole(config: HfConfig) -> bool:
     """Tells whether a config.json contains that of a text model."""
-    return isinstance(config.get(_TEXT), dict)
+    return isinstance(config.get(TEXT_CONFIG), dict)
 
 
 def inner_tensors(key: str, shape: tuple[int, ...]) -> Iterable[Inner]:

@@ -27,6 +27,7 @@ from test_models import (
 
 from mrl.errors import ConfigError
 from mrl.model import model_spec
+from mrl.model.hf_config import INNER_CONFIGS
 from mrl.model.registry import FAMILIES
 
 _TRANSFORMERS = Path(transformers.__file__).parent / "models"
@@ -216,6 +217,68 @@ def test_a_model_type_of_another_family_is_refused():
     for one, other in itertools.permutations(_SOURCES, 2):
         answer = _read({**config_of(one), "model_type": FAMILIES[other].model_type})
         assert isinstance(answer, str) and "model_type" in answer, (one, other)
+
+
+@pytest.mark.parametrize("architecture", _SOURCES)
+@pytest.mark.parametrize("inner", [{}, {"hidden_size": 64}, "a copy"])
+def test_a_configuration_inside_that_of_a_text_model_is_refused_because_vllm_reads_it(architecture, inner, tmp_path):
+    from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+    config = config_of(architecture)
+    inside = config if inner == "a copy" else inner
+    for name in INNER_CONFIGS:
+        changed = {**config, name: inside}
+        answer = _read(changed)
+        assert isinstance(answer, str) and f"{name} = " in answer, name
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match="num_attention_heads"):
+            get_hf_text_config(get_config(tmp_path, trust_remote_code=False))
+
+
+def _whole(architecture: str) -> dict:
+    family = FAMILIES[architecture]
+    made = transformers.AutoConfig.for_model(
+        family.model_type.removesuffix("_text"), text_config=config_of(architecture)
+    )
+    outer = json.loads(made.to_json_string(use_diff=False))
+    tokens = {key: value for key, value in outer.items() if key.endswith("_token_id")}
+    return {
+        "architectures": [family.wrapper],
+        "model_type": outer["model_type"],
+        "tie_word_embeddings": False,
+        **tokens,
+        "vision_config": {"depth": 2},
+        "text_config": config_of(architecture),
+    }
+
+
+_WRAPPED = [architecture for architecture, family in FAMILIES.items() if family.wrapper]
+
+
+@pytest.mark.parametrize("architecture", _WRAPPED)
+def test_keys_around_a_text_model_mean_what_they_mean_to_transformers_or_are_refused(architecture):
+    whole = _whole(architecture)
+    plain = model_spec(whole)
+    taken = set()
+    for key in whole.keys() - {"architectures", "text_config"}:
+        rest = {name: value for name, value in whole.items() if name != key}
+        for changed in (rest, *({**rest, key: value} for value in (None, "llama", 1.5, 0, True, [3]))):
+            if not isinstance(ours := _read(changed), str):
+                assert _as_transformers(changed) is not None, (key, changed.get(key, "absent"))
+                assert ours == plain
+                taken.add(key)
+    assert {"vision_config", "image_token_id", "tie_word_embeddings"} <= taken
+    for name in ("llm_config", "decoder", "generator", "text_encoder"):
+        assert f"{name} = " in _read({**whole, name: whole["text_config"]})
+
+
+@pytest.mark.parametrize("architecture", _WRAPPED)
+@pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "qwen3_5_text", "absent"])
+def test_a_whole_of_another_model_type_is_refused(architecture, model_type):
+    whole = {**_whole(architecture), "model_type": model_type}
+    if model_type == "absent":
+        del whole["model_type"]
+    assert "model_type" in _read(whole)
 
 
 def _as_transformers(config: dict) -> dict | None:

@@ -23,8 +23,8 @@ OURS = {
 }
 
 
-def broken(override: str):
-    config = load_config(TINY, overrides=[override]).config
+def broken(*overrides: str):
+    config = load_config(TINY, overrides=list(overrides)).config
     return [violation for rule in override_rules.OVERRIDE_RULES for violation in rule(config, None)]
 
 
@@ -120,6 +120,17 @@ def test_drafts_are_refused_by_name(name, value):
     (found,) = broken(f"rollout.engine_kwargs={{vllm: {{{name}: {value}}}}}")
     assert found.field == f"rollout.engine_kwargs.vllm.{name}" and "log-probs" in found.why
     assert broken(f"rollout.engine_kwargs={{vllm: {{{name}: null}}}}") == []
+
+
+def test_scales_that_no_sync_renews_are_refused_by_name():
+    """vLLM 0.23, which vllm-ascend needs, still has the argument; vLLM 0.32 does not."""
+    npu = "cluster.device=npu"
+    usual = broken(npu)
+    found = broken(npu, "rollout.engine_kwargs={vllm: {calculate_kv_scales: true}}")
+    (fault,) = [each for each in found if each not in usual]
+    assert fault.field == "rollout.engine_kwargs.vllm.calculate_kv_scales" and "no sync renews" in fault.why
+    assert fault.allowed == (False,)
+    assert broken(npu, "rollout.engine_kwargs={vllm: {calculate_kv_scales: false}}") == usual
 
 
 def test_weights_are_gathered_early_only_where_gradients_are_reduced_early():

@@ -445,6 +445,26 @@ def test_a_start_that_leaves_the_base_as_it_was_makes_a_plain_adapter(base, tmp_
     assert read_peft(tmp_path / "peft", SMALL, LORA).keys() == adapter_shapes(SMALL, LORA).keys()
 
 
+def test_an_adapter_with_a_name_is_found_in_its_own_folder(base, tmp_path):
+    """peft's save_pretrained writes FOLDER/NAME for adapter_name="NAME", and FOLDER alone for its usual name."""
+    step = step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA))
+    write_peft(step, tmp_path / "peft" / "mine")
+    with pytest.raises(EnvironmentFault, match=rf"peft has no {CONFIG}.* set it to {tmp_path}/peft/mine$"):
+        read_peft(tmp_path / "peft", SMALL, LORA)
+    assert read_peft(tmp_path / "peft" / "mine", SMALL, LORA)
+    with pytest.raises(EnvironmentFault, match=rf"has no {CONFIG}.*save_pretrained wrote"):
+        read_peft(tmp_path, SMALL, LORA)
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_names_of_a_modules_own_state_are_refused_with_what_to_write(base, tmp_path, name):
+    write_peft(step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA)), tmp_path / "peft")
+    file = tmp_path / "peft" / WEIGHTS
+    save_file({key.replace(".weight", f".{name}.weight"): factor for key, factor in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match=rf"lora_A\.{name}\.weight has the name of the adapter.* save_pretrained"):
+        read_peft(tmp_path / "peft", SMALL, LORA)
+
+
 def test_an_adapter_on_other_modules_is_refused(base, tmp_path):
     write_peft(step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA)), tmp_path / "peft")
     with pytest.raises(ConfigError, match="are not those of"):

@@ -197,7 +197,12 @@ def test_the_row_without_gradient_is_that_of_transformers_own_embedding(case, to
 
 def test_a_wrapped_models_row_without_gradient_is_its_text_models():
     config, _ = transformers_pair(*CASES["qwen3_5"][::2])
-    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "pad_token_id": 3, "tie_word_embeddings": True}
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "pad_token_id": 3,
+        "tie_word_embeddings": True,
+    }
     assert model_spec({**whole, "text_config": {**config, "pad_token_id": 5}}).pad_token_id == 5
     assert model_spec({**whole, "text_config": config}).pad_token_id is None
 
@@ -288,6 +293,41 @@ def test_sparse_step_and_dense_layers_say_which_layers_have_experts():
 def test_what_cannot_be_trained_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
         model_spec({**QWEN3_30B_A3B, **change})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        # as the published config.json of Qwen3-Omni-30B, Nemotron-3-Nano, gemma-4-26b-a4b and Step-3.5 name their sizes
+        (
+            {"thinker_config": {"text_config": {"num_experts": 128}, "audio_config": {"d_model": 1280}}},
+            "Only text is trained. The nearest supported family is qwen3_moe.",
+        ),
+        (
+            {"hybrid_override_pattern": "MEMEM*E", "n_routed_experts": 128, "mamba_num_heads": 64},
+            "The nearest supported family is qwen3_next.",
+        ),
+        (
+            {"hybrid_override_pattern": "M-M-M*-", "intermediate_size": 8},
+            "The nearest supported family is qwen3_5_text.",
+        ),
+        (
+            {"text_config": {"num_experts": 128, "top_k_experts": 8, "intermediate_size": 2112}, "vision_config": {}},
+            "Only text is trained. The nearest supported family is qwen3_moe.",
+        ),
+        (
+            {"text_config": {"num_experts": None, "enable_moe_block": False, "intermediate_size": 2112}},
+            "Only text is trained. The nearest supported family is qwen3.",
+        ),
+        ({"moe_num_experts": 288, "share_expert_dim": 1280}, "The nearest supported family is glm4_moe."),
+        ({"moe_num_experts": 288, "intermediate_size": 8}, "The nearest supported family is qwen3_moe."),
+        ({"hidden_size": 8}, "Its sizes do not tell which supported family is the nearest."),
+    ],
+)
+def test_the_nearest_family_is_one_with_such_layers(config, words):
+    with pytest.raises(ConfigError) as raised:
+        model_spec({"architectures": ["Other"], "model_type": "other", **config})
+    assert f"is not supported. {words} Supported are" in str(raised.value)
 
 
 def test_a_directory_is_read_and_its_faults_are_named(tmp_path):
