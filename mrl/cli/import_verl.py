@@ -244,7 +244,7 @@ def _choose(out, values: dict[str, Any], why: str) -> None:
 
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns (shell variables, keys of mrl) that --set gives."""
-    from mrl.tools.import_verl.verl_command import hydra_value
+    from mrl.tools.import_verl.hydra_values import hydra_value
 
     # every shell that runs the script sets these
     variables = {name: os.environ[name] for name in ("HOME", "USER") if os.environ.get(name)} | {"PWD": os.getcwd()}

@@ -22,7 +22,7 @@ from mrl.tools.import_verl.handlers import HANDLERS
 from mrl.tools.import_verl.keys import ROWS, row_of
 from mrl.tools.import_verl.report import KINDS
 from mrl.tools.import_verl.translate import import_overrides, import_script
-from mrl.tools.import_verl.verl_command import hydra_value
+from mrl.tools.import_verl.hydra_values import hydra_value
 from mrl.tools.switches import missing_switches
 
 SCRIPTS = Path(__file__).parent / "verl_scripts"
@@ -637,11 +637,63 @@ def test_the_longest_row_speaks():
         ('["console","wandb"]', ["console", "wandb"]), ("'left'", "left"), ("/a/b:c", "/a/b:c"), ("10.", 10.0),
         ("", ""),
         ("{a: 1}", {"a": 1}),
-        ("seq-mean-token-mean", "seq-mean-token-mean"), ("2_0", "2_0"), ("['${x}/y']", ["${x}/y"]),
+        ("seq-mean-token-mean", "seq-mean-token-mean"), ("2_0", 20), ("['${x}/y']", ["${x}/y"]),
     ],
 )  # fmt: skip
 def test_values_are_read_as_hydra_reads_them(text, value):
     assert hydra_value(text) == value and type(hydra_value(text)) is type(value)
+
+
+SPREAD = [
+    ("actor_rollout_ref.actor.optim={lr:5e-6,weight_decay:0.0}", {OPTIM + "lr": 5e-6, OPTIM + "weight_decay": 0.0}),
+    (MEGATRON[:-1] + "={tensor_model_parallel_size:2}", {LAYOUT + "tensor_model_parallel_size": 2}),
+    ("data={train_batch_size: 32, max_prompt_length: 100}", {"data.train_batch_size": 32}),
+    (ROLLOUT[:-1] + "={temperature:0.5,n:4}", {"rollout.temperature": 0.5, "rollout.n": 4}),
+    (ROLLOUT + "val_kwargs={n:4,do_sample:True,temperature:0.7}",
+        {"rollout.val_kwargs.n": 4, "rollout.val_kwargs.temperature": 0.7}),
+    ("actor_rollout_ref={actor:{optim:{lr:2e-6}},rollout:{n:3}}", {OPTIM + "lr": 2e-6, "rollout.n": 3}),
+    ("algorithm.filter_groups={enable:True,metric:acc}", {"algorithm.filter_groups.enable": True}),
+    ("actor_rollout_ref.model.lora={rank:8}", {"actor.lora.rank": 8}),
+    ("trainer={total_training_steps:11}", {"trainer.total_training_steps": 11}),
+    ("data.apply_chat_template_kwargs={enable_thinking:false}", {"data.enable_thinking": False}),
+    ("+" + ROLLOUT + "engine_kwargs.vllm={max_num_seqs:128}", {"rollout.max_num_seqs": 128}),
+    ("+" + ROLLOUT + "engine_kwargs.vllm.hf_overrides={a.b:1}", {"rollout.engine_kwargs.vllm.hf_overrides": {"a.b": 1}}),
+    ("+reward.reward_kwargs={overlong_buffer_cfg:{enable:True,len:5}}", {"algorithm.overlong_buffer.len": 5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "ours"), SPREAD)
+def test_a_section_as_one_mapping_sets_its_keys(word, ours):
+    out = from_overrides(word)
+    assert {key: out.values.get(key) for key in ours} == ours
+    assert word.partition("=")[0].lstrip("+") not in {entry.key for entry in out.of("not_applicable")}
+
+
+def test_a_mapping_adds_to_its_section_and_the_later_value_wins():
+    optim = "actor_rollout_ref.actor.optim"
+    out = from_overrides(f"{optim}.lr=1e-6", f"{optim}={{lr:2e-6,weight_decay:0.2}}", f"{optim}.weight_decay=0.3")
+    assert (out.values[OPTIM + "lr"], out.values[OPTIM + "weight_decay"]) == (2e-6, 0.3)
+
+
+@pytest.mark.parametrize("key", ["data", "trainer", "actor_rollout_ref.actor.optim", "critic", "algorithm.kl_ctrl"])
+@pytest.mark.parametrize("value", ["5", "text", "{no.such:1}", "{no_such:1}"])
+def test_a_section_that_is_no_mapping_of_its_keys_is_a_loss(key, value):
+    (entry,) = from_overrides(f"{key}={value}", "algorithm.adv_estimator=gae").losses
+    assert entry.key.startswith(key)
+
+
+def test_what_is_unknown_in_a_mapping_is_unknown_there_alone():
+    out = import_script(
+        "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
+        '"data={train_files:$F,train_batch_size:32}"\n', "s", {},
+    )  # fmt: skip
+    assert [entry.key for entry in out.losses] == ["data.train_files"] and out.values["data.train_batch_size"] == 32
+
+
+@pytest.mark.parametrize("value", ["{'lr':1e-6}", "{lr:1e-6", "{lr:}", "{lr=1e-6}"])
+def test_a_mapping_that_hydra_does_not_read_is_a_fault(value):
+    (fault,) = from_overrides(f"actor_rollout_ref.actor.optim={value}").faults
+    assert "actor_rollout_ref.actor.optim" in fault and "{a:1,b:2}" in fault
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

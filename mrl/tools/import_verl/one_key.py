@@ -19,7 +19,8 @@ def in_our_words(key: str, value: str) -> str | None:
     if verls is None:
         return None
     try:
-        entries = [entry for entry in import_overrides([f"{verls}={value}"]).entries if entry.key == verls]
+        of_all = import_overrides([f"{verls}={value}"]).entries
+        entries = [entry for entry in of_all if entry.key == verls or entry.key.startswith(f"{verls}.")]
     except ConfigError:  # a value that cannot be read
         entries = []
     given = [f"--set {entry.to}={dump_value(entry.value)}" for entry in entries if entry.to]

@@ -33,7 +33,7 @@ from mrl.tools.import_verl.verl_command import (
     says_megatron,
 )
 from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
-from mrl.tools.import_verl.verl_keys import is_verls, nearest, releases
+from mrl.tools.import_verl.verl_keys import is_section, is_verls, nearest, releases
 
 # mrl's keys whose default differs from verl's -> verl's key. Keys of the policy loss hold only for losses that read
 # them.
@@ -189,6 +189,9 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
         out.leave("unsupported", o.key, o.value, _no_row(o.key), o.line)
     elif o.value in (None, {}) and f"{o.key}." in ROWS:
         out.leave("implied", o.key, o.value, "an empty section", o.line)
+    elif o.value not in (None, {}) and is_section(o.key):
+        why = "it is a section: give its keys one by one (section.key=value), or as {key:value}"
+        out.leave("unsupported", o.key, o.value, why, o.line)
     elif o.missing and row.kind in ("to", "special") and needs_value(o, settings):
         _unknown(o, out, row.to)
     elif row.kind == "to":

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mrl.config.yaml_tree import parse_yaml
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.layout import LayoutDegrees
 from mrl.tools.import_verl.expansion import Value
+from mrl.tools.import_verl.hydra_values import hydra_value, leaves, read_value
 from mrl.tools.import_verl.keys import MEGATRON, TRANSFORMER, A, M, R
 from mrl.tools.import_verl.named_config import named_config
 from mrl.tools.import_verl.shell import Launch, Script, read_script
@@ -35,8 +35,6 @@ _LONG = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 MOST_INSIDE = 8  # depth of scripts that are given to commands of scripts as text
 _ODD_BLANK = re.compile(r"[\u00a0\u1680\u2000-\u200b\u202f\u205f\u3000\ufeff]")  # blanks to a reader only
 _SHOWN = 80  # characters shown of a word that is not read
-_STRUCTURED = re.compile(r"\s*[\[{'\"]")
-_PLAIN = re.compile(r"\s*(?:[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|[Tt]rue|[Ff]alse|null|TRUE|FALSE)\s*")
 
 
 @dataclass(frozen=True)
@@ -111,21 +109,54 @@ def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> Ver
             given = Value(value, word.missing, word.line)
             options[_LONG.get(option, option)] = rest.pop(0) if option in _WITH_VALUE and not value and rest else given
         elif (match := _OVERRIDE.fullmatch(word.text)) is not None:
-            override = Override(match[2], hydra_value(match[3]), word.line, word.missing)
-            if match[2] in overrides and overrides[match[2]].value != override.value:
+            value = hydra_value(match[3])
+            if not word.missing and (fault := _refused(match[2], match[3], word)):
+                faults.append(fault)
+            if match[2] in overrides and overrides[match[2]].value != value:
                 remarks.append(f"line {word.line}: {match[2]} is set again; the later value wins, as with verl")
-            overrides.pop(match[2], None)
-            if match[1] != "~":
-                overrides[match[2]] = override
+            if match[1] == "~":
+                overrides.pop(match[2], None)
+            else:
+                _merge(overrides, Override(match[2], value, word.line, word.missing))
         elif word.text.strip():
             faults.append(_not_read(word))
     config_name = ""
     if "--config-name" in options:
         config_name = options["--config-name"].text
     named = named_config(config_name, options.get("--config-path", options.get("--config-dir")), entry, script)
-    below = [Override(key, value, 0) for key, value in named.values.items() if key not in overrides]
+    merged = {key: Override(key, value, 0) for key, value in named.values.items()}
+    for override in overrides.values():
+        _merge(merged, override)
     remarks += [named.said] if named.said else []
-    return VerlCommand(entry, config_name, (*below, *overrides.values()), tuple(remarks), (*named.faults, *faults))
+    return VerlCommand(entry, config_name, tuple(merged.values()), tuple(remarks), (*named.faults, *faults))
+
+
+def _merge(overrides: dict[str, Override], given: Override) -> None:
+    """Adds an override as Hydra merges it: a mapping sets what it names, and any other value replaces a whole section.
+
+    Of what is unknown in a mapping each entry keeps its own part.
+    """
+    for key, value in leaves(given.key, given.value):
+        own = frozenset(name for name in given.missing if name in str(value))
+        names = given.missing if key == given.key else own
+        if value == {} and any(known.startswith(f"{key}.") for known in overrides):
+            continue  # nothing is added to the section
+        for known in list(overrides):
+            if known == key or known.startswith(f"{key}.") or key.startswith(f"{known}."):
+                del overrides[known]
+        overrides[key] = Override(key, value, given.line, names)
+
+
+def _refused(key: str, text: str, word: Value) -> str:
+    """Says what is wrong with a list or mapping that Hydra does not read, its cure first; "" where it is right."""
+    if not text.lstrip().startswith(("[", "{")):
+        return ""
+    try:
+        read_value(text)
+    except ConfigError as error:
+        line = word.place or word.line
+        return f"mend the value of {key} in line {line}: {error}; lists are [a,b] and mappings {{a:1,b:2}}"
+    return ""
 
 
 def _broken_continuation(lines: Sequence[str], behind: int) -> str:
@@ -161,19 +192,6 @@ def _not_read(word: Value) -> str:
     if hint:
         cure = f"give {hint} (nothing behind = where it is empty)"
     return f"{cure}: {text} in line {word.line} depends on {', '.join(names)}, which the script does not set"
-
-
-def hydra_value(text: str) -> Any:
-    """Parses a value as Hydra does: numbers, booleans, null, lists, mappings, quoted text, and else plain text."""
-    if text.strip() == "None":
-        return None  # Python's null, which scripts pass on from a variable
-    if not (_STRUCTURED.match(text) or _PLAIN.fullmatch(text)):
-        return text.strip()
-    try:
-        node = parse_yaml(f"x: {text}", "value", with_lines=False)
-    except ConfigError:
-        return text.strip()
-    return node.value["x"].plain()
 
 
 # verl's trainers that generate ahead of training, by a part of their module's name

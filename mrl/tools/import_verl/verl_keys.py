@@ -32,6 +32,12 @@ def is_verls(key: str) -> bool:
     return key in known or not free.isdisjoint((key, *_sections(key)))
 
 
+def is_section(key: str) -> bool:
+    """Whether verl has keys of its own below this one, so that its value is a mapping of them."""
+    known, free = _table()
+    return free.isdisjoint((key, *_sections(key))) and any(other.startswith(f"{key}.") for other in known)
+
+
 def nearest(key: str) -> str:
     """Returns verl's key of the same section that looks most like `key`; "" where none does."""
     section = key.rpartition(".")[0]
