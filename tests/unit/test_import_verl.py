@@ -19,10 +19,10 @@ from mrl.config.schema import RunConfig, leaf
 from mrl.errors import ConfigError
 from mrl.model import planning_model_spec
 from mrl.tools.import_verl.handlers import HANDLERS
+from mrl.tools.import_verl.hydra_values import hydra_value
 from mrl.tools.import_verl.keys import ROWS, row_of
 from mrl.tools.import_verl.report import KINDS
 from mrl.tools.import_verl.translate import import_overrides, import_script
-from mrl.tools.import_verl.hydra_values import hydra_value
 from mrl.tools.switches import missing_switches
 
 SCRIPTS = Path(__file__).parent / "verl_scripts"
@@ -657,7 +657,8 @@ SPREAD = [
     ("trainer={total_training_steps:11}", {"trainer.total_training_steps": 11}),
     ("data.apply_chat_template_kwargs={enable_thinking:false}", {"data.enable_thinking": False}),
     ("+" + ROLLOUT + "engine_kwargs.vllm={max_num_seqs:128}", {"rollout.max_num_seqs": 128}),
-    ("+" + ROLLOUT + "engine_kwargs.vllm.hf_overrides={a.b:1}", {"rollout.engine_kwargs.vllm.hf_overrides": {"a.b": 1}}),
+    ("+" + ROLLOUT + "engine_kwargs.vllm.hf_overrides={a.b:1}",
+        {"rollout.engine_kwargs.vllm.hf_overrides": {"a.b": 1}}),
     ("+reward.reward_kwargs={overlong_buffer_cfg:{enable:True,len:5}}", {"algorithm.overlong_buffer.len": 5}),
 ]  # fmt: skip
 

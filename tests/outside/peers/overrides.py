@@ -17,11 +17,12 @@ from omegaconf import OmegaConf
 
 PEERS = ("hydra-core", "omegaconf", "verl")
 VALUES, COMPOSED = 1200, 60
-SCALARS = (
+WORDS = (
     "1 -3 +5 0 007 2_0 1_000.5 .5 10. 1.e5 1e-6 -1E+3 1e inf -inf NaN infinity true FALSE True yes no off null Null "
     "None none vllm seq-mean-token-mean /a/b:c.parquet hdfs://x/y $x ${x} ${x}/y:z a=b a@b x|y? 3.1.4 1-2 - ~ # ! & < "
     r"a\,b a\ b \\ \{x\} é 'x' 'a,b' 'it\'s' 'a\\' 'a\nb' '' '1' 'true' '{a:1}'"
-).split() + ['"x y"', '"a\'b"', "a b", " a", "a ", "'a' b", "1 2", "", "\\ "]
+)
+SCALARS = [*WORDS.split(), '"x y"', '"a\'b"', "a b", " a", "a ", "'a' b", "1 2", "", "\\ "]
 
 
 def _names(tree: dict) -> list[str]:
@@ -59,7 +60,7 @@ def cases() -> list[dict]:
 
 def _text(draw: Random, depth: int) -> str:
     kind = draw.random() if depth < 3 else 0.0
-    if depth and kind < 0.5 or kind < 0.1:
+    if (depth and kind < 0.5) or kind < 0.1:
         return draw.choice(SCALARS)
     blank = draw.choice(("", "", " "))
     items = [_text(draw, depth + 1) for _ in range(draw.randint(0, 3))]
