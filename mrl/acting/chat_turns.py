@@ -6,14 +6,17 @@ an answer of the model, t for a tool's:
 
     kept turns                    a request              where it belongs
     1: u1 -> a1                   u1 a1 t2               EXTENDS 1: t2 is new
-    2: t2 -> a2, behind 1         u1 a1 t2               RETRIES 2: its answer is replaced
+    2: t2 -> a2, behind 1         u1 a1 t2               RETRIES: another answer to the same, a sibling of 2
                                   u1 a1 t2 a2 t3         EXTENDS 2
                                   u1 a1 t2'              BRANCHES from 1: "edited"
                                   u1 a1' t2              BRANCHES from the beginning: "forged", the model said a1
                                   u9                     BRANCHES from the beginning: "other"
 
-A turn that others follow is not replaced: a request that asks it again branches ("asked again"). The objects are
-immutable. They know turns by number only; their tokens are kept elsewhere.
+All answers of one question are kept until the session ends, because a client may take any of them. What the
+conversation goes on from decides: at the end an answer that nothing follows is passed over where another of the same
+question is newer, or has been gone on from since. Where an answer of the question has been gone on from already,
+another one begins a branch ("asked again"). The objects are immutable. They know turns by number only; their tokens are
+kept elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +42,7 @@ class Why(StrEnum):
     EDITED = "edited"  # a message of the client has changed, or is gone
     FORGED = "forged"  # a message of the model is not what it said
     TOOLS = "tools"  # the tools have changed, and they are part of the prompt
-    ASKED_AGAIN = "asked again"  # the same request, but the conversation has gone on behind it
+    ASKED_AGAIN = "asked again"  # another answer of a question, and the conversation has gone on from one before
     OTHER = "other"  # another conversation
 
 
@@ -52,6 +55,7 @@ class KeptTurn:
     tools: tuple[Mapping[str, Any], ...]
     messages: tuple[ChatMessage, ...]
     said: ChatMessage
+    question: int  # number of the first turn that answers the same messages behind the same turn
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class ChatPlace:
     parent: int | None  # the turn that it continues; None: it begins with a prompt of its own
     messages: tuple[ChatMessage, ...]  # new messages behind that turn
     why: Why | None = None  # reason of a branch
-    replaced: int | None = None  # the turn that a retry asks again
+    question: int | None = None  # that it asks again
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class KeptTurns:
     """The turns of one session, in the order in which they were said."""
 
     turns: tuple[KeptTurn, ...] = ()
-    said: int = 0  # turns so far, replaced ones included; the next turn gets the next number
+    said: int = 0  # turns so far; the next turn gets the next number
 
     def place(self, asked: ChatRequest) -> ChatPlace:
         """Finds where a request belongs. Raises BadRequest where it has nothing new to answer."""
@@ -80,26 +84,54 @@ class KeptTurns:
             raise BadRequest("the conversation ends with what the model said: there is nothing to answer")
         if not self.turns:
             return ChatPlace(Move.BEGINS, None, new)
+        followed = self._followed
         same = [turn for turn in self._behind(parent, asked) if _keys(turn.messages) == _keys(new)]
-        leaves = [turn for turn in same if not self._has_children(turn.number)]
-        if leaves:
-            return ChatPlace(Move.RETRIES, parent, new, replaced=leaves[-1].number)
         if same:
-            return ChatPlace(Move.BRANCHES, parent, new, Why.ASKED_AGAIN)
-        if parent is not None and not self._has_children(parent):
+            place = ChatPlace(Move.RETRIES, parent, new, question=same[0].question)
+            if any(turn.number in followed for turn in same):
+                return replace(place, move=Move.BRANCHES, why=Why.ASKED_AGAIN)
+            return place
+        if parent is not None and parent not in followed:
+            if self._is_late(parent):
+                return ChatPlace(Move.BRANCHES, parent, new, Why.ASKED_AGAIN)
             return ChatPlace(Move.EXTENDS, parent, new)
         return ChatPlace(Move.BRANCHES, parent, new, self._why(asked, parent, known))
 
     def with_turn(self, asked: ChatRequest, place: ChatPlace, said: ChatMessage) -> "KeptTurns":
-        """Returns the turns with the model's answer to a request added, and without the turn that it replaces."""
-        turn = KeptTurn(self.said + 1, place.parent, asked.tools, place.messages, said)
-        kept = tuple(each for each in self.turns if each.number != place.replaced)
-        return replace(self, turns=(*kept, turn), said=turn.number)
+        """Returns the turns with the model's answer to a request added."""
+        number = self.said + 1
+        turn = KeptTurn(number, place.parent, asked.tools, place.messages, said, place.question or number)
+        return replace(self, turns=(*self.turns, turn), said=turn.number)
 
     @property
     def leaves(self) -> list[int]:
-        """Numbers of the turns that nothing follows, in order: the ends of all branches."""
-        return [turn.number for turn in self.turns if not self._has_children(turn.number)]
+        """Numbers of the turns that nothing follows and that are not passed over, in order: the ends of all branches.
+
+        The newest turn is the last of them.
+        """
+        passed_over = self.passed_over
+        followed = self._followed
+        return [turn.number for turn in self.turns if turn.number not in followed and turn.number not in passed_over]
+
+    @property
+    def passed_over(self) -> dict[int, int]:
+        """Turns that nothing follows, by number, where another answer of their question is newer or has been gone on
+        from since; each with the newest such answer that is not passed over itself.
+        """
+        newest = {turn.number: turn.number for turn in self.turns}  # of each turn and all behind it
+        for turn in reversed(self.turns):  # a turn has a smaller number than those behind it
+            if turn.parent is not None:
+                newest[turn.parent] = max(newest[turn.parent], newest[turn.number])
+        of_question: dict[int, int] = {}
+        for turn in self.turns:
+            of_question[turn.question] = max(newest[turn.number], of_question.get(turn.question, 0))
+        passed = {
+            turn.number
+            for turn in self.turns
+            if newest[turn.number] == turn.number < of_question[turn.question]  # nothing follows it
+        }
+        stays = {turn.question: turn.number for turn in self.turns if turn.number not in passed}
+        return {turn.number: stays[turn.question] for turn in self.turns if turn.number in passed}
 
     def path(self, number: int) -> list[int]:
         """Returns the numbers of the turns from the beginning to turn `number`, itself included."""
@@ -131,8 +163,19 @@ class KeptTurns:
         """Returns the turns that follow another one and have the tools of the request."""
         return [turn for turn in self.turns if turn.parent == parent and turn.tools == asked.tools]
 
-    def _has_children(self, number: int) -> bool:
-        return any(turn.parent == number for turn in self.turns)
+    def _is_late(self, number: int) -> bool:
+        """Tells whether another answer of a turn's question has been gone on from since the turn was said."""
+        questions = {turn.number: turn.question for turn in self.turns}
+        first_behind: dict[int, int] = {}
+        for turn in self.turns:
+            if turn.parent is not None and questions[turn.parent] == questions[number]:
+                first_behind.setdefault(turn.parent, turn.number)
+        return bool(first_behind) and min(first_behind.values()) > number
+
+    @property
+    def _followed(self) -> set[int | None]:
+        """Numbers of the turns that others follow."""
+        return {turn.parent for turn in self.turns}
 
     def _why(self, asked: ChatRequest, parent: int | None, known: int) -> Why:
         new = _keys(asked.messages[known:])

@@ -6,12 +6,14 @@
 
 A turn ends with the model's answer. All that the agent does until its next request, or its end, is that turn's only
 call. Messages that the agent repeats keep their tokens (mrl.acting.chat_turns). Where it goes back to an earlier place,
-the response continues from there. A repeated request replaces its turn. Other messages begin a branch. The row that
-is trained has all branches (mrl.schedule.branches) that fit into it, the newest first. The turn's calls also record
-retries, branches, and sampling parameters that the agent asked for and did not get.
+the response continues from there. A repeated request has another answer, and what the conversation goes on from decides
+between them. Other messages begin a branch. The row that is trained has all branches (mrl.schedule.branches) that fit
+into it, the newest first. The turn's calls also record answers that were passed over, branches, and settings that the
+agent asked for and did not get.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -316,8 +318,6 @@ class AgentPartner:
 
     def _mark(self, place: ChatPlace) -> None:
         """Records where the client went back, among the calls of the turn that it then asks for."""
-        if place.move is Move.RETRIES:
-            self._marks.append(TurnCall(AGENT, "retry"))
         if place.move is Move.BRANCHES:
             self._marks.append(TurnCall(place.why, "branch"))
         self._repeats += place.move is not Move.EXTENDS
@@ -403,7 +403,7 @@ class SpokenBranch:
     """A branch with the calls of its own turns."""
 
     branch: Branch
-    calls: Sequence[Sequence[TurnCall]]
+    calls: list[list[TurnCall]]
     seconds: float  # time that the agent took after its last turn
 
 
@@ -416,7 +416,7 @@ class SpokenTurns:
 
     @property
     def said(self) -> int:
-        """Number of turns so far, replaced ones included. It is also the number of the newest turn."""
+        """Number of turns so far. It is also the number of the newest turn."""
         return self._kept.said
 
     @property
@@ -432,9 +432,8 @@ class SpokenTurns:
         return self._kept.place(asked)
 
     def add(self, asked: ChatRequest, place: ChatPlace, said: ChatMessage, row: Samples) -> None:
-        """Adds the model's answer to a request. A turn that it replaces is removed."""
+        """Adds the model's answer to a request."""
         self._kept = self._kept.with_turn(asked, place, said)
-        self._turns.pop(place.replaced, None)
         self._turns[self.said] = SpokenTurn(row)
 
     def branches(self, most: int) -> tuple[list[SpokenBranch], int]:
@@ -456,10 +455,16 @@ class SpokenTurns:
     def _as_branches(self, ends: Sequence[int]) -> list[SpokenBranch]:
         known: set[int] = set()
         found = []
+        passed_over = Counter(self._kept.passed_over.values())
         for end in ends:
             path = self._kept.path(end)
             shared = sum(number in known for number in path)
             known |= set(path)
             turn = self._turns[end]
-            found.append(SpokenBranch(Branch(turn.row, shared), turn.calls[shared:], turn.seconds))
+            calls = [
+                [TurnCall(AGENT, "retry")] * passed_over.pop(number, 0) + list(of_turn)
+                for number, of_turn in zip(path[shared:], turn.calls[shared:], strict=True)
+            ]
+            found.append(SpokenBranch(Branch(turn.row, shared), calls, turn.seconds))
+        found[-1].calls[-1].extend([TurnCall(AGENT, "retry")] * passed_over.total())  # of branches without room
         return found

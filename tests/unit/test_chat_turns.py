@@ -1,11 +1,12 @@
 """Where a client's request belongs among kept turns: the example of the module, and random sessions."""
 
 import random
+import time
 
 import pytest
 
 from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
-from mrl.acting.chat_turns import ChatPlace, KeptTurns, Move, Why
+from mrl.acting.chat_turns import ChatPlace, KeptTurn, KeptTurns, Move, Why
 
 
 def user(text: str) -> ChatMessage:
@@ -37,14 +38,14 @@ TOOLS = ({"type": "function", "function": {"name": "f"}},)
 def test_the_example_of_the_module():
     assert KeptTurns().place(FIRST) == ChatPlace(Move.BEGINS, None, (U1,))
     assert ONE.place(SECOND) == ChatPlace(Move.EXTENDS, 1, (T2,))
-    assert TWO.place(SECOND) == ChatPlace(Move.RETRIES, 1, (T2,), replaced=2)
+    assert TWO.place(SECOND) == ChatPlace(Move.RETRIES, 1, (T2,), question=2)
     assert TWO.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,))
     edited = tool("t2'")
     assert TWO.place(asked(U1, A1, edited)) == ChatPlace(Move.BRANCHES, 1, (edited,), Why.EDITED)
     forged = (U1, said("a1'", "f"), T2)
     assert TWO.place(asked(*forged)) == ChatPlace(Move.BRANCHES, None, forged, Why.FORGED)
     assert TWO.place(asked(user("u9"))) == ChatPlace(Move.BRANCHES, None, (user("u9"),), Why.OTHER)
-    assert THREE.place(SECOND) == ChatPlace(Move.BRANCHES, 1, (T2,), Why.ASKED_AGAIN)
+    assert THREE.place(SECOND) == ChatPlace(Move.BRANCHES, 1, (T2,), Why.ASKED_AGAIN, question=2)
     assert TWO.place(asked(U1, A1, T2, tools=TOOLS)).why is Why.TOOLS
 
 
@@ -61,11 +62,61 @@ def test_where_nothing_is_new_there_is_nothing_to_answer():
         ONE.place(asked(U1, A1))
 
 
-def test_a_retry_replaces_and_what_it_said_first_is_no_history_any_more():
-    again = TWO.with_turn(SECOND, TWO.place(SECOND), said("a2 anew"))
-    assert [turn.number for turn in again.turns] == [1, 3] and again.said == 3
-    assert again.place(asked(U1, A1, T2, said("a2 anew"), T3)) == ChatPlace(Move.EXTENDS, 3, (T3,))
-    assert again.place(THIRD).why is Why.FORGED
+def sampled(*steps: tuple[ChatRequest, ChatMessage]) -> tuple[KeptTurns, list[ChatPlace]]:
+    kept, places = KeptTurns(), []
+    for request, answer in steps:
+        places.append(kept.place(request))
+        kept = kept.with_turn(request, places[-1], answer)
+    return kept, places
+
+
+A, B, C, D, E = (said(name) for name in "ABCDE")
+BEST_OF = [(FIRST, A), (FIRST, B), (FIRST, C)]
+
+
+def test_of_answers_that_nothing_follows_the_newest_stays():
+    kept, places = sampled(*BEST_OF)
+    assert [place.move for place in places] == [Move.BEGINS, Move.RETRIES, Move.RETRIES]
+    assert kept.leaves == [3] and kept.passed_over == {1: 3, 2: 3}
+
+
+@pytest.mark.parametrize(("taken", "number"), [(A, 1), (B, 2), (C, 3)])
+def test_of_answers_of_one_question_the_one_that_is_gone_on_from_stays(taken, number):
+    kept, places = sampled(*BEST_OF, (asked(U1, taken, T2), D))
+    assert places[-1] == ChatPlace(Move.EXTENDS, number, (T2,))
+    assert kept.leaves == [4] and kept.path(4) == [number, 4]
+    assert kept.passed_over == {other: number for other in (1, 2, 3) if other != number}
+
+
+def test_several_answers_of_one_question_that_are_gone_on_from_are_branches():
+    kept, places = sampled(*BEST_OF, (asked(U1, A, T2), D), (asked(U1, B, T2), E), (asked(U1, A, T2, D, T3), C))
+    assert (places[4].move, places[4].why, places[4].parent) == (Move.BRANCHES, Why.ASKED_AGAIN, 2)
+    assert places[5].move is Move.EXTENDS
+    assert kept.leaves == [5, 6] and kept.passed_over == {3: 2}
+
+
+def test_an_answer_that_was_asked_for_again_after_all_stays_unless_the_conversation_leaves_it():
+    steps = [(FIRST, A), (asked(U1, A, T2), D), (FIRST, B)]
+    kept, places = sampled(*steps)
+    assert (places[2].move, places[2].why) == (Move.BRANCHES, Why.ASKED_AGAIN) and kept.leaves == [2, 3]
+    assert sampled(*steps, (FIRST, C))[0].leaves == [2, 4]
+    assert sampled(*steps, (asked(U1, A, T2, D, T3), E))[0].leaves == [4]
+    kept, places = sampled(*steps, (asked(U1, B, T2), E))
+    assert places[3].move is Move.EXTENDS and kept.leaves == [2, 4]
+
+
+def test_questions_of_other_tools_are_others():
+    kept, _ = sampled((FIRST, A), (asked(U1, tools=TOOLS), B))
+    assert kept.leaves == [1, 2] and not kept.passed_over
+
+
+def test_ten_thousand_answers_of_one_question_are_compared_in_no_time():
+    turns = tuple(KeptTurn(number, None, (), (U1,), A, 1) for number in range(1, 10_001))
+    kept = KeptTurns(turns, 10_000)
+    began = time.monotonic()
+    assert len(kept.passed_over) == 9_999
+    assert kept.place(asked(U1)).move is Move.RETRIES
+    assert time.monotonic() - began < 5
 
 
 def test_of_turns_that_said_the_same_the_newest_is_gone_on_with():
@@ -115,10 +166,11 @@ class Client:
         children = [turn for turn in self.kept.turns if turn.parent == place.parent]
         if place.move is Move.EXTENDS:
             assert place.parent is not None and not children
+        same = [turn for turn in children if [e.key for e in turn.messages] == [e.key for e in place.messages]]
+        assert {turn.question for turn in same} == {place.question} - {None}
+        followed = {turn.parent for turn in self.kept.turns}
         if place.move is Move.RETRIES:
-            (old,) = [turn for turn in children if turn.number == place.replaced]
-            assert [each.key for each in old.messages] == [each.key for each in place.messages]
-            assert not [turn for turn in self.kept.turns if turn.parent == old.number]
+            assert same and not followed & {turn.number for turn in same}
         for turn in children:
             longer = (*before, *turn.messages, turn.said)
             assert [each.key for each in longer] != [each.key for each in request.messages[: len(longer)]]
@@ -130,11 +182,27 @@ class Client:
         return (*self.line(turn.parent), *turn.messages, turn.said)
 
 
+def check_leaves(kept: KeptTurns) -> None:
+    """By the rule, word for word: of a turn that nothing follows no other answer is newer, or followed since."""
+    turns = {turn.number: turn for turn in kept.turns}
+    on_paths = {number: kept.path(number) for number in turns}
+    for number, turn in turns.items():
+        if any(other.parent == number for other in turns.values()):
+            assert number not in kept.leaves and number not in kept.passed_over
+            continue
+        siblings = [other for other in turns if other != number and turns[other].question == turn.question]
+        gone_on_since = any(set(siblings) & set(path) for later, path in on_paths.items() if later > number)
+        assert (number in kept.passed_over) == gone_on_since == (number not in kept.leaves)
+    assert kept.leaves[-1] == kept.said
+    assert all(number not in kept.passed_over for number in kept.passed_over.values())
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_in_random_sessions_kept_and_new_are_the_request_and_no_kept_turn_is_missed(seed):
     client = Client(seed)
     for _ in range(30):
         client.step()
+        check_leaves(client.kept)
     assert client.kept.said == 30 and len({turn.number for turn in client.kept.turns}) == len(client.kept.turns)
 
 

@@ -324,6 +324,40 @@ def test_a_turn_asked_again_is_replaced_and_sampled_by_another_seed():
     assert last_calls(made) == [("agent", "retry"), ("agent", "ok"), ("agent", "ok")]
 
 
+BEST_OF = [["ask"], ["keep"], ["cut", 1], ["ask"], ["cut", 1], ["ask"], ["back"]]  # goes on from the first of three
+
+
+def test_of_several_answers_the_one_that_the_agent_goes_on_from_is_trained():
+    """The others are in no row and counted, and what was taken is no forgery."""
+    engine = Engine("Four.", "Five.", "Six.", "Seven.")
+    made = whole(engine, [*BEST_OF, ["say", "Sure?"], ["ask"]])
+    assert made.branch_counts is None and text_of(made) == START + turn("Four.") + heard("Sure?") + turn("Seven.")
+    assert sampled_of(made) == f"Four.{END}Seven.{END}" and len({each.seed for each in engine.asked[:3]}) == 3
+    retry, ok = ("agent", "retry"), ("agent", "ok")
+    assert last_calls(made) == [retry, retry, ok, ok] and made.turn_counts.tolist() == [2]
+    made = whole(Engine("Four.", "Five.", "Six."), BEST_OF)
+    assert text_of(made) == START + turn("Six.") and last_calls(made) == [retry, retry, ok]
+
+
+def test_answers_that_are_both_gone_on_from_are_both_trained_and_of_what_has_no_room_the_answers_are_counted():
+    engine = Engine("Four.", "Five.", "Six.", "Seven.", "Eight.")
+    first = [["ask"], ["keep"], ["cut", 1], ["ask"], ["cut", 1], ["ask"], ["say", "c"], ["ask"]]
+    steps = [*first, ["back"], ["say", "a"], ["ask"]]
+    made = whole(engine, steps)
+    both = [START + turn("Six.") + heard("c") + turn("Seven."), START + turn("Four.") + heard("a") + turn("Eight.")]
+    assert branches_of(made) == both and sampled_of(made) == "".join(
+        f"{said}{END}" for said in ("Six.", "Seven.", "Four.", "Eight.")
+    )
+    ok = ("agent", "ok")
+    assert sorted(last_calls(made)) == sorted([ok] * 4 + [("agent", "retry"), ("asked again", "branch")])
+    room = int(made.response_lengths[0]) - 1
+    made = whole(
+        Engine("Four.", "Five.", "Six.", "Seven.", "Eight."), steps, sampling=replace(SAMPLING, max_tokens=room)
+    )
+    assert made.branch_counts is None and text_of(made) == both[1]
+    assert last_calls(made)[-2:] == [("agent", "retry"), ("agent", "untrained")]
+
+
 def test_history_that_is_edited_begins_a_branch_that_says_why_and_shares_what_was_before():
     engine = Engine("Four.", "Five.", "Six.", "Seven.")
     made = whole(engine, [["ask"], ["say", "one"], ["ask"], ["cut", 2], ["say", "two"], ["ask"]])
