@@ -13,7 +13,8 @@ agent asked for and did not get.
 """
 
 import asyncio
-from collections import Counter
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -455,16 +456,19 @@ class SpokenTurns:
     def _as_branches(self, ends: Sequence[int]) -> list[SpokenBranch]:
         known: set[int] = set()
         found = []
-        passed_over = Counter(self._kept.passed_over.values())
+        passed_over: dict[int, list[TurnCall]] = defaultdict(list)  # what is recorded of such answers, by what stays
+        for number, stays in self._kept.passed_over.items():
+            own = itertools.chain.from_iterable(self._turns[number].calls[-1:])
+            passed_over[stays] += [*(call for call in own if call.reason == "overridden"), TurnCall(AGENT, "retry")]
         for end in ends:
             path = self._kept.path(end)
             shared = sum(number in known for number in path)
             known |= set(path)
             turn = self._turns[end]
             calls = [
-                [TurnCall(AGENT, "retry")] * passed_over.pop(number, 0) + list(of_turn)
+                [*passed_over.pop(number, ()), *of_turn]
                 for number, of_turn in zip(path[shared:], turn.calls[shared:], strict=True)
             ]
             found.append(SpokenBranch(Branch(turn.row, shared), calls, turn.seconds))
-        found[-1].calls[-1].extend([TurnCall(AGENT, "retry")] * passed_over.total())  # of branches without room
+        found[-1].calls[-1].extend(itertools.chain.from_iterable(passed_over.values()))  # of branches without room
         return found

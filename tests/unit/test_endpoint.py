@@ -335,6 +335,9 @@ def test_of_several_answers_the_one_that_the_agent_goes_on_from_is_trained():
     assert sampled_of(made) == f"Four.{END}Seven.{END}" and len({each.seed for each in engine.asked[:3]}) == 3
     retry, ok = ("agent", "retry"), ("agent", "ok")
     assert last_calls(made) == [retry, retry, ok, ok] and made.turn_counts.tolist() == [2]
+    steps = [["ask", {"seed": 5}], *BEST_OF[1:]]
+    made = whole(Engine("Four.", "Five.", "Six."), steps)
+    assert last_calls(made) == [("seed", "overridden"), retry, retry, ok], "settings of answers without a row count too"
     made = whole(Engine("Four.", "Five.", "Six."), BEST_OF)
     assert text_of(made) == START + turn("Six.") and last_calls(made) == [retry, retry, ok]
 
