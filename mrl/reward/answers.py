@@ -154,11 +154,14 @@ def _alone(line: str) -> str:
 
 
 def answers(response: str) -> list[str]:
-    """Returns the response's answers as written: those in boxes, else the stated one; empty if there is none."""
+    """Returns the response's answers as written: those in boxes, else the stated one.
+
+    It is empty if there is none, or the last of several boxes holds nothing.
+    """
     text = conclusion(response)
-    in_boxes = [content.strip() for content in boxed(text) or open_boxes(text) if content.strip()]
-    if in_boxes:
-        return in_boxes
+    in_boxes = [content.strip() for content in boxed(text) or open_boxes(text)]
+    if any(in_boxes):
+        return [content for content in in_boxes if content] if in_boxes[-1] else []
     line = stated(text)
     if line is None:
         return []

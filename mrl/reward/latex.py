@@ -47,9 +47,9 @@ _UNITS = {
     "unit": "unit units",
     "L": "L liter liters litre litres", "%": "percent percentage pct", "元": "元", "万元": "万元", "亿元": "亿元",
 }  # fmt: skip
-_UNIT_OF = {spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()}
+UNIT_OF = {spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()}
 # a single letter may be a variable
-_BARE_UNITS = sorted((s for s in _UNIT_OF if len(s) > 1 or s == "元"), key=len, reverse=True)
+_BARE_UNITS = sorted((s for s in UNIT_OF if len(s) > 1 or s == "元"), key=len, reverse=True)
 _KNOWN_UNIT = re.compile(rf"(?:{'|'.join(map(re.escape, _UNITS))})[23]?")
 _POWER = r"(?:\s*\^\s*\{?([23])\}?)?"
 _SQUARE = {"square": "2", "sq": "2", "cubic": "3"}
@@ -74,8 +74,12 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}\s*(?:\\!\s*)*|,\s*(?:\\!\s*)+)(?=\d{3}
 _TWICE = re.compile(r"\\\\(?=[A-Za-z]{2})")  # a command as JSON writes it
 _UNEQUAL = re.compile(r"\\neq?(?![a-zA-Z])|\\not\s*=|(?<=\s)!=")
 _DOLLARS = re.compile(r"^\s*\$?\s*([+-]?)\s*\\\$([^§]*?)(\$?)$")
-_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-_SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|\{([^{}]*)\}\s*(\d)|(\d)\s*\{([^{}]*)\})")
+_FRACTION = re.compile(r"\\[dtc](frac|binom)(?![a-zA-Z])")
+_OF_TWO = re.compile(r"\\(?:frac|binom)(?![a-zA-Z])")
+_TOKEN = re.compile(r"\\(?:pi|theta|alpha|beta|gamma|lambda|mu|phi|omega|rho|sigma|tau)(?![a-zA-Z])|[0-9A-Za-z]")
+_BAR = re.compile(r"\\[lr]?vert(?![a-zA-Z])\s*")
+_ALL_REAL = re.compile(r"((?:[a-z]\s*\\in\s*)?)(?:\\mathbb\s*(?:\{\s*R\s*\}|R)|ℝ)")
+_EMPTY = re.compile(r"\\varnothing|\\\{\s*\\\}")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d|[a-z])(?![a-zA-Z])")
 _NO_COMMAND = re.compile(r"(?<![A-Za-z\\])(?:pi(?![A-Za-z])|(?:sqrt|exp|sin|cos|tan|log|ln)(?=\())")
 _ROUND_ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
@@ -118,15 +122,19 @@ def clean(text: str) -> str:
     text = (
         _DOLLARS.sub(lambda m: f"{m[1]}{m[2]} {UNIT}$$", text).replace(r"\$", "").replace(f"{UNIT}$$", f"{UNIT}dollar")
     )
-    text = _FRACTION.sub(lambda m: r"\frac", text)
+    text = _BAR.sub("|", _FRACTION.sub(lambda m: rf"\{m[1]}", text))
     text = _DEGREES.sub(f" {UNIT}deg", _LEFT_OUT.sub("", text))
     text = _unwrap_text(_SPACES.sub(" ", text.replace(r"\!", "")))
     text = _NO_COMMAND.sub(lambda m: rf"\{m[0]} ", text)
-    text = _SHORT_FRACTION.sub(_long_fraction, text)
+    text = _in_braces(text)
     text = _SHORT_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", _ROUND_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", text))
     text = _PLUS_NEGATIVE.sub("-", re.sub(r"\s+", " ", text)).strip()
     text = text.removeprefix("=").lstrip()
     text = _without_braces(text[:-1].rstrip() if text.endswith(".") else text)
+    if real := _ALL_REAL.fullmatch(text):
+        return rf"{real[1]}(-\infty,\infty)"
+    if _EMPTY.fullmatch(text):
+        return r"\emptyset"
     return _TRAILING_UNIT.sub(lambda m: f" {UNIT}{_unit(*m.groups())}", text).replace(f" {UNIT}", UNIT)
 
 
@@ -137,10 +145,27 @@ def _without_braces(text: str) -> str:
     return text
 
 
-def _long_fraction(match: re.Match) -> str:
-    above = next(part for part in match.group(1, 3, 5) if part is not None)
-    below = next(part for part in match.group(2, 4, 6) if part is not None)
-    return rf"\frac{{{above}}}{{{below}}}"
+def _in_braces(text: str) -> str:
+    """Writes both parts of fractions and binomials in braces: `\\frac\\pi2` is `\\frac{\\pi}{2}`, the inner ones first."""
+    for match in reversed(list(_OF_TWO.finditer(text))):
+        parts = ""
+        end = match.end()
+        for _ in range(2):
+            while text[end : end + 1] == " ":
+                end += 1
+            closing = closing_brace(text, end + 1) if text[end : end + 1] == "{" else None
+            token = _TOKEN.match(text, end)
+            if closing is not None:
+                parts += text[end : closing + 1]
+                end = closing + 1
+            elif token:
+                parts += f"{{{token[0]}}}"
+                end = token.end()
+            else:
+                break
+        else:
+            text = text[: match.end()] + parts + text[end:]
+    return text
 
 
 def _unwrap_text(text: str) -> str:
@@ -156,7 +181,7 @@ def _unwrap_text(text: str) -> str:
         after = text[end + 1 :]
         raised = re.match(r"\s*\^\s*\{?([23])\}?", after)
         unit = _TEXT_UNIT.fullmatch(content.strip().rstrip(".") + (raised[0] if raised else ""))
-        if unit and unit[2] in _UNIT_OF and before.strip():
+        if unit and unit[2] in UNIT_OF and before.strip():
             text = f"{before} {UNIT}{_unit(*unit.groups())} {after[raised.end() if raised else 0 :]}"
         else:
             text = f"{before} {content} {after}"
@@ -164,7 +189,7 @@ def _unwrap_text(text: str) -> str:
 
 
 def _unit(shape: str | None, name: str, power: str | None) -> str:
-    return _UNIT_OF[name] + (_SQUARE.get(shape or "") or power or "")
+    return UNIT_OF[name] + (_SQUARE.get(shape or "") or power or "")
 
 
 def quantity(text: str) -> Quantity | None:
@@ -232,7 +257,8 @@ def same_quantity(truth: Quantity, answer: Quantity) -> bool:
     """Tells whether two quantities have equal numbers, and not two different units.
 
     A percentage equals its value (50 % is 0.5). Its bare number counts too, because questions ask for "how many
-    percent". It does not count if the truth is a bare number below one, which is a share.
+    percent"; Math-Verify refuses it in a box and takes it bare. It does not count if the truth is a bare number below
+    one, which is a share.
     """
     if truth.unit and answer.unit and truth.unit != answer.unit:
         return False

@@ -16,6 +16,7 @@ from typing import Any
 from mrl.reward.answers import answers, boxed, closing_brace, truth_text
 from mrl.reward.latex import (
     UNIT,
+    UNIT_OF,
     Collection,
     as_interval,
     bounded_name,
@@ -51,6 +52,18 @@ _SEVERAL_NAMES = rf"\(\s*{_NAME}(?:,\s*{_NAME})*\s*\)"  # (p, q) = (3, 2)
 _ASSIGNED = re.compile(rf"({_NAME}(?:{_SEVERAL_NAMES})?|{_SEVERAL_NAMES})\s*(?:=|\\in(?![a-zA-Z]))\s*")
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z\\])[^\W\d_]{2,}|[^\x00-\x7f]")
+# a run of letters that is a product of variables, and never one of these; `d` before a letter is a differential
+_PRODUCT = re.compile(r"(?!\w*(\w)\w*\1)(?!\w*d\w)[a-np-z]{2,4}")
+_PRODUCT_ALONE = re.compile(r"a[bcdkx-z]+|[b-df-hj-np-tv-xz]+|[b-df-hj-np-tv-z]*[xz][b-df-hj-np-tv-z]*|u[vw]+")
+_SHORT_WORDS = frozenset(
+    "a act add age air all am an and any are arm art as ask at aye be bed best bet big bit by can case cats day did "
+    "east easy end even ever every far few fine first five flat game get give given has have her hers his if in is it "
+    "its just last least left less let like line list lies main make man many map max may me mean men met mid min mine "
+    "my nay near net never next nine past per plan plane play real red right same sea set she side sin since single "
+    "size six small such take team ten than that the them then they this time times true try twice we west what when "
+    "while why will win wins with yes yet".split()
+)
+_FUNCTIONS = re.compile("ln|log|sin|cos|tan|sec|csc|cot|exp|lim|max|min|gcd|lcm|det|dim|arg|deg|abs|mod")
 _SPACED_DIGITS = re.compile(r"\d\s+[\d.]")
 _WHOLE_DECIMAL = re.compile(r"(?<![\d.])(\d+)\.0+(?![\d.])")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
@@ -58,14 +71,17 @@ _KNOWN_COMMANDS = frozenset(
     rf"\{name}"
     for group in (
         "frac sqrt pi cdot times div infty circ le leq ge geq ne neq lt gt lfloor rfloor lceil rceil vert "
-        "emptyset varnothing mathbb",
+        "emptyset varnothing mathbb binom",
         "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp",
         "theta alpha beta gamma delta lambda mu phi omega sigma rho tau epsilon",
     )
     for name in group.split()
 )
 # a power of a power; the factorial of anything but a number below 100
-_TOWER = re.compile(r"\}\s*\^|\)\s*\^[^()]*\)\s*\^|[^\d\s]\s*!|\d{3,}\s*!|!\s*!")
+_TOWER = re.compile(r"\}\s*\^|\)\s*\^[^()]*\)\s*\^|[^\d\s]\s*!|!\s*!")
+_LARGE_FACTORIAL = re.compile(r"\d{3,}\s*!")
+_OF_FACTORIALS = re.compile(r"(?:(?<!\d)\d{1,4}(?!\d)|[!+*/(){}\s-]|\\(?:frac|cdot|times)(?![a-zA-Z]))+")
+_SMALL_BINOMIAL = re.compile(r"\\binom\{\s*\d{1,3}\s*\}\{\s*\d{1,3}\s*\}")
 
 
 class TooComplex(Exception):
@@ -123,7 +139,7 @@ def canonical(cleaned: str) -> str:
         cleaned = cleaned[named.end() :]
     number = quantity(cleaned)
     if number is None:
-        if _WORD.search(cleaned) or _SPACED_DIGITS.search(cleaned):
+        if _has_word(cleaned) or _SPACED_DIGITS.search(cleaned):
             return " ".join(cleaned.split())
         return cleaned.replace(" ", "")
     return str(number.value) + (UNIT + number.unit if number.unit else "")
@@ -149,6 +165,8 @@ def equal(truth: str, answer: str) -> bool:
         return equal(*interval)
     if wholes is not None and parts is not None:
         return _same_collection(wholes, parts)
+    if ends := _worked_out(truth, answer):
+        return all(equal(truth, end) for end in ends)
     if assigned := _without_names(truth, answer):
         return equal(*assigned)
     if wholes is not None or parts is not None:
@@ -163,7 +181,7 @@ def _same_text(truth: str, answer: str) -> bool:
     """
     if _SPACED_DIGITS.search(truth) or _SPACED_DIGITS.search(answer):
         return _tight(truth) == _tight(answer)
-    if _WORD.search(truth):
+    if _has_word(truth):
         return " ".join(truth.split()).casefold() == " ".join(answer.split()).casefold()
     return _bare(truth) == _bare(answer)
 
@@ -194,9 +212,9 @@ def _same_collection(truth: Collection, answer: Collection) -> bool:
 
 
 def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text: str, answer_text: str) -> bool:
-    """Braces around a single answer do not change it. No other collection equals a single answer."""
+    """Braces around a single answer do not change it, unless it is the empty set. No other collection equals a single answer."""
     single = truth or answer
-    if single.kind != "list" or len(single.items) != 1:
+    if single.kind != "list" or len(single.items) != 1 or single.items[0] == r"\emptyset":
         return False
     if truth:
         return equal(single.items[0], answer_text)
@@ -214,6 +232,14 @@ def _as_intervals(truth: str, answer: str) -> tuple[str, str] | None:
     if given is not None and known is None and is_interval(truth):
         return truth, given
     return None
+
+
+def _worked_out(truth: str, answer: str) -> list[str]:
+    """Returns the values of an answer such as `n = 2+3 = 5`, each of which must be right; none of any other."""
+    name, *values = split_top(answer, _EQUALS)
+    if len(values) > 1 and "=" not in truth and re.fullmatch(_NAME, name):
+        return values
+    return []
 
 
 def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
@@ -242,12 +268,8 @@ def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
 def _same_expression(truth: str, answer: str) -> bool:
     """Compares as expressions, the last layer.
 
-    Does not compute with words, units of one side only, decimals for irrational numbers, or chains of equations.
+    Does not compute with words, units of one side only, or chains of equations. A decimal is the number it writes.
     """
-    known = quantity(truth)
-    given = quantity(answer)
-    if any(q is not None and q.decimal for q in (known, given)):
-        return False
     truth, unit = split_unit(truth)
     answer, own = split_unit(answer)
     if unit and own and unit != own:
@@ -255,6 +277,9 @@ def _same_expression(truth: str, answer: str) -> bool:
     for text in (truth, answer):
         if not _is_expression(text):
             return False
+    letters = _letters(truth)
+    if len({letter.lower() for letter in letters}) != len(letters):
+        return False  # math-verify takes A for a
     if _letters(truth) != _letters(answer) or len(split_top(answer, _EQUALS)) != len(split_top(truth, _EQUALS)):
         return False
     for text in (truth, answer):
@@ -268,6 +293,29 @@ def _letters(text: str) -> set[str]:
     Capital letters are different variables, although math-verify does not distinguish them.
     """
     return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text))) - {"e", "i"}
+
+
+def _has_word(text: str) -> bool:
+    """Tells whether letters in a row are a word, or the name of a segment, and no product of variables as in `2xy`.
+
+    Letters alone are a product only where no word has such letters: `xy` and `ab`, but not `on`.
+    """
+    rest = _COMMAND.sub("*", text)
+    runs = _WORD.findall(rest)
+    if not all(
+        _PRODUCT.fullmatch(run) and run not in _SHORT_WORDS and run not in UNIT_OF and not _FUNCTIONS.search(run)
+        for run in runs
+    ):
+        return True
+    if not runs or re.search(r"[^A-Za-z\s]", rest):
+        return False
+    return rest.split() != runs[:1] or not _PRODUCT_ALONE.fullmatch(runs[0])
+
+
+def _has_odd_bars(text: str) -> bool:
+    """Tells whether bars are anything but one absolute value: a condition, as in `P(A|B)`, or several."""
+    parts = text.split("|")
+    return len(parts) > 1 and (len(parts) != 3 or deepest(parts[1]) is None or not parts[1].strip() or re.search("[A-Z]", text) is not None)
 
 
 def _is_expression(text: str) -> bool:
@@ -284,14 +332,16 @@ def _is_expression(text: str) -> bool:
         return False  # not a number to compute with
     rest = _COMMAND.sub("*", text)
     # leading zeros occur in dates, such as 2023-01-01
-    odd = r"\d\s+[\d.]|\d\s*_|['\"`?@#&|%:]|\.\.|\d\s*,\s*\d|(?<![\d.])0\d"
-    return not (_WORD.search(rest) or re.search(odd, rest))
+    odd = r"\d\s+[\d.]|\d\s*_|['\"`?@#&%:]|\.\.|\d\s*,\s*\d|(?<![\d.])0\d"
+    return not (_has_word(text) or _has_odd_bars(rest) or re.search(odd, rest))
 
 
 def _check_size(text: str) -> None:
     """Raises TooComplex for long expressions, nested or huge powers, and factorials of anything but small numbers."""
     letters = re.search("[A-Za-df-z]", _COMMAND.sub(" ", text)) is not None  # e is a number
     if len(text) > LONGEST_EXPRESSION or _TOWER.search(text) or re.search(r"\d{41}", text):
+        raise TooComplex
+    if _LARGE_FACTORIAL.search(text) and not _OF_FACTORIALS.fullmatch(text):
         raise TooComplex
     product = 1
     for exponent in _exponents(text):
@@ -304,10 +354,14 @@ def _check_size(text: str) -> None:
 
 
 def _exponents(text: str) -> Iterator[str]:
-    """Yields what follows each `^`: its group, or one character."""
+    """Yields what follows each `^`, its group or one character, and both parts of binomials that are not small."""
     for match in re.finditer(r"\^\s*", text):
         end = closing_brace(text, match.end() + 1) if text[match.end() : match.end() + 1] == "{" else match.end() + 1
         yield text[match.end() : end]
+    rest = _SMALL_BINOMIAL.sub("", text)
+    for match in re.finditer(r"\\binom\s*\{", rest):
+        end = closing_brace(rest, match.end())
+        yield rest[match.end() : closing_brace(rest, end + 2)]
 
 
 def _math_verify(truth: str, answer: str) -> bool:
@@ -338,12 +392,14 @@ def _confirmed(truth: Any, answer: Any) -> bool:
     math-verify accepts a difference below some decimals, and one that it cannot evaluate: it finds 1/2^99 equal to
     1/2^98, and 7 pi^infinity equal to 5.
     """
-    from sympy import Expr
+    from sympy import Abs, Expr
     from sympy.core.relational import Relational
 
     if isinstance(truth, Expr) and isinstance(answer, Expr):
         point = _point({*truth.free_symbols, *answer.free_symbols}, PRIMES)
-        return _is_zero(_at(truth, point) - _at(answer, point), truth == answer)
+        sizes = (1, -1, 1000, -1000) if truth.has(Abs) or answer.has(Abs) else (1,)
+        scaled = [{name: size * value for name, value in point.items()} for size in sizes]
+        return all(_is_zero(_at(truth, at) - _at(answer, at), truth == answer) for at in scaled)
     if isinstance(truth, Relational) and isinstance(answer, Relational):
         return _same_relation(truth, answer)
     known = getattr(truth, "args", ())

@@ -1,13 +1,27 @@
 """The layered math verifier against verdicts written by hand (verifier_pairs.py)."""
 
 import pytest
-from verifier_pairs import ADVERSARIAL, EXPRESSIONS, FORMS, LISTS, NEAR, PLAIN, RESPONSES, UNITS, WORDS
+from verifier_pairs import (
+    ADVERSARIAL,
+    BARS,
+    BINOMIALS,
+    EXPRESSIONS,
+    FORMS,
+    LISTS,
+    NEAR,
+    PLAIN,
+    PRODUCTS,
+    RESPONSES,
+    UNITS,
+    WORDS,
+    WORKED_OUT,
+)
 
 from mrl.reward.latex import clean
 from mrl.reward.math_verifier import MATCH, NO_ANSWER, SEVERAL, TOO_COMPLEX, WRONG, canonical, math
 
 pytest.importorskip("math_verify")
-GROUPS = (PLAIN, UNITS, LISTS, NEAR, FORMS, EXPRESSIONS, WORDS, ADVERSARIAL)
+GROUPS = (PLAIN, UNITS, LISTS, NEAR, FORMS, EXPRESSIONS, WORDS, PRODUCTS, BINOMIALS, BARS, WORKED_OUT, ADVERSARIAL)
 TABLE = [
     (truth, answer, right)
     for group in GROUPS

@@ -142,6 +142,72 @@ WORDS = [
     (r"\text{no solution}", ["no solution", "No  Solution"], ["solution", "0", "no"]),
 ]  # fmt: skip
 
+# forms that Math-Verify 0.9.0 finds equal too (`\frac\pi2` apart, which it does not read), and their neighbours
+PRODUCTS = [
+    ("xy", ["yx", "x y", r"x\cdot y", r"y \cdot x", "xy"], ["x+y", "x-y", "XY", "Xy", "xz", "xyz", "x^y", r"\frac{x}{y}"]),
+    ("2xy", ["2yx", r"2x\cdot y", "xy2", "yx+xy"], ["2x+y", "2XY", "2xyz", "xy", "2x^y"]),
+    ("x^2y", ["yx^2", r"x\cdot xy"], ["x^{2y}", "xy^2", "2xy", "x^2+y"]),
+    ("ab+1", ["1+ab", "1+ba"], ["a+b+1", "ab-1", "a(b+1)", "AB+1"]),
+    ("xyz", [r"x\cdot y\cdot z", "zyx"], ["x+y+z", "xy+z", "xy"]),
+    (r"\frac{xy}{2}", [r"\frac{1}{2}xy", r"\frac12yx"], [r"\frac{x+y}{2}", r"\frac{2}{xy}", r"\frac{x}{2y}"]),
+    (r"\frac{ab}{a+b}", [r"\frac{ba}{b+a}"], [r"\frac{a+b}{ab}", r"\frac{ab}{a-b}", r"\frac{ab}{ab}"]),
+    ("e^{a+b}", ["e^ae^b", r"e^a \cdot e^b"], ["e^{ab}", "e^a+e^b", "e^{a-b}"]),
+    ("mgh", ["mhg"], ["m+g+h", "MGH"]),
+    ("no", ["no", "No"], ["on", "n o", r"n \cdot o", "yes"]),
+    ("on", ["on"], ["no", r"o \cdot n"]),
+    ("act", ["act"], ["cat", r"c \cdot a \cdot t"]),
+    ("any", [], ["nay"]),
+    ("by", [], ["yb"]),
+    ("BAC", ["BAC"], ["ABC", "CAB", r"A \cdot B \cdot C"]),
+    (r"AB \cdot CD", [r"AB \cdot CD"], [r"AC \cdot BD", r"AD \cdot CB"]),
+    ("a_{ij}", ["a_{ij}"], ["a_{ji}", "a_i", "aij"]),
+    (r"\frac{dy}{dx}", [r"\frac{dy}{dx}"], [r"\frac{dx}{dy}", r"\frac{y}{x}", r"\frac{yd}{xd}"]),
+    (r"A a^2", [r"A a^2"], [r"A^2 a"]),
+    (r"\sin xy", [r"\sin yx"], [r"y\sin x", r"\sin x + y"]),
+]  # fmt: skip
+
+BINOMIALS = [
+    ("10", [r"\binom{5}{2}", r"\binom52", r"\dbinom{5}{3}"], [r"\binom{5}{1}", r"\binom{2}{5}", r"\frac{5}{2}"]),
+    (r"\binom{12}{5}", ["792", r"\binom{12}{7}", r"\tbinom{12}{5}"], [r"\binom{12}{6}", r"\binom{5}{12}", r"\frac{12}{5}", "791"]),
+    (r"\frac{63}{256}", [r"\frac{\binom{10}{5}}{2^{10}}"], [r"\frac{\binom{10}{4}}{2^{10}}", r"\binom{10}{5}"]),
+    (r"\binom n2", [r"\frac{n(n-1)}{2}", "n(n-1)/2", r"\binom{n}{2}"], ["n(n+1)/2", r"\binom{n}{3}", r"\frac{n}{2}", r"\binom{2}{n}"]),
+    ("1", [r"\binom{9}{9}"], [r"\binom{10^9}{5}", r"\binom{999999999}{499999999}", r"\binom{9999 \cdot 9999}{5000}",
+        r"\binom{5}", r"\binom", r"\binom{9!}{2}", r"\binom{\binom{999}{500}}{2}"]),
+    (r"2024\cdot2023", [r"\frac{2024!}{2022!}", "2024!/2022!"],
+        [r"\frac{2024!}{2021!}", "2024!", r"\frac{2023!}{2022!}", r"\frac{20240!}{20220!}", r"\sqrt{2024!}", "2024!^{99}"]),
+]  # fmt: skip
+
+BARS = [
+    ("5", ["|-5|", r"\left|-5\right|", r"\lvert -5 \rvert", "|5|"], ["-|5|", "|-5", "5|", "|6|", "||5||", "|5|6|"]),
+    ("-5", [], ["|-5|", "|5|"]),
+    ("|x-1|", ["|1-x|", r"\left|1-x\right|", r"\lvert x-1\rvert"], ["|x+1|", "x-1", "1-x", "|x|-1", "|x|+1"]),
+    ("|1-x|", ["|x-1|"], ["|x+1|"]),
+    ("x-5", [], ["|x-5|", "|5-x|"]),
+    ("5-x", [], ["|x-5|", "|5-x|"]),
+    ("x", ["x"], ["|x|", "-|x|"]),
+    ("|x-500|", ["|500-x|"], ["500-x", "|x+500|", "x-500"]),
+    ("P(A|B)", ["P(A|B)"], ["P(B|A)", "P(AB)", "P(A)"]),
+    ("P(A|B|C)", [], ["P(B|A|C)"]),
+    (r"\mathbb{R}", [r"(-\infty,\infty)", r"x \in \mathbb{R}", r"\mathbb R", "ℝ", r"(-\infty,+\infty)"],
+        [r"\mathbb{Q}", r"[-\infty,\infty]", r"(0,\infty)", r"\mathbb{R}^2", r"\mathbb{R}^+", "R", r"\emptyset"]),
+    (r"(-\infty,\infty)", [r"\mathbb{R}"], [r"\mathbb{Z}", r"\mathbb{R} \setminus \{0\}", r"(-\infty,0)"]),
+    (r"\emptyset", [r"\{\}", r"\varnothing", r"\left\{ \right\}"], ["0", r"\{0\}", r"\{\emptyset\}", "()", r"\phi"]),
+]  # fmt: skip
+
+WORKED_OUT = [
+    ("0.3", ["0.1+0.2", r"\frac{0.6}{2}", r"3 \cdot 0.1"], ["0.1+0.2000000000000000001", "0.1+0.3", "0.30000000000000000001+0",
+        "0.1+0.2+10^{-30}", r"\sqrt{0.0900000000000000000001}"]),
+    (r"\sqrt{2}", [], ["1.41421356", "1.4142135623730951", "1.414213562373095048801688724209698078569671875376948"]),
+    ("3.14", [], [r"\pi", r"\pi+0"]),
+    (r"\pi", [], ["3.14", "3.141592653589793"]),
+    ("5", ["n = 2+3 = 5", "x = 5 = 2+3"], ["n = 2+3 = 6", "n = 5 = 6", "n = 6 = 5", "n = 4+1 = 5 = 6", "5 = n = 5", "n = m = 5",
+        "n = = 5"]),
+    (r"\frac{\pi}{2}", [r"\frac\pi2", r"\frac\pi{2}", r"\frac{\pi}2"], [r"-\frac\pi2", r"\frac2\pi", r"\frac\pi{12}", r"\frac\pi 3"]),
+    (r"-\frac{\pi}{6}", [r"-\frac\pi6"], [r"\frac\pi6", r"-\frac6\pi"]),
+    (r"\frac{\pi}{12}", [r"\frac\pi{12}", r"\frac{\pi}{12}"], [r"\frac\pi12"]),
+    (r"\frac{a}{b}", [r"\frac ab"], [r"\frac ba", "ab"]),
+]  # fmt: skip
+
 # each would be paid for less than the answer, or stop whoever computes it
 ADVERSARIAL = [
     ("5", [], ["5 = 6", "6 = 5", "4+1=5=6", r"5 \ne 6", "5?", "5'", "5!", "5_7", "(5", "5)", "|5|x", "5;6", "5 6",
@@ -187,6 +253,8 @@ RESPONSES = [
     ("5", r"\boxed {5}", "match"),
     ("5", r"\boxed{5", "no_answer"),
     ("5", r"\boxed{}", "no_answer"),
+    ("5", r"\boxed{5} then \boxed{}", "no_answer"),
+    ("5", r"not \boxed{} but \boxed{5}", "match"),
     ("5", r"\boxed{ }", "no_answer"),
     ("5", "", "no_answer"),
     ("5", "5", "no_answer"),
