@@ -146,7 +146,7 @@ def _without_braces(text: str) -> str:
 
 
 def _in_braces(text: str) -> str:
-    """Writes both parts of fractions and binomials in braces: `\\frac\\pi2` is `\\frac{\\pi}{2}`, the inner ones first."""
+    """Writes both parts of fractions and binomials in braces, inner ones first: `\\frac\\pi2` is `\\frac{\\pi}{2}`."""
     for match in reversed(list(_OF_TWO.finditer(text))):
         parts = ""
         end = match.end()

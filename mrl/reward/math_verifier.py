@@ -53,15 +53,12 @@ _ASSIGNED = re.compile(rf"({_NAME}(?:{_SEVERAL_NAMES})?|{_SEVERAL_NAMES})\s*(?:=
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z\\])[^\W\d_]{2,}|[^\x00-\x7f]")
 # a run of letters that is a product of variables, and never one of these; `d` before a letter is a differential
-_PRODUCT = re.compile(r"(?!\w*(\w)\w*\1)(?!\w*d\w)[a-np-z]{2,4}")
+_PRODUCT = re.compile(r"(?!\w*(\w)\w*\1)(?!\w*d\w)(?:[a-np-z]{2,3}|[b-df-hj-np-tv-z]{4})")
 _PRODUCT_ALONE = re.compile(r"a[bcdkx-z]+|[b-df-hj-np-tv-xz]+|[b-df-hj-np-tv-z]*[xz][b-df-hj-np-tv-z]*|u[vw]+")
-_SHORT_WORDS = frozenset(
-    "a act add age air all am an and any are arm art as ask at aye be bed best bet big bit by can case cats day did "
-    "east easy end even ever every far few fine first five flat game get give given has have her hers his if in is it "
-    "its just last least left less let like line list lies main make man many map max may me mean men met mid min mine "
-    "my nay near net never next nine past per plan plane play real red right same sea set she side sin since single "
-    "size six small such take team ten than that the them then they this time times true try twice we west what when "
-    "while why will win wins with yes yet".split()
+_NO_PRODUCT = frozenset(
+    r"""act age air am an and any are arm art as ask at aye be bed best bet big bit by can cat day end far few fig get
+    her his if in is it its lcm let ln man map max may me men met mid min my nay net per pm set she sin six sum tan
+    tea ten the try us via war was way we win yes yet""".split()  # noqa: SIM905
 )
 _FUNCTIONS = re.compile("ln|log|sin|cos|tan|sec|csc|cot|exp|lim|max|min|gcd|lcm|det|dim|arg|deg|abs|mod")
 _SPACED_DIGITS = re.compile(r"\d\s+[\d.]")
@@ -212,7 +209,7 @@ def _same_collection(truth: Collection, answer: Collection) -> bool:
 
 
 def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text: str, answer_text: str) -> bool:
-    """Braces around a single answer do not change it, unless it is the empty set. No other collection equals a single answer."""
+    """Braces around a single answer do not change it, but for the empty set. No other collection is a single answer."""
     single = truth or answer
     if single.kind != "list" or len(single.items) != 1 or single.items[0] == r"\emptyset":
         return False
@@ -275,7 +272,7 @@ def _same_expression(truth: str, answer: str) -> bool:
     if unit and own and unit != own:
         return False
     for text in (truth, answer):
-        if not _is_expression(text):
+        if not _is_expression(text, text is answer):
             return False
     letters = _letters(truth)
     if len({letter.lower() for letter in letters}) != len(letters):
@@ -295,30 +292,32 @@ def _letters(text: str) -> set[str]:
     return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text))) - {"e", "i"}
 
 
-def _has_word(text: str) -> bool:
+def _has_word(text: str, answer: bool = False) -> bool:
     """Tells whether letters in a row are a word, or the name of a segment, and no product of variables as in `2xy`.
 
-    Letters alone are a product only where no word has such letters: `xy` and `ab`, but not `on`.
+    A truth of letters alone is a product only where hardly a word has such letters: `xy` and `ab`, but not `on`.
     """
     rest = _COMMAND.sub("*", text)
     runs = _WORD.findall(rest)
     if not all(
-        _PRODUCT.fullmatch(run) and run not in _SHORT_WORDS and run not in UNIT_OF and not _FUNCTIONS.search(run)
+        _PRODUCT.fullmatch(run) and run not in _NO_PRODUCT and run not in UNIT_OF and not _FUNCTIONS.search(run)
         for run in runs
     ):
         return True
-    if not runs or re.search(r"[^A-Za-z\s]", rest):
+    if answer or not runs or re.search(r"[\d+\-=^/*<>]", rest):
         return False
-    return rest.split() != runs[:1] or not _PRODUCT_ALONE.fullmatch(runs[0])
+    return len(re.findall("[A-Za-z]+", rest)) > 1 or not _PRODUCT_ALONE.fullmatch(runs[0])
 
 
 def _has_odd_bars(text: str) -> bool:
     """Tells whether bars are anything but one absolute value: a condition, as in `P(A|B)`, or several."""
     parts = text.split("|")
-    return len(parts) > 1 and (len(parts) != 3 or deepest(parts[1]) is None or not parts[1].strip() or re.search("[A-Z]", text) is not None)
+    if len(parts) == 1:
+        return False
+    return len(parts) != 3 or deepest(parts[1]) is None or not parts[1].strip() or bool(re.search("[A-Z]", text))
 
 
-def _is_expression(text: str) -> bool:
+def _is_expression(text: str, answer: bool) -> bool:
     """Tells whether a text only has numbers, one-letter names, operators and known commands."""
     depth = deepest(text)
     if (
@@ -333,7 +332,7 @@ def _is_expression(text: str) -> bool:
     rest = _COMMAND.sub("*", text)
     # leading zeros occur in dates, such as 2023-01-01
     odd = r"\d\s+[\d.]|\d\s*_|['\"`?@#&%:]|\.\.|\d\s*,\s*\d|(?<![\d.])0\d"
-    return not (_has_word(text) or _has_odd_bars(rest) or re.search(odd, rest))
+    return not (_has_word(text, answer) or _has_odd_bars(rest) or re.search(odd, rest))
 
 
 def _check_size(text: str) -> None:

@@ -144,7 +144,7 @@ WORDS = [
 
 # forms that Math-Verify 0.9.0 finds equal too (`\frac\pi2` apart, which it does not read), and their neighbours
 PRODUCTS = [
-    ("xy", ["yx", "x y", r"x\cdot y", r"y \cdot x", "xy"], ["x+y", "x-y", "XY", "Xy", "xz", "xyz", "x^y", r"\frac{x}{y}"]),
+    ("xy", ["yx", "x y", r"x\cdot y", r"y \cdot x", "xy"], ["x+y", "x-y", "XY", "Xy", "xz", "xyz", "x^y"]),
     ("2xy", ["2yx", r"2x\cdot y", "xy2", "yx+xy"], ["2x+y", "2XY", "2xyz", "xy", "2x^y"]),
     ("x^2y", ["yx^2", r"x\cdot xy"], ["x^{2y}", "xy^2", "2xy", "x^2+y"]),
     ("ab+1", ["1+ab", "1+ba"], ["a+b+1", "ab-1", "a(b+1)", "AB+1"]),
@@ -158,6 +158,10 @@ PRODUCTS = [
     ("act", ["act"], ["cat", r"c \cdot a \cdot t"]),
     ("any", [], ["nay"]),
     ("by", [], ["yb"]),
+    ("(act)", [], ["(cat)", "cta"]),
+    ("5 pm", ["5 pm"], ["5 mp", "5 am"]),
+    ("ab", ["ba", r"b \cdot a"], ["a+b", "AB", "aB", "a"]),
+    ("uv", ["vu"], ["u+v"]),
     ("BAC", ["BAC"], ["ABC", "CAB", r"A \cdot B \cdot C"]),
     (r"AB \cdot CD", [r"AB \cdot CD"], [r"AC \cdot BD", r"AD \cdot CB"]),
     ("a_{ij}", ["a_{ij}"], ["a_{ji}", "a_i", "aij"]),
@@ -168,13 +172,16 @@ PRODUCTS = [
 
 BINOMIALS = [
     ("10", [r"\binom{5}{2}", r"\binom52", r"\dbinom{5}{3}"], [r"\binom{5}{1}", r"\binom{2}{5}", r"\frac{5}{2}"]),
-    (r"\binom{12}{5}", ["792", r"\binom{12}{7}", r"\tbinom{12}{5}"], [r"\binom{12}{6}", r"\binom{5}{12}", r"\frac{12}{5}", "791"]),
+    (r"\binom{12}{5}", ["792", r"\binom{12}{7}", r"\tbinom{12}{5}"],
+        [r"\binom{12}{6}", r"\binom{5}{12}", r"\frac{12}{5}", "791"]),
     (r"\frac{63}{256}", [r"\frac{\binom{10}{5}}{2^{10}}"], [r"\frac{\binom{10}{4}}{2^{10}}", r"\binom{10}{5}"]),
-    (r"\binom n2", [r"\frac{n(n-1)}{2}", "n(n-1)/2", r"\binom{n}{2}"], ["n(n+1)/2", r"\binom{n}{3}", r"\frac{n}{2}", r"\binom{2}{n}"]),
+    (r"\binom n2", [r"\frac{n(n-1)}{2}", "n(n-1)/2", r"\binom{n}{2}"],
+        ["n(n+1)/2", r"\binom{n}{3}", r"\frac{n}{2}", r"\binom{2}{n}"]),
     ("1", [r"\binom{9}{9}"], [r"\binom{10^9}{5}", r"\binom{999999999}{499999999}", r"\binom{9999 \cdot 9999}{5000}",
         r"\binom{5}", r"\binom", r"\binom{9!}{2}", r"\binom{\binom{999}{500}}{2}"]),
     (r"2024\cdot2023", [r"\frac{2024!}{2022!}", "2024!/2022!"],
-        [r"\frac{2024!}{2021!}", "2024!", r"\frac{2023!}{2022!}", r"\frac{20240!}{20220!}", r"\sqrt{2024!}", "2024!^{99}"]),
+        [r"\frac{2024!}{2021!}", "2024!", r"\frac{2023!}{2022!}", r"\frac{20240!}{20220!}",
+            r"\sqrt{2024!}", "2024!^{99}"]),
 ]  # fmt: skip
 
 BARS = [
@@ -195,14 +202,16 @@ BARS = [
 ]  # fmt: skip
 
 WORKED_OUT = [
-    ("0.3", ["0.1+0.2", r"\frac{0.6}{2}", r"3 \cdot 0.1"], ["0.1+0.2000000000000000001", "0.1+0.3", "0.30000000000000000001+0",
+    ("0.3", ["0.1+0.2", r"\frac{0.6}{2}", r"3 \cdot 0.1"], ["0.1+0.2000000000000000001", "0.1+0.3",
+        "0.30000000000000000001+0",
         "0.1+0.2+10^{-30}", r"\sqrt{0.0900000000000000000001}"]),
     (r"\sqrt{2}", [], ["1.41421356", "1.4142135623730951", "1.414213562373095048801688724209698078569671875376948"]),
     ("3.14", [], [r"\pi", r"\pi+0"]),
     (r"\pi", [], ["3.14", "3.141592653589793"]),
-    ("5", ["n = 2+3 = 5", "x = 5 = 2+3"], ["n = 2+3 = 6", "n = 5 = 6", "n = 6 = 5", "n = 4+1 = 5 = 6", "5 = n = 5", "n = m = 5",
-        "n = = 5"]),
-    (r"\frac{\pi}{2}", [r"\frac\pi2", r"\frac\pi{2}", r"\frac{\pi}2"], [r"-\frac\pi2", r"\frac2\pi", r"\frac\pi{12}", r"\frac\pi 3"]),
+    ("5", ["n = 2+3 = 5", "x = 5 = 2+3"], ["n = 2+3 = 6", "n = 5 = 6", "n = 6 = 5", "n = 4+1 = 5 = 6", "5 = n = 5",
+        "n = m = 5", "n = = 5"]),
+    (r"\frac{\pi}{2}", [r"\frac\pi2", r"\frac\pi{2}", r"\frac{\pi}2"],
+        [r"-\frac\pi2", r"\frac2\pi", r"\frac\pi{12}", r"\frac\pi 3"]),
     (r"-\frac{\pi}{6}", [r"-\frac\pi6"], [r"\frac\pi6", r"-\frac6\pi"]),
     (r"\frac{\pi}{12}", [r"\frac\pi{12}", r"\frac{\pi}{12}"], [r"\frac\pi12"]),
     (r"\frac{a}{b}", [r"\frac ab"], [r"\frac ba", "ab"]),
