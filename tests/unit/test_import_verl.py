@@ -517,7 +517,8 @@ def test_a_rejection_whose_denominator_is_another_than_verls_is_warned_of(reject
 )
 def test_a_weight_and_a_rejection_that_are_no_single_mode_are_not_made_one(words, key):
     out = from_overrides(*(CORRECTION + word for word in words))
-    assert key in {entry.key.rpartition(".")[2] for entry in out.of("unsupported")}
+    why = {entry.key.rpartition(".")[2]: entry.why for entry in out.of("unsupported")}
+    assert "bypass_mode" in why[key] if "bypass_mode=True" in words else "each alone is here" in why[key]
     assert out.values.get(CORRECTION + "mode") is None
 
 
@@ -817,6 +818,7 @@ LAUNCH = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwe
             LAUNCH + "trainer.nnodes=2 $MORE",
             "give --set MORE=... (nothing behind = where it is empty): ${MORE} in line 1",
         ),
+        (LAUNCH + "trainer.nnodes=2 ~critic", "remove ~critic from line 1, or give the value"),
         (LAUNCH + "trainer.nnodes=2 nonsense", "mend or remove nonsense in line 1: it is no override (key=value)"),
         (LAUNCH + "$(cat overrides)", "give what it comes to as overrides behind the script: $(cat overrides)"),
         (LAUNCH + "\u00a0trainer.nnodes=2", "replace the character U+00A0 by a plain blank in line 1"),
@@ -1184,6 +1186,10 @@ OPEN = [
 @pytest.mark.parametrize("key", OPEN)
 def test_below_a_free_mapping_of_verls_any_name_is_one(key):
     assert not from_overrides(f"+{key}=1").losses
+
+
+def test_what_only_other_estimators_read_is_no_loss():
+    assert not from_overrides("actor_rollout_ref.actor.sum_pi_squared_checkpointing=True").losses
 
 
 def test_a_misspelt_key_is_answered_with_the_one_that_was_meant():

@@ -101,6 +101,10 @@ _REJECTIONS = {
     "geometric": "geometric",
 }
 _UNKNOWN = "no such correction here; see algorithm.rollout_correction"
+_PAIR = (
+    "beside rollout_is a rejection takes the same ratio, and no ratio that it keeps reaches rollout_is_threshold "
+    "(mode mask); each alone is here"
+)
 _OFF = "it belongs to a correction that is off"
 _RATIO_WEIGHS = "with bypass_mode the loss takes its ratio against generation; verl applies no weights beside it"
 
@@ -148,6 +152,8 @@ def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
                 )
         case ("rollout_is_batch_normalize" | "use_policy_gradient", False) | ("loss_type", "ppo_clip"):
             out.leave("implied", o.key, o.value, "as it is here", o.line)
+        case ("rollout_rs" | "rollout_rs_threshold", _) if weighs and rejects in _REJECTIONS:
+            out.leave("unsupported", o.key, o.value, _PAIR, o.line)
         case _:
             out.leave("unsupported", o.key, o.value, _UNKNOWN, o.line)
 

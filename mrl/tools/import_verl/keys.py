@@ -166,7 +166,10 @@ ROWS: dict[str, KeyRow] = {
     A + "policy_loss.dro_beta": _missing("no DRO loss here", None),
     A + "tis_imp_ratio_cap": _SPECIAL,
     A + "calculate_entropy": _implied("entropy is always measured"),
-    A + "calculate_sum_pi_squared": _nothing("for advantage estimators that are not here"),
+    **{
+        A + name: _nothing("for advantage estimators that are not here")
+        for name in ("calculate_sum_pi_squared", "sum_pi_squared_checkpointing")
+    },
     A + "entropy_checkpointing": _implied("entropy is computed in chunks"),
     A + "entropy_from_logits_with_chunking": _implied("entropy is computed in chunks"),
     A + "entropy_from_logits_chunk_size": _implied("entropy is computed in chunks"),

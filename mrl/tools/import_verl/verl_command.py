@@ -184,6 +184,11 @@ def _not_read(word: Value) -> str:
             f"replace the character U+{ord(odd[0]):04X} by a plain blank in line {line}: the shell takes it for a "
             f"letter, so {text.strip()} is no override (key=value)"
         )
+    if text.startswith("~"):
+        return (
+            f"remove {text} from line {line}, or give the value that is to hold without that key: no key of verl's is "
+            "deleted here"
+        )
     if not word.missing:
         return f"mend or remove {text} in line {line}: it is no override (key=value), and not read"
     names = sorted(word.missing)
