@@ -3,7 +3,7 @@
 import contextlib
 import io
 import random
-from math import gcd
+from math import comb, gcd
 from typing import Any
 
 from math_verify import parse, verify
@@ -231,8 +231,36 @@ def _of_x(rng: random.Random) -> tuple[str, str, bool]:
     return f"(x+{one})(x+{two})", _boxed(rng.choice(forms)), said == two
 
 
+def _percent(rng: random.Random) -> tuple[str, str, bool]:
+    value = _number(rng)
+    said = rng.choice((value, value, _number(rng, value)))
+    return str(value), _boxed(f"{said}\\%"), said == value
+
+
+def _product(rng: random.Random) -> tuple[str, str, bool]:
+    a, b, c = rng.sample("npqrxz", 3)
+    two = _number(rng)
+    pairs = (
+        (f"{a}{b}", f"{b}{a}", f"{a}+{b}"), (f"{two}{a}{b}{c}", f"{c}{a}\\cdot {two}{b}", f"{two}{a}+{b}{c}"),
+        (f"{a}^2{b}", f"{b}{a}^2", f"{a}^{{2{b}}}"),
+        (f"\\frac{{{a}{b}}}{{{two}}}", f"\\frac{{1}}{{{two}}}{b}{a}", f"{a}{b}"),
+        (f"|{a}-{two}|", f"|{two}-{a}|", f"|{two}+{a}|"),
+    )  # fmt: skip
+    truth, equal, other = rng.choice(pairs)
+    right = rng.random() < 0.6
+    return truth, _boxed(equal if right else other), right
+
+
+def _binomial(rng: random.Random) -> tuple[str, str, bool]:
+    above = rng.randint(5, 40)
+    below = rng.randint(2, above // 2)
+    said = rng.choice((below, above - below, below - 1))
+    truth = rng.choice((str(comb(above, below)), f"\\binom{{{above}}}{{{below}}}"))
+    return truth, _boxed(f"\\binom{{{above}}}{{{said}}}"), said != below - 1
+
+
 KINDS = {
     "fraction": _fraction, "tiny": _tiny, "near_one": _near_one, "irrational": _irrational, "root": _root,
     "thousands": _thousands, "font": _font, "named": _named, "inequality": _inequality, "rounded": _rounded,
-    "stated": _stated, "of_x": _of_x,
+    "stated": _stated, "of_x": _of_x, "percent": _percent, "product": _product, "binomial": _binomial,
 }  # fmt: skip
