@@ -119,6 +119,13 @@ class _Reader:
             raise self.refusal()
         return key, self.element(depth)
 
+    def whole_number(self, digits: str) -> int:
+        """Reads an integer. Python, and so hydra, refuses thousands of digits."""
+        try:
+            return int(digits)
+        except ValueError:
+            raise self.refusal() from None
+
     def plain(self, part: re.Pattern[str]) -> Any:
         """Reads a number, a boolean, null or a text without quotes."""
         parts = []
@@ -133,7 +140,7 @@ class _Reader:
         if whole.lower() in _NAMED:
             return _NAMED[whole.lower()]
         if _INT.fullmatch(whole):
-            return int(whole)
+            return self.whole_number(whole)
         if _FLOAT.fullmatch(whole):
             return float(whole)
         return "".join(part[1::2] if _ESCAPED.fullmatch(part) else part for part in parts)
