@@ -159,6 +159,8 @@ PLAIN_NAME = must_be(
 
 
 def unknown_name(name: str, table: Collection[str], aliases: dict[str, str]) -> str:
-    """Returns the message for a name that is not in `table`."""
-    alias = aliases.get(name)
-    return f"unknown name; {f'it is called {alias} here' if alias in table else did_you_mean(name, table)}"
+    """Returns the message for a name that is not in `table`, which the violation lists itself."""
+    if (alias := aliases.get(name)) in table:
+        return f"unknown name; it is called {alias} here"
+    meant = did_you_mean(name, table)
+    return "unknown name" + (f"; {meant}" if meant.endswith("?") else "")

@@ -75,6 +75,10 @@ _TWICE = re.compile(r"\\\\(?=[A-Za-z]{2})")  # a command as JSON writes it
 _UNEQUAL = re.compile(r"\\neq?(?![a-zA-Z])|\\not\s*=|(?<=\s)!=")
 _DOLLARS = re.compile(r"^\s*\$?\s*([+-]?)\s*\\\$([^§]*?)(\$?)$")
 _FRACTION = re.compile(r"\\[dtc](frac|binom)(?![a-zA-Z])")
+_BETWEEN = re.compile(r"\\(choose|over)(?![a-zA-Z])")
+_TAKES_BRACES = re.compile(r"(?:[\^_}]|\\(?!cdot|times|div)[A-Za-z]+)\s*$")  # a power, an index, a command
+_TIMES_BINOMIAL = re.compile(r"(?<=[\d)])\s*(?=\\binom\{)")
+_BETWEEN_AS = {"choose": r"\binom", "over": r"\frac"}
 _OF_TWO = re.compile(r"\\(?:frac|binom)(?![a-zA-Z])")
 _TOKEN = re.compile(r"\\(?:pi|theta|alpha|beta|gamma|lambda|mu|phi|omega|rho|sigma|tau)(?![a-zA-Z])|[0-9A-Za-z]")
 _BAR = re.compile(r"\\[lr]?vert(?![a-zA-Z])\s*")
@@ -126,7 +130,7 @@ def clean(text: str) -> str:
     text = _DEGREES.sub(f" {UNIT}deg", _LEFT_OUT.sub("", text))
     text = _unwrap_text(_SPACES.sub(" ", text.replace(r"\!", "")))
     text = _NO_COMMAND.sub(lambda m: rf"\{m[0]} ", text)
-    text = _in_braces(text)
+    text = _TIMES_BINOMIAL.sub(lambda m: r"\cdot ", _in_braces(_before_its_parts(text)))
     text = _SHORT_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", _ROUND_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", text))
     text = _PLUS_NEGATIVE.sub("-", re.sub(r"\s+", " ", text)).strip()
     text = text.removeprefix("=").lstrip()
@@ -142,6 +146,28 @@ def _without_braces(text: str) -> str:
     """Removes braces around the whole: they group, and are left of \\color{red}{5}."""
     while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:
         text = text[1:-1].strip()
+    return text
+
+
+def _before_its_parts(text: str) -> str:
+    """Writes TeX's `{n \\choose k}` as `\\binom{n}{k}`, and `\\over` as `\\frac`; braces around bound the parts."""
+    while match := _BETWEEN.search(text):
+        start = match.start()
+        depth = 0
+        while start > 0 and (depth or text[start - 1] != "{"):
+            start -= 1
+            depth += (text[start] == "}") - (text[start] == "{")
+        end = closing_brace(text, match.end())
+        if (start == 0) != (end is None):
+            return text
+        end = len(text) if end is None else end
+        top, bottom = text[start : match.start()].strip(), text[match.end() : end].strip()
+        if _BETWEEN.search(re.sub(r"\{.*\}", "", bottom)):
+            return text  # TeX refuses two in one group
+        before, after = text[:start], text[end:]
+        if match[1] == "choose" and before and not _TAKES_BRACES.search(before[:-1]):
+            before, after = before[:-1], after[1:]  # the braces did no more
+        text = f"{before}{_BETWEEN_AS[match[1]]}{{{top}}}{{{bottom}}}{after}"
     return text
 
 

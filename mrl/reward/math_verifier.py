@@ -50,6 +50,7 @@ LARGEST_SYMBOLIC_EXPONENT = 50  # for terms with letters
 _NAME = r"(?:[A-Za-z]+|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma|angle\s*[A-Z]+))(?:_\{?\w+\}?)?'?"
 _SEVERAL_NAMES = rf"\(\s*{_NAME}(?:,\s*{_NAME})*\s*\)"  # (p, q) = (3, 2)
 _ASSIGNED = re.compile(rf"({_NAME}(?:{_SEVERAL_NAMES})?|{_SEVERAL_NAMES})\s*(?:=|\\in(?![a-zA-Z]))\s*")
+_ENDS_OPEN = re.compile(r"[-+*/=<>(^]\s*$")  # text that an operand must follow
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z\\])[^\W\d_]{2,}|[^\x00-\x7f]")
 # a run of letters that is a product of variables, and never one of these; `d` before a letter is a differential
@@ -310,11 +311,20 @@ def _has_word(text: str, answer: bool = False) -> bool:
 
 
 def _has_odd_bars(text: str) -> bool:
-    """Tells whether bars are anything but one absolute value: a condition, as in `P(A|B)`, or several."""
+    """Tells whether bars are anything but absolute values: a condition, as in `P(A|B)`, or bars of which nobody can say
+    which two belong together, as in `|a|b|c|`.
+    """
     parts = text.split("|")
     if len(parts) == 1:
         return False
-    return len(parts) != 3 or deepest(parts[1]) is None or not parts[1].strip() or bool(re.search("[A-Z]", text))
+    inside, outside = parts[1::2], parts[::2]
+    if len(parts) % 2 == 0 or not all(part.strip() and deepest(part) is not None for part in inside):
+        return True
+    alone = len(parts) == 3 or (
+        all(part.strip() and _ENDS_OPEN.search(part) for part in outside[1:-1])
+        and not any(_ENDS_OPEN.search(part) for part in inside)
+    )
+    return not alone or bool(re.search("[A-Z]", text))
 
 
 def _is_expression(text: str, answer: bool) -> bool:

@@ -59,8 +59,8 @@ def right_responses(function: str, data_source: str, truth: Any) -> list[str]:
 
 
 def _responses(rule: str, truths: list[str]) -> list[str]:
-    text = "".join(truths) if rule == "multiple_choice" else truths[0]
-    return [form.format(text) for form in SAID[rule]]
+    texts = ["".join(truths)] if rule == "multiple_choice" else truths
+    return [form.format(text) for text in texts for form in SAID[rule]]
 
 
 def _why_not(rule: str, data_source: str, truth: Any) -> str | None:

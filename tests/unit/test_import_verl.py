@@ -339,6 +339,12 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         (["+" + ROLLOUT + "engine_kwargs.vllm.max_num_seqs=64"], {"rollout.max_num_seqs": 64}),
         ([ROLLOUT + "response_length=300"], {"data.max_response_length": 300}),
         ([ROLLOUT + "val_kwargs.do_sample=False"], {"rollout.val_kwargs.temperature": 0.0}),
+        ([ROLLOUT + "val_kwargs.do_sample=yes", ROLLOUT + "val_kwargs.temperature=0.5"],
+            {"rollout.val_kwargs.temperature": 0.5}),
+        (["data.max_response_length=${data.max_prompt_length}", "data.max_prompt_length=777"],  # OmegaConf's references
+            {"data.max_response_length": 777}),
+        (["data.train_files=['${trainer.default_local_dir}/a.parquet']", "trainer.default_local_dir=/d"],
+            {"data.train_files": ["/d/a.parquet"]}),
         (["actor_rollout_ref.actor.clip_ratio=0.1"], {LOSS + "clip_ratio_low": 0.1, LOSS + "clip_ratio_high": 0.1}),
         (["data.apply_chat_template_kwargs.enable_thinking=False"], {"data.enable_thinking": False}),
         (["data.val_max_samples=-1", "data.train_max_samples=4096"],

@@ -15,6 +15,7 @@ from mrl.tools.import_verl.shell_syntax import parse_text
 # Each ends with a call of `show`, whose arguments are compared. No line of them runs a program.
 SCRIPTS = {
     "variables": 'a=1\nb="$a $a"\nc=\'$a\'\nshow $a "$b" $b "${c}x" d"$a"e',
+    "a name in a variable": 'a=1\nb=a\nc=none\nshow ${!b} "${!b}x" ${!b:-no} ${!c:-no} ${!b/1/2}',
     "defaults": 'y=set\nshow ${x:-one} "${x:-two words}" ${y:-no} ${x:-"${y}/in"} ${x-"q"} "${y:+yes}" ${x:+no} end',
     "assigning default": "show ${n:=8}\nshow $n",
     "empty against unset": 'e=\nshow "${e:-colon}" "${e-plain}" "[$e]" $e last',

@@ -56,6 +56,7 @@ def folder(tmp_path, monkeypatch):
         ("math_dapo", [1e22], "Answer: 10000000000000000000000"),
         ("HuggingFaceH4/MATH-500", [34.0], r"\boxed{34}"),
         ("HuggingFaceH4/MATH-500", [["34", "35"]], r"\boxed{35}"),
+        ("HuggingFaceH4/MATH-500", [["5}", "35"]], r"\boxed{35}"),  # one of two alternatives can be said
         ("dianjin/x", [["A", "C"]], r"\boxed{AC}"),
         ("exact_match", [42.0], "42"),
     ],

@@ -29,6 +29,7 @@ from mrl.tools.import_verl.shell_syntax import (
 MAX_TEXT = 1_000_000  # characters in one variable
 MAX_ITEMS = 10_000  # items in one array
 _NAME = re.compile(r"(#)?([A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?!$])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
+_INDIRECT = re.compile(r"!([A-Za-z_]\w*|\d+)((?!\*$|@$|\[).*)", re.DOTALL)  # ${!x*} and ${!x[@]} list names
 _OPERATION = re.compile(r"(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*)", re.DOTALL)
 _IN_ARITHMETIC = re.compile(r"\$\{([A-Za-z_]\w*)\}|\$([A-Za-z_]\w*)")
 _LIMIT = 10**18  # the shell calculates in 64 bits
@@ -208,7 +209,12 @@ class Expander:
         return Value(part.text)
 
     def variable(self, text: str, line: int) -> Value:
-        """Expands `${...}`, given without its braces."""
+        """Expands `${...}`, given without its braces. `${!x}` is the variable whose name `x` holds."""
+        if (indirect := _INDIRECT.fullmatch(text)) is not None:
+            named = self.item(indirect[1], None)
+            if not named.known:
+                return Value(f"${{{text}}}", named.missing)
+            text = named.text + indirect[2]
         match = _NAME.fullmatch(text)
         if match is None:
             return Value(f"${{{text}}}", frozenset((text,)))

@@ -51,7 +51,7 @@ def _top_k(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _greedy(o: Override, out: Import, settings: VerlSettings) -> None:
-    if o.value is True:
+    if o.value:  # verl asks Python for its truth, so a text such as `yes` or `no` samples
         out.leave("implied", o.key, o.value, "temperature says it", o.line)
     else:
         out.put("renamed", o.key, "rollout.val_kwargs.temperature", 0.0, "do_sample: false is greedy", o.line)

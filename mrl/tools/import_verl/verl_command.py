@@ -31,6 +31,7 @@ _OVERRIDE = re.compile(r"(\+\+?|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.
 _WITH_VALUE = frozenset(
     ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c")
 )
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")  # to another key, as OmegaConf writes it
 _LONG = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 MOST_INSIDE = 8  # depth of scripts that are given to commands of scripts as text
 _ODD_BLANK = re.compile(r"[\u00a0\u1680\u2000-\u200b\u202f\u205f\u3000\ufeff]")  # blanks to a reader only
@@ -128,7 +129,40 @@ def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> Ver
     for override in overrides.values():
         _merge(merged, override)
     remarks += [named.said] if named.said else []
-    return VerlCommand(entry, config_name, tuple(merged.values()), tuple(remarks), (*named.faults, *faults))
+    settings = tuple(replace(override, **_referred(override, merged)) for override in merged.values())
+    return VerlCommand(entry, config_name, settings, tuple(remarks), (*named.faults, *faults))
+
+
+def _referred(override: Override, overrides: dict[str, Override]) -> dict[str, Any]:
+    """Returns value and unknown names of an override with its references to other keys (`${data.key}`) followed, as
+    OmegaConf does when the value is read.
+
+    Relative references, resolvers (`${oc.env:NAME}`), circles, and keys without a value here are unknown.
+    """
+    if override.missing:
+        return {}
+    missing: set[str] = set()
+
+    def followed(value: Any, above: tuple[str, ...]) -> Any:
+        if isinstance(value, list):
+            return [followed(item, above) for item in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if (whole := _REFERENCE.fullmatch(value)) is not None:
+            return of_key(whole, above)
+        text = _REFERENCE.sub(lambda match: str(of_key(match, above)), value)
+        missing.update([text] if "${" in text else [])
+        return text
+
+    def of_key(match: re.Match[str], above: tuple[str, ...]) -> Any:
+        key = match[1]
+        other = overrides.get(key, Override(key, VERL_DEFAULTS.get(key), 0))
+        if other.value is None or other.missing or key in above:
+            missing.add(match[0])
+            return match[0]
+        return followed(other.value, (*above, key))
+
+    return {"value": followed(override.value, (override.key,)), "missing": frozenset(missing)}
 
 
 def _merge(overrides: dict[str, Override], given: Override) -> None:
