@@ -35,6 +35,7 @@ _LABELS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "cache_control", "betas",
 }  # fmt: skip
+RESPONSE_ID = "resp_"  # and the number of the answer
 _MOST_SETTINGS = 64  # that are counted of one request
 _SETTING = re.compile(r"[\w.-]{1,64}", re.ASCII)  # a name that a column holds
 _NOTHING = (None, [], {}, "")
@@ -103,6 +104,15 @@ class ChatRequest:
     model: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)  # settings that ask for something, by name
     chooses_no_tool: bool = False  # tool_choice: none
+    choice: str | None = None  # name of the tool that has to be called; "": any one
+    # of the form of Responses
+    previous: str = ""  # id of the response whose conversation goes on
+    is_instructed: bool = False  # the first message is instructions, which the next response does not inherit
+    free_tools: frozenset[str] = frozenset()  # tools whose argument is a text
+    # of completions: the whole prompt, as token ids or as a text of them
+    ids: tuple[int, ...] | None = None
+    raw: str | None = None
+    wants_ids: bool = False  # the answer has its token ids
 
     @property
     def wants_calls(self) -> bool:
@@ -110,6 +120,12 @@ class ChatRequest:
         as OpenAI's API has it.
         """
         return bool(self.tools) and not self.chooses_no_tool
+
+    @property
+    def previous_number(self) -> int | None:
+        """Number of the answer that `previous` names; None where it names none."""
+        number = self.previous.removeprefix(RESPONSE_ID)
+        return int(number) if number.isdecimal() and len(number) < 10 else None
 
     def overridden(self, own: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the names of settings that are not followed. `own`: the values by which the run samples."""
@@ -125,6 +141,8 @@ class ChatAnswer:
     is_cut: bool  # the limit of tokens ended it
     prompt_tokens: int
     tokens: int
+    prompt_ids: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 class Api(NamedTuple):
@@ -227,8 +245,8 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
     """Splits one message: the results of tools become messages of their own, before its text."""
     _check_mapping(message, "a message")
     role = message.get("role")
-    if role not in ("user", "assistant"):
-        raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: user, assistant")
+    if role not in ("user", "assistant", "system"):
+        raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: user, assistant, system")
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return [ChatMessage(role, content or "")]
@@ -264,18 +282,21 @@ def _checked(
     """Makes a request of the parts of a body. `left_out`: types of tools that the model is not told of."""
     if not messages:
         raise BadRequest("there is no message")
-    if messages[-1].role not in ("user", "tool"):
-        raise BadRequest(f"the last message has the role {messages[-1].role}; it has to be user or tool")
+    if messages[-1].role == "assistant":
+        raise BadRequest("the last message has the role assistant; it has to be user, tool or system")
     sampling = {name: value for name, value in body.items() if name not in read | _LABELS and _asks(name, value)}
     for name, why in _NOT_BY_HALF.items():
         if name in sampling:
             raise BadRequest(f"`{name}` is {str(sampling[name])[:40]}, and {why}")
     choice = body.get("tool_choice")
     asks_more = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use")
+    chosen = _chosen(choice, tools)
     if isinstance(choice, Mapping):
         choice = choice.get("type")
-    if choice in ("auto", "none") and not asks_more:
+    if choice in ("auto", "none"):
         sampling.pop("tool_choice", None)
+    if asks_more:
+        sampling["disable_parallel_tool_use"] = True
     sampling |= dict.fromkeys(left_out, True)
     if not all(call.is_read for message in messages for call in message.calls):
         sampling["arguments"] = "no object"
@@ -285,7 +306,23 @@ def _checked(
     model = model if isinstance(model, str) else ""
     stream = bool(body.get("stream"))
     messages = _in_order_of_calls(messages)
-    return ChatRequest(messages, tuple(tools), limit, stream, wants_usage, model, sampling, choice == "none")
+    return ChatRequest(messages, tuple(tools), limit, stream, wants_usage, model, sampling, choice == "none", chosen)
+
+
+def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the name of the tool that a client demands, "" for any tool; None where it demands none that it offers.
+
+    Each form writes it in its own way: required, any; {"type": "function", "function": {"name"}}, {"type": "tool",
+    "name"}.
+    """
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind in ("required", "any") and tools:
+        return ""
+    if kind not in ("function", "tool", "custom") or not isinstance(choice, Mapping):
+        return None
+    inner = choice.get(kind)
+    name = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
+    return name if name in [tool["function"]["name"] for tool in tools] else None
 
 
 _NOT_BY_HALF = {

@@ -12,6 +12,7 @@ tokens before stay all the same, so the model continues from its own tokens. Tex
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -28,15 +29,69 @@ _FIRST_STAND_IN = 0xE001  # first of the characters that stand for the family's 
 class ChatText:
     """Reads and writes messages for one tokenizer."""
 
-    def __init__(self, dialect: Dialect, tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]):
-        """`template_arguments`: arguments of the chat template beside messages and tools."""
+    def __init__(
+        self,
+        dialect: Dialect,
+        tokenizer: ToolTokenizer,
+        template_arguments: Mapping[str, Any],
+        enforces_choice: bool = False,
+    ):
+        """`template_arguments`: arguments of the chat template beside messages and tools.
+
+        `enforces_choice`: where a client demands a call, the beginning of one is written for the model.
+        """
         self._dialect = dialect
         self._tokenizer = tokenizer
         self._arguments = template_arguments
+        self._enforces_choice = enforces_choice
+        asks = {"role": "user", "content": "question"}
+        answers = {"role": "assistant", "content": "answer"}
+        told = {"role": "system", "content": _ANSWER}
+        # where a conversation may have a message of the system: at its beginning, and later
+        self._takes_system = (self._writes([told, asks]), self._writes([asks, answers, told]))
+
+    def _writes(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Tells whether the template writes a message that holds _ANSWER."""
+        try:
+            return _ANSWER in self._written(messages, ())
+        except BadRequest:
+            return False
+
+    def overridden(self, asked: ChatRequest, said: ChatMessage, own: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns the names of what a request asks for and does not get. `own` as in ChatRequest.overridden."""
+        names = dict.fromkeys(asked.overridden(own))
+        if any(self._read_as_user(place, message) for place, message in enumerate(asked.messages)):
+            names["system"] = None
+        if self._enforces_choice and asked.choice is not None and said.calls:
+            names.pop("tool_choice", None)
+        return tuple(names)
+
+    def _read_as_user(self, place: int, message: ChatMessage) -> bool:
+        return message.role == "system" and not self._takes_system[place > 0]
+
+    def begun(self, asked: ChatRequest) -> list[int]:
+        """Returns the tokens with which the answer begins, which are not the model's own: of a demanded call."""
+        if not self._enforces_choice or asked.choice is None or not asked.wants_calls:
+            return []
+        return self._dialect.beginning(asked.choice)
+
+    def with_ids(self, asked: ChatRequest, most: int) -> ChatRequest:
+        """Returns a request that is no conversation with its prompt as token ids.
+
+        Raises BadRequest for unknown ids, and for a text that is known to have more than `most` tokens.
+        """
+        if asked.raw is not None:
+            if len(asked.raw) > MOST_CHARACTERS * most:
+                raise BadRequest(f"the prompt has {len(asked.raw)} characters, and at most {most} tokens are taken")
+            asked = replace(asked, ids=tuple(self._dialect.encoded([(asked.raw, True)])), raw=None)
+        unknown = [number for number in asked.ids or () if not 0 <= number < self._dialect.vocabulary]
+        if unknown:
+            raise BadRequest(f"token {unknown[0]} is none of the {self._dialect.vocabulary} of the vocabulary")
+        return asked
 
     def prompt(self, asked: ChatRequest) -> list[int]:
         """Returns the tokens of a whole conversation. Raises BadRequest where the template refuses it."""
-        messages, tools, stand_ins = self._marked(asked.messages, asked.tools)
+        messages, tools, stand_ins = self._marked(asked.messages, asked.tools, 0)
         return self._dialect.encoded(_parts(self._written(messages, tools), stand_ins))
 
     def follow(
@@ -47,7 +102,7 @@ class ChatText:
         A turn without the template's end token is closed by it first. Raises BadRequest where the template refuses the
         messages, or does not write them behind an answer.
         """
-        new, marked_tools, stand_ins = self._marked(messages, tools)
+        new, marked_tools, stand_ins = self._marked(messages, tools, 1)
         texts = json.dumps([new, marked_tools], ensure_ascii=False)
         answer = _ANSWER
         while answer in texts:
@@ -63,6 +118,9 @@ class ChatText:
 
     def said(self, turn: Sequence[int], asked: ChatRequest, number: int) -> ChatMessage:
         """Returns the sampled tokens of turn `number` as the message that answers a request."""
+        if asked.ids is not None:
+            return ChatMessage("assistant", self._dialect.text(turn))
+        turn = [*self.begun(asked), *turn]
         functions = {tool["function"]["name"]: tool["function"] for tool in asked.tools}
         parameters = {name: _read_as(function["parameters"]) for name, function in functions.items()}
         read = self._dialect.said(turn, parameters, asked.wants_calls)
@@ -86,9 +144,10 @@ class ChatText:
             raise BadRequest(f"the model's chat template refuses the conversation: {error}") from error
 
     def _marked(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], place: int
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]], dict[str, str]]:
-        """Replaces each of the family's own tokens in texts of messages and tools by one character.
+        """Replaces each of the family's own tokens in texts of messages and tools by one character. `place` is that of
+        the first message in the conversation.
 
         Returns messages, tools, and the token behind each character. Raises BadRequest for names in a tool's schema
         that a template could write as such a token, between its <>.
@@ -97,7 +156,11 @@ class ChatText:
         for name in _names(tools):
             if f"<{name}>" in own_tokens:
                 raise BadRequest(f"a tool's schema has the name {name!r}, and <{name}> is a token of the model's own")
-        plain = [[message.for_template for message in messages], list(tools)]
+        read = (
+            replace(message, role="user") if self._read_as_user(place + number, message) else message
+            for number, message in enumerate(messages)
+        )
+        plain = [[message.for_template for message in read], list(tools)]
         texts = json.dumps(plain, ensure_ascii=False)
         tokens = [token for token in own_tokens if token in texts]
         free = (chr(number) for number in count(_FIRST_STAND_IN) if chr(number) not in texts)

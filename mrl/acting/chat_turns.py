@@ -15,8 +15,9 @@ an answer of the model, t for a tool's:
 All answers of one question are kept until the session ends, because a client may take any of them. What the
 conversation goes on from decides: at the end an answer that nothing follows is passed over where another of the same
 question is newer, or has been gone on from since. Where an answer of the question has been gone on from already,
-another one begins a branch ("asked again"). The objects are immutable. They know turns by number only; their tokens are
-kept elsewhere.
+another one begins a branch ("asked again"). A request that is still being answered has its place and its number
+already, so two equal ones at once are siblings. The objects are immutable. They know turns by number only; their tokens
+are kept elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,8 +55,10 @@ class KeptTurn:
     parent: int | None  # None: it begins with the prompt
     tools: tuple[Mapping[str, Any], ...]
     messages: tuple[ChatMessage, ...]
-    said: ChatMessage
+    said: ChatMessage | None  # None: it is still being sampled
     question: int  # number of the first turn that answers the same messages behind the same turn
+    again: int = 0  # how often that question had been asked before
+    is_instructed: bool = False  # its first message is the instructions of a request in the form of Responses
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,15 @@ class ChatPlace:
     messages: tuple[ChatMessage, ...]  # new messages behind that turn
     why: Why | None = None  # reason of a branch
     question: int | None = None  # that it asks again
+    again: int = 0  # how often that question has been asked before
 
 
 @dataclass(frozen=True)
 class KeptTurns:
-    """The turns of one session, in the order in which they were said."""
+    """The turns of one session, in the order in which they were asked for."""
 
     turns: tuple[KeptTurn, ...] = ()
-    said: int = 0  # turns so far; the next turn gets the next number
+    asked: int = 0  # requests so far; the next turn gets the next number
 
     def place(self, asked: ChatRequest) -> ChatPlace:
         """Finds where a request belongs. Raises BadRequest where it has nothing new to answer."""
@@ -85,9 +89,11 @@ class KeptTurns:
         if not self.turns:
             return ChatPlace(Move.BEGINS, None, new)
         followed = self._followed
-        same = [turn for turn in self._behind(parent, asked) if _keys(turn.messages) == _keys(new)]
+        keys = _keys(new)
+        same = [turn for turn in self._behind(parent, asked) if _keys(turn.messages) == keys]
         if same:
-            place = ChatPlace(Move.RETRIES, parent, new, question=same[0].question)
+            again = 1 + max(turn.again for turn in same)
+            place = ChatPlace(Move.RETRIES, parent, new, question=same[0].question, again=again)
             if any(turn.number in followed for turn in same):
                 return replace(place, move=Move.BRANCHES, why=Why.ASKED_AGAIN)
             return place
@@ -97,11 +103,34 @@ class KeptTurns:
             return ChatPlace(Move.EXTENDS, parent, new)
         return ChatPlace(Move.BRANCHES, parent, new, self._why(asked, parent, known))
 
-    def with_turn(self, asked: ChatRequest, place: ChatPlace, said: ChatMessage) -> "KeptTurns":
-        """Returns the turns with the model's answer to a request added."""
-        number = self.said + 1
-        turn = KeptTurn(number, place.parent, asked.tools, place.messages, said, place.question or number)
-        return replace(self, turns=(*self.turns, turn), said=turn.number)
+    def opened(self, asked: ChatRequest, place: ChatPlace) -> "KeptTurns":
+        """Returns the turns with that of a request added, which is still to be answered. Its number is `asked`."""
+        number = self.asked + 1
+        question = place.question or number
+        turn = KeptTurn(
+            number, place.parent, asked.tools, place.messages, None, question, place.again, asked.is_instructed
+        )
+        return replace(self, turns=(*self.turns, turn), asked=number)
+
+    def answered(self, number: int, said: ChatMessage) -> "KeptTurns":
+        """Returns the turns with the model's answer to request `number`."""
+        turns = (replace(turn, said=said) if turn.number == number else turn for turn in self.turns)
+        return replace(self, turns=tuple(turns))
+
+    def without(self, number: int) -> "KeptTurns":
+        """Returns the turns as if request `number` had not been asked."""
+        return replace(self, turns=tuple(turn for turn in self.turns if turn.number != number))
+
+    def history(self, number: int) -> tuple[ChatMessage, ...]:
+        """Returns the conversation up to and with turn `number`, without instructions."""
+        turns = {turn.number: turn for turn in self.turns}
+        first, *later = (turns[each] for each in self.path(number))
+        begin = first.messages[first.is_instructed :]
+        return (*begin, first.said, *(message for turn in later for message in (*turn.messages, turn.said)))
+
+    def tools_of(self, number: int) -> tuple[Mapping[str, Any], ...]:
+        """Returns the tools of turn `number`."""
+        return next(turn.tools for turn in self.turns if turn.number == number)
 
     @property
     def leaves(self) -> list[int]:
@@ -110,8 +139,13 @@ class KeptTurns:
         The newest turn is the last of them.
         """
         passed_over = self.passed_over
+        return [number for number in self.all_leaves if number not in passed_over]
+
+    @property
+    def all_leaves(self) -> list[int]:
+        """Numbers of the turns that nothing follows, in order."""
         followed = self._followed
-        return [turn.number for turn in self.turns if turn.number not in followed and turn.number not in passed_over]
+        return [turn.number for turn in self.turns if turn.number not in followed]
 
     @property
     def passed_over(self) -> dict[int, int]:
@@ -150,6 +184,8 @@ class KeptTurns:
         """
         found = (parent, known)
         for turn in self._behind(parent, asked):
+            if turn.said is None:
+                continue
             whole = (*turn.messages, turn.said)
             end = known + len(whole)
             if _keys(asked.messages[known:end]) != _keys(whole):

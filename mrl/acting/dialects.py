@@ -68,6 +68,8 @@ class CallForm:
     read: Callable[[str, Parameters], ToolCall]
     mark: str  # text that the template writes for a call to `tool` with the argument `key`
     example: str  # a call in the family's form
+    begins: str  # text inside <tool_call> before a tool's name
+    named: str  # text behind the name, up to the arguments
 
 
 class ToolTokenizer(ChatTokenizer, Protocol):
@@ -184,6 +186,25 @@ class Dialect:
 
     def _malformed(self, why: str) -> ToolCall:
         return ToolCall(problem=f"This call cannot be read: {why}. A call has the form {self.family.example}")
+
+    def beginning(self, name: str) -> list[int]:
+        """Returns the ids with which a call of that tool begins; without a name, those of any call."""
+        behind = ""
+        if name:
+            behind = self.family.named
+        return self.encoded([(OPEN, True), (self.family.begins + name + behind, False)])
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Returns a turn as text, without the token that ended it."""
+        ids = list(ids)
+        if ids and ids[-1] in self._ends:
+            ids = ids[:-1]
+        return self._text(ids)
 
     def context(self, ids: Sequence[int], answers: Sequence[str]) -> list[int]:
         """Returns the ids that follow a turn `ids`: the answers of its tools, up to where the model continues.
@@ -336,6 +357,8 @@ FAMILIES = (
         _read_json,
         '{"name": "tool"',
         '<tool_call>\n{"name": "NAME", "arguments": {"KEY": VALUE}}\n</tool_call>',
+        '\n{"name": "',
+        '", "arguments":',
     ),
     CallForm(
         "XML (Qwen3-Coder)",
@@ -343,6 +366,8 @@ FAMILIES = (
         _read_functions,
         "<function=tool>",
         "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+        "\n<function=",
+        ">\n",
     ),
     CallForm(
         "GLM-4.5",
@@ -350,5 +375,7 @@ FAMILIES = (
         _read_pairs,
         "<arg_key>key</arg_key>",
         "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+        "",
+        "\n",
     ),
 )

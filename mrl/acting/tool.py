@@ -74,6 +74,10 @@ class TurnsSpec:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_length: int = 0  # tokens of an agent's first request
     needs_reward: bool = False  # an agent must give a reward
+    # names of these three are those of `rollout.agent`
+    max_requests: int = 8  # of one agent that are answered at once
+    keeps_all_answers: bool = False
+    enforces_tool_choice: bool = False
 
     @property
     def step_s(self) -> float:

@@ -170,6 +170,24 @@ class AgentConfig(Section):
         is_path=True,
     )
     name: str = key("run", "Name of the function in that file.")
+    max_requests: int = key(
+        8,
+        "Most requests of one session that are answered at once. Further ones wait.",
+        ge=1,
+        advice="Each takes a place of the engine, beside those of other sessions.",
+    )
+    keeps_all_answers: bool = key(
+        False,
+        "Trains every answer of a question that was asked several times. With false those are passed over that the "
+        "conversation does not go on from, where another one is newer or has been gone on from.",
+        advice="true where the agent asks again in order to compare, and the reward is one for all of its answers.",
+    )
+    enforces_tool_choice: bool = key(
+        False,
+        "Begins a call for the model where a request has the tool_choice required, any or one tool. The beginning is "
+        "context, and what the model samples behind it is trained. With false the choice is counted as overridden.",
+        advice="true for agents that demand structured answers by a named tool.",
+    )
 
 
 class RolloutConfig(Section):

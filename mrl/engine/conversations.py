@@ -11,8 +11,8 @@ turn under way is lost. Any engine can continue the response later. Its environm
 calls in the row.
 
 This file connects other parts: mrl.schedule.conversation decides, mrl.acting.dialects reads and writes,
-mrl.acting acts, mrl.schedule.segments joins. The model talks with a partner (partners.py): tools and
-environments, or an agent at the endpoint (agents.py).
+mrl.acting acts, mrl.schedule.segments joins. The model talks with tools and environments (partners.py), or with an
+agent at the endpoint (agents.py).
 """
 
 import asyncio
@@ -34,10 +34,10 @@ from mrl.acting.dialects import Dialect, dialect_of
 from mrl.acting.environment_pool import EnvironmentPool
 from mrl.acting.tool import TurnsSpec
 from mrl.data.samples import STOP_REASONS, Samples, with_outcome
-from mrl.engine.agents import Agents
+from mrl.engine.agents import Agents, AgentSession
 from mrl.engine.call_reader import CallReader, DialectReader
 from mrl.engine.engine_calls import DEATH
-from mrl.engine.partners import Line, Partner, ToolPartner
+from mrl.engine.partners import Line, ToolPartner
 from mrl.engine.requests import Request, Sampling
 from mrl.schedule.conversation import Budgets, Conversation, ConversationState, Stop
 from mrl.schedule.segments import joined
@@ -107,13 +107,15 @@ class Conversations:
             self._pool.close()
             raise
         self._under_way: dict[asyncio.Task, int | None] = {}  # task -> handle of its request
+        self._sessions: set[AgentSession] = set()
         self._waiting = 0  # tasks that wait for tools or environments
         self._losses: WeakKeyDictionary[Generates, EngineLoss] = WeakKeyDictionary()
 
     @property
     def all_act(self) -> bool:
-        """Whether conversations are under way and all of them wait for tools or environments."""
-        return 0 < len(self._under_way) == self._waiting
+        """Whether conversations are under way and all of them wait for tools, environments or agents."""
+        waiting = self._waiting + sum(not session.is_sampling for session in self._sessions)
+        return 0 < len(self._under_way) == waiting
 
     async def generate(
         self, engine: Generates, requests: Sequence[Request], sampling: Sampling, kept: Mapping[int, Samples] = _NONE
@@ -158,17 +160,31 @@ class Conversations:
         self, engine: Generates, request: Request, sampling: Sampling, kept: Samples | None
     ) -> Samples | None:
         """Returns the response. None where the engine was lost and it has no turn more than the row it continues."""
-        partner = self._partner(request, sampling, kept)
+        turns = _Turns(engine, sampling, self._gate)
         try:
-            return await self._talked(engine, request, sampling, partner, kept)
-        finally:
-            partner.close()
+            if self._agents is not None:
+                return await self._with_agent(self._agents, turns, request)
+            acting = Acting(self._pool, request.row, request.prompt_id)
+            partner = ToolPartner(acting, self._reader, self._dialect, self._clock, kept)
+            try:
+                return await self._talked(turns, request, partner, kept)
+            finally:
+                partner.close()
+        except DEATH as error:
+            self._losses[engine].note(error)
+            return None
 
-    def _partner(self, request: Request, sampling: Sampling, kept: Samples | None) -> Partner:
-        if self._agents is not None:
-            return self._agents.partner(request, sampling)
-        acting = Acting(self._pool, request.row, request.prompt_id)
-        return ToolPartner(acting, self._reader, self._dialect, self._clock, kept)
+    async def _with_agent(self, agents: Agents, turns: "_Turns", request: Request) -> Samples | None:
+        """Returns the response that an agent brings about. It cannot be continued: None where the engine was lost."""
+        session = agents.session(request, turns.sampling, turns)
+        self._sessions.add(session)
+        try:
+            if await _unless_done(session.run(), self._losses[turns.engine].over) is None:
+                return None
+        finally:
+            self._sessions.discard(session)
+            session.close()
+        return session.row() or await self._unspoken(turns, request)
 
     def _begun(self, request: Request, sampling: Sampling, kept: Samples | None) -> Conversation:
         spec = self.spec
@@ -185,61 +201,46 @@ class Conversations:
         return Conversation(budgets, border, tokens=tokens, turn=int(kept.turn_counts[0]), acted_s=acted_s)
 
     async def _talked(
-        self, engine: Generates, request: Request, sampling: Sampling, partner: Partner, kept: Samples | None
+        self, turns: "_Turns", request: Request, partner: ToolPartner, kept: Samples | None
     ) -> Samples | None:
-        talk = self._begun(request, sampling, kept)
-        with self._counted():
-            line = await _unless_done(partner.begin(Line(request, kept)), self._losses[engine].over)
-        if line is None:
-            return await self._unspoken(engine, request, sampling)
+        talk = self._begun(request, turns.sampling, kept)
+        line = partner.begin(Line(request, kept))
         while talk.state is ConversationState.SAMPLING:
-            after = await self._turn(engine, sampling, partner, talk, line, is_first=line.made is kept)
+            after = await self._turn(turns, partner, talk, line, is_first=line.made is kept)
             if after is None:
                 is_new = line.made is not kept and request.max_tokens is not None and partner.can_go_on
                 return _row(partner, talk.held(), line) if is_new else None
             talk, line = after
         with self._counted():
-            ended = await _unless_done(partner.ended(talk), self._losses[engine].over)
+            ended = await _unless_done(partner.ended(talk), self._losses[turns.engine].over)
         if ended is None:
             return None
-        if line.made is None:
-            return await self._unspoken(engine, request, sampling)
         return _row(partner, ended, line)
 
     async def _turn(
-        self, engine: Generates, sampling: Sampling, partner: Partner, talk: Conversation, line: Line, is_first: bool
+        self, turns: "_Turns", partner: ToolPartner, talk: Conversation, line: Line, is_first: bool
     ) -> tuple[Conversation, Line] | None:
         """Returns conversation and response after one more turn. None where the engine was lost during it."""
-        asked = partner.asked(talk, line)
+        loss = self._losses[turns.engine]
         try:
-            async with self._gate.slot(is_first=is_first):
-                more = await _unless_done(_added(engine, asked, line, sampling), partner.leaves)
+            line = await turns.added(partner.asked(talk, line), line, is_first)
         except DEATH as error:
-            self._losses[engine].note(error)
+            loss.note(error)
             return None
-        if more is None:
-            talk, line = partner.left(talk)
-        else:
-            line = more
-            talk = partner.sampled(talk, line, asked)
+        talk = partner.sampled(talk, line)
         with self._counted():
-            acted = await _unless_done(partner.acted(talk), self._losses[engine].over)
+            acted = await _unless_done(partner.acted(talk), loss.over)
         if acted is None:
             return None
         if acted.state is ConversationState.TELLING:
             return partner.told(acted, line)
         return acted, line
 
-    async def _unspoken(self, engine: Generates, request: Request, sampling: Sampling) -> Samples | None:
+    async def _unspoken(self, turns: "_Turns", request: Request) -> Samples:
         """Returns the row of a conversation that failed before it began. It has one token, because every row needs a
-        version. None where the engine was lost.
+        version.
         """
-        try:
-            async with self._gate.slot(is_first=True):
-                line = await _added(engine, replace(request, max_tokens=1), Line(request), sampling)
-        except DEATH as error:
-            self._losses[engine].note(error)
-            return None
+        line = await turns.added(replace(request, max_tokens=1), Line(request), is_first=True)
         return _with_stop(with_outcome(line.made, [()], [0.0], {}, 0.0), Stop.ENVIRONMENT)
 
     @contextmanager
@@ -265,10 +266,8 @@ async def _unless_ended(task: asyncio.Task[Samples | None]) -> Samples | None:
     return task.result()
 
 
-async def _unless_done(call: Coroutine[Any, Any, Returned], end: asyncio.Future | None) -> Returned | None:
+async def _unless_done(call: Coroutine[Any, Any, Returned], end: asyncio.Future) -> Returned | None:
     """Returns what the call returns, or None once `end` is done. The call is then cancelled."""
-    if end is None:
-        return await call
     task = asyncio.ensure_future(call)
     try:
         if not end.done():
@@ -282,21 +281,30 @@ async def _unless_done(call: Coroutine[Any, Any, Returned], end: asyncio.Future 
     return task.result()
 
 
-def _row(partner: Partner, talk: Conversation, line: Line) -> Samples:
-    made = partner.whole(talk, line)
+def _row(partner: ToolPartner, talk: Conversation, line: Line) -> Samples:
+    made = partner.whole(line)
     record = partner.record
     made = with_outcome(made, record.calls, record.rewards, record.parts, talk.acting_s)
     return _with_stop(made, Stop.LENGTH if talk.state is ConversationState.HELD else talk.stop)
 
 
-async def _added(engine: Generates, asked: Request, line: Line, sampling: Sampling) -> Line:
-    """Returns the response with what one more request adds to it."""
-    rows = [batch async for batch in engine.generate([asked], sampling)]
-    (more,) = rows
-    if line.made is None:
-        own_seed = np.array([line.request.seed], more.seed.dtype)
-        return line._replace(made=replace(more, seed=own_seed))
-    return line._replace(made=joined(line.made, more))
+class _Turns:
+    """One engine, which samples turns of one conversation."""
+
+    def __init__(self, engine: Generates, sampling: Sampling, gate: "TurnGate"):
+        self.engine = engine
+        self.sampling = sampling
+        self._gate = gate
+
+    async def added(self, asked: Request, line: Line, is_first: bool) -> Line:
+        """Returns the response with what one more request adds to it. Waits for a slot of the engine."""
+        async with self._gate.slot(is_first=is_first):
+            rows = [batch async for batch in self.engine.generate([asked], self.sampling)]
+        (more,) = rows
+        if line.made is None:
+            own_seed = np.array([line.request.seed], more.seed.dtype)
+            return line._replace(made=replace(more, seed=own_seed))
+        return line._replace(made=joined(line.made, more))
 
 
 def _with_stop(made: Samples, stop: Stop) -> Samples:

@@ -1,9 +1,9 @@
-"""Defines partners: whoever a model talks with while it answers. Tools and environments are one kind of partner.
+"""Tools and environments as the partner of a model in a conversation.
 
     begin --> what the engine is asked first --> sampled --> acted --> told --> what the engine is asked next --> ...
                                                                          ended <-- whatever ended it
 
-A partner moves the conversation (mrl.schedule.conversation) on, records its calls, and appends what the model reads
+The partner moves the conversation (mrl.schedule.conversation) on, records its calls, and appends what the model reads
 next. The loop, the engine's slots and the finished row are the business of mrl.engine.conversations.
 """
 
@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,51 +88,8 @@ def _calls_of(row: Samples) -> list[TurnCall]:
     return [TurnCall(*each) for each in columns]
 
 
-class Partner(Protocol):
-    """Answers what the model says in one response."""
-
-    record: CallRecord
-
-    @property
-    def leaves(self) -> asyncio.Future | None:
-        """Future that is done once nobody waits for what is sampled. None where that cannot happen."""
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether the conversation can be held between two turns, and continue at another engine."""
-
-    async def begin(self, line: Line) -> Line | None:
-        """Returns the first request to the engine. None where there is none, and the conversation has failed."""
-
-    def asked(self, talk: Conversation, line: Line) -> Request:
-        """Returns the next request: all tokens so far, and how many it may add."""
-
-    def sampled(self, talk: Conversation, line: Line, asked: Request) -> Conversation:
-        """Returns the conversation after the engine's answer to `asked`. `line` has its tokens."""
-
-    def left(self, talk: Conversation) -> tuple[Conversation, Line]:
-        """Returns conversation and response without the last request, for which nobody waited."""
-
-    async def acted(self, talk: Conversation) -> Conversation:
-        """Returns the conversation once all calls are done, or time is up. Records the turn when it has ended."""
-
-    def told(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
-        """Appends what the model reads next to the response, where it leaves room for more."""
-
-    async def ended(self, talk: Conversation) -> Conversation:
-        """Returns the conversation, as failed where the partner has failed."""
-
-    def whole(self, talk: Conversation, line: Line) -> Samples:
-        """Returns all turns as one row. The record then covers the row's turns."""
-
-    def close(self) -> None:
-        """Ends what was started for the response, without waiting for it."""
-
-
 class ToolPartner:
     """Tools, and the row's environment, which starts while the first turn is sampled."""
-
-    leaves = None
 
     def __init__(
         self,
@@ -154,11 +111,15 @@ class ToolPartner:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the row has no environment that cannot be restored."""
+        """Whether the conversation can be held between two turns, and continue at another engine: it has no environment
+        that cannot be restored.
+        """
         return self._acting.is_repeatable
 
-    async def begin(self, line: Line) -> Line:
-        """Starts the environment without waiting for it, and repeats what was done to it before."""
+    def begin(self, line: Line) -> Line:
+        """Starts the environment without waiting for it, and repeats what was done to it before. Returns the response
+        so far.
+        """
         if self._kept is None:
             self._acting.begin(())
             self.record = CallRecord(parts=dict(self._acting.parts))
@@ -182,10 +143,10 @@ class ToolPartner:
         return self._reader.calls(number, turn, self._acting.functions)
 
     def asked(self, talk: Conversation, line: Line) -> Request:
-        """Returns the next request."""
+        """Returns the next request: all tokens so far, and how many it may add."""
         return going_on(replace(line.request, max_tokens=talk.max_tokens), line.made)
 
-    def sampled(self, talk: Conversation, line: Line, asked: Request) -> Conversation:
+    def sampled(self, talk: Conversation, line: Line) -> Conversation:
         """Returns the conversation after a turn, and reads the turn's calls."""
         self._turn = sampled_turns(line.made)[-1]
         self._calls = self._read(talk.turn, self._turn)
@@ -193,12 +154,8 @@ class ToolPartner:
         problems = [call.problem for call in self._calls]
         return talk.sampled(added, self._clock(), problems, bool(line.made.truncated[0]))
 
-    def left(self, talk: Conversation) -> tuple[Conversation, Line]:
-        """Raises RuntimeError, because tools wait for whatever is sampled."""
-        raise RuntimeError("tools do not leave a conversation")
-
     async def acted(self, talk: Conversation) -> Conversation:
-        """Returns the conversation after all open calls are made and answered."""
+        """Returns the conversation after all open calls are made and answered, or time is up. Records the turn."""
         if talk.state is ConversationState.HELD:
             return talk
         known = self._acting.functions
@@ -266,8 +223,8 @@ class ToolPartner:
             return talk.failed()
         return talk
 
-    def whole(self, talk: Conversation, line: Line) -> Samples:
-        """Returns the row unchanged. The current turn may have called nothing."""
+    def whole(self, line: Line) -> Samples:
+        """Returns the row. The record then covers its turns; the current one may have called nothing."""
         self.record.completed(int(with_turns(line.made).turn_counts[0]))
         return line.made
 

@@ -196,6 +196,7 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig |
     tools = replace(tools, tool_config=tool_config)
     if agent is not None:
         tools = replace(tools, **_of_agent(agent))
+        given |= agent.model_dump(include={"max_requests", "keeps_all_answers", "enforces_tool_choice"})
     arguments = {**data.apply_chat_template_kwargs, **thinking}
     return TurnsSpec(tools, **given, template_arguments=arguments, max_prompt_length=data.max_prompt_length)
 

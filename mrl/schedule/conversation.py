@@ -1,8 +1,7 @@
 """A response of several turns as a state machine: its state, its budgets, and the reason of its end.
 
     SAMPLING --sampled--> ACTING --answered, the last--> TELLING --told--> SAMPLING ...
-        |                   | ^                             |
-        |-- left -----------|-+                             |
+        |                   |                               |
         +---- stop, length, | turns, seconds, ------------- | context, closed, environment ----> ENDED
         +-------------------------------------------------- + a border, or an engine that gives back ----> HELD
 
@@ -121,16 +120,6 @@ class Conversation:
         answers = tuple(self._answer_at_once(number, problem) for number, problem in enumerate(problems))
         return replace(after, state=ConversationState.ACTING, answers=answers, acting_since=now)._acted(now)
 
-    def left(self, now: float) -> "Conversation":
-        """Records that the sampled tokens are no longer awaited.
-
-        They count as a turn, before the agent's next request.
-        """
-        self._must_be(ConversationState.SAMPLING)
-        if self.turn >= self.budgets.turns:
-            return self._ended(Stop.TURNS)
-        return replace(self, state=ConversationState.ACTING, answers=(None,), acting_since=now)
-
     def _answer_at_once(self, number: int, problem: str | None) -> str | None:
         if problem is None and number >= self.budgets.calls:
             problem = f"not called: at most {self.budgets.calls} calls at once"
@@ -152,13 +141,6 @@ class Conversation:
         if self.open_calls:
             return self
         return replace(self, state=ConversationState.TELLING, acting_s=now - self.acting_since)
-
-    def rewound(self, tokens: int) -> "Conversation":
-        """Goes back: the next context follows after `tokens` tokens of another line. Turns and seconds count over all
-        lines.
-        """
-        self._must_be(ConversationState.TELLING)
-        return replace(self, tokens=tokens)
 
     def told(self, context: int) -> "Conversation":
         """Records answers as tokens of context after the response.

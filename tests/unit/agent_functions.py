@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 
 def post(path: str, body: dict, key: str | None = None, **headers: str) -> dict:
@@ -55,6 +56,12 @@ def steps(url, key, row, seconds):
         elif kind == "again":
             saw.append(chat(messages[:-1]))
             messages[-1] = saw[-1]
+        elif kind == "at_once":
+            with ThreadPoolExecutor(len(given[0])) as pool:
+                asked = [[*messages, *([{"role": "user", "content": text}] if text else [])] for text in given[0]]
+                answers = list(pool.map(chat, asked))
+            saw += answers
+            messages = [*asked[0], answers[0]]
         elif kind == "say":
             text, times = (*given, 1)[:2]
             messages.append({"role": "user", "content": text * times})

@@ -104,7 +104,7 @@ IGNORED = {
     "parallel_tool_calls": False, "verbosity": "low", "web_search_options": {"a": 1}, "truncate_prompt_tokens": 5,
     "output_format": {"type": "json_schema"}, "output_config": {"effort": "low"}, "context_management": {"edits": [1]},
     "mcp_servers": [{"name": "x"}], "thinking": {"type": "disabled"}, "temperature": 0, "seed": 0,
-    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "anything_of_tomorrow": 1,
+    "anything_of_tomorrow": 1,
 }  # fmt: skip
 NOTHING = {
     "guided_json": None, "best_of": 1, "min_tokens": 0, "ignore_eos": False, "continue_final_message": False,
@@ -120,6 +120,8 @@ def test_every_setting_that_is_not_followed_is_named_and_none_that_asks_for_noth
         assert APIS[path].parse(body | {name: value}).overridden({}) == (name,)
     for name, value in NOTHING.items():
         assert APIS[path].parse(body | {name: value}).overridden({}) == ()
+    one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    assert APIS[path].parse(body | one).overridden({}) == ("disable_parallel_tool_use",)
     assert APIS[path].parse(body | {"ä" * 40: 1, "x" * 65: 2}).overridden({}) == ("other",)
     assert len(APIS[path].parse(body | {f"a{i}": 1 for i in range(9999)}).overridden({})) == 64
 

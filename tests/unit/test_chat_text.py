@@ -182,17 +182,63 @@ def test_schemas_of_any_kind_are_read_by():
     assert call.arguments == {"q": "1", "n": 2, "s": "3", "any": "4"}
 
 
+def refusing(condition: str) -> tuple:
+    """A tokenizer whose template refuses such messages, and its text."""
+    loop = "{%- for m in messages %}"
+    made = tokenizer("coder", CODER.replace(loop, loop + "{{ raise_exception('no') if " + condition + " }}", 1))
+    return made, ChatText(dialect_of(made, {}), made, {})
+
+
 def test_a_template_that_refuses_says_so():
-    refusing = CODER.replace(
-        "{%- for m in messages %}", "{%- for m in messages %}{{ raise_exception('no') if m.role == 'system' }}", 1
-    )
-    made = tokenizer("coder", refusing)
-    text = ChatText(dialect_of(made, {}), made, {})
+    _, text = refusing("m.content == 'u'")
     asked = ChatRequest((ChatMessage("system", "s"), ChatMessage("user", "u")))
     with pytest.raises(BadRequest, match="refuses the conversation: no"):
         text.prompt(asked)
     with pytest.raises(BadRequest):
         text.follow([], [ChatMessage("system", "s"), ChatMessage("user", "u")], ())
+
+
+@pytest.mark.parametrize(
+    ("condition", "later", "first"),
+    [("m.role == 'system'", "user", "user"), ("m.role == 'system' and not loop.first", "user", "system")],
+)
+def test_messages_of_the_system_that_a_template_refuses_are_read_as_the_users_and_counted(condition, later, first):
+    """As Qwen3.5's template does behind the beginning. One that writes them gets them as they are."""
+    made, text = refusing(condition)
+    messages = (ChatMessage("system", "s"), ChatMessage("user", "u"), ChatMessage("system", "t"))
+    roles = [{"role": role, "content": said} for role, said in ((first, "s"), ("user", "u"), (later, "t"))]
+    wanted = made.apply_chat_template(roles, tokenize=False, add_generation_prompt=True)
+    asked = ChatRequest(messages)
+    assert made.decode(text.prompt(asked)) == wanted
+    assert made.decode(text.follow([], messages[2:], ())).startswith(f"<|im_end|>\n<|im_start|>{later}\nt<|im_end|>")
+    answer = ChatMessage("assistant", "a")
+    assert text.overridden(asked, answer, {}) == ("system",)
+    assert text.overridden(ChatRequest(messages[1:2]), answer, {}) == ()
+    whole = tokenizer("coder", CODER)
+    plain = ChatText(dialect_of(whole, {}), whole, {})
+    assert "<|im_start|>system\nt" in whole.decode(plain.prompt(asked)) and plain.overridden(asked, answer, {}) == ()
+
+
+@pytest.mark.parametrize("name", ["calculator", ""])
+def test_a_demanded_call_is_begun_as_the_template_writes_calls(family, name):
+    """The beginning and a call's rest are the call that the model would have made, token for token."""
+    tool = {"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"x": {}}}}}
+    asked = ChatRequest((ChatMessage("user", "u"),), (tool,), choice=name, sampling={"tool_choice": "required"})
+    text = ChatText(family.dialect, family.tokenizer, {}, enforces_choice=True)
+    begun = text.begun(asked)
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"x": 1}}}
+    spoken = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    written = family.tokenizer.apply_chat_template(spoken, tokenize=False)
+    whole = family.ids(written[written.index("<tool_call>") :])
+    assert whole[: len(begun)] == begun
+    end = whole.index(family.tokenizer.convert_tokens_to_ids("</tool_call>")) + 1
+    said = text.said(whole[len(begun) : end], asked, 1)
+    assert [(each.name, dict(each.arguments)) for each in said.calls] in (
+        [("calculator", {"x": 1})],
+        [("calculator", {"x": "1"})],
+    )
+    assert text.overridden(asked, said, {}) == () and family.text.begun(asked) == []
+    assert text.overridden(asked, ChatMessage("assistant", ""), {}) == ("tool_choice",)
 
 
 def test_a_name_in_a_schema_that_a_template_could_write_as_a_token_is_refused(family):

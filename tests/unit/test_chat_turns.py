@@ -25,27 +25,31 @@ def asked(*messages: ChatMessage, tools=()) -> ChatRequest:
     return ChatRequest(messages, tools)
 
 
+def with_turn(kept: KeptTurns, request: ChatRequest, place: ChatPlace, answer: ChatMessage) -> KeptTurns:
+    return kept.opened(request, place).answered(kept.asked + 1, answer)
+
+
 U1, A1, T2, A2, T3 = user("u1"), said("a1", "f"), tool("t2"), said("a2"), tool("t3")
 FIRST = asked(U1)
-ONE = KeptTurns().with_turn(FIRST, KeptTurns().place(FIRST), A1)
+ONE = with_turn(KeptTurns(), FIRST, KeptTurns().place(FIRST), A1)
 SECOND = asked(U1, A1, T2)
-TWO = ONE.with_turn(SECOND, ONE.place(SECOND), A2)
+TWO = with_turn(ONE, SECOND, ONE.place(SECOND), A2)
 THIRD = asked(U1, A1, T2, A2, T3)
-THREE = TWO.with_turn(THIRD, TWO.place(THIRD), said("a3"))
+THREE = with_turn(TWO, THIRD, TWO.place(THIRD), said("a3"))
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
 
 
 def test_the_example_of_the_module():
     assert KeptTurns().place(FIRST) == ChatPlace(Move.BEGINS, None, (U1,))
     assert ONE.place(SECOND) == ChatPlace(Move.EXTENDS, 1, (T2,))
-    assert TWO.place(SECOND) == ChatPlace(Move.RETRIES, 1, (T2,), question=2)
+    assert TWO.place(SECOND) == ChatPlace(Move.RETRIES, 1, (T2,), question=2, again=1)
     assert TWO.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,))
     edited = tool("t2'")
     assert TWO.place(asked(U1, A1, edited)) == ChatPlace(Move.BRANCHES, 1, (edited,), Why.EDITED)
     forged = (U1, said("a1'", "f"), T2)
     assert TWO.place(asked(*forged)) == ChatPlace(Move.BRANCHES, None, forged, Why.FORGED)
     assert TWO.place(asked(user("u9"))) == ChatPlace(Move.BRANCHES, None, (user("u9"),), Why.OTHER)
-    assert THREE.place(SECOND) == ChatPlace(Move.BRANCHES, 1, (T2,), Why.ASKED_AGAIN, question=2)
+    assert THREE.place(SECOND) == ChatPlace(Move.BRANCHES, 1, (T2,), Why.ASKED_AGAIN, question=2, again=1)
     assert TWO.place(asked(U1, A1, T2, tools=TOOLS)).why is Why.TOOLS
 
 
@@ -66,7 +70,7 @@ def sampled(*steps: tuple[ChatRequest, ChatMessage]) -> tuple[KeptTurns, list[Ch
     kept, places = KeptTurns(), []
     for request, answer in steps:
         places.append(kept.place(request))
-        kept = kept.with_turn(request, places[-1], answer)
+        kept = with_turn(kept, request, places[-1], answer)
     return kept, places
 
 
@@ -86,6 +90,24 @@ def test_of_answers_of_one_question_the_one_that_is_gone_on_from_stays(taken, nu
     assert places[-1] == ChatPlace(Move.EXTENDS, number, (T2,))
     assert kept.leaves == [4] and kept.path(4) == [number, 4]
     assert kept.passed_over == {other: number for other in (1, 2, 3) if other != number}
+
+
+def test_what_is_asked_at_once_has_its_place_before_it_is_answered():
+    """By hand: the same question twice is one of two siblings, another behind the same turn begins a branch; a request
+    that is given up is as if it had not been asked, and its number is not given again.
+    """
+    both = ONE.opened(SECOND, ONE.place(SECOND))
+    assert both.place(SECOND) == ChatPlace(Move.RETRIES, 1, (T2,), question=2, again=1)
+    assert both.place(asked(U1, A1, T3)) == ChatPlace(Move.BRANCHES, 1, (T3,), Why.EDITED)
+    with pytest.raises(BadRequest, match="nothing to answer"):
+        both.place(FIRST.__class__((U1, A1)))
+    alone = both.without(2)
+    assert alone.place(SECOND) == ChatPlace(Move.EXTENDS, 1, (T2,))
+    twice = both.opened(SECOND, both.place(SECOND)).answered(3, B).answered(2, A)
+    assert twice.leaves == [3] and twice.passed_over == {2: 3} and twice.all_leaves == [2, 3]
+    assert alone.opened(SECOND, alone.place(SECOND)).asked == 3
+    follows = twice.place(asked(U1, A1, T2, A, T3))
+    assert follows == ChatPlace(Move.EXTENDS, 2, (T3,)) and twice.history(2) == (U1, A1, T2, A)
 
 
 def test_several_answers_of_one_question_that_are_gone_on_from_are_branches():
@@ -120,14 +142,14 @@ def test_ten_thousand_answers_of_one_question_are_compared_in_no_time():
 
 
 def test_of_turns_that_said_the_same_the_newest_is_gone_on_with():
-    again = TWO.with_turn(FIRST, TWO.place(FIRST), A1)  # asked again behind which turn 2 stands, and said the same
+    again = with_turn(TWO, FIRST, TWO.place(FIRST), A1)  # asked again behind which turn 2 stands, and said the same
     assert again.place(asked(U1, A1, T3)) == ChatPlace(Move.EXTENDS, 3, (T3,))
     assert again.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,)), "but the one that holds more of the request"
 
 
 def test_a_client_goes_back_to_a_line_that_it_left():
     branch = asked(U1, A1, tool("t2'"))
-    both = TWO.with_turn(branch, TWO.place(branch), said("b2"))
+    both = with_turn(TWO, branch, TWO.place(branch), said("b2"))
     assert both.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,))
     assert both.place(asked(*branch.messages, said("b2"), T3)) == ChatPlace(Move.EXTENDS, 3, (T3,))
 
@@ -153,8 +175,8 @@ class Client:
         request = asked(*whole, *new)
         place = self.kept.place(request)
         self.check(request, place)
-        answer = said(f"a{self.kept.said}", *rng.sample("fg", rng.randint(0, 2)))
-        self.kept = self.kept.with_turn(request, place, answer)
+        answer = said(f"a{self.kept.asked}", *rng.sample("fg", rng.randint(0, 2)))
+        self.kept = with_turn(self.kept, request, place, answer)
         self.lines.append((*request.messages, answer))
 
     def check(self, request: ChatRequest, place: ChatPlace) -> None:
@@ -193,7 +215,7 @@ def check_leaves(kept: KeptTurns) -> None:
         siblings = [other for other in turns if other != number and turns[other].question == turn.question]
         gone_on_since = any(set(siblings) & set(path) for later, path in on_paths.items() if later > number)
         assert (number in kept.passed_over) == gone_on_since == (number not in kept.leaves)
-    assert kept.leaves[-1] == kept.said
+    assert kept.leaves[-1] == kept.asked
     assert all(number not in kept.passed_over for number in kept.passed_over.values())
 
 
@@ -203,7 +225,7 @@ def test_in_random_sessions_kept_and_new_are_the_request_and_no_kept_turn_is_mis
     for _ in range(30):
         client.step()
         check_leaves(client.kept)
-    assert client.kept.said == 30 and len({turn.number for turn in client.kept.turns}) == len(client.kept.turns)
+    assert client.kept.asked == 30 and len({turn.number for turn in client.kept.turns}) == len(client.kept.turns)
 
 
 def test_random_sessions_meet_every_move_and_reason():

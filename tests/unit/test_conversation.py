@@ -39,8 +39,6 @@ EVENTS = {
     "an answer of another turn": lambda c: c.answered(7, 0, "408", 102.5),
     "context": lambda c: c.told(5),
     "context without end": lambda c: c.told(51),
-    "another line": lambda c: c.rewound(3),
-    "nobody waits": lambda c: c.left(101.5),
     "time": lambda c: c.passed(110.9),
     "too much time": lambda c: c.passed(111.0),
     "is given back": lambda c: c.held(),
@@ -52,7 +50,7 @@ TABLE = {
     State.SAMPLING: {
         "answers by itself": Stop.STOP, "calls": State.ACTING, "calls, all malformed": State.TELLING,
         "calls, after hours in the engine's line": State.ACTING, "is cut off": State.HELD, "is given back": State.HELD,
-        "fills the rest": Stop.LENGTH, "nobody waits": State.ACTING,
+        "fills the rest": Stop.LENGTH, 
         "an answer": State.SAMPLING, "an answer, late": State.SAMPLING, "an answer of another turn": State.SAMPLING,
         "time": State.SAMPLING, "too much time": State.SAMPLING, **ENDS,
     },
@@ -62,7 +60,7 @@ TABLE = {
     },
     State.TELLING: {
         "an answer": State.TELLING, "an answer, late": State.TELLING, "an answer of another turn": State.TELLING,
-        "context": State.SAMPLING, "context without end": Stop.CONTEXT, "another line": State.TELLING,
+        "context": State.SAMPLING, "context without end": Stop.CONTEXT, 
         "time": State.TELLING, "too much time": State.TELLING, **ENDS,
     },
     State.HELD: {
@@ -112,15 +110,6 @@ def test_at_its_border_it_is_held_and_context_alone_goes_beyond():
     assert too_long.stop is Stop.CONTEXT
     far = replace(talk, budgets=replace(BUDGETS, tokens=15))
     assert far.max_tokens == 15 and far.sampled(15, 101.0, cut_off=True).stop is Stop.LENGTH
-
-
-def test_on_another_line_tokens_are_of_that_line_and_turns_and_seconds_of_all():
-    """By hand: 9 tokens in a first turn, of which a line of 4 is gone on from by 5 of context."""
-    other = TELLING.rewound(4).told(5)
-    assert (other.tokens, other.max_tokens, other.turn, other.acted_s) == (9, 51, 2, 2.0)
-    last = replace(other, turn=3).sampled(1, 104.0, [None])
-    assert last.stop is Stop.TURNS
-    assert replace(TELLING, tokens=60).rewound(4).told(51).state is State.SAMPLING
 
 
 def test_more_tokens_than_asked_for_are_refused():
@@ -199,17 +188,6 @@ def test_seconds_of_all_turns_are_counted_together_and_those_of_the_engine_are_n
     late = second.passed(9004.0)
     assert (late.stop, late.acting_s, late.acted_s) == (Stop.SECONDS, 4.0, 6.0)
     assert second.answered(2, 0, "17", 9004.5).acting_s == 4.5
-
-
-def test_a_turn_that_nobody_waits_for_counts_as_one_and_adds_no_token():
-    """Time counts as the agent's from where it left; in the last turn that is the end."""
-    left = START.left(101.0)
-    assert (left.state, left.turn, left.tokens, left.deadline) == (State.ACTING, 1, 0, 111.0)
-    again = left.answered(1, 0, "", 104.0).rewound(0).told(0)
-    assert (again.state, again.turn, again.max_tokens, again.acted_s) == (State.SAMPLING, 2, 60, 3.0)
-    last = again.left(105.0).answered(2, 0, "", 106.0).rewound(0).told(0)
-    assert last.turn == 3 and last.left(107.0).stop is Stop.TURNS
-    assert left.passed(111.0).stop is Stop.SECONDS
 
 
 def test_each_turns_seconds_count_until_all_are_spent():

@@ -324,6 +324,98 @@ def test_a_turn_asked_again_is_replaced_and_sampled_by_another_seed():
     assert last_calls(made) == [("agent", "retry"), ("agent", "ok"), ("agent", "ok")]
 
 
+class AtOnce(Engine):
+    """Answers when `least` requests are open; notes how many there were at most."""
+
+    def __init__(self, least: int, *said: str):
+        super().__init__(*said)
+        self.least, self.open, self.peak = least, 0, 0
+        self.enough = asyncio.Event()
+
+    async def generate(self, requests, sampling):
+        self.open += 1
+        self.peak = max(self.peak, self.open)
+        if self.open >= self.least:
+            self.enough.set()
+        await asyncio.wait_for(self.enough.wait(), 20)
+        async for made in super().generate(requests, sampling):
+            yield made
+        self.open -= 1
+
+
+def test_requests_of_one_session_are_answered_at_once_and_share_what_was_before(tmp_path):
+    """Three of three sub-agents behind one turn are branches. The agent goes on from one of them."""
+    saw = tmp_path / "saw"
+    steps = [["ask"], ["at_once", ["a", "b", "c"]], ["say", "on"], ["ask"]]
+    engine = AtOnce(1, "Four.", "One.", "Two.", "Three.", "Five.")
+
+    async def generate(requests, sampling, whole=engine.generate):
+        if len(engine.asked) == 1:
+            engine.least = 3
+            engine.enough.clear()
+        async for made in whole(requests, sampling):
+            yield made
+
+    engine.generate = generate
+    (made,) = rows(engine, conversations(), [row({"steps": steps, "saw": str(saw)})])
+    said = [each["content"] for each in json.loads(saw.read_text())]
+    assert engine.peak == 3 and sorted(said[1:4]) == ["One.", "Three.", "Two."]
+    shared = START + turn("Four.")
+    lines = [shared + heard(name) + turn(text) for name, text in zip("abc", said[1:4], strict=True)]
+    assert sorted(branches_of(made)) == sorted([lines[0] + heard("on") + turn("Five."), *lines[1:]])
+    assert branches_of(made)[-1].endswith(turn("Five.")) and stop_of(made) == Stop.CLOSED
+    assert sorted(sampled_of(made).split(END)) == ["", "Five.", "Four.", "One.", "Three.", "Two."]
+    assert made.turn_counts.tolist() == [5] and made.turn_seconds[made.turn_seconds > 0].size == 3, "not while it waits"
+
+
+def test_two_equal_requests_at_once_are_siblings_of_other_seeds():
+    engine = AtOnce(2, "Four.", "Five.", "Six.")
+    made = whole(engine, [["at_once", [None, None]], ["say", "on"], ["ask"]])
+    assert engine.peak == 2 and len({each.seed for each in engine.asked[:2]}) == 2
+    assert engine.asked[0].prompt_ids == engine.asked[1].prompt_ids
+    assert made.branch_counts is None and last_calls(made).count(("agent", "retry")) == 1
+    assert sampled_of(made).split(END)[1:] == ["Six.", ""]
+
+
+def test_no_more_requests_of_a_session_are_open_than_may_and_each_is_a_turn():
+    engine = AtOnce(2, "Four.")
+    made = whole(engine, [["at_once", list("abcdef")]], max_requests=2, max_turns=20)
+    assert engine.peak == 2 and made.turn_counts.tolist() == [6]
+    engine = AtOnce(3, "Four.")
+    made = whole(engine, [["at_once", list("abcdef")]], max_turns=3)
+    assert engine.peak == 3 and made.turn_counts.tolist() == [3] and stop_of(made) == Stop.STOP
+    assert stop_of(whole(AtOnce(3, CALL), [["at_once", list("abcd")]], max_turns=3)) == Stop.TURNS
+
+
+def test_all_answers_of_a_question_are_trained_where_the_run_says_so():
+    made = whole(
+        Engine("Four.", "Five.", "Six.", "Seven."), [*BEST_OF, ["say", "Sure?"], ["ask"]], keeps_all_answers=True
+    )
+    last = START + turn("Four.") + heard("Sure?") + turn("Seven.")
+    assert branches_of(made) == [START + turn("Five."), START + turn("Six."), last]
+    assert last_calls(made) == [("agent", "ok")] * 4
+    assert sampled_of(made) == f"Five.{END}Six.{END}Four.{END}Seven.{END}"
+
+
+def test_a_demanded_call_is_begun_for_the_model_and_what_it_adds_is_trained(tmp_path):
+    """The beginning is context, so a log-prob stands at no token that the model did not choose among all."""
+    saw = tmp_path / "saw"
+    tool = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
+    one = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "calculator"}}}
+    rest = ' {"x": 1}}\n</tool_call>'
+    steps = [["ask", one], ["tell", "408"], ["ask", one | {"tool_choice": "required"}]]
+    named = 'calculator", "arguments": {"x": 1}}\n</tool_call>'
+    engine = Engine(rest, named)
+    talks = conversations(enforces_tool_choice=True)
+    (made,) = rows(engine, talks, [row({"steps": steps, "saw": str(saw)})])
+    messages = json.loads(saw.read_text())
+    assert [each["tool_calls"][0]["function"]["arguments"] for each in messages] == ['{"x": 1}'] * 2
+    assert sampled_of(made) == rest + END + named + END and made.branch_counts is None
+    assert text_of(made).count("<tool_call>") == 2 and last_calls(made) == [("agent", "ok")] * 2
+    made = whole(Engine("no call"), steps[:1], conversations(enforces_tool_choice=True))
+    assert last_calls(made) == [("tool_choice", "overridden"), ("agent", "ok")]
+
+
 BEST_OF = [["ask"], ["keep"], ["cut", 1], ["ask"], ["cut", 1], ["ask"], ["back"]]  # goes on from the first of three
 
 
@@ -751,11 +843,11 @@ def test_what_a_client_that_is_gone_asked_for_is_sampled_no_further(tmp_path):
     assert last_calls(made) == [("agent", "ok")]
 
 
-def test_what_is_asked_behind_another_request_and_given_up_is_never_sampled(tmp_path):
+def test_what_is_asked_beside_another_request_and_given_up_is_in_no_row(tmp_path):
     engine = Slow(0.7, "Four.", "Five.")
     program = "one = ask()\nuntil_sampled()\nask('?').close()\nassert one.getresponse().status == 200\n"
     made = hung_up(tmp_path, engine, program)
-    assert len(engine.asked) == 1 and text_of(made) == START + turn("Four.") and stop_of(made) == Stop.CLOSED
+    assert text_of(made) == START + turn("Four.") and stop_of(made) == Stop.CLOSED
 
 
 def test_a_client_that_leaves_in_the_middle_leaves_what_was_said_before(tmp_path):
