@@ -296,7 +296,7 @@ DOORS = {
     "mrl.acting": (
         *(
             f"mrl.engine.{part}"
-            for part in ("agents", "call_reader", "conversations", "endpoint", "partners", "requests")
+            for part in ("agents", "call_reader", "conversations", "endpoint", "partners", "requests", "spoken")
         ),
         *(f"mrl.driver.{part}" for part in ("assemble_data", "first_look", "preflight")),
         *(f"mrl.config.{part}" for part in ("rollout_rules", "schema_rollout")),
@@ -304,6 +304,7 @@ DOORS = {
     ),
     "mrl.engine.conversations": ("mrl.engine.engine_worker",),
     "mrl.engine.agents": ("mrl.engine.conversations",),
+    "mrl.engine.spoken": ("mrl.engine.agents",),
     "mrl.engine.endpoint": ("mrl.engine.agents",),
     "mrl.engine.ascend_wake": ("mrl.engine.v0_23",),
     "mrl.platforms.cpu_patches": ("mrl.platforms.torch_platforms",),
