@@ -45,10 +45,9 @@ class AttemptAnswers:
     sends: list[Report | Exception]  # of each rank
     receives: dict[int, list[Report] | Exception]  # engine -> report of each worker
 
-    @property
-    def has_errors(self) -> bool:
-        """True if a transport may be in an unknown state."""
-        return any(isinstance(answer, Exception) for answer in (*self.sends, *self.receives.values()))
+    def is_whole(self, engine: int) -> bool:
+        """False if the transports to this engine may be in an unknown state."""
+        return not any(isinstance(answer, Exception) for answer in (*self.sends, self.receives[engine]))
 
 
 @dataclass
@@ -61,7 +60,6 @@ class SyncProgress:
     bytes_sent: Counter[int] = field(default_factory=Counter)  # to each verified engine
     staging_bytes: int = 0  # largest of any rank
     free_bytes: list[int | None] = field(default_factory=list)  # of each rank's device, after the last attempt
-    transports_broken: bool = False  # by the last attempt
 
     def keep(self, engines: set[int]) -> None:
         """Keeps only these engines. The others were lost."""
@@ -70,8 +68,8 @@ class SyncProgress:
 
     @property
     def why(self) -> str:
-        """The reasons why engines are still fenced."""
-        return "; ".join(dict.fromkeys(self.reasons[engine] for engine in sorted(self.fenced)))
+        """The reasons why engines are still fenced, after an attempt."""
+        return "; ".join(dict.fromkeys(self.reasons[e] for e in sorted(self.fenced) if e in self.reasons))
 
 
 class WeightSync:
@@ -97,18 +95,21 @@ class WeightSync:
         self._preempted = 0  # requests, since the engines were started
         self.setup: SyncSetup | None = None
         self._met: dict[int, int] = {}  # engines with open transports, with the epoch of each
+        self._connecting_s = 0.0  # of this sync
         self._held: set[int] = set()  # engines that hold what is to be committed
-        self._weight_bytes: Counter[int] = Counter()  # of each engine
+        self._weight_bytes: dict[int, int] = {}  # of each engine
 
     def bring_to(self, version: int) -> dict[str, float]:
         """Syncs every engine, including restarted ones, so that all serve `version`. Returns metrics.
 
         Raises what `transfer` raises.
         """
-        began = time.perf_counter()
         self.engines.fleet.collect()
-        metrics = self.transfer(version) | self.commit(version)
-        return metrics | {"reshard/seconds": time.perf_counter() - began}
+        metrics = self.transfer(version)
+        began = time.perf_counter()
+        served = self.commit(version)
+        metrics["reshard/seconds"] += time.perf_counter() - began
+        return metrics | served
 
     def transfer(self, version: int) -> dict[str, float]:
         """Moves the weights of `version` to every engine and verifies them. Nothing is served until `commit`. Returns
@@ -117,12 +118,17 @@ class WeightSync:
         Raises Interrupted when an engine could not be synced, EnvironmentFault when ranks and engines cannot connect.
         """
         began = time.perf_counter()
+        self._connecting_s = 0.0
         # the version says when, so that a run that goes back verifies the same steps; a restarted engine began with
         # random weights
         is_due = self._syncs == 0 or version % self._reshard.verify_every == 0
         read_back = is_due or bool(self.engines.fleet.stale())
         metrics = self._transfer_to(version, self.engines.fleet.reached(), read_back)
-        return metrics | {"reshard/seconds": time.perf_counter() - began, "reshard/weight_version": float(version)}
+        return metrics | {
+            "reshard/seconds": time.perf_counter() - began - self._connecting_s,
+            "reshard/seconds_connecting": self._connecting_s,
+            "reshard/weight_version": float(version),
+        }
 
     def _transfer_to(self, version: int, engines: set[int], read_back: bool) -> dict[str, float]:
         """Moves weights to these engines, which hold them afterwards if they survive. Returns metrics."""
@@ -189,10 +195,14 @@ class WeightSync:
         return self._transferred(progress)
 
     def _attempt(self, version: int, engines: set[int], progress: SyncProgress, read_back: bool) -> None:
-        if progress.transports_broken:
-            self._agree_again(version, engines, progress.why)
-        elif self._met != self.engines.fleet.starts(engines):
-            self._agree(engines)
+        present = self.engines.fleet.starts(engines | self.engines.fleet.reached())
+        lost = [engine for engine, start in self._met.items() if present.get(engine) != start]
+        for engine in lost:
+            del self._met[engine]
+        if lost or not engines <= self._met.keys():
+            began = time.perf_counter()
+            self._agree(version, engines, progress.why)
+            self._connecting_s += time.perf_counter() - began
         self._compare(self._move(progress.fenced, read_back), progress)
 
     def _move(self, engines: set[int], read_back: bool) -> AttemptAnswers:
@@ -201,6 +211,8 @@ class WeightSync:
         ranks = self.setup.rollout_layout.data
         self.engines.check_there(PHASE, sorted(engines))
         engines = engines & self.engines.fleet.reached()
+        # what an error leaves of a connection is unknown
+        met = {engine: self._met.pop(engine) for engine in engines}
         sending = self.actor.refs("send_weights", update, self._workers(engines), read_back)
         receiving = self.engines.refs("receive_weights", update, read_back, engines=sorted(engines))
         began = time.perf_counter()
@@ -214,7 +226,9 @@ class WeightSync:
         for engine in sorted(engines):
             of_ranks = [answers[rank_name(engine, rank, ranks)] for rank in range(ranks)]
             received[engine] = _of_engine(of_ranks)
-        return AttemptAnswers([answers[name] for name in sending], received)
+        found = AttemptAnswers([answers[name] for name in sending], received)
+        self._met |= {engine: start for engine, start in met.items() if found.is_whole(engine)}
+        return found
 
     def _raise_with_cause(self, error: Late, ranks: Collection[str]) -> NoReturn:
         told = self._with_cause(error, ranks)
@@ -234,7 +248,6 @@ class WeightSync:
 
     def _compare(self, answers: AttemptAnswers, progress: SyncProgress) -> None:
         """Removes verified engines from `progress.fenced`, and records why the others are not verified."""
-        progress.transports_broken = answers.has_errors
         faults = _sending_faults(answers.sends)
         sends = []
         if not faults:
@@ -300,56 +313,90 @@ class WeightSync:
         if known := [nbytes for nbytes in (*free, *free_of_engines) if nbytes is not None]:
             print(f"after the first weight sync the fullest device has {min(known) / GIB:.1f} GiB free")
 
-    def _agree_again(self, version: int, engines: set[int], why: str) -> None:
-        """Connects to the engines again after a transport broke.
+    def _agree(self, version: int, engines: set[int], why: str) -> None:
+        """Opens the transports to those of these engines that have none, and closes those to lost engines.
 
-        Raises EnvironmentFault with the original cause, which says more than the failed connection.
+        After a failed attempt (`why`) it raises EnvironmentFault with the original cause, which says more than the
+        failed connection.
         """
         try:
-            self._agree(engines)
+            self._open(engines)
         except EnvironmentFault as error:
+            if not why:
+                raise
             raise EnvironmentFault(
                 f"weight sync to version {version}: {why}; and connecting again failed: {error}"
             ) from error
 
-    def _agree(self, engines: set[int]) -> None:
-        """Agrees on the plan with these engines and opens the transports to them.
+    def _open(self, engines: set[int]) -> None:
+        """Agrees on the plan with engines that have no open transports, and connects them with all ranks.
 
-        Called before the first byte, after a transport broke, and when other engines take part than before.
+        Called before the first byte, after a transport broke, and when engines were lost or have started again. Ranks
+        are idle, and the other engines have no part in it.
         """
         limit = self._deployment.cluster.start_timeout_s
         places = gather(self.actor.refs("places"), limit, "placing the weight sync") | self.engines.device_places
         topology = _topology(places, self._deployment.layout.world_size)
         if self.setup is None or self.setup.topology != topology:
             self.setup = self._setup(topology)
+            self._met = {}
         plan_hash = self.setup.plan().hash  # first, because it refuses layouts that these processes do not have
-        self._met = {}
-        met = self.engines.fleet.starts(engines)
-        meeting = {"kind": self._reshard.transport, "name": uuid.uuid4().hex[:12], "workers": self._workers(engines)}
-        address = self.actor.meeting_point(_hosting_rank(replace(self.setup, transport=meeting)))
-        self.setup = replace(self.setup, transport=meeting | {"address": address})
+        is_first = not self._met
+        new = sorted(engines - self._met.keys())
+        met = self.engines.fleet.starts(new)
+        setups = self._connections(new)
         # between hosts nobody is told that a peer has left
         self.engines.peers_wait_s = self._reshard.timeout_s if p2p_members(self.setup) else 0.0
-        data = self.setup.to_json()
         # before any peer waits for it, because an engine may read back all of its weights for this
-        refs = self.engines.refs("agree_on_sync", data, plan_hash, engines=engines)
-        answers = gather(refs | self.actor.refs("agree_on_sync", data, plan_hash), limit, "agreeing on the weight sync")
-        self._count_weights(answers)
-        self._connect(engines, limit)
-        self.engines.call("release_arenas", engines=engines)
-        self._met = met
-        print(f"weight sync: {describe_routes(self.setup)}")
+        refs = {}
+        for engine, setup in setups.items():
+            refs |= self.engines.refs("agree_on_sync", setup.to_json(), plan_hash, engines=[engine])
+        told = [setup.to_json() for setup in setups.values()]
+        ranks = self.actor.refs("agree_on_sync", told, plan_hash, self._workers(self._met))
+        self._count_weights(gather(refs | ranks, limit, "agreeing on the weight sync"))
+        if new:
+            self._connect(setups, limit)
+            self.engines.call("release_arenas", engines=new)
+            self._met |= met
+            self._print_routes(setups, is_first)
 
-    def _connect(self, engines: set[int], limit_s: float) -> None:
-        """Opens the transports, for which ranks and engines wait for each other.
+    def _connections(self, engines: Sequence[int]) -> dict[int, SyncSetup]:
+        """Returns the setup of a new connection to each engine."""
+        name = uuid.uuid4().hex[:12]
+        setups = {}
+        for engine in engines:
+            meeting = {"name": f"{name}-{engine}", "workers": self._workers([engine])}
+            setup = replace(self.setup, transport=self.setup.transport | meeting)
+            if p2p_members(setup):
+                taken = {known.transport.get("address") for known in setups.values()}  # though nobody listens there yet
+                meeting["address"] = self._address(_hosting_rank(setup), taken)
+            setups[engine] = replace(setup, transport=setup.transport | meeting)
+        return setups
+
+    def _address(self, rank: int, taken: Collection[str | None]) -> str:
+        while (address := self.actor.meeting_point(rank)) in taken:
+            pass
+        return address
+
+    def _print_routes(self, setups: Mapping[int, SyncSetup], is_first: bool) -> None:
+        if is_first:
+            print(f"weight sync: {describe_routes(self.setup)}")
+        else:
+            names = ", ".join(f"engine {engine}" for engine in setups)
+            print(f"weight sync: connected to {names}, while the other connections stayed open")
+
+    def _connect(self, setups: Mapping[int, SyncSetup], limit_s: float) -> None:
+        """Opens the transports to these engines, for which ranks and engines wait for each other.
 
         Where that fails, nobody waits on. Raises Late that names engines, or else ranks, that do not run.
         """
+        engines = set(setups)
         ranks = self.actor.refs("connect_sync")
         try:
             gather(self.engines.refs("connect_sync", engines=engines) | ranks, limit_s, CONNECTING)
         except Exception as error:
-            answered(self.actor.refs("give_up_connecting", self.setup.transport["name"]))
+            names = [setup.transport["name"] for setup in setups.values()]
+            answered(self.actor.refs("give_up_connecting", names))
             if isinstance(error, Late):
                 self._raise_with_cause(error, ranks)
             if isinstance(error, EnvironmentFault | LostPeer | RayTaskError):
@@ -374,12 +421,13 @@ class WeightSync:
 
     def _count_weights(self, answers: Mapping[str, Any]) -> None:
         """Counts the bytes of each engine's weights. `answers` also has those of ranks, which are ignored."""
-        self._weight_bytes.clear()
+        of_engines: Counter[int] = Counter()
         for name, answer in answers.items():
             if name.startswith("engine"):
-                self._weight_bytes[int(name.split()[1])] += answer
+                of_engines[int(name.split()[1])] += answer
+        self._weight_bytes |= of_engines  # bytes of engines that stayed connected are known
 
-    def _workers(self, engines: set[int]) -> list[int]:
+    def _workers(self, engines: Collection[int]) -> list[int]:
         return [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in engines]
 
     def _setup(self, topology: dict[str, list[list[int]]]) -> SyncSetup:
@@ -398,7 +446,7 @@ class WeightSync:
             topology=topology,
             budget_bytes=self._reshard.budget_mb * MIB,
             timeout_s=self._reshard.timeout_s,
-            transport={},
+            transport={"kind": self._reshard.transport},
             fp8_block=rollout.fp8_block,
         )
 

@@ -29,6 +29,8 @@ _NO_DEVICE = "the CPU has no device memory to share; the pair goes through a sha
 class Transfer(Protocol):
     """The transfer functions of one kind of device."""
 
+    loads_kernels_lazily: bool  # a kernel's first launch may wait for all that the device has begun
+
     @property
     def device(self) -> torch.device:
         """The device of this process, which was chosen before."""
@@ -94,6 +96,7 @@ def _nothing() -> None:
 class CpuTransfer:
     """Uses gloo. Host memory is shared as files, not here."""
 
+    loads_kernels_lazily = False
     device = torch.device("cpu")
 
     def device_for_thread(self) -> Callable[[], None]:
@@ -145,6 +148,7 @@ class _DeviceMemory:
     """
 
     name: str  # of the torch module
+    loads_kernels_lazily = True
     _FIELDS = ("device", "handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")
     _EXPANDABLE = b"e"
 
@@ -168,16 +172,14 @@ class _DeviceMemory:
         return self._module.mem_get_info()[0]
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
-        # torch's own `wait` makes the stream wait, not the host, for any timeout (ProcessGroupNCCL.cpp,
-        # ProcessGroupHCCL.cpp, where it also "always" returns true).
+        # After its own deadline torch's `wait` would abort the communicator (ProcessGroupNCCL.cpp, ProcessGroupHCCL.cpp),
+        # so it is called when nothing is left to wait for. It raises the error because the group waits blockingly.
         deadline = time.monotonic() + timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
-        if error := work.exception():  # `wait` would not raise it
-            raise error
-        return work.wait()
+        return work.wait(timedelta(seconds=timeout_s))
 
     def arena(self, nbytes: int) -> Tensor:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -231,22 +233,24 @@ def _private_pool(segments: Iterable[Mapping[str, Any]], address: int) -> tuple[
 
 
 @contextmanager
-def _unhandled_errors(variable: str) -> Iterator[None]:
-    """Makes a group that is constructed inside leave its errors to who waits.
+def _unhandled_errors(library: str) -> Iterator[None]:
+    """Makes a group that is constructed inside leave its errors to who waits, whose `wait` raises them.
 
     Otherwise its watchdog ends this process about a second after a peer's process has ended, before any fence or retry.
-    `variable` is read in the constructor alone, so groups of training keep their value: with them, a process that ends
-    must end its peers.
+    The variables are read in the constructor alone, so groups of training keep their values: with them, a process that
+    ends must end its peers. `library` is the variables' prefix.
     """
-    known = os.environ.get(variable)
-    os.environ[variable] = "0"
+    ours = {f"{library}_ASYNC_ERROR_HANDLING": "0", f"{library}_BLOCKING_WAIT": "1"}
+    known = {variable: os.environ.get(variable) for variable in ours}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        if known is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = known
+        for variable, value in known.items():
+            if value is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = value
 
 
 class CudaTransfer(_DeviceMemory):
@@ -274,7 +278,7 @@ class CudaTransfer(_DeviceMemory):
     ) -> dist.Backend:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=_WATCHDOG * timeout_s)
-        with _unhandled_errors("TORCH_NCCL_ASYNC_ERROR_HANDLING"):  # ErrorHandlingMode, ProcessGroupNCCL.hpp
+        with _unhandled_errors("TORCH_NCCL"):  # ErrorHandlingMode and blockingWait_, ProcessGroupNCCL.hpp
             return dist.ProcessGroupNCCL(store, number, size, options)
 
     def abort(self, group: dist.Backend) -> None:
@@ -298,7 +302,7 @@ class NpuTransfer(_DeviceMemory):
 
         options = ProcessGroupHCCL.Options()
         options._timeout = timedelta(seconds=_WATCHDOG * timeout_s)
-        with _unhandled_errors("HCCL_ASYNC_ERROR_HANDLING"):  # CheckUseHcclAsyncErrorHandleEnable
+        with _unhandled_errors("HCCL"):  # CheckUseHcclAsyncErrorHandleEnable, and blockingWait_
             return ProcessGroupHCCL(store, number, size, options)
 
     def abort(self, group: dist.Backend) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,9 @@ class ActorWorker:
         self.batch = None  # rows of the current step
         self.critic_batch = None  # those of the critic's replica
         self.computed = None  # by the teacher or the critic, until it is handed out
-        self.sync_setup = None  # of weight syncs, after agreement
+        self.sync_setups = []  # of weight syncs, one for each connection that is to be opened
         self.sender = None  # of weight syncs, after connecting
-        self.given_up = ""  # name of the connection of weight syncs that the driver gave up last
+        self.given_up: list[str] = []  # names of the connections of weight syncs that the driver gave up last
         self.host_copy = None  # of a checkpoint, after the first save
         self.critic_copy = None  # the same for a critic
 
@@ -226,45 +227,55 @@ class ActorWorker:
         """Returns this rank's node, and its device if there is one."""
         return self._places or own_places() or [(ray.get_runtime_context().get_node_id(), None)]
 
-    def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> None:
+    def agree_on_sync(self, setups: list[dict[str, Any]], plan_hash: str, keep: list[int]) -> None:
         """Builds the plan of the weight syncs and checks this rank's parameters against it.
 
-        Raises EnvironmentFault if it differs from the driver's plan, RuntimeError naming parameters that differ from
-        the plan.
+        `setups` are the connections that `connect_sync` will open. Those to the workers `keep` stay as they are, all
+        others are closed. Raises EnvironmentFault if the plan differs from the driver's, RuntimeError naming parameters
+        that differ from the plan.
         """
         from mrl.model.adapters import all_shards
         from mrl.model.megatron_shards import local_shapes
         from mrl.rank.local_parameters import LocalParameters
         from mrl.reshard.setup import SyncSetup
 
-        agreed = SyncSetup.from_json(setup)
-        agreed.check_hash(plan_hash, f"rank {self.rank}")
         if self.sender is not None:
+            self.sender.keep(keep)
+        self.sync_setups = [SyncSetup.from_json(setup) for setup in setups]
+        for agreed in self.sync_setups[:1]:  # all have the same plan
+            agreed.check_hash(plan_hash, f"rank {self.rank}")
+            held = all_shards(agreed.model, agreed.train_layout, self.rank, self.actor.lora)
+            LocalParameters(self.actor.chunks).check(local_shapes(held))
+        if self.sender is not None and self.sender.plan.hash != plan_hash:
             self.sender.close()
-        held = all_shards(agreed.model, agreed.train_layout, self.rank, self.actor.lora)
-        LocalParameters(self.actor.chunks).check(local_shapes(held))
-        self.sync_setup = agreed
+            self.sender = None
 
     @ray.method(concurrency_group=LOOKING)
-    def give_up_connecting(self, name: str) -> None:
-        """Ends a `connect_sync` that waits for an engine that will not come. `name`: of its connection."""
-        self.given_up = name
+    def give_up_connecting(self, names: list[str]) -> None:
+        """Ends a `connect_sync` that waits for an engine that will not come. `names`: of its connections."""
+        self.given_up = names
 
     def connect_sync(self) -> None:
-        """Connects to the engines, which connect at the same time. Raises TransferError."""
+        """Connects to the engines of the agreed connections, one after the other, which connect at the same time.
+
+        All ranks take the engines in the same order, so none waits for a rank that waits for another engine. Raises
+        TransferError.
+        """
         from mrl.config.schema_actor import PARAMETERS
         from mrl.rank.local_parameters import LocalParameters
-        from mrl.reshard.connect import connect_sender
+        from mrl.reshard.connect import open_sender
 
         with self.actor.residence.using(PARAMETERS):
-            shards = LocalParameters(self.actor.chunks)
-            adapters = self.actor.adapters
-            self.sender = connect_sender(self.sync_setup, self.rank, shards, adapters, self._check_connecting)
+            for setup in self.sync_setups:
+                if self.sender is None:
+                    shards = LocalParameters(self.actor.chunks)
+                    self.sender = open_sender(setup, self.rank, shards, self.actor.adapters)
+                self.sender.connect(setup, partial(self._check_connecting, setup.transport["name"]))
 
-    def _check_connecting(self) -> None:
+    def _check_connecting(self, name: str) -> None:
         from mrl.reshard.transport import TransferError
 
-        if self.given_up == self.sync_setup.transport["name"]:
+        if name in self.given_up:
             raise TransferError(f"rank {self.rank} connects no more: the driver gave this connection up")
 
     def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:

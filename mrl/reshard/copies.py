@@ -15,7 +15,7 @@ from mrl.reshard.messages import Copy
 
 # From this many elements on, a copy by itself is one launch, while a list would need several: one launch for a list
 # handles a limited number of chunks (ATen/native/cuda/MultiTensorApply.cuh).
-_LARGE = 320 * 65536
+LARGE = 320 * 65536
 
 Copies = list[tuple[Copy, Tensor]]  # with the blocks to copy
 Pair = tuple[Tensor, Tensor]  # target and source
@@ -85,7 +85,7 @@ class BlockCopies:
         if len(run) > 1:
             target = target.as_strided((elements,), (1,))
             source = source.as_strided((elements,), (1,))
-        (self.large if elements >= _LARGE else self.alike).append((target, source))
+        (self.large if elements >= LARGE else self.alike).append((target, source))
 
     def run(self) -> None:
         """Copies. May be repeated with new values in the sources."""
@@ -102,16 +102,17 @@ def copy_pairs(large: Iterable[Pair], *together: Sequence[Pair]) -> None:
 
 
 def warm_up(dtype: torch.dtype, device: torch.device) -> None:
-    """Loads the kernels of packing and unpacking. The first launch of each waits for the whole device, so also for
-    messages of later rounds.
+    """Loads the kernels of unpacking, as `Sender.warm_up` does for packing.
 
-    `dtype` is that of the wire. Ranks may hold float32.
+    `dtype` is that of the wire. Engines may hold float32.
     """
-    for of_source in {dtype, torch.float32}:
-        targets = torch.zeros(4, 8, dtype=dtype, device=device)
-        sources = torch.zeros(4, 8, dtype=of_source, device=device)
+    for of_target in {dtype, torch.float32}:
+        targets = torch.zeros(4, 8, dtype=of_target, device=device)
+        sources = torch.zeros(8, 8, dtype=dtype, device=device)
         copy_all([targets[0], targets[2]], [sources[0], sources[2]])
-        copy_all([targets[:, :3]], [sources[:, :3]])
+        copy_all([targets[:, :3]], [sources[:4, :3]])
+        copy_all([targets.t()], [sources[:, :4]])
+        copy_pairs([(targets, sources[:4])])
 
 
 class Landing(NamedTuple):

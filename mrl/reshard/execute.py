@@ -15,13 +15,14 @@ from torch import Tensor
 from mrl.model.quantised_shards import sent_shards
 from mrl.record.metrics import PhaseTimer
 from mrl.reshard.actions import receiving, sending
-from mrl.reshard.copies import BlockCopies, Copies, Landings, MergedCopies
+from mrl.reshard.copies import LARGE, BlockCopies, Copies, Landings, MergedCopies
 from mrl.reshard.digest import Merge, ShardDigests, Shards
 from mrl.reshard.messages import Copy, Message, by_round, module_of
 from mrl.reshard.plan import ReshardPlan
 from mrl.reshard.quantise import Quantiser
+from mrl.reshard.setup import SyncSetup
 from mrl.reshard.sync_report import ReceiveReport, SendReport
-from mrl.reshard.transport import ReceivingEnd, SendingEnd
+from mrl.reshard.transport import ReceivingEnd, SendingLinks
 from mrl.units import MIB
 
 LITTLE_BYTES = MIB  # bytes of modules that are written together; only the last of them may be larger by itself
@@ -45,7 +46,7 @@ class Sender:
         plan: ReshardPlan,
         rank: int,
         shards: Shards,
-        end: SendingEnd,
+        end: SendingLinks,
         dtype: torch.dtype,
         local: Collection[int] = (),
         free_bytes: Callable[[], int | None] = lambda: None,
@@ -95,6 +96,55 @@ class Sender:
             self.rank, digests, shared, moved, local, self.end.staging_bytes, dict(timer.seconds), self._free_bytes()
         )
 
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Packs and digests a message for each kind of block, into memory of its own.
+
+        The first launch of a kernel loads it, for which it waits for the whole device. In a sync it would so wait for
+        messages of later rounds.
+        """
+        seen: set[tuple] = set()
+        if self._quantiser is not None:
+            self._quantiser.begin()
+        for message in self._messages:
+            sources = self._sources.of(message)
+            kinds = {self._kind(*pair) for pair in zip(message.copies, sources, strict=True)}
+            if kinds <= seen:
+                continue
+            seen |= kinds
+            memory = torch.empty(message.nbytes, dtype=torch.uint8, device=sources[0].device)
+            packing = self._copies(message, self._wire.of(message, memory, lasting=False), sources)
+            packing.run()
+            self._digests.packed(message, packing.targets)
+            self._digests.sent([message])
+        self._digests.begin()
+
+    def _kind(self, copy: Copy, source: Tensor) -> tuple:
+        """Returns what decides which kernels pack and digest a block."""
+        is_merged = self._merge is not None and self._merge.adapts(copy.hf_name)
+        is_large = source.numel() >= LARGE
+        return copy.dtype, source.dtype, source.is_contiguous(), source.dim(), is_large, is_merged
+
+    def connect(self, setup: SyncSetup, check_wanted: Callable[[], None] = lambda: None) -> None:
+        """Connects to the workers of `setup`, which connect now. Connections to other workers stay as they are.
+
+        `check_wanted` is called while it waits, and raises once nobody wants this connection any more. Raises
+        TransferError.
+        """
+        self._forget(setup.workers)
+        self.end.open(setup, check_wanted)
+
+    def keep(self, workers: Collection[int]) -> None:
+        """Closes the connections to all other workers."""
+        gone = self.end.workers - set(workers)
+        self._forget(gone)
+        self.end.drop(gone)
+
+    def _forget(self, workers: Collection[int]) -> None:
+        """Forgets views of memory that belongs to these workers, before it is closed."""
+        self._packings = {key: known for key, known in self._packings.items() if key[1] not in workers}
+        self._wire.forget(workers)
+
     def close(self) -> None:
         """Releases memory and connections, beginning with views of memory that belongs to peers."""
         self._packings.clear()
@@ -127,7 +177,7 @@ class Sender:
         if self._quantiser is not None:
             with timer("pack"):
                 self._quantiser.begin()
-        self.end.begin(update)
+        self.end.begin(update, {message.worker for message in messages})
         for step, these in sending(messages, self.end.is_remote):
             if step == "slot":
                 self._fill(these[0], timer, digests)
@@ -158,12 +208,15 @@ class Sender:
         known = self._packings.get(key)
         if known is not None and known.targets is targets and known.sources is sources:
             return known
-        copies = BlockCopies(targets, sources)
-        if self._merge is not None:
-            copies = MergedCopies(targets, sources, message.copies, self._merge)
+        copies = self._copies(message, targets, sources)
         if lasting:
             self._packings[key] = copies
         return copies
+
+    def _copies(self, message: Message, targets: list[Tensor], sources: list[Tensor]) -> "BlockCopies | MergedCopies":
+        if self._merge is None:
+            return BlockCopies(targets, sources)
+        return MergedCopies(targets, sources, message.copies, self._merge)
 
 
 class Receiver:
@@ -365,6 +418,10 @@ class WireViews:
     def clear(self) -> None:
         """Forgets all views, each of which would keep a peer's memory mapped."""
         self._views.clear()
+
+    def forget(self, workers: Collection[int]) -> None:
+        """Forgets the views of messages to these workers."""
+        self._views = {key: known for key, known in self._views.items() if key[2] not in workers}
 
     def of(self, message: Message, buffer: Tensor, lasting: bool) -> list[Tensor]:
         """Returns the views. `lasting` says that the buffer belongs to the transport's own staging memory.

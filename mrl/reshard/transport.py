@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mrl.reshard.messages import Message, by_round
 from mrl.reshard.plan import ReshardPlan
+from mrl.reshard.setup import SyncSetup
 from mrl.units import round_up
 
 _SPINS = 50
@@ -57,6 +58,40 @@ class SendingEnd(Protocol):
 
     def close(self) -> None:
         """Releases memory and connections. Safe to call twice."""
+
+
+class SendingLinks(Protocol):
+    """The sending side of one rank over all of its connections, one for each engine. See SendingEnd for the rest."""
+
+    staging_bytes: int
+    workers: set[int]  # that have a connection
+
+    def open(self, setup: SyncSetup, check_wanted: Callable[[], None]) -> None:
+        """Connects to the workers of this connection, which open their ends now, in place of former ends.
+
+        `check_wanted` is called while it waits, and raises once nobody wants this connection any more. Raises
+        TransferError.
+        """
+
+    def drop(self, workers: Collection[int]) -> None:
+        """Closes the ends of these workers."""
+
+    def begin(self, update: int, workers: Collection[int]) -> None:
+        """Starts a sync of these workers. The others' connections have no part in it, also where it fails."""
+
+    def is_remote(self, message: Message) -> bool: ...
+
+    def slot(self, message: Message) -> Tensor: ...
+
+    def lasting(self, message: Message) -> bool: ...
+
+    def post(self, message: Message) -> None: ...
+
+    def wait(self, messages: Sequence[Message]) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ReceivingEnd(Protocol):

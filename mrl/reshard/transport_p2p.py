@@ -1,15 +1,16 @@
 """torch.distributed point-to-point between hosts, over a process group that neither trainer nor engine uses.
 
-Members are the ranks and workers with a peer on another host, or all if this transport was requested. Ranks come first.
-A header of four words precedes each message, and the receiver checks it. Sender and receiver hold two buffers of one
-round each.
+Members are the workers of one engine and their ranks: those with a peer on another host, or all if this transport was
+requested. Ranks come first. So an engine that starts again costs the others nothing: its group alone is made anew. A
+header of four words precedes each message, and the receiver checks it. Sender and receiver hold two buffers of one round
+each, the sender for all of its groups together.
 
 With NCCL and HCCL each pair has a communicator of its own, which the first message makes. It takes a good part of a
 second, and waits for the peer without a deadline. So each pair exchanges a greeting, a message without weights, while
 they connect: in the order of a sync's actions, where the round is the rank's number, and watched by another thread.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -101,8 +102,44 @@ def _greeting(rank: int, worker: int) -> Message:
     return Message(rank, rank, worker, (), 0)
 
 
+class SendStaging:
+    """Two buffers of a rank's largest round on the network, which all of its groups use."""
+
+    def __init__(self, setup: SyncSetup, rank: int, workers: Collection[int], transfer: Transfer):
+        """`workers` are all that it will ever reach over the network."""
+        messages = [message for message in setup.plan().sends(rank) if message.worker in workers]
+        greetings = [_greeting(rank, worker) for worker in sorted({message.worker for message in messages})]
+        half = largest_round([*by_round(messages), greetings], _HEADER)
+        self._buffers = [torch.empty(half, dtype=torch.uint8, device=transfer.device) for _ in range(2)]
+        self.nbytes = 2 * half
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts a sync."""
+        self._packing = -1  # round
+        self._half = 0  # of the buffers, where it is packed
+        self._used = 0  # bytes of that half
+
+    def slot(self, message: Message) -> Tensor:
+        """Returns memory for the message and its header."""
+        if self._packing != message.round:
+            self._packing = message.round
+            self._half = 1 - self._half
+            self._used = 0
+        size = _HEADER + message.nbytes
+        slot = self._buffers[self._half][self._used : self._used + size]
+        self._used += aligned(size)
+        return slot
+
+    def close(self) -> None:
+        """Releases the memory."""
+        self._buffers = []
+
+
 class PointToPointSender:
-    """A SendingEnd with two buffers of the rank's largest round."""
+    """A SendingEnd in the rank's staging."""
+
+    staging_bytes = 0  # counted once, for all groups
 
     def __init__(
         self,
@@ -110,18 +147,17 @@ class PointToPointSender:
         rank: int,
         workers: Sequence[int],
         transfer: Transfer,
-        check_wanted: Callable[[], None] = lambda: None,
+        check_wanted: Callable[[], None],
+        staging: SendStaging,
     ):
         check_wanted()  # once: the group waits for its members inside torch
         plan = setup.plan()
         self._rank = rank
         self._plan_word = plan_word(plan)
         self._update = 0
-        messages = [message for message in plan.sends(rank) if message.worker in set(workers)]
-        greetings = [_greeting(rank, worker) for worker in sorted({message.worker for message in messages})]
-        half = largest_round([*by_round(messages), greetings], _HEADER)
-        self._buffers = [torch.empty(half, dtype=torch.uint8, device=transfer.device) for _ in range(2)]
-        self.staging_bytes = 2 * half
+        self._staging = staging
+        peers = sorted({message.worker for message in plan.sends(rank)} & set(workers))
+        greetings = [_greeting(rank, worker) for worker in peers]
         self._group = _Group(setup, ("rank", rank), transfer)
         self._group.meet(self._greet(greetings), check_wanted)
 
@@ -141,23 +177,14 @@ class PointToPointSender:
         self._update = update
         # by round and worker, with the header, which lives until it has been sent
         self._under_way: dict[tuple[int, int], list[tuple[dist.Work, Tensor]]] = {}
-        self._packing = -1  # round
-        self._half = 0  # of the buffers, where it is packed
-        self._used = 0  # bytes of that half
+        self._staging.begin()
         self._slots: dict[int, Tensor] = {}  # by worker, headers included
 
     def is_remote(self, message: Message) -> bool:
         return True
 
     def slot(self, message: Message) -> Tensor:
-        if self._packing != message.round:
-            self._packing = message.round
-            self._half = 1 - self._half
-            self._used = 0
-        size = _HEADER + message.nbytes
-        slot = self._buffers[self._half][self._used : self._used + size]
-        self._used += aligned(size)
-        self._slots[message.worker] = slot
+        self._slots[message.worker] = slot = self._staging.slot(message)
         return slot[_HEADER:]
 
     def lasting(self, message: Message) -> bool:
@@ -182,7 +209,6 @@ class PointToPointSender:
         self._group.abort()
 
     def close(self) -> None:
-        self._buffers = []
         self._group.abort()
 
 

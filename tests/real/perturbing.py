@@ -21,10 +21,10 @@ class PerturbingWorker(ActorWorker):
         end, left = self.sender.end, [count]
         begin, post = end.begin, end.post
 
-        def begin_spoilt(update):
+        def begin_spoilt(update, workers):
             self.spoils = left[0] > 0
             left[0] -= 1
-            begin(update)
+            begin(update, workers)
 
         def post_spoilt(message):
             if self.spoils:

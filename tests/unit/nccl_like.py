@@ -55,10 +55,11 @@ class Kernel:
     def is_completed(self) -> bool:
         return self.ended.is_set()
 
-    def exception(self) -> Exception | None:
-        return self.error
-
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta) -> bool:
+        """As in a group that waits blockingly."""
+        assert self.ended.wait(timeout.total_seconds())
+        if self.error is not None:
+            raise self.error
         return True
 
 
@@ -99,6 +100,7 @@ class ProcessGroupNCCL:
     def __init__(self, store: dist.Store, number: int, size: int, options: Options):
         self._group = CpuTransfer().point_to_point_group(store, number, size, FOREVER_S, "127.0.0.1")
         self._handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+        assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1", "else `wait` raises nothing"
         self._met: set[int] = set()
         self._aborted = threading.Event()
 

@@ -16,9 +16,9 @@ from mrl.model import tensor_specs
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
 from mrl.process.free_ports import free_port
-from mrl.reshard.connect import connect_receiver, connect_sender
+from mrl.reshard.connect import connect_receiver, open_sender
 from mrl.reshard.digest import MODULUS, Merge, partial_digest
-from mrl.reshard.execute import Sender
+from mrl.reshard.execute import Receiver, Sender
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.sync_report import ReceiveReport, SendReport
 
@@ -133,6 +133,12 @@ class Outcome:
         return [str(e) for e in [*self.sends.values(), *self.receives.values()] if isinstance(e, Exception)]
 
 
+def end_of(sender: Sender):
+    """The only transport of a rank's only connection."""
+    (end,) = sender.end._ends
+    return end
+
+
 class World:
     """Every rank and worker of a setup, connected. Close it."""
 
@@ -143,20 +149,32 @@ class World:
         """`worker_setup`: what the workers were told, when it is to differ. `merge`: of all ranks' adapters."""
         self.setup = setup
         self.held = {rank: shards_of(setup, rank, weights) for rank in range(setup.train_layout.world_size)}
-        told = worker_setup or setup
-        self.senders: dict[int, Sender] = {}
+        self.senders: dict[int, Sender] = {
+            r: open_sender(setup, r, lambda name, chunk, r=r: self.held[r][name, chunk], merge) for r in self.held
+        }
+        self.receivers: dict[int, Receiver] = {}
+        self.connect([setup], worker_setup)
+
+    def connect(self, setups: list[SyncSetup], worker_setup: SyncSetup | None = None) -> None:
+        """Opens connections anew, one after the other on each rank."""
+        for setup in setups:
+            for worker in setup.workers:
+                if worker in self.receivers:
+                    self.receivers.pop(worker).end.close()
+
+        def connect_rank(rank: int) -> None:
+            for setup in setups:
+                self.senders[rank].connect(setup)
+
+        told = {worker: worker_setup or setup for setup in setups for worker in setup.workers}
         opened = self._at_once(
-            {
-                ("rank", r): lambda r=r: connect_sender(setup, r, lambda name, chunk: self.held[r][name, chunk], merge)
-                for r in self.held
-            }
-            | {("worker", w): lambda w=w: connect_receiver(told, w) for w in setup.workers}
+            {("rank", r): lambda r=r: connect_rank(r) for r in self.senders}
+            | {("worker", w): lambda w=w: connect_receiver(told[w], w) for w in told}
         )
         for error in opened.values():
             if isinstance(error, Exception):
                 raise error
-        self.senders = {r: end for (side, r), end in opened.items() if side == "rank"}
-        self.receivers = {w: end for (side, w), end in opened.items() if side == "worker"}
+        self.receivers |= {w: end for (side, w), end in opened.items() if side == "worker"}
 
     def sync(self, update: int, workers: Iterable[int] | None = None, **writer) -> Outcome:
         """One sync of `workers` (all of them when not given). `writer`: fields of the DictWriters."""

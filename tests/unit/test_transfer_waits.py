@@ -20,11 +20,11 @@ import torch.distributed as dist
 from mrl.platforms.transfer import CudaTransfer, NpuTransfer, Transfer
 
 DEVICES = [CudaTransfer, NpuTransfer]
-HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
+HANDLING = [f"{library}_{what}" for library in ("TORCH_NCCL", "HCCL") for what in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT")]
 
 
 class EnqueuedWork:
-    """A message on a device's stream. `wait` returns at once and always says that all is well."""
+    """A message on a device's stream, in a group that waits blockingly."""
 
     def __init__(self, looks: float):
         self.looks, self.order = looks, []
@@ -36,25 +36,26 @@ class EnqueuedWork:
 
     def wait(self, timeout=timedelta(0)):
         self.order.append("wait")
+        if self.looks >= 0:
+            pytest.fail("after its deadline it would abort the communicator")
         return True
-
-    def exception(self):
-        return None
 
 
 class FailedWork(EnqueuedWork):
-    """It is completed, and its `wait` says nothing."""
+    """It is completed, and its `wait` says so (handleException of WorkNCCL and WorkHCCL)."""
 
-    def exception(self):
-        return RuntimeError("NCCL communicator was aborted")
+    def wait(self, timeout=timedelta(0)):
+        if not timeout:  # without a deadline torch 2.13 waits on the stream alone
+            return True
+        raise RuntimeError("NCCL communicator was aborted")
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_message_that_never_comes_ends_in_our_deadline_although_its_wait_returns_at_once(device):
+def test_a_message_that_never_comes_ends_in_our_deadline(device):
     work, begun = EnqueuedWork(looks=float("inf")), time.monotonic()
     assert device().wait(work, timeout_s=0.05) is False
     assert 0.05 <= time.monotonic() - begun < 5
-    assert "wait" not in work.order  # the stream would wait for good
+    assert "wait" not in work.order
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,8 +108,9 @@ def test_a_peer_that_fails_ends_no_process_of_a_sync_and_other_groups_are_as_the
         if known:
             monkeypatch.setenv(variable, known)
     group = transfer.point_to_point_group(None, 0, 2, 300.0, "host")
-    assert group.handling == (["0", known] if transfer.name == "cuda" else [known, "0"])
-    assert [os.environ.get(variable) for variable in HANDLING] == [known, known]
+    ours, others = ["0", "1"], [known, known]
+    assert group.handling == (ours + others if transfer.name == "cuda" else others + ours)
+    assert [os.environ.get(variable) for variable in HANDLING] == others * 2
 
 
 def test_a_group_is_ended_by_the_call_that_does_it(transfer):
@@ -124,7 +126,8 @@ def test_the_stand_ins_have_what_torchs_own_classes_have():
         name: {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
         for name, node in classes.items()
     }
-    assert {"is_completed", "exception", "wait"} <= methods["Work"].keys() and "abort" in methods["ProcessGroupNCCL"]
+    assert {"is_completed", "wait"} <= methods["Work"].keys() and "abort" in methods["ProcessGroupNCCL"]
+    assert "if timeout is set, it will block the CPU thread" in dist.Work.wait.__doc__
     assert [part.arg for part in methods["ProcessGroupNCCL"]["__init__"].args.args] == [
         "self",
         "store",

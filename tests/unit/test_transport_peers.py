@@ -78,13 +78,13 @@ def test_a_worker_is_told_that_its_rank_has_ended(setup, tmp_path):
 
 def test_a_rank_whose_engine_never_comes_is_let_go_by_the_driver(setup):
     worker = ActorWorker.__new__(ActorWorker)
-    worker.rank, worker.sync_setup = 0, setup
-    worker.given_up = "the connection before"
-    lets_go = Timer(0.1, lambda: worker.give_up_connecting(setup.transport["name"]))
+    name = setup.transport["name"]
+    worker.rank, worker.given_up = 0, ["the connection before"]
+    lets_go = Timer(0.1, lambda: worker.give_up_connecting(["another", name]))
     lets_go.start()
     began = time.monotonic()
     with pytest.raises(TransferError, match="rank 0 connects no more: the driver gave this connection up"):
-        connect_sender(setup, 0, lambda name, chunk: None, check_wanted=worker._check_connecting)
+        connect_sender(setup, 0, lambda name, chunk: None, check_wanted=lambda: worker._check_connecting(name))
     assert 0.1 <= time.monotonic() - began < 5.0
     lets_go.join()
 
@@ -92,8 +92,9 @@ def test_a_rank_whose_engine_never_comes_is_let_go_by_the_driver(setup):
 def test_a_rank_does_not_begin_to_meet_others_between_hosts_for_a_connection_that_was_given_up():
     setup = setup_for({"world_size": 1}, {}, "p2p")
     worker = ActorWorker.__new__(ActorWorker)
-    worker.rank, worker.sync_setup, worker.given_up = 0, setup, setup.transport["name"]
+    name = setup.transport["name"]
+    worker.rank, worker.given_up = 0, [name]
     began = time.monotonic()
     with pytest.raises(TransferError, match="connects no more"):
-        connect_sender(setup, 0, lambda name, chunk: None, check_wanted=worker._check_connecting)
+        connect_sender(setup, 0, lambda name, chunk: None, check_wanted=lambda: worker._check_connecting(name))
     assert time.monotonic() - began < 5.0

@@ -6,6 +6,7 @@ tensors.
 """
 
 import itertools
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ray.exceptions import RayTaskError
-from reshard_world import DictWriter, World, expected, hf_weights, setup_for, shards_of
+from reshard_world import DictWriter, World, end_of, expected, hf_weights, setup_for, shards_of
 
 from mrl.cluster import engine_fleet, weight_sync
 from mrl.cluster.calls import Late, LostPeer
@@ -50,6 +51,9 @@ class FakeCluster:
     def __init__(self, setup: SyncSetup, weights: dict):
         self.setup, self.weights = setup, weights
         self.world: World | None = None
+        self.agreed: list[SyncSetup] = []  # connections that are to be opened
+        self.connecting = threading.Lock()
+        self.connected: list[set[int]] = []  # workers, each time
         self.ranks = setup.rollout_layout.data  # of an engine, one worker each
         self.engines = [Engine(i) for i in range(setup.rollout_layout.num_engines * self.ranks)]
         self.held = {rank: shards_of(setup, rank, weights) for rank in range(setup.train_layout.world_size)}
@@ -83,7 +87,7 @@ class FakeCluster:
         return f"127.0.0.1:{free_port()}"
 
     def _rank_refs(self, method, *arguments):
-        if method in ("agree_on_sync", "connect_sync"):  # ranks and engines meet together: see below
+        if method == "connect_sync":  # ranks and engines meet together: see below
             return {}
         return {f"rank {r}": partial(getattr(self, method), r, *arguments) for r in self.held}
 
@@ -98,20 +102,29 @@ class FakeCluster:
     def places(self, number):
         return [("node", None)]
 
-    def agree_on_sync(self, worker, data, plan_hash) -> int:
-        if self.world:
-            self.world.close()
-            self.world = None
-        self.agreed = setup = SyncSetup.from_json(data)
+    def agree_on_sync(self, number, data, plan_hash, keep=None) -> int | None:
+        if keep is not None:  # a rank
+            self.agreed = [SyncSetup.from_json(setup) for setup in data]
+            if self.world:
+                self.world.senders[number].keep(keep)
+            return None
+        setup = SyncSetup.from_json(data)
         setup.check_hash(plan_hash, "engine 0")
-        return sum(p.numel() * 4 for p in expected(setup, worker, self.weights).values())
+        return sum(p.numel() * 4 for p in expected(setup, number, self.weights).values())
 
     def connect_sync(self) -> None:
-        self.world = World(self.agreed, self.weights)
-        self.world.held = self.held
+        with self.connecting:  # once for all engines
+            if self.agreed:
+                self.connected.append({worker for setup in self.agreed for worker in setup.workers})
+                if self.world is None:
+                    self.world = World(self.agreed[0], self.weights)
+                    self.world.held = self.held
+                    self.agreed.pop(0)
+                self.world.connect(self.agreed)
+                self.agreed = []
 
-    def give_up_connecting(self, rank, name) -> None:
-        assert name == self.agreed.transport["name"]
+    def give_up_connecting(self, rank, names) -> None:
+        assert names == [setup.transport["name"] for setup in self.agreed]
         self.given_up.append(f"rank {rank}")
 
     def write_stacks(self, rank) -> None:
@@ -350,9 +363,10 @@ def be_impatient(world: World) -> None:
     """
     for sides, seconds in ((world.senders, 1.6), (world.receivers, 0.6)):
         for side in sides.values():
-            if hasattr(side.end, "_group"):
-                side.end._group._timeout_s = seconds
-            side.end._timeout = seconds
+            for end in getattr(side.end, "_ends", [side.end]):
+                if hasattr(end, "_group"):
+                    end._group._timeout_s = seconds
+                end._timeout = seconds
 
 
 def flip_a_byte(take, messages):
@@ -387,9 +401,10 @@ def come_back(world: FakeCluster, engine: int) -> None:
     assert world.fleet.states.started(name, world.fleet.states.epoch(name))
 
 
-def workers_of(world: FakeCluster) -> list[int]:
-    """That transports are open to."""
-    return sorted(world.world.receivers)
+def workers_of(world: FakeCluster) -> set[int]:
+    """That ranks have open transports to."""
+    (open_to,) = {frozenset(sender.end.workers) for sender in world.world.senders.values()}
+    return set(open_to)
 
 
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
@@ -399,18 +414,20 @@ def test_a_lost_engine_is_left_out_brought_back_beside_the_others_and_takes_part
     sync.bring_to(1)
     lose(world, 1)
     metrics = sync.bring_to(2)
-    assert world.versions() == [2, None] and workers_of(world) == [0] and metrics["reshard/engines"] == 1
+    assert world.versions() == [2, None] and workers_of(world) == {0} and metrics["reshard/engines"] == 1
     assert metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"] > 0
     sync.mend()
     assert world.versions() == [2, None], "it has not started"
     come_back(world, 1)
     held = world.engines[0].writer
     sync.mend()
-    assert world.versions() == [2, 2] and holds(world, 1) and workers_of(world) == [1]
+    assert world.versions() == [2, 2] and holds(world, 1) and workers_of(world) == {0, 1}
+    assert world.connected == [{0, 1}, {1}], "the other's transports stayed open"
     assert world.engines[0].writer is held, "the other was left alone"
     assert world.fleet.serving().keys() == {"engine 0", "engine 1"} and world.fleet.serving()["engine 1"].epoch == 1
     metrics = sync.bring_to(3)
-    assert world.versions() == [3, 3] and workers_of(world) == [0, 1] and metrics["reshard/engines"] == 2
+    assert world.versions() == [3, 3] and metrics["reshard/engines"] == 2
+    assert world.connected == [{0, 1}, {1}] and metrics["reshard/seconds_connecting"] == 0.0
 
 
 def test_an_engine_that_is_lost_in_a_sync_does_not_keep_the_others_from_it(cluster, monkeypatch):
@@ -449,7 +466,7 @@ def test_transports_are_opened_to_an_engine_that_started_again_between_two_syncs
     lose(world, 0)
     come_back(world, 0)
     met = []
-    sync._agree = (lambda plain: lambda engines: met.append(set(engines)) or plain(engines))(sync._agree)
+    sync._open = (lambda plain: lambda engines: met.append(set(engines)) or plain(engines))(sync._open)
     metrics = sync.bring_to(1)
     assert met == [{0}] and metrics["reshard/resynced"] == 0 and metrics["reshard/engines"] == 1
     assert world.versions() == [1] and holds(world, 0)
@@ -576,7 +593,7 @@ def test_a_dropped_message_is_missed_by_its_receiver_which_names_rank_and_round(
     world, sync = cluster(engines=1, transport=transport)
     sync.bring_to(1)
     be_impatient(world.world)
-    end = world.world.senders[2].end
+    end = end_of(world.world.senders[2])
     dropped = []
     end.post = once(
         end.post,
@@ -596,7 +613,7 @@ def test_a_round_that_is_sent_twice_is_taken_by_nobody(cluster, capsys):
     world, sync = cluster(engines=1, transport="p2p")
     sync.bring_to(1)
     be_impatient(world.world)
-    end = world.world.senders[0].end
+    end = end_of(world.world.senders[0])
     repeated = []
 
     def again(post, message):
@@ -616,7 +633,7 @@ def test_a_message_that_is_sent_twice_finds_no_room(cluster, capsys):
     world, sync = cluster(engines=1)
     sync.bring_to(1)
     be_impatient(world.world)
-    end = world.world.senders[0].end
+    end = end_of(world.world.senders[0])
 
     def again(post, message):
         post(message)
@@ -633,7 +650,7 @@ def test_a_message_that_is_sent_twice_finds_no_room(cluster, capsys):
 def test_a_message_of_an_earlier_sync_is_not_taken_for_this_ones(cluster, capsys):
     world, sync = cluster(engines=1)
     sync.bring_to(1)
-    end = world.world.senders[0].end
+    end = end_of(world.world.senders[0])
 
     def old(post, message):
         words = end._arenas[0].words[:, end._index[0]]
