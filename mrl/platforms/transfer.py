@@ -172,8 +172,8 @@ class _DeviceMemory:
         return self._module.mem_get_info()[0]
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
-        # After its own deadline torch's `wait` would abort the communicator (ProcessGroupNCCL.cpp, ProcessGroupHCCL.cpp),
-        # so it is called when nothing is left to wait for. It raises the error because the group waits blockingly.
+        # After its own deadline torch's `wait` would abort the communicator (ProcessGroupNCCL.cpp, also of HCCL). So it
+        # is called when nothing is left to wait for. It raises the error, because the group waits blockingly.
         deadline = time.monotonic() + timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:

@@ -63,9 +63,7 @@ def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
     if transfer.loads_kernels_lazily:
         warm_up(dtype, transfer.device)
         partial_digests([torch.zeros(64, 64, dtype=dtype, device=transfer.device)], ["nothing"], (0, 0), dtype)
-    return Receiver(
-        setup.plan(), worker, _open_receiver(setup, worker), dtype, local, remote, transfer.free_bytes
-    )
+    return Receiver(setup.plan(), worker, _open_receiver(setup, worker), dtype, local, remote, transfer.free_bytes)
 
 
 def _open_receiver(setup: SyncSetup, worker: int) -> ReceivingEnd:

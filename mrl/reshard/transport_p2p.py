@@ -2,8 +2,8 @@
 
 Members are the workers of one engine and their ranks: those with a peer on another host, or all if this transport was
 requested. Ranks come first. So an engine that starts again costs the others nothing: its group alone is made anew. A
-header of four words precedes each message, and the receiver checks it. Sender and receiver hold two buffers of one round
-each, the sender for all of its groups together.
+header of four words precedes each message, and the receiver checks it. Sender and receiver hold two buffers of one
+round each, the sender for all of its groups together.
 
 With NCCL and HCCL each pair has a communicator of its own, which the first message makes. It takes a good part of a
 second, and waits for the peer without a deadline. So each pair exchanges a greeting, a message without weights, while

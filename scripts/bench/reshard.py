@@ -169,7 +169,7 @@ class Rank:
             self.messages = list(self.sender.plan.sends(self.number))
             self.block = torch.zeros(sum(m.nbytes for m in self.messages), dtype=torch.uint8)
         end, at = self.sender.end, 0
-        end.begin(update)
+        end.begin(update, [0])
         for step, (message, *others) in sending(self.messages, end.is_remote):
             if step == "slot":
                 end.slot(message).copy_(self.block[at : at + message.nbytes])

@@ -22,9 +22,9 @@ class PerturbingWorker(ActorWorker):
         begin, post = end.begin, end.post
 
         def begin_spoilt(update, workers):
+            begin(update, workers)  # also what an earlier call of this has put there: links outlive syncs
             self.spoils = left[0] > 0
             left[0] -= 1
-            begin(update, workers)
 
         def post_spoilt(message):
             if self.spoils:

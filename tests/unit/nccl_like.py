@@ -34,7 +34,7 @@ from mrl.platforms.hosting import Hosting
 from mrl.platforms.transfer import CpuTransfer, CudaTransfer
 from mrl.reshard import connect, execute, transport_shm
 from mrl.reshard import setup as sync_setup
-from mrl.reshard.connect import connect_receiver, connect_sender
+from mrl.reshard.connect import connect_receiver, connect_sender, open_sender
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.transport import TransferError
 
@@ -96,6 +96,7 @@ class ProcessGroupNCCL:
         _timeout = timedelta(minutes=10)
 
     device: Device  # of this process
+    communicators = 0  # that this process has made
 
     def __init__(self, store: dist.Store, number: int, size: int, options: Options):
         self._group = CpuTransfer().point_to_point_group(store, number, size, FOREVER_S, "127.0.0.1")
@@ -117,6 +118,7 @@ class ProcessGroupNCCL:
         if peer not in self._met:
             self._meet(peer, _FIRST_USE)
             self._met.add(peer)
+            ProcessGroupNCCL.communicators += 1
 
         def run() -> None:
             try:
@@ -290,6 +292,34 @@ def receive_again(setup: SyncSetup, second: SyncSetup, worker: int) -> tuple[str
         said = str(error)
     receiver.close()
     return said, _received(second, worker, connect_receiver(second, worker), 2)
+
+
+def send_to_all_and_one_again(engines: list[SyncSetup], again: SyncSetup, rank: int) -> list[tuple[int, int, Any]]:
+    """A rank's syncs, over a connection for each engine, before and after one of them was made anew: communicators so
+    far, bytes of staging, and digests.
+    """
+    held = shards_of(again, rank, hf_weights(again))
+    sender = open_sender(again, rank, lambda name, chunk: held[name, chunk])
+    everybody = [worker for setup in engines for worker in setup.workers]
+    found = []
+    for update, setups in enumerate((engines, [again]), 1):
+        for setup in setups:
+            sender.connect(setup)
+        digests = sender.send(update, everybody).digests
+        found.append((ProcessGroupNCCL.communicators, sender.end.staging_bytes, digests))
+    return found
+
+
+def receive_until_restart(setup: SyncSetup, worker: int, updates: int) -> list[tuple[int, dict[str, int]]]:
+    """A worker's syncs over one connection: communicators so far, and digests. It ends after them, as if killed."""
+    receiver = connect_receiver(setup, worker)
+    received = (_received(setup, worker, receiver, update) for update in range(1, updates + 1))
+    return [(ProcessGroupNCCL.communicators, digests) for digests in received]
+
+
+def receive_after_restart(again: SyncSetup, worker: int) -> dict[str, int]:
+    """The sync of a process that has begun in the place of another."""
+    return _received(again, worker, connect_receiver(again, worker), 2)
 
 
 def stop_while_connecting(setup: SyncSetup, worker: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from reshard_world import World, expected, hf_weights, setup_for, shards_of, sum
 from small_model import write_model
 from test_config_rules import DENSE_MODEL, GPU, TINY, TINY_MODEL, broken, only
 from test_lora import LORA, WholeFactors, factors_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import notes, violations
@@ -36,6 +39,7 @@ from mrl.plan.sync_times import reshard_summary
 from mrl.platforms.versions import MEGATRON
 from mrl.reshard import quantise
 from mrl.reshard.digest import merged
+from mrl.reshard.execute import Sender
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.proof import verify
 from mrl.reshard.quantise import block_scales, quantised, words_of
@@ -235,6 +239,40 @@ def test_adapters_are_merged_and_rounded_before_words_are_made():
         for name, tensor in expected(setup, worker, of_export).items():
             assert torch.equal(writer.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
         assert sums_of(outcome.sends.values(), worker) == writer.digests
+
+
+class Seen(TorchDispatchMode):
+    """The operations of this thread, with the dtypes that they get: each is a kernel that a device loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        groups = zip(*args[:2], strict=True) if "_foreach" in str(func) else [tree_leaves((args, kwargs))]
+        for group in groups:
+            self.kernels.add((str(func), *[a.dtype for a in group if isinstance(a, torch.Tensor)][:2]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("block", [0, SMALL])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_no_kernel_is_loaded_in_a_sync_that_was_not_before_it(block, adapted):
+    setup = setup_for({"world_size": 1}, {"tensor": 2}, dtype="bfloat16", fp8_block=block)
+    merge = WholeFactors(factors_of(setup.model, LORA), LORA) if adapted else None
+    held = shards_of(setup, 0, hf_weights(setup, dtype=torch.bfloat16))
+    slots = SimpleNamespace(
+        begin=lambda update, workers: None, is_remote=lambda message: False, lasting=lambda message: True,
+        slot=lambda message: torch.empty(message.nbytes, dtype=torch.uint8), post=lambda message: None,
+        wait=lambda messages: None, staging_bytes=0,
+    )  # fmt: skip
+    shards, dtype = (lambda name, chunk: held[name, chunk]), torch.bfloat16
+    with Seen() as before:
+        Sender(setup.plan(), 0, shards, slots, dtype, merge=merge).warm_up()
+    with Seen() as within:
+        report = Sender(setup.plan(), 0, shards, slots, dtype, merge=merge).send(1, [0, 1])
+    assert report.digests and within.kernels
+    assert within.kernels - before.kernels == set()
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

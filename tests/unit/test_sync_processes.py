@@ -7,7 +7,17 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from nccl_like import at_once, receive_again, receive_all, send_again, send_all, stop_while_connecting
+from nccl_like import (
+    at_once,
+    receive_after_restart,
+    receive_again,
+    receive_all,
+    receive_until_restart,
+    send_again,
+    send_all,
+    send_to_all_and_one_again,
+    stop_while_connecting,
+)
 from reshard_world import setup_for
 
 from mrl.process.free_ports import free_port
@@ -70,6 +80,34 @@ def test_a_worker_that_is_lost_in_a_sync_costs_the_others_a_retry_with_the_same_
     assert all(found["rank", rank][0] for rank in (2, 3)), "they noticed"
     for worker in (0, 1, 2):
         assert found["worker", worker][1] == sent_to(worker, [found["rank", r][1] for r in FOUR])
+
+
+def test_an_engine_that_starts_again_is_connected_beside_the_others(tmp_path):
+    """Each engine has a connection. Only the pairs of the one that started again are made anew."""
+    setup = two_nodes(60.0)
+
+    def connection(worker, name):
+        where = {"name": f"{setup.transport['name']}-{name}", "workers": [worker]}
+        return replace(setup, transport=setup.transport | where | {"address": f"127.0.0.1:{free_port()}"})
+
+    engines = [connection(worker, worker) for worker in FOUR]
+    again = connection(3, "3-again")
+    calls = {("rank", r): partial(send_to_all_and_one_again, engines, again, rank=r) for r in FOUR}
+    for worker in FOUR:
+        updates = 1 if worker == 3 else 2
+        calls["worker", worker] = partial(receive_until_restart, engines[worker], worker, updates)
+    calls["worker", "3 again"] = partial(receive_after_restart, again, 3)
+    found = at_once(calls, tmp_path)
+    assert {name: answer for name, answer in found.items() if not isinstance(answer, list | dict)} == {}
+    for rank in FOUR:
+        (made, staging, _), (made_later, same_staging, _) = found["rank", rank]
+        to_last = route(setup, rank, 3, "node") == "p2p"
+        assert (made, made_later) == (2, 2 + to_last), "of two workers on the other node"
+        assert staging == same_staging <= 2 * setup.budget_bytes + 4 * 2 * 128, "one for all engines"
+    for worker in (0, 1, 2):
+        assert [made for made, _ in found["worker", worker]] == [2, 2]
+        assert found["worker", worker][1][1] == sent_to(worker, [found["rank", r][1][2] for r in FOUR])
+    assert found["worker", "3 again"] == sent_to(3, [found["rank", r][1][2] for r in FOUR])
 
 
 def test_a_peer_that_stops_while_it_connects_ends_it_for_all_within_the_deadline(tmp_path):

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from mrl.platforms.transfer import CudaTransfer, NpuTransfer, Transfer
 
 DEVICES = [CudaTransfer, NpuTransfer]
-HANDLING = [f"{library}_{what}" for library in ("TORCH_NCCL", "HCCL") for what in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT")]
+WHAT = ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT")
+HANDLING = [f"{library}_{what}" for library in ("TORCH_NCCL", "HCCL") for what in WHAT]
 
 
 class EnqueuedWork:

@@ -448,6 +448,58 @@ def test_an_engine_that_is_lost_in_a_sync_does_not_keep_the_others_from_it(clust
     assert world.fleet.serving().keys() == {"engine 0"}
 
 
+def test_an_engine_that_comes_back_in_the_middle_of_a_sync_is_brought_in_after_it_with_one_message(
+    cluster, monkeypatch, capsys
+):
+    world, sync = cluster()
+    world.fleet.restart(3, 1)
+    sync.bring_to(1)
+    lose(world, 1)
+    settled = weight_sync.settle
+
+    def settle_with_a_return(calls, *given):
+        monkeypatch.setattr(weight_sync, "settle", settled)
+        come_back(world, 1)
+        return settled(calls, *given)
+
+    monkeypatch.setattr(weight_sync, "settle", settle_with_a_return)
+    assert sync.bring_to(2)["reshard/engines"] == 1 and world.versions() == [2, None]
+    capsys.readouterr()
+    sync.mend()
+    assert world.versions() == [2, 2] and holds(world, 1) and world.connected == [{0, 1}, {1}]
+    said = capsys.readouterr()
+    told = [line for line in (said.out + said.err).splitlines() if line.startswith("weight sync")]
+    assert told == ["weight sync: connected to engine 1, while the other connections stayed open"]
+
+
+def test_a_sync_that_fails_costs_no_connection_that_had_no_part_in_it(cluster, capsys):
+    world, sync = cluster()
+    world.fleet.restart(3, 1)
+    sync.bring_to(1)
+    lose(world, 1)
+    come_back(world, 1)
+
+    def gone(*arguments):
+        world.receive_weights = receive
+        raise MemoryError("no memory for a module")
+
+    receive = world.receive_weights
+    be_impatient(world.world)
+    open_again, world.connect_sync = world.connect_sync, lambda: (open_again(), be_impatient(world.world))
+    world.receive_weights = gone
+    sync.mend()
+    assert world.versions() == [1, 1] and world.connected == [{0, 1}, {1}, {1}]
+    assert "engine 1 fenced and synced again" in capsys.readouterr().err
+
+
+def test_the_time_of_connecting_is_not_the_syncs(cluster):
+    world, sync = cluster()
+    open_slowly, world.connect_sync = world.connect_sync, lambda: (time.sleep(1.5), open_slowly())
+    first, second = sync.bring_to(1), sync.bring_to(2)
+    assert first["reshard/seconds_connecting"] > 1.5 > first["reshard/seconds"] > 0
+    assert second["reshard/seconds_connecting"] == 0.0 < second["reshard/seconds"]
+
+
 def test_where_the_only_engine_is_lost_the_weights_are_current_all_the_same(cluster):
     world, sync = cluster(engines=1)
     world.fleet.restart(3, 1)
