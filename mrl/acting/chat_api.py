@@ -25,7 +25,8 @@ SAMPLING = {
     "top_k": -1, "n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
     "length_penalty": 1, "min_p": 0, "min_tokens": 0, "top_logprobs": 0, "response_format": {"type": "text"},
     "tool_choice": "auto", "parallel_tool_calls": True, "modalities": ["text"], "skip_special_tokens": True,
-    "spaces_between_special_tokens": True, "add_generation_prompt": True,
+    "spaces_between_special_tokens": True, "add_generation_prompt": True, "truncation": "disabled",
+    "text": {"format": {"type": "text"}},
 }  # fmt: skip
 # parts of a body that are read, and those that say nothing of the answer
 _READ = {"model", "messages", "tools", "max_tokens", "stream"}
@@ -33,9 +34,10 @@ _READ_OPENAI = _READ | {"max_completion_tokens", "stream_options"}
 _READ_ANTHROPIC = _READ | {"system"}
 _LABELS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "cache_control", "betas",
+    "cache_control", "betas", "client_metadata",
 }  # fmt: skip
 RESPONSE_ID = "resp_"  # and the number of the answer
+_TEXTS = ("text", "input_text", "output_text")  # types of a text in a content
 _MOST_SETTINGS = 64  # that are counted of one request
 _SETTING = re.compile(r"[\w.-]{1,64}", re.ASCII)  # a name that a column holds
 _NOTHING = (None, [], {}, "")
@@ -108,7 +110,7 @@ class ChatRequest:
     # of the form of Responses
     previous: str = ""  # id of the response whose conversation goes on
     is_instructed: bool = False  # the first message is instructions, which the next response does not inherit
-    free_tools: frozenset[str] = frozenset()  # tools whose argument is a text
+    forms: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # tool -> namespace, type of its calls
     # of completions: the whole prompt, as token ids or as a text of them
     ids: tuple[int, ...] | None = None
     raw: str | None = None
@@ -159,55 +161,55 @@ class Api(NamedTuple):
 
 def parse_openai(body: Any) -> ChatRequest:
     """Reads a request for a chat completion. Raises BadRequest."""
-    _check_mapping(body, "the body")
+    check_mapping(body, "the body")
     if body.get("functions") is not None or body.get("function_call") is not None:
         raise BadRequest("`functions` is OpenAI's older form; send `tools`")
-    messages = [_openai_message(message) for message in _list(body, "messages")]
-    tools = [_openai_tool(tool) for tool in _list(body, "tools")]
-    limit = _whole_number(body, "max_completion_tokens") or _whole_number(body, "max_tokens")
+    messages = [_openai_message(message) for message in list_of(body, "messages")]
+    tools = [_openai_tool(tool) for tool in list_of(body, "tools")]
+    limit = limit_of(body, "max_completion_tokens") or limit_of(body, "max_tokens")
     options = body.get("stream_options") or {}
-    _check_mapping(options, "`stream_options`")
-    return _checked(body, _READ_OPENAI, messages, tools, limit, wants_usage=bool(options.get("include_usage")))
+    check_mapping(options, "`stream_options`")
+    return checked(body, _READ_OPENAI, messages, tools, limit, wants_usage=bool(options.get("include_usage")))
 
 
 def _openai_message(message: Any) -> ChatMessage:
-    _check_mapping(message, "a message")
+    check_mapping(message, "a message")
     role = message.get("role")
     if role == "developer":
         role = "system"
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: {', '.join(ROLES)}")
-    calls = [_openai_call(call) for call in _list(message, "tool_calls")]
-    return ChatMessage(role, _text(message.get("content")), tuple(calls), _word(message.get("tool_call_id")))
+    calls = [_openaicall_of(call) for call in list_of(message, "tool_calls")]
+    return ChatMessage(role, text_of(message.get("content")), tuple(calls), word_of(message.get("tool_call_id")))
 
 
-def _openai_call(call: Any) -> ChatCall:
-    _check_mapping(call, "a call")
+def _openaicall_of(call: Any) -> ChatCall:
+    check_mapping(call, "a call")
     function = call.get("function")
-    _check_mapping(function, _only_functions("a call", call))
+    check_mapping(function, _only_functions("a call", call))
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-    return _call(call.get("id"), function.get("name"), arguments)
+    return call_of(call.get("id"), function.get("name"), arguments)
 
 
-def _call(number: Any, name: Any, arguments: Any) -> ChatCall:
+def call_of(number: Any, name: Any, arguments: Any) -> ChatCall:
     """Makes a call of a client's history. Arguments that are no object stand there as they are: a client would send
     them again with every request to come.
     """
     if arguments is None:  # a call without arguments
         arguments = {}
     if isinstance(arguments, Mapping):
-        return ChatCall(_word(number), _word(name), arguments)
-    return ChatCall(_word(number), _word(name), {"arguments": arguments}, is_read=False)
+        return ChatCall(word_of(number), word_of(name), arguments)
+    return ChatCall(word_of(number), word_of(name), {"arguments": arguments}, is_read=False)
 
 
 def _openai_tool(tool: Any) -> dict[str, Any]:
-    _check_mapping(tool, "a tool")
+    check_mapping(tool, "a tool")
     function = tool.get("function")
-    _check_mapping(function, _only_functions("a tool", tool))
-    return _tool(function, function.get("parameters"))
+    check_mapping(function, _only_functions("a tool", tool))
+    return tool_of(function, function.get("parameters"))
 
 
 def _only_functions(what: str, given: Mapping[str, Any]) -> str:
@@ -220,41 +222,41 @@ def _only_functions(what: str, given: Mapping[str, Any]) -> str:
 
 def parse_anthropic(body: Any) -> ChatRequest:
     """Reads a request for a message. Raises BadRequest."""
-    _check_mapping(body, "the body")
+    check_mapping(body, "the body")
     messages = []
     if body.get("system") not in _NOTHING:
-        messages.append(ChatMessage("system", _text(body["system"])))
-    for message in _list(body, "messages"):
+        messages.append(ChatMessage("system", text_of(body["system"])))
+    for message in list_of(body, "messages"):
         messages += _anthropic_messages(message)
     tools = []
     left_out = []
-    for tool in _list(body, "tools"):
-        _check_mapping(tool, "a tool")
+    for tool in list_of(body, "tools"):
+        check_mapping(tool, "a tool")
         kind = tool.get("type") or "custom"
         if kind == "custom" or tool.get("input_schema") is not None:
-            _check_mapping(tool.get("input_schema"), f"`input_schema` of tool {str(tool.get('name'))[:64]!r}")
-            tools.append(_tool(tool, tool["input_schema"]))
+            check_mapping(tool.get("input_schema"), f"`input_schema` of tool {str(tool.get('name'))[:64]!r}")
+            tools.append(tool_of(tool, tool["input_schema"]))
         elif (known := client_tool(str(kind))) is not None:
-            tools.append(_tool({"name": tool.get("name"), "description": known[0]}, known[1]))
+            tools.append(tool_of({"name": tool.get("name"), "description": known[0]}, known[1]))
         else:
             left_out.append(str(kind))
-    return _checked(body, _READ_ANTHROPIC, messages, tools, _whole_number(body, "max_tokens"), left_out)
+    return checked(body, _READ_ANTHROPIC, messages, tools, limit_of(body, "max_tokens"), left_out)
 
 
 def _anthropic_messages(message: Any) -> list[ChatMessage]:
     """Splits one message: the results of tools become messages of their own, before its text."""
-    _check_mapping(message, "a message")
+    check_mapping(message, "a message")
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
         raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: user, assistant, system")
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return [ChatMessage(role, content or "")]
-    blocks = _list(message, "content")
+    blocks = list_of(message, "content")
     for block in blocks:
-        _check_mapping(block, "a block of a message")
+        check_mapping(block, "a block of a message")
     results = [
-        ChatMessage("tool", _text(block.get("content")), call_id=_word(block.get("tool_use_id")))
+        ChatMessage("tool", text_of(block.get("content")), call_id=word_of(block.get("tool_use_id")))
         for block in blocks
         if block.get("type") == "tool_result"
     ]
@@ -263,14 +265,14 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
     texts = [block for block in blocks if block.get("type") not in known]
     if results and not texts:
         return results
-    return [*results, ChatMessage(role, _text(texts), tuple(calls))]
+    return [*results, ChatMessage(role, text_of(texts), tuple(calls))]
 
 
 def _anthropic_call(block: Mapping[str, Any]) -> ChatCall:
-    return _call(block.get("id"), block.get("name"), block.get("input"))
+    return call_of(block.get("id"), block.get("name"), block.get("input"))
 
 
-def _checked(
+def checked(
     body: Mapping[str, Any],
     read: Set[str],
     messages: Sequence[ChatMessage],
@@ -305,7 +307,7 @@ def _checked(
     model = body.get("model")
     model = model if isinstance(model, str) else ""
     stream = bool(body.get("stream"))
-    messages = _in_order_of_calls(messages)
+    messages = in_order_of_calls(messages)
     return ChatRequest(messages, tuple(tools), limit, stream, wants_usage, model, sampling, choice == "none", chosen)
 
 
@@ -339,7 +341,7 @@ def _asks(name: str, value: Any) -> bool:
     return value not in _NOTHING and value is not False
 
 
-def _in_order_of_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+def in_order_of_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     """Orders the results of tools as their calls stand in the message before."""
     ordered: list[ChatMessage] = []
     order: dict[str, int] = {}
@@ -361,13 +363,15 @@ def _sorted(results: list[ChatMessage], order: Mapping[str, int]) -> list[ChatMe
     return results
 
 
-def _check_mapping(value: Any, what: str) -> None:
+def check_mapping(value: Any, what: str) -> None:
+    """Raises BadRequest for what is no object."""
     if not isinstance(value, Mapping):
         kind = "missing or null" if value is None else f"{type(value).__name__} ({str(value)[:60]!r})"
         raise BadRequest(f"{what} is {kind}, expected an object")
 
 
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
+    """Returns a list of a body; empty where it is missing. Raises BadRequest."""
     value = body.get(name)
     if value is None:
         return []
@@ -376,7 +380,8 @@ def _list(body: Mapping[str, Any], name: str) -> list[Any]:
     return value
 
 
-def _whole_number(body: Mapping[str, Any], name: str) -> int | None:
+def limit_of(body: Mapping[str, Any], name: str) -> int | None:
+    """Returns a limit of tokens; None where it is missing. Raises BadRequest."""
     value = body.get(name)
     if value is None:
         return None
@@ -385,7 +390,8 @@ def _whole_number(body: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def _word(value: Any) -> str:
+def word_of(value: Any) -> str:
+    """Returns a name or id; empty where it is missing. Raises BadRequest."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -393,7 +399,7 @@ def _word(value: Any) -> str:
     return value
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
     """Returns the text of a content, which is a text or a list of text parts."""
     if content is None:
         return ""
@@ -403,24 +409,24 @@ def _text(content: Any) -> str:
         raise BadRequest(f"`content` is {type(content).__name__}, expected a text or a list of texts")
     texts = []
     for part in content:
-        _check_mapping(part, "a part of a message")
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        check_mapping(part, "a part of a message")
+        if part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
             raise BadRequest(f"a part of a message has the type {str(part.get('type'))[:40]!r}; only text is supported")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _tool(function: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
+def tool_of(function: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
     """Writes one tool in OpenAI's form, with the three keys that templates read."""
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise BadRequest("a tool has no name")
     schema = {"type": "object"} if parameters is None else parameters
-    _check_mapping(schema, f"the schema of tool {name!r}")
+    check_mapping(schema, f"the schema of tool {name!r}")
     properties = schema.get("properties") or {}
-    _check_mapping(properties, f"`properties` of tool {name!r}")
+    check_mapping(properties, f"`properties` of tool {name!r}")
     schema = {**schema, "properties": properties}
-    described = {"name": name, "description": _word(function.get("description")), "parameters": schema}
+    described = {"name": name, "description": word_of(function.get("description")), "parameters": schema}
     return {"type": "function", "function": described}
 
 
@@ -437,7 +443,7 @@ def openai_whole(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
     if answer.message.thought:
         message["reasoning_content"] = answer.message.thought
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _openai_finish(answer)}
-    return _openai_head(answer, request, "chat.completion") | {"choices": [choice], "usage": _openai_usage(answer)}
+    return _openai_head(answer, request, "chat.completion") | {"choices": [choice], "usage": openai_usage(answer)}
 
 
 def openai_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[tuple[str, Any]]:
@@ -451,7 +457,7 @@ def openai_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[tuple[st
     for part, finish in ((delta, None), ({}, _openai_finish(answer))):
         yield "", head | {"choices": [{"index": 0, "delta": part, "logprobs": None, "finish_reason": finish}]}
     if request.wants_usage:
-        yield "", head | {"choices": [], "usage": _openai_usage(answer)}
+        yield "", head | {"choices": [], "usage": openai_usage(answer)}
     yield "", "[DONE]"
 
 
@@ -472,7 +478,7 @@ def _openai_finish(answer: ChatAnswer) -> str:
     return "stop"
 
 
-def _openai_usage(answer: ChatAnswer) -> dict[str, int]:
+def openai_usage(answer: ChatAnswer) -> dict[str, int]:
     both = answer.prompt_tokens + answer.tokens
     return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": both}
 
@@ -551,7 +557,7 @@ _ERRORS = {
     404: "not_found_error",
     413: "request_too_large",
 }
-APIS = {
+CHAT_APIS = {
     "/v1/chat/completions": Api(parse_openai, openai_whole, openai_events, openai_error),
     "/v1/messages": Api(parse_anthropic, anthropic_whole, anthropic_events, anthropic_error),
 }

@@ -1,8 +1,11 @@
 """Serves the chat endpoint of an engine: HTTP on loopback, with one key a session.
 
-    POST /v1/chat/completions, /v1/messages   --> the session's conversation is asked, and its answer written
+    POST /v1/chat/completions, /v1/messages, /v1/responses, /v1/completions
+                                              --> the session's conversation is asked, and its answer written
+    POST /v1/messages/count_tokens            --> how many tokens a request has
     POST /v1/reward {"reward", "parts"}       --> the session's reward, once
-    GET  /v1/models                           --> one name, for clients that look
+    GET  /v1/models, /v1/models/NAME          --> one name, for clients that look; any other is the same model
+    HEAD                                      --> for clients that look whether anybody listens, without a key
 
 Requests for another host name are refused (403), and so are keys of no open session (401). A body has at most
 BODY_BYTES (413). A request that a session cannot answer gets a 400, which clients do not repeat. A stream is written
@@ -21,14 +24,16 @@ from typing import Any, Protocol
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from mrl.acting.chat_api import APIS, Api, BadRequest, ChatAnswer, ChatRequest
+from mrl.acting.chat_api import Api, BadRequest, ChatAnswer, ChatRequest, parse_anthropic
 from mrl.acting.environment import LARGEST_REWARD, Reply, reply_of
+from mrl.acting.responses_api import APIS
 from mrl.errors import EnvironmentFault
 
 HOST = "127.0.0.1"
 MODEL = "policy"
 BODY_BYTES = 8 * 2**20
 REWARD_PATH = "/v1/reward"
+COUNT_PATH = "/v1/messages/count_tokens"
 
 
 class ChatSession(Protocol):
@@ -36,6 +41,9 @@ class ChatSession(Protocol):
 
     async def ask(self, asked: ChatRequest) -> ChatAnswer:
         """Returns the model's answer. It is cancelled once nobody waits for it. Raises BadRequest."""
+
+    async def count(self, asked: ChatRequest) -> int:
+        """Returns the number of tokens of a request. Raises BadRequest."""
 
     def reward(self, reply: Reply) -> None:
         """Takes the response's reward. Raises BadRequest for a second one."""
@@ -84,7 +92,9 @@ class Endpoint:
             for path, api in APIS.items():
                 app.router.add_post(path, _handler(api))
             app.router.add_post(REWARD_PATH, _rewarded)
+            app.router.add_post(COUNT_PATH, _counted)
             app.router.add_get("/v1/models", _models)
+            app.router.add_get("/v1/models/{name:.+}", _model)
             # handlers of clients that hang up are cancelled
             runner = web.AppRunner(
                 app, access_log=None, handle_signals=False, handler_cancellation=True, logger=_LOGGER
@@ -110,6 +120,8 @@ class Endpoint:
         try:
             if request.host not in (f"{HOST}:{self.port}", f"localhost:{self.port}"):
                 return _refused(request, 403, f"this is {HOST}:{self.port}, and no other host")
+            if request.method == "HEAD":
+                return web.Response()
             session = self._sessions.get(_digest(_key_of(request)))
             if session is None:
                 return _refused(request, 401, "the key is of no session that is under way")
@@ -143,7 +155,8 @@ def _key_of(request: web.Request) -> str:
 
 
 def _refused(request: web.Request, status: int, why: str) -> web.Response:
-    api = APIS.get(request.path, next(iter(APIS.values())))
+    path = request.path.removesuffix("/count_tokens")
+    api = APIS.get(path, next(iter(APIS.values())))
     return web.json_response(api.error(status, why), status=status)
 
 
@@ -196,5 +209,22 @@ async def _rewarded(request: web.Request) -> web.Response:
     return web.json_response({})
 
 
+async def _counted(request: web.Request) -> web.Response:
+    asked = await asyncio.to_thread(parse_anthropic, await _body(request))
+    return web.json_response({"input_tokens": await request[_SESSION].count(asked)})
+
+
 async def _models(request: web.Request) -> web.Response:
-    return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "mrl"}]})
+    page = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+    return web.json_response({"object": "list", "data": [described(MODEL)], **page})
+
+
+async def _model(request: web.Request) -> web.Response:
+    return web.json_response(described(request.match_info["name"]))
+
+
+def described(name: str) -> dict[str, Any]:
+    """Describes the model in the terms of both forms."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "mrl"}
+    anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+    return openai | anthropic

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mrl.acting.agent import AGENT
-from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest
+from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest, in_order_of_calls
 from mrl.acting.chat_turns import ChatPlace, KeptTurns
 from mrl.data.samples import Samples, TurnCall, with_turns
 from mrl.schedule.branches import Branch, as_one_row
@@ -55,7 +55,7 @@ class SpokenTurns:
             raise BadRequest(f"`previous_response_id` is {asked.previous[:60]!r}, which is no response of this session")
         own = asked.is_instructed
         messages = (*asked.messages[:own], *self._kept.history(number), *asked.messages[own:])
-        return replace(asked, messages=messages, previous="")
+        return replace(asked, messages=in_order_of_calls(messages))
 
     def _with_tokens(self, asked: ChatRequest) -> ChatRequest:
         """Finds the turn whose tokens are the beginning of the request's, the longest of several."""

@@ -135,6 +135,44 @@ def anthropic(url, key, row, seconds):
     post("/v1/messages", asked | {"messages": [*asked["messages"], *both], "temperature": 0.2})
 
 
+def responses(url, key, row, seconds):
+    """A call and its answer in the form of Responses, by the id of the response or by all items; then a word more."""
+    by_id = row["extra_info"]["by_id"]
+    path = "/v1/responses"
+    tool = {"type": "function", **TOOL["function"]}
+    asked = {"model": "m", "instructions": "Be brief.", "tools": [tool]}
+    items = [dict(message) for message in row["prompt"]]
+    before = None
+    saw = []
+    for new in ([], None, [{"role": "user", "content": "Sure?"}]):
+        if new is None:
+            call = next(item for item in saw[-1]["output"] if item["type"] == "function_call")
+            new = [{"type": "function_call_output", "call_id": call["call_id"], "output": "408"}]
+        items += new
+        if by_id and before:
+            saw.append(post(path, asked | {"input": new, "previous_response_id": before}))
+        else:
+            saw.append(post(path, asked | {"input": items}))
+        before = saw[-1]["id"]
+        items += saw[-1]["output"]
+    saw.append(post(path, {"input": "?", "previous_response_id": "resp_99"}))
+    note(row, saw)
+
+
+def completes(url, key, row, seconds):
+    """Two turns by token ids alone, and what is cut goes on."""
+    path = "/v1/completions"
+    told = {"return_token_ids": True}
+    first = post(path, told | {"prompt": row["extra_info"]["ids"], "max_tokens": 2})["choices"][0]
+    whole = first["prompt_token_ids"] + first["token_ids"]
+    rest = post(path, told | {"prompt": whole})["choices"][0]
+    more = whole + rest["token_ids"] + row["extra_info"]["more"]
+    last = post(path, told | {"prompt": [more]})["choices"][0]
+    again = post(path, {"prompt": more + last["token_ids"]})
+    unknown = post(path, {"prompt": [10**6]})
+    note(row, [first, rest, last, again, unknown])
+
+
 def openai_package(url, key, row, seconds):
     """The same, with a stranger's client that finds all by its own variables; a stream too."""
     from openai import OpenAI

@@ -5,7 +5,15 @@ import random
 
 import pytest
 
-from mrl.acting.chat_api import APIS, BadRequest, ChatAnswer, ChatCall, ChatMessage, parse_anthropic, parse_openai
+from mrl.acting.chat_api import CHAT_APIS as APIS
+from mrl.acting.chat_api import (
+    BadRequest,
+    ChatAnswer,
+    ChatCall,
+    ChatMessage,
+    parse_anthropic,
+    parse_openai,
+)
 
 TOOL = {"name": "search", "description": "Finds.", "parameters": {"type": "object", "properties": {"q": {}}}}
 ARGUMENTS = {"q": "näh", "n": 2}

@@ -269,6 +269,48 @@ def test_tools_that_the_agent_calls_itself_are_answered_as_tools_are(name):
     assert last_calls(made) == [("agent", "ok"), *overridden, ("agent", "ok")]
 
 
+@pytest.mark.parametrize("by_id", [True, False])
+def test_a_conversation_in_the_form_of_responses_is_one_branch_by_ids_and_by_items(tmp_path, by_id):
+    saw = tmp_path / "saw"
+    engine = Engine(f"<think>\nhm\n</think>\n\nWell. {CALL}", "It is 408.", "Yes.")
+    (made,) = rows(engine, conversations("responses"), [row({"by_id": by_id, "saw": str(saw)})])
+    first, second, third, refused = json.loads(saw.read_text())
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+    assert second["output"][0]["content"][0]["text"] == "It is 408." and third["status"] == "completed"
+    assert refused["status"] == 400 and "resp_99" in refused["said"]["error"]["message"]
+    assert made.branch_counts is None and made.turn_counts.tolist() == [3] and stop_of(made) == Stop.CLOSED
+    told = f"<tool_response>\n408\n</tool_response>{END}\n" + turn("It is 408.") + heard("Sure?") + turn("Yes.")
+    assert "<|im_start|>system\nBe brief." in text_of(made) and text_of(made).endswith(told)
+    assert text_of(made).count("Be brief.") == 1 and last_calls(made) == [("agent", "ok")] * 3
+
+
+def test_completions_by_token_ids_go_on_from_the_tokens_that_they_begin_with(tmp_path):
+    saw = tmp_path / "saw"
+    more = ids("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n")
+    engine = Engine("It is four.", " four.", "Yes.")
+    (made,) = rows(engine, conversations("completes"), [row({"ids": list(PROMPT), "more": more, "saw": str(saw)})])
+    first, rest, last, again, unknown = json.loads(saw.read_text())
+    assert (first["finish_reason"], rest["text"], last["text"]) == ("length", " four.", "Yes.")
+    assert again["status"] == 400 and "nothing to answer" in again["said"]["error"]["message"]
+    assert unknown["status"] == 400 and "vocabulary" in unknown["said"]["error"]["message"]
+    assert made.branch_counts is None and made.turn_counts.tolist() == [3]
+    assert made.token_ids.tolist() == [
+        *PROMPT, *first["token_ids"], *rest["token_ids"], *more, *last["token_ids"],
+    ]  # fmt: skip
+    assert list(engine.asked[0].prompt_ids) == list(PROMPT) == first["prompt_token_ids"]
+
+
+def test_tokens_are_counted_as_the_engine_is_asked_for_them(tmp_path):
+    saw = tmp_path / "saw"
+    asked = {"messages": [{"role": "user", "content": "12*34?"}], "system": "Be brief.", "max_tokens": 9}
+    steps = [["post", "/v1/messages/count_tokens", asked], ["post", "/v1/messages", asked]]
+    engine = Engine("Four.")
+    rows(engine, conversations(), [row({"steps": steps, "saw": str(saw)})])
+    counted, said = json.loads(saw.read_text())
+    assert counted == {"input_tokens": len(engine.asked[0].prompt_ids)}
+    assert said["usage"]["input_tokens"] == counted["input_tokens"] and len(engine.asked) == 1
+
+
 @pytest.mark.parametrize("more", [{}, {"tool_choice": "none"}])
 def test_an_agent_that_reads_calls_itself_finds_them_and_goes_on_in_the_same_branch(tmp_path, more):
     """It sends back the text that it was given; what comes back of its tools is a message of the user."""
@@ -715,11 +757,38 @@ def test_host_key_and_size_are_looked_at_before_anything_is_read():
         ("POST", "/v1/reward", own, b"1"),
         ("GET", path, own, None),
         ("GET", "/v1/models", {"x-api-key": "{key}"}, None),
+        ("GET", "/v1/models/some/name", {"x-api-key": "{key}"}, None),
+        ("GET", "/v1/models/policy", {}, None),
+        ("HEAD", "/", {}, None),
+        ("HEAD", "/", {"Host": "evil.example:{port}"}, None),
+        ("POST", "/v1/messages/count_tokens", own, b'{"messages": 3}'),
+        ("POST", "/v1/responses", own, b'{"input": 3}'),
+        ("POST", "/v1/responses", own, b'{"input": "?", "background": true}'),
+        ("POST", "/v1/completions", own, b'{"prompt": [[1], [2]]}'),
         ("POST", path, own | {"Content-Encoding": "gzip"}, b"no gzip"),
         ("POST", "/v1/reward", own | {"Content-Encoding": "deflate"}, b"\x00\xff" * 40),
         ("POST", path, own | {"Content-Length": str(10**12)}, b"{"),  # answered although it never comes
     ]
-    wanted = [403, 403, 401, 401, 401, 413, 400, 400, 400, 400, 400, 400, 405, 200, 400, 400, 413]
+    wanted = [
+        403,
+        403,
+        401,
+        401,
+        401,
+        413,
+        400,
+        400,
+        400,
+        400,
+        400,
+        400,
+        405,
+        200,
+        *(200, 401, 200, 403, 400, 400, 400, 400),
+        400,
+        400,
+        413,
+    ]
     assert statuses(requests) == wanted
 
 
