@@ -156,7 +156,7 @@ def _first(path: str, count, train: list[str], val: list[str], reward: dict[str,
     read = DataConfig(train_batch_size=1, train_files=train, val_files=val)
     found = measured(cached_folder(path), read, RewardConfig.model_validate(nested(reward).get("reward", {})))
     if found is not None:
-        prompt, response = found.lengths(model.max_position_embeddings, usual_lengths(model)[1])
+        prompt, response = found.lengths(model.longest_sample, usual_lengths(model)[1])
         step, mini = found.batch(prompt, *usual_prompts(count))
         data |= {
             "data.max_prompt_length": prompt,

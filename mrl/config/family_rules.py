@@ -1,4 +1,5 @@
-"""Rules of latent attention (DeepSeek-V3 and its relatives), and of hybrids of gated delta and gated attention.
+"""Rules of rotations, of latent attention (DeepSeek-V3 and its relatives), and of hybrids of gated delta and gated
+attention.
 
 They say what devices and engines cannot do with such families.
 """
@@ -9,6 +10,7 @@ from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RunConfig, leaf
 from mrl.errors import nearest
 from mrl.model import ModelSpec
+from mrl.model.rotation import DEFAULT
 from mrl.platforms.versions import row_of, vllm_generation, vllm_package
 
 _VLLM = "rollout.engine_kwargs.vllm"
@@ -41,6 +43,29 @@ def replicates_shared_experts(config: RunConfig) -> bool:
     return min(degrees) > 1
 
 
+_OVERRIDES = "model.override_transformer_config"
+ROTATION_RULES = (
+    RuleRow(
+        "cluster.device",
+        lambda c, m: not m.is_latent and m.rotation.kind != DEFAULT and on_device(c, "npu"),
+        "must be cuda or cpu for rope_type {m.rotation.kind}",
+        "neither MindSpeed's rotation nor vllm-ascend's was compared with it",
+        ("cuda", "cpu"),
+    ),
+    *(
+        RuleRow(
+            f"{_OVERRIDES}.{name}",
+            lambda c, m, name=name: (
+                not m.is_latent and m.rotation.magnitude != 1.0 and c.model.override_transformer_config.get(name)
+            ),
+            "must be false with rope_type {m.rotation.kind}",
+            "the fused kernel would not multiply queries and keys by its magnitude, {m.rotation.magnitude:.4f}",
+            (False,),
+        )
+        for name in ("apply_rope_fusion", "fused_single_qkv_rope")
+    ),
+)
+
 LATENT_RULES = (
     RuleRow(
         f"{_VLLM}.load_format",
@@ -70,8 +95,8 @@ LATENT_RULES = (
         (1,),
     ),
     RuleRow(
-        "model.override_transformer_config.apply_rope_fusion",
-        lambda c, m: m.is_latent and m.yarn is None and c.model.override_transformer_config.get("apply_rope_fusion"),
+        f"{_OVERRIDES}.apply_rope_fusion",
+        lambda c, m: m.is_latent and m.rotation.kind == DEFAULT and c.model.override_transformer_config.get("apply_rope_fusion"),
         "must be false for latent attention without yarn",
         "Megatron refuses to build it: its fused rotation of latent attention knows yarn alone",
         (False,),

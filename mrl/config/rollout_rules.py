@@ -243,7 +243,7 @@ def log_prob_readers(config: RunConfig) -> list[str]:
 
 
 def _legal_response_length(config: RunConfig, model: ModelSpec) -> tuple[int, ...]:
-    left = model.max_position_embeddings - config.data.max_prompt_length
+    left = model.longest_sample - config.data.max_prompt_length
     if left > 0:
         return (left,)
     return ()
@@ -431,6 +431,15 @@ ROLLOUT_RULES = (
         "plus max_prompt_length = {c.data.max_prompt_length} must be at most max_position_embeddings = "
         "{m.max_position_embeddings}",
         "the model knows no positions beyond",
+        _legal_response_length,
+    ),
+    RuleRow(
+        "data.max_response_length",
+        lambda c, m: m.longest_sample < c.data.max_sample_length <= m.max_position_embeddings,
+        "plus max_prompt_length = {c.data.max_prompt_length} must be at most {m.longest_sample} with rope_type "
+        "{m.rotation.kind}",
+        "trainer and engines turn heads alike up to there: beyond the original positions of longrope transformers "
+        "changes frequencies with each call, and yarn's table in vLLM ends at factor times the original positions",
         _legal_response_length,
     ),
     RuleRow(

@@ -15,7 +15,6 @@ from mrl.errors import ConfigError, shown
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.glm4_moe import is_left_out, left_out_layers, with_shared_experts
 from mrl.model.hf_config import (
-    ANY,
     QUANTIZATION,
     HfConfig,
     ModelSpec,
@@ -24,7 +23,6 @@ from mrl.model.hf_config import (
     refuse_tied,
     refuse_unless,
     required,
-    yarn,
 )
 from mrl.model.latent_attention import VLLM_LATENT_ATTENTION
 from mrl.model.weight_map import VLLM_NORMS, Family
@@ -40,7 +38,6 @@ _PLAIN = {
     "llama_4_scaling": None,
     "rswa_window": None,
     "compress_ratios": None,
-    "rope_type": ANY,  # plain, or yarn
 }
 _GROUP_BEST = 2  # experts by which a group is judged
 
@@ -55,7 +52,9 @@ def read(config: HfConfig) -> ModelSpec:
     experts_per_token, groups, chosen = _routing(config)
     size = required(config, "moe_intermediate_size")
     rotated = required(config, "qk_rope_head_dim")
-    read_alike = common({**config, QUANTIZATION: None}, kv_heads=None, **_PLAIN)
+    read_alike = common(
+        {**config, QUANTIZATION: None}, kv_heads=None, head_dim=rotated, is_latent=True, **_PLAIN
+    )
     heads = read_alike["num_attention_heads"]
     if read_alike["num_key_value_heads"] != heads:
         refuse_unless("num_key_value_heads", read_alike["num_key_value_heads"], f"num_attention_heads, {heads}")
@@ -83,7 +82,6 @@ def read(config: HfConfig) -> ModelSpec:
         q_lora_rank=_query_latent(config),
         qk_rope_head_dim=rotated,
         v_head_dim=required(config, "v_head_dim"),
-        yarn=yarn(config),
         expert_groups=groups,
         chosen_expert_groups=chosen,
         fp8_block=block,

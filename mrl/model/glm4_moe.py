@@ -16,7 +16,6 @@ from mrl.model.hf_config import (
     common,
     head_dim_from_hidden,
     or_default,
-    partial_rotary_factor,
     refuse_tied,
     refuse_unless,
     required,
@@ -28,7 +27,6 @@ _PLAIN = {
     "topk_group": 1,
     "norm_topk_prob": True,  # Megatron's sigmoid router always does it, but never for one expert
     "attention_bias": ANY,  # here of queries, keys and values alone: qkv_bias
-    "partial_rotary_factor": ANY,
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -43,7 +41,7 @@ def read(config: HfConfig) -> ModelSpec:
     layers = required(config, "num_hidden_layers")
     size = required(config, "moe_intermediate_size")
     return ModelSpec(
-        **common(config, kv_heads=8, **_PLAIN),
+        **common(config, kv_heads=8, rotary_share=0.5, **_PLAIN),
         head_dim=head_dim_from_hidden(config),
         qkv_bias=True,
         qk_norm=bool(or_default(config, "use_qk_norm", False)),
@@ -55,7 +53,6 @@ def read(config: HfConfig) -> ModelSpec:
         norm_topk_prob=True,
         router_score="sigmoid",
         routed_scaling_factor=float(or_default(config, "routed_scaling_factor", 1.0)),
-        partial_rotary_factor=partial_rotary_factor(config, 0.5),
         left_out_layers=left_out_layers(config),
     )
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from mrl.errors import ConfigError, shown
+from mrl.model.rotation import Rotation, read_rotation
+from mrl.model.rotation import settings as rotary_settings
 
 HfConfig = Mapping[str, Any]
 ANY: Any = object()  # as a plain value: the family reads the key by itself
@@ -20,8 +22,8 @@ _PLAIN: dict[str, Any] = {
     "dual_chunk_attention_config": None,  # other rotations inside chunks (Qwen2.5-1M)
     "is_causal": True,
     "qk_norm": False,
-    "rope_type": "default",
     "partial_rotary_factor": 1.0,
+    "alpha": None,  # of a dynamic rotation; Hunyuan's classes alone read it
     "mrope_section": None,
     "mrope_interleaved": False,
     "compression_config": None,
@@ -52,32 +54,12 @@ _OTHER_NAMES = {
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct", "rotary_emb_fraction"),
 }  # fmt: skip
-_ROTATION_ENTRIES = ("rope_parameters", "rope_scaling")
-_ROTATION_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-_ROTATION = (
-    *_ROTATION_BESIDE, "rope_type", "type", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-    "attention_factor", "truncate", "mrope_section", "mrope_interleaved",
-)  # fmt: skip
-# yarn settings that differ from Megatron's, with their plain values
-_YARN_FIXED = {"attention_factor": None, "truncate": True}
 # For fields that came with later families: `described` leaves them out of models that do not need them.
 _LATER = {"only_where_set": True}
 FULL_ATTENTION = "full_attention"
 QUANTIZATION = "quantization_config"  # how a checkpoint's weights are stored with fewer bits than they are trained in
 # different names of the layers for multi-token prediction
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """The stretching of rotary angles to more positions than in pretraining (arXiv:2309.00071)."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
 
 
 class LayerKind(NamedTuple):
@@ -100,7 +82,7 @@ class ModelSpec:
     vocab_size: int
     intermediate_size: int  # of dense MLP layers
     max_position_embeddings: int
-    rope_theta: float
+    rotation: Rotation
     rms_norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -114,7 +96,6 @@ class ModelSpec:
     norm_topk_prob: bool = False  # router weights of the chosen experts sum to one
     router_score: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=_LATER)
     routed_scaling_factor: float = field(default=1.0, metadata=_LATER)  # of the routed experts' sum
-    partial_rotary_factor: float = field(default=1.0, metadata=_LATER)  # rotated share of a head
     # for multi-token prediction; neither trained nor exported, so an export describes the same model without them
     left_out_layers: int = field(default=0, compare=False, metadata=_LATER)
     # latent attention: keys and values are made from one latent vector of a token; head_dim is that of queries and keys
@@ -122,7 +103,6 @@ class ModelSpec:
     q_lora_rank: int = field(default=0, metadata=_LATER)  # size of the queries' latent; 0: they are projected directly
     qk_rope_head_dim: int = field(default=0, metadata=_LATER)  # the rotated part of head_dim, shared by all heads
     v_head_dim: int = field(default=0, metadata=_LATER)
-    yarn: Yarn | None = field(default=None, metadata=_LATER)
     expert_groups: int = field(default=1, metadata=_LATER)  # experts are chosen from the best groups only
     chosen_expert_groups: int = field(default=1, metadata=_LATER)
     # gated delta attention in some layers (Qwen3-Next, Qwen3.5): their numbers, heads and sizes
@@ -191,6 +171,16 @@ class ModelSpec:
         return self.head_dim - self.qk_rope_head_dim
 
     @property
+    def rotated_head_dim(self) -> int:
+        """How many numbers of a head are turned by its position."""
+        return self.rotation.rotated(self.qk_rope_head_dim or self.head_dim)
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest sample that trainer and engines compute alike."""
+        return self.rotation.longest(self.max_position_embeddings)
+
+    @property
     def value_head_dim(self) -> int:
         """Width of one head's values, which differs from that of keys in latent attention."""
         return self.v_head_dim or self.head_dim
@@ -217,75 +207,6 @@ def required(config: HfConfig, *keys: str) -> Any:
     raise ConfigError(
         f"config.json of model_type {config.get('model_type')!r} has no {' or '.join(keys)}; is "
         "the checkpoint complete?"
-    )
-
-
-def rotation(config: HfConfig) -> dict[str, Any]:
-    """Returns the settings of the rotary positions: `rope_type` and all that belongs to it.
-
-    transformers 5 keeps them in `rope_parameters`. Older files have `rope_scaling`, and some settings beside it. An
-    empty entry is none. Raises ConfigError for two entries that differ: transformers and vLLM then take `rope_scaling`
-    alone, with the class' own base, and other readers `rope_parameters`.
-    """
-    beside = {key: config[key] for key in _ROTATION_BESIDE if config.get(key) is not None}
-    entries = {key: _rotation_entry(key, config[key], beside) for key in _ROTATION_ENTRIES if config.get(key)}
-    if not entries:
-        return {"rope_type": "default", **beside}
-    first, *others = entries.values()
-    if any(other != first for other in others):
-        values = " and ".join(f"{key} = {shown(config[key])}" for key in entries)
-        raise ConfigError(f"config.json: {values} describe different rotations: remove the one that is wrong")
-    return first
-
-
-def _rotation_entry(name: str, entry: HfConfig, beside: HfConfig) -> dict[str, Any]:
-    """Returns one entry's settings with those `beside` it. Raises ConfigError for what readers disagree about."""
-    for key, value in entry.items():
-        if key not in _ROTATION:
-            raise ConfigError(
-                f"config.json: {name}.{key} = {shown(value)} is not supported: training would not compute it"
-            )
-        if value is None and key != "attention_factor":
-            raise ConfigError(f"config.json: {name}.{key} = None: vLLM reads no such value; leave it out")
-        if beside.get(key, value) != value:
-            raise ConfigError(
-                f"config.json: {name}.{key} = {shown(value)} beside {key} = {shown(beside[key])}: remove the wrong one"
-            )
-    kinds = {entry[key] for key in ("rope_type", "type") if key in entry}
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"config.json: {name}.rope_type = {shown(entry['rope_type'])} beside {name}.type = {shown(entry['type'])}: "
-            "remove the wrong one"
-        )
-    settings = {key: value for key, value in entry.items() if key != "type"}
-    return {**beside, **settings, "rope_type": next(iter(kinds), "default")}
-
-
-def partial_rotary_factor(config: HfConfig, default: float) -> float:
-    """Returns the rotated share of a head. `default`: that of a configuration without the key."""
-    key = "partial_rotary_factor"
-    return float(required({key: default, **config, **rotation(config)}, key))
-
-
-def yarn(config: HfConfig) -> Yarn | None:
-    """Returns how angles are stretched; None if they are not. Raises ConfigError if it differs from Megatron's way."""
-    rope = rotation(config)
-    if rope["rope_type"] == "default":
-        return None
-    refuse_unless("rope_type", rope["rope_type"], "yarn")
-    for key, value in _YARN_FIXED.items():
-        refuse_unless(f"rope scaling's {key}", rope.get(key, value), value)
-    scales = (rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0)
-    if not all(scales) and any(scales):
-        refuse_unless("rope scaling's mscale, mscale_all_dim", scales, "both or neither")
-    mscale, of_all = scales if all(scales) else (1.0, 0.0)
-    return Yarn(
-        float(required(rope, "factor")),
-        required(rope, "original_max_position_embeddings"),
-        float(rope.get("beta_fast") or 32),
-        float(rope.get("beta_slow") or 1),
-        float(mscale),
-        float(of_all),
     )
 
 
@@ -325,7 +246,7 @@ def refuse_tied(config: HfConfig) -> None:
 def refuse_other_names(config: HfConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for a value under another name, where vLLM also looks, that differs from the model's."""
     for key, names in _OTHER_NAMES.items():
-        own = getattr(spec, key)
+        own = {**vars(spec.rotation), **vars(spec)}[key]
         for name in names:
             value = config.get(name)
             # of all names of the longest text, vLLM takes the smallest value
@@ -390,6 +311,10 @@ _NUMBERS = (
     "factor",
     "beta_fast",
     "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "alpha",
 )
 _NUMBERS_OR_ZERO = ("mscale", "mscale_all_dim")
 _KINDS: dict[str, type] = {
@@ -404,6 +329,9 @@ _KINDS: dict[str, type] = {
     "mlp_only_layers": list,
     "layer_types": list,
     "mlp_layer_types": list,
+    "short_factor": list,
+    "long_factor": list,
+    "truncate": bool,
     QUANTIZATION: dict,
     "architectures": list,
 }
@@ -429,6 +357,9 @@ def refuse_impossible(config: HfConfig) -> None:
     lists = [item for key in ("mlp_only_layers", "architectures", "layer_types") for item in config.get(key) or ()]
     if not all(isinstance(item, int | str) for item in lists):
         raise ConfigError("config.json: mlp_only_layers, architectures or layer_types hold more than numbers and names")
+    factors = [item for key in ("short_factor", "long_factor") for item in config.get(key) or ()]
+    if not all(map(_is_number, factors)):
+        raise ConfigError("config.json: short_factor or long_factor hold more than numbers")
     for inner in ("rope_parameters", "rope_scaling", "text_config"):
         if isinstance(config.get(inner), dict):
             refuse_impossible(config[inner])
@@ -438,16 +369,27 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def common(config: HfConfig, kv_heads: int | None, **plain: Any) -> dict[str, Any]:
+def common(
+    config: HfConfig,
+    kv_heads: int | None,
+    *,
+    head_dim: int | None = None,
+    rotary_share: float | None = None,
+    is_latent: bool = False,
+    **plain: Any,
+) -> dict[str, Any]:
     """Returns the fields of ModelSpec that all families read alike.
 
     `kv_heads`: value of an absent num_key_value_heads in transformers' class, which vLLM reads too; None: it must be
-    there. `plain`: values that this family computes in place of those in _PLAIN; ANY for keys that it reads itself.
+    there. `head_dim`: size of a head, of latent attention its rotated part; None: as `head_dim_from_hidden`.
+    `rotary_share`: value of an absent partial_rotary_factor; None: the class turns whole heads. `plain`: values that
+    this family computes in place of those in _PLAIN; ANY for keys that it reads itself.
     """
     refuse_quantised(config)
     refuse_inner(config)
-    rope = rotation(config)
-    refuse_unlike({**config, **rope, "layer_types": _layer_kinds(config)}, {**_PLAIN, **plain})
+    if rotary_share is not None:
+        plain["partial_rotary_factor"] = ANY
+    refuse_unlike({**config, **rotary_settings(config), "layer_types": _layer_kinds(config)}, {**_PLAIN, **plain})
     return {
         "family": required(config, "model_type"),
         "num_layers": required(config, "num_hidden_layers"),
@@ -457,7 +399,12 @@ def common(config: HfConfig, kv_heads: int | None, **plain: Any) -> dict[str, An
         "vocab_size": required(config, "vocab_size"),
         "intermediate_size": required(config, "intermediate_size"),
         "max_position_embeddings": required(config, "max_position_embeddings"),
-        "rope_theta": float(required({"model_type": config.get("model_type"), **rope}, "rope_theta")),
+        "rotation": read_rotation(
+            config,
+            head_dim_from_hidden(config) if head_dim is None else head_dim,
+            1.0 if rotary_share is None else rotary_share,
+            is_latent,
+        ),
         "rms_norm_eps": float(required(config, "rms_norm_eps")),
         "tie_word_embeddings": bool(or_default(config, "tie_word_embeddings", False)),
         "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",

@@ -18,7 +18,6 @@ from mrl.model.hf_config import (
     common,
     experts,
     or_default,
-    partial_rotary_factor,
     refuse_tied,
     refuse_unless,
     required,
@@ -44,7 +43,6 @@ _PLAIN = {
     # in the weight map, layers with one kind of attention have one kind of MLP
     "mlp_only_layers": [],
     "layer_types": ANY,
-    "partial_rotary_factor": ANY,
 }
 _SAME = {"swish": "silu"}  # two names of one function
 
@@ -64,9 +62,12 @@ def hybrid(config: HfConfig, kv_heads: int, **plain: Any) -> dict[str, Any]:
     `kv_heads`, `plain`: as for `common`.
     """
     gate = config.get("output_gate_type", "silu")
+    head_dim = or_default(config, "head_dim", 256)
     read_alike = common(
         {**config, "output_gate_type": _SAME.get(gate, gate), "mlp_only_layers": config.get("mlp_only_layers") or []},
         kv_heads,
+        head_dim=head_dim,
+        rotary_share=0.25,
         **_PLAIN | plain,
     )
     sizes: dict[str, Any] = {name: required(config, name) for name in _SIZES}
@@ -76,10 +77,9 @@ def hybrid(config: HfConfig, kv_heads: int, **plain: Any) -> dict[str, Any]:
     return {
         **read_alike,
         **sizes,
-        "head_dim": or_default(config, "head_dim", 256),
+        "head_dim": head_dim,
         "qkv_bias": False,
         "qk_norm": True,
-        "partial_rotary_factor": partial_rotary_factor(config, 0.25),
         "linear_layers": _linear_layers(config),
         "attn_output_gate": True,
         "zero_centered_norm": True,

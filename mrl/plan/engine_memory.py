@@ -109,8 +109,8 @@ def _with_cache(
     per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes)
     states = max_num_seqs * state_bytes_per_sequence(model, rollout.tensor, dtype_bytes)
     tokens = max(0, cache - states) // per_token // BLOCK * BLOCK * rollout.data
-    rotated = model.qk_rope_head_dim or model.head_dim
-    buffers = model.max_position_embeddings * rotated * dtype_bytes
+    rows = model.rotation.rows(model.max_position_embeddings)
+    buffers = rows * model.rotated_head_dim * dtype_bytes
     largest = _largest_module(model, rollout, dtype_bytes, fp8_block)
     return EngineMemory(weights, working, cache, tokens, largest, buffers)
 

@@ -36,6 +36,7 @@ from mrl.rank.gradient_sums import add_within_products, for_megatron, is_wanted
 from mrl.rank.lora_layers import attach, hidden
 from mrl.rank.mapped_bridge import MappedBridge, bridge_config
 from mrl.rank.padding_row import keep_gradients_from
+from mrl.rank.rotation import set_rotation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # families whose bridges in mbridge map models with experts in every layer
@@ -117,6 +118,8 @@ class MBridge:
             "actor.override_ddp_config", self.actor_config.override_ddp_config, DistributedDataParallelConfig
         )
         callbacks = [_make_constants_parameters, _mark_expert_parameters, _mark_replicated_parameters]
+        if not self.model.is_latent:
+            callbacks.append(partial(set_rotation, self.model))
         if self.model.pad_token_id is not None:
             callbacks.append(partial(_keep_gradients_from_padding, self.model.pad_token_id))
         lora = self.actor_config.lora.adapters
@@ -193,8 +196,7 @@ def _bridged_config(path: str, model: ModelSpec) -> Any:
     if _is_mapped_here(model):
         return bridge_config(model)
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    hf_config.rope_theta = model.rope_theta
-    hf_config.partial_rotary_factor = model.partial_rotary_factor
+    hf_config.rope_theta = model.rotation.rope_theta
     if model.is_moe:
         hf_config.num_experts = model.num_experts
     return hf_config

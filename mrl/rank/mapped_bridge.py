@@ -22,17 +22,17 @@ from torch import Tensor
 
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.fp8 import bfloat16_words
-from mrl.model.hf_config import Yarn
 from mrl.model.hf_files import read_safetensors_header, scale_of, weight_files
 from mrl.model.megatron_shards import megatron_slice
 from mrl.model.registry import family_of, weight_map
+from mrl.model.rotation import Yarn
 from mrl.model.weight_map import MEGATRON_LAYER, Weight
 from mrl.model.wrapped import Inner, inner_tensors
 from mrl.platforms.versions import OWN_BRIDGES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
-_NO_YARN = Yarn(1.0, 4096, 32.0, 1.0, 1.0, 0.0)  # factor 1: angles are not stretched
+_NO_YARN = Yarn(1.0, 4096)  # factor 1: angles are not stretched
 
 
 def bridge_config(model: ModelSpec) -> SimpleNamespace:
@@ -50,7 +50,7 @@ def bridge_config(model: ModelSpec) -> SimpleNamespace:
         rms_norm_eps=model.rms_norm_eps,
         vocab_size=model.vocab_size,
         max_position_embeddings=model.max_position_embeddings,
-        rope_theta=model.rope_theta,
+        rope_theta=model.rotation.rope_theta,
         tie_word_embeddings=model.tie_word_embeddings,
     )
 
@@ -92,9 +92,6 @@ class MappedBridge(LLMBridge):
             **experts,
             **of_attention,
         )
-
-    def _get_gptmodel_args(self) -> dict[str, Any]:
-        return super()._get_gptmodel_args() | {"rotary_percent": self.model.partial_rotary_factor}
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         """Returns Megatron's layer spec with Transformer Engine's modules and mrl's gated delta attention."""
@@ -226,15 +223,18 @@ def _experts(m: ModelSpec) -> dict[str, Any]:
 
 
 def _latent(m: ModelSpec) -> dict[str, Any]:
-    yarn = m.yarn or _NO_YARN
+    yarn = m.rotation.stretch
+    has_yarn = isinstance(yarn, Yarn)
+    if not has_yarn:
+        yarn = _NO_YARN
     return {
         "q_lora_rank": m.q_lora_rank or None,
         "kv_lora_rank": m.kv_lora_rank,
         "qk_head_dim": m.qk_nope_head_dim,
         "qk_pos_emb_head_dim": m.qk_rope_head_dim,
         "v_head_dim": m.v_head_dim,
-        "rope_type": "yarn" if m.yarn else "rope",
-        "rotary_base": m.rope_theta,
+        "rope_type": "yarn" if has_yarn else "rope",
+        "rotary_base": m.rotation.rope_theta,
         "rotary_scaling_factor": yarn.factor,
         "original_max_position_embeddings": yarn.original_max_position_embeddings,
         "beta_fast": yarn.beta_fast,

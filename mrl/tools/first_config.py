@@ -269,7 +269,7 @@ def usual_prompts(count: DeviceCount) -> tuple[int, int]:
 
 def usual_lengths(model: ModelSpec) -> tuple[int, int]:
     """Returns the longest prompt and response. If a model has few positions, a fifth is for the prompt."""
-    positions = model.max_position_embeddings
+    positions = model.longest_sample
     prompt = min(PROMPT, positions // 5)
     return prompt, min(RESPONSE, positions - prompt)
 

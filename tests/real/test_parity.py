@@ -6,6 +6,7 @@ The reference is the Hugging Face model with autograd, GSPO written in its seque
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from tiny_models import (
     tiny_next,
     tiny_shared,
     tiny_shared_mixed,
+    turned,
 )
 from torch import Tensor
 from whole_models import of_text
@@ -42,9 +44,9 @@ TP, PP, CP, EP, ETP = (
     "expert_tensor_parallel_size",
 )
 MODELS = {
-    "moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm, "latent": tiny_latent,
-    "next": tiny_next, "kinds": tiny_kinds, "kinds-moe": tiny_kinds_moe,
-    "mixed": tiny_mixed, "shared-mixed": tiny_shared_mixed,
+    "moe": tiny_moe, "dense": partial(tiny_dense, **turned("longrope")), "shared": partial(tiny_shared, **turned("llama3")),
+    "glm": partial(tiny_glm, **turned("yarn")), "latent": tiny_latent, "next": partial(tiny_next, **turned("linear")),
+    "kinds": tiny_kinds, "kinds-moe": tiny_kinds_moe, "mixed": tiny_mixed, "shared-mixed": tiny_shared_mixed,
 }  # fmt: skip
 # name -> (model, ranks, degrees); data parallelism is what remains of the ranks
 LAYOUTS = {

@@ -100,9 +100,28 @@ def tiny_shared(**changes) -> PreTrainedModel:
     return _uneven(Qwen2MoeForCausalLM, config)
 
 
-def tiny_dense() -> PreTrainedModel:
-    """Dense Qwen3 with tied embeddings, as its small sizes have."""
-    return _uneven(Qwen3ForCausalLM, Qwen3Config(**_COMMON, vocab_size=128, tie_word_embeddings=True))
+def tiny_dense(**changes) -> PreTrainedModel:
+    """Dense Qwen3 with tied embeddings, as its small sizes have. `changes`: to its configuration."""
+    sizes = _COMMON | {"vocab_size": 128, "tie_word_embeddings": True}
+    return _uneven(Qwen3ForCausalLM, Qwen3Config(**(sizes | changes)))
+
+
+def turned(kind: str) -> dict:
+    """Changes to a configuration: a rotation of that kind, which changes the angles of tens of positions."""
+    own = {
+        "linear": {"factor": 2.0, "partial_rotary_factor": 0.25},
+        "llama3": {
+            "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+        # half of each head, with a magnitude of 1.21
+        "yarn": {"factor": 8.0, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.5},
+        # with a magnitude of 1.07
+        "longrope": {
+            "original_max_position_embeddings": 128, "short_factor": [1 + i / 4 for i in range(16)],
+            "long_factor": [4.0] * 16,
+        },
+    }  # fmt: skip
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **own[kind]}}
 
 
 def tiny_qwen2() -> PreTrainedModel:

@@ -304,7 +304,7 @@ def test_absent_and_empty_keys_mean_what_they_mean_to_transformers_or_are_refuse
     assert not differing
 
 
-_ROTATIONS = {
+_ROTATIONS: dict[str, list] = {
     "rope_theta": [None, 1e4, 1e6],
     "partial_rotary_factor": [None, 0.25, 0.5, 1.0],
     "rope_parameters": [
@@ -324,6 +324,10 @@ _ROTATIONS = {
         {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
         {"type": "linear", "factor": 2.0},
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
         {"type": "yarn", "rope_type": "default", "factor": 4.0, "original_max_position_embeddings": 16},
     ],
 }
@@ -348,12 +352,12 @@ def test_rotations_are_those_of_transformers_and_vllm(architecture, tmp_path):
         (folder / "config.json").write_text(json.dumps(config))
         for theirs in (_as_transformers(config), get_config(folder, trust_remote_code=False).to_dict()):
             rope = theirs["rope_parameters"]
-            assert rope["rope_theta"] == ours.rope_theta, chosen
-            assert rope["rope_type"] == ("yarn" if ours.yarn else "default"), chosen
-            assert rope.get("partial_rotary_factor", _share_without_key(architecture)) == ours.partial_rotary_factor
-            if ours.yarn:
-                assert rope["factor"] == ours.yarn.factor
-                assert rope["original_max_position_embeddings"] == ours.yarn.original_max_position_embeddings
+            read = ours.rotation
+            assert rope["rope_theta"] == read.rope_theta, chosen
+            assert rope["rope_type"] == read.kind, chosen
+            assert rope.get("partial_rotary_factor", _share_without_key(architecture)) == read.partial_rotary_factor
+            for name, value in vars(read.stretch).items():
+                assert rope.get(name, value) == value, chosen
     assert accepted > 2
 
 
@@ -368,8 +372,8 @@ def test_two_rotations_are_refused_with_both_values(architecture):
     other = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     with pytest.raises(ConfigError, match=r"rope_parameters = .*1000000\.0.* and rope_scaling = .*yarn.*different"):
         model_spec({**base, "rope_parameters": one, "rope_scaling": other})
-    assert model_spec({**base, "rope_parameters": one, "rope_scaling": {}}).rope_theta == 1e6
-    assert model_spec({**base, "rope_parameters": one, "rope_scaling": {**one}}).rope_theta == 1e6
+    assert model_spec({**base, "rope_parameters": one, "rope_scaling": {}}).rotation.rope_theta == 1e6
+    assert model_spec({**base, "rope_parameters": one, "rope_scaling": {**one}}).rotation.rope_theta == 1e6
     with pytest.raises(ConfigError, match=r"rope_parameters.rope_theta = 1000000\.0 beside rope_theta = 10000"):
         model_spec({**base, "rope_parameters": one, "rope_theta": 10000})
 

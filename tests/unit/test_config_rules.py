@@ -13,13 +13,14 @@ from mrl.config.run_rules import PATH_RULES
 from mrl.config.schema import schema_keys, schema_paths
 from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec
+from mrl.model.rotation import Rotation
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 # What the tiny preset is made for, and a model of the size that people train.
 TINY_MODEL = ModelSpec(
     family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     vocab_size=128,
-    intermediate_size=256, max_position_embeddings=128, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    intermediate_size=256, max_position_embeddings=128, rotation=Rotation(1e4), rms_norm_eps=1e-6, tie_word_embeddings=False,
     qkv_bias=False,
     qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2,
     moe_intermediate_size=64,
@@ -28,7 +29,7 @@ TINY_MODEL = ModelSpec(
 DENSE_MODEL = ModelSpec(
     family="qwen3", num_layers=36, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
     vocab_size=151936,
-    intermediate_size=12288, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6,
+    intermediate_size=12288, max_position_embeddings=40960, rotation=Rotation(1e6), rms_norm_eps=1e-6,
     tie_word_embeddings=False, qkv_bias=False,
     qk_norm=True, dtype="bfloat16",
 )  # fmt: skip

@@ -101,7 +101,7 @@ def test_old_and_new_places_of_yarn_mean_the_same():
     old = model_spec(CONFIG | {"rope_scaling": YARN})
     in_new = {key: value for key, value in YARN.items() if key != "type"} | {"rope_type": "yarn", "rope_theta": 1e4}
     new = model_spec({k: v for k, v in CONFIG.items() if k != "rope_theta"} | {"rope_parameters": in_new})
-    assert old == new and (old.yarn.factor, old.yarn.beta_fast, old.yarn.beta_slow) == (40.0, 32.0, 1.0)
+    assert old == new and (old.rotation.stretch.factor, old.rotation.stretch.beta_fast, old.rotation.stretch.beta_slow) == (40.0, 32.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_the_small_form_keeps_what_makes_the_family():
     small = model_spec(small_hf_config(json.loads((_KNOWN / "DeepSeek-V3.json").read_text()), 4, 64, 128))
     assert (small.kv_lora_rank, small.qk_rope_head_dim) == (512, 64)  # vLLM's CPU kernel has no other
     assert (small.expert_groups, small.chosen_expert_groups, small.num_experts_per_tok) == (4, 1, 2)
-    assert small.yarn == known_spec("DeepSeek-V3").yarn and small.q_lora_rank and small.moe_layers == (1, 2, 3)
+    assert small.rotation == known_spec("DeepSeek-V3").rotation and small.q_lora_rank and small.moe_layers == (1, 2, 3)
 
 
 def test_the_small_form_of_what_transformers_saves_has_dense_layers_first():
@@ -345,7 +345,7 @@ def test_a_replicated_projection_counts_once_in_the_norm_whatever_transformer_en
     bridge.model_config = ModelConfig(path="model")
     bridge.actor_config = ActorConfig(layout={"world_size": 2}, ppo_mini_batch_size=1)
     bridge.dtype, bridge.has_value_head = torch.bfloat16, False
-    bridge.model = SimpleNamespace(pad_token_id=None)
+    bridge.model = SimpleNamespace(pad_token_id=None, is_latent=True)
     bridge.build_model(is_trained=False)
     for callback in called["post_model_creation_callbacks"]:
         callback(chunk)

@@ -136,6 +136,6 @@ def test_wide_elements_of_a_message_come_first_so_that_all_are_aligned():
 
 def test_fields_of_later_families_do_not_change_how_earlier_models_are_described():
     model = model_spec(CONFIG)
-    assert {"router_score", "partial_rotary_factor", "left_out_layers"} <= model.described().keys()
-    plain = replace(model, router_score="softmax", partial_rotary_factor=1.0, left_out_layers=0).described()
-    assert not {"router_score", "routed_scaling_factor", "partial_rotary_factor", "left_out_layers"} & plain.keys()
+    assert {"router_score", "left_out_layers"} <= model.described().keys()
+    plain = replace(model, router_score="softmax", left_out_layers=0).described()
+    assert not {"router_score", "routed_scaling_factor", "left_out_layers"} & plain.keys()

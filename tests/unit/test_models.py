@@ -179,7 +179,7 @@ def test_names_and_shapes_are_those_of_transformers_own_model(case):
     spec = model_spec(config)
     assert {t.name: t.shape for t in tensor_specs(spec)} == shapes
     assert parameter_count(spec) == sum(map(prod, shapes.values()))
-    assert spec.rope_theta == 10000.0
+    assert spec.rotation.rope_theta == 10000.0
 
 
 @pytest.mark.parametrize("token", [None, 0, 7, -1, -60])
@@ -284,7 +284,7 @@ def test_sparse_step_and_dense_layers_say_which_layers_have_experts():
         ({"architectures": ["X"], "vision_config": {}, "text_config": {}}, r"Only text is trained\. The nearest"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_experts": None}, "num_experts or num_local_experts"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

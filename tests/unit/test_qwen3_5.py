@@ -71,7 +71,7 @@ def test_the_published_configuration_is_that_of_transformers_defaults():
     spec = known_spec("Qwen3.5-35B-A3B")
     kinds = ["linear_attention" if layer in spec.linear_layers else "full_attention" for layer in range(40)]
     assert kinds == defaults["layer_types"]
-    assert spec.partial_rotary_factor == defaults["rope_parameters"]["partial_rotary_factor"]
+    assert spec.rotation.partial_rotary_factor == defaults["rope_parameters"]["partial_rotary_factor"]
 
 
 def test_a_text_model_is_the_same_alone_and_inside_one_that_reads_images():
@@ -87,6 +87,12 @@ def test_layers_of_a_dense_model_have_no_experts_of_either_kind():
     assert {model.layer_kind(layer) for layer in range(4)} == {LayerKind(False), LayerKind(False, True)}
 
 
+MULTIMODAL_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64,
+    "mrope_section": [2, 1, 1],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -96,7 +102,7 @@ def test_layers_of_a_dense_model_have_no_experts_of_either_kind():
         ({"attn_output_gate": False}, "attn_output_gate = False"),
         ({"model_type": "qwen3_5_moe"}, "model_type = 'qwen3_5_moe'"),
         ({"linear_num_value_heads": 6}, "linear_num_value_heads = 6"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "rope_type = 'yarn'"),
+        ({"rope_parameters": MULTIMODAL_YARN}, "rope_type = 'yarn' beside mrope_section"),
         ({"tie_word_embeddings": True}, r"text_config\.tie_word_embeddings = True"),
         ({"hidden_size": -1}, "hidden_size = -1"),
     ],
@@ -316,7 +322,7 @@ def test_states_are_in_float32_where_the_configuration_says_so():
 def test_the_small_form_is_of_the_text_model_with_both_kinds_of_layers(name):
     small = model_spec(small_hf_config(json.loads((_KNOWN / f"{name}.json").read_text()), 2, 64, 128))
     assert small.linear_layers == (0,) and small.linear_by_kind and not small.is_wrapped
-    assert small.is_moe == known_spec(name).is_moe and small.partial_rotary_factor == 0.25
+    assert small.is_moe == known_spec(name).is_moe and small.rotation.partial_rotary_factor == 0.25
 
 
 def refused(*overrides: str) -> set[str]:

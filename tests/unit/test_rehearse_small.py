@@ -208,7 +208,7 @@ def test_a_small_model_is_of_its_family_and_has_its_kinds_of_tensors(name):
         "qk_norm",
         "norm_topk_prob",
         "router_score",
-        "partial_rotary_factor",
+        "rotation",
     )
     assert [getattr(small, key) for key in kept] == [getattr(was, key) for key in kept]
     for property_of in (

@@ -15,6 +15,7 @@ from mrl.model import ModelSpec, tensor_specs
 from mrl.model.boxes import Box, cover_fault
 from mrl.model.layout import TrainLayout, check_train_layout, padded_vocab_size
 from mrl.model.megatron_shards import Shard, source_shards
+from mrl.model.rotation import Rotation
 
 BASE = {
     "num_layers": 4,
@@ -25,7 +26,7 @@ BASE = {
     "vocab_size": 22,
     "intermediate_size": 16,
     "max_position_embeddings": 64,
-    "rope_theta": 1e4,
+    "rotation": Rotation(1e4),
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "dtype": "float32",

@@ -21,6 +21,7 @@ from mrl.model import ModelSpec, TensorSpec, model_spec, tensor_specs
 from mrl.model.hf_config import HfConfig
 from mrl.model.hf_files import HF_FILES
 from mrl.model.registry import own_config
+from mrl.model.rotation import settings as rotary_settings
 
 # vLLM's CPU kernels compute in blocks of 32
 HIDDEN = 128
@@ -74,7 +75,21 @@ def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: i
         "max_position_embeddings": positions,
         "torch_dtype": "float32",
     }
-    return kept | sizes | form(config)
+    small = kept | sizes | form(config)
+    return small | _small_rotation(small)
+
+
+def _small_rotation(config: HfConfig) -> dict[str, Any]:
+    """Keeps a factor of longrope for each pair that turns. What follows from lengths is left to be computed."""
+    settings = rotary_settings(config)
+    pairs = int(HEAD_DIM * settings.get("partial_rotary_factor", 1.0)) // 2
+    changed = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        entry = config.get(name) or {}
+        if "short_factor" in entry:
+            kept = {key: value for key, value in entry.items() if key not in ("factor", "attention_factor")}
+            changed[name] = kept | {key: entry[key][:pairs] for key in ("short_factor", "long_factor")}
+    return changed
 
 
 def small_kv_heads(config: HfConfig) -> int:
