@@ -96,7 +96,9 @@ LATENT_RULES = (
     ),
     RuleRow(
         f"{_OVERRIDES}.apply_rope_fusion",
-        lambda c, m: m.is_latent and m.rotation.kind == DEFAULT and c.model.override_transformer_config.get("apply_rope_fusion"),
+        lambda c, m: (
+            m.is_latent and m.rotation.kind == DEFAULT and c.model.override_transformer_config.get("apply_rope_fusion")
+        ),
         "must be false for latent attention without yarn",
         "Megatron refuses to build it: its fused rotation of latent attention knows yarn alone",
         (False,),

@@ -1,7 +1,7 @@
 """Puts a model's rotation (mrl/model/rotation.py) into Megatron's module, whatever bridge has built it.
 
-Megatron's own classes lack some kinds, have constants of Llama 3.1 for others, and mbridge passes few of their settings.
-Its latent attention rotates by a module of its own, which `mapped_bridge.py` configures.
+Megatron's own classes lack some kinds and have constants of Llama 3.1 for others, and mbridge passes few of their
+settings. Latent attention rotates by a module of its own, which `mapped_bridge.py` configures.
 """
 
 from math import e

@@ -44,8 +44,9 @@ TP, PP, CP, EP, ETP = (
     "expert_tensor_parallel_size",
 )
 MODELS = {
-    "moe": tiny_moe, "dense": partial(tiny_dense, **turned("longrope")), "shared": partial(tiny_shared, **turned("llama3")),
-    "glm": partial(tiny_glm, **turned("yarn")), "latent": tiny_latent, "next": partial(tiny_next, **turned("linear")),
+    "moe": tiny_moe, "dense": partial(tiny_dense, **turned("longrope")),
+    "shared": partial(tiny_shared, **turned("llama3")), "glm": partial(tiny_glm, **turned("yarn")),
+    "latent": tiny_latent, "next": partial(tiny_next, **turned("linear")),
     "kinds": tiny_kinds, "kinds-moe": tiny_kinds_moe, "mixed": tiny_mixed, "shared-mixed": tiny_shared_mixed,
 }  # fmt: skip
 # name -> (model, ranks, degrees); data parallelism is what remains of the ranks

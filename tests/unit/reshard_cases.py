@@ -16,8 +16,9 @@ from mrl.reshard.messages import Topology
 from mrl.reshard.plan import ReshardPlan, plan_reshard
 
 _QWEN3_MOE = {
-    "family": "qwen3_moe", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rotation": Rotation(1e6),
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "qkv_bias": False, "qk_norm": True, "dtype": "bfloat16",
+    "family": "qwen3_moe", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rotation": Rotation(1e6), "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "qkv_bias": False, "qk_norm": True,
+    "dtype": "bfloat16",
     "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
 }  # fmt: skip
 QWEN3_30B = ModelSpec(

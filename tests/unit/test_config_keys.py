@@ -325,7 +325,10 @@ _ROTATIONS: dict[str, list] = {
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
         {"type": "linear", "factor": 2.0},
         {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 16,
         },
         {"type": "yarn", "rope_type": "default", "factor": 4.0, "original_max_position_embeddings": 16},

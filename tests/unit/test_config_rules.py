@@ -13,15 +13,15 @@ from mrl.config.run_rules import PATH_RULES
 from mrl.config.schema import schema_keys, schema_paths
 from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec
-from mrl.model.rotation import Rotation
+from mrl.model.rotation import LongRope, Rotation, Yarn
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 # What the tiny preset is made for, and a model of the size that people train.
 TINY_MODEL = ModelSpec(
     family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     vocab_size=128,
-    intermediate_size=256, max_position_embeddings=128, rotation=Rotation(1e4), rms_norm_eps=1e-6, tie_word_embeddings=False,
-    qkv_bias=False,
+    intermediate_size=256, max_position_embeddings=128, rotation=Rotation(1e4), rms_norm_eps=1e-6,
+    tie_word_embeddings=False, qkv_bias=False,
     qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2,
     moe_intermediate_size=64,
     norm_topk_prob=True,
@@ -44,6 +44,29 @@ def broken(*overrides: str, model: ModelSpec = TINY_MODEL, recipe: str | None = 
 def only(*overrides: str, model: ModelSpec = TINY_MODEL, recipe: str | None = None):
     (violation,) = broken(*overrides, model=model, recipe=recipe)
     return violation
+
+
+@pytest.mark.parametrize(
+    ("stretch", "longest", "words"),
+    [
+        (LongRope(64, 1.1, (1.0,), (2.0,)), 64, "at most 64 with rope_type longrope"),
+        (Yarn(4.0, 8), 32, "at most 32 with rope_type yarn"),
+    ],
+)
+def test_a_sample_is_no_longer_than_trainer_and_engines_turn_alike(stretch, longest, words):
+    model = replace(TINY_MODEL, rotation=Rotation(1e4, stretch=stretch))
+    fits = ["data.max_prompt_length=16", f"data.max_response_length={longest - 16}"]
+    assert not [found for found in broken(*fits, model=model) if "rope_type" in str(found)]
+    longer = only(fits[0], f"data.max_response_length={longest - 15}", model=model)
+    assert words in str(longer) and longer.allowed == (longest - 16,)
+
+
+def test_a_fused_kernel_without_the_magnitude_is_refused():
+    model = replace(TINY_MODEL, rotation=Rotation(1e4, stretch=Yarn(4.0, 64)))
+    fused = "model.override_transformer_config={apply_rope_fusion: true}"
+    assert any("its magnitude, 1.1386" in str(found) for found in broken(fused, model=model))
+    plain = replace(TINY_MODEL, rotation=Rotation(1e4, stretch=Yarn(1.0, 64)))
+    assert not any("magnitude" in str(found) for found in broken(fused, model=plain))
 
 
 def test_the_tiny_preset_breaks_no_rule_and_can_be_trained():

@@ -17,6 +17,7 @@ from mrl.errors import ConfigError
 from mrl.model import known_spec, model_spec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.registry import _KNOWN, FAMILIES, family_of, known_hf_config, load_model_spec
+from mrl.model.rotation import Yarn
 from mrl.model.vllm_parameters import target_parameters
 from mrl.plan.engine_memory import cache_bytes_per_token, worker_weights
 from mrl.platforms.replicated_linear import ReplicatedLinear
@@ -101,7 +102,7 @@ def test_old_and_new_places_of_yarn_mean_the_same():
     old = model_spec(CONFIG | {"rope_scaling": YARN})
     in_new = {key: value for key, value in YARN.items() if key != "type"} | {"rope_type": "yarn", "rope_theta": 1e4}
     new = model_spec({k: v for k, v in CONFIG.items() if k != "rope_theta"} | {"rope_parameters": in_new})
-    assert old == new and (old.rotation.stretch.factor, old.rotation.stretch.beta_fast, old.rotation.stretch.beta_slow) == (40.0, 32.0, 1.0)
+    assert old == new and old.rotation.stretch == Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -378,8 +378,8 @@ TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TINY_MODEL = ModelSpec(
     family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     vocab_size=128,
-    intermediate_size=256, max_position_embeddings=128, rotation=Rotation(1e4), rms_norm_eps=1e-6, tie_word_embeddings=False,
-    qkv_bias=False,
+    intermediate_size=256, max_position_embeddings=128, rotation=Rotation(1e4), rms_norm_eps=1e-6,
+    tie_word_embeddings=False, qkv_bias=False,
     qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2,
     moe_intermediate_size=64,
     norm_topk_prob=True,
