@@ -36,7 +36,7 @@ from mrl.rank.gradient_sums import add_within_products, for_megatron, is_wanted
 from mrl.rank.lora_layers import attach, hidden
 from mrl.rank.mapped_bridge import MappedBridge, bridge_config
 from mrl.rank.padding_row import keep_gradients_from
-from mrl.rank.rotation import set_rotation
+from mrl.rank.rotary import set_rotation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # families whose bridges in mbridge map models with experts in every layer

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from mrl.errors import ConfigError
 from mrl.model import model_spec
 from mrl.model.rotation import DEFAULT, Rotation, read_rotation
-from mrl.rank.rotation import set_rotation
+from mrl.rank.rotary import set_rotation
 
 LONG = 131_072
 KINDS = (DEFAULT, "linear", "dynamic", "llama3", "yarn", "longrope")
