@@ -1,7 +1,11 @@
 """A user's agent in a process of the pool, for one conversation: a function of the user's file, or a command.
 
 It gets the endpoint's address and key, the row, and its time limit. Variables also name address and key, as clients of
-OpenAI and Anthropic expect. So an agent that does not know mrl finds the model.
+OpenAI and Anthropic expect. So an agent that does not know mrl finds the model. The key of the reward is in no
+variable: whatever runs for the model in the agent's processes sees those.
+
+Its home is an empty folder of its own. It has no rights to look into other sessions' processes, whose variables have
+their keys; where the kernel has Landlock it cannot.
 """
 
 import inspect
@@ -11,30 +15,70 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from mrl.acting.tool import Tool, generator_fault
+from mrl.reward.confine import without_sight
+from mrl.reward.keeper import SCRATCH
 
 AGENT = "agent"  # the tool name of its calls
-Run = Callable[[str, str, Mapping[str, Any], float], Any]
+REWARD_KEY = "reward_key"  # an argument that a function need not take
+CLOSED = (
+    "an agent writes into its own HOME, temporary folders and rollout.turns.folders, and sees few variables beside "
+    "those that rollout.turns.environment names"
+)
+Run = Callable[..., Any]
 
 
-def agent_tool(run: Run) -> Tool:
-    """Makes the agent a tool of the pool. `run` gets url, key, row and seconds."""
+def agent_tool(run: Run, own_home: bool = True) -> Tool:
+    """Makes the agent a tool of the pool. `run` gets url, key, row, seconds, and the key of the reward if it takes it.
 
-    def agent(url: str, key: str, row: dict, seconds: float) -> str:
+    With `own_home` the agent's home is a folder of its own.
+    """
+
+    def agent(url: str, key: str, row: dict, seconds: float, reward_key: str) -> str:
         """Runs an agent until it has ended."""
-        with _variables(variables(url, key)):
-            _run(run, url, key, row, seconds)
+        without_sight()
+        given = variables(url, key)
+        if own_home:
+            given |= _home()
+        more = {REWARD_KEY: reward_key} if _takes(run, REWARD_KEY) else {}
+        with _variables(given):
+            try:
+                _run(run, url, key, row, seconds, **more)
+            except OSError as error:
+                if "ermission denied" in str(error) or "Read-only" in str(error):
+                    raise RuntimeError(f"{type(error).__name__}: {error} ({CLOSED})") from error
+                raise
         return ""
 
     return Tool.of(agent, AGENT)
 
 
-def _run(run: Run, *arguments: Any) -> None:
+def _home() -> dict[str, str]:
+    """Makes an empty home, which the keeper removes with the process. Returns the variables that name it.
+
+    What is found by the user's home by default, and read alone, stays where it is.
+    """
+    before = Path.home()
+    home = Path(os.environ[SCRATCH]) / "home"
+    home.mkdir(mode=0o700, parents=True)
+    read = {"HF_HOME": before / ".cache" / "huggingface", "PYTHONUSERBASE": before / ".local"}
+    kept = {name: str(path) for name, path in read.items() if name not in os.environ}
+    return {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), **kept}
+
+
+def _takes(run: Run, name: str) -> bool:
+    with suppress(ValueError):  # a callable without a signature
+        return name in inspect.signature(run).parameters
+    return False
+
+
+def _run(run: Run, *arguments: Any, **more: Any) -> None:
     """Runs it to its end, including a coroutine. Raises what it raises, except for an exit with status 0."""
     try:
-        value = run(*arguments)
+        value = run(*arguments, **more)
         if inspect.iscoroutine(value):
             import asyncio  # here: a fifth of the time in which any process of tools starts
 
@@ -49,7 +93,8 @@ def agent_fault(run: Run) -> str:
     if fault := generator_fault(run):
         return fault
     try:
-        inspect.signature(run).bind("url", "key", {}, 1.0)
+        more = {REWARD_KEY: ""} if _takes(run, REWARD_KEY) else {}
+        inspect.signature(run).bind("url", "key", {}, 1.0, **more)
     except TypeError as error:
         return f"is called with url, key, row and seconds, and cannot take them: {error}"
     except ValueError:  # a callable without a signature
@@ -58,10 +103,11 @@ def agent_fault(run: Run) -> str:
 
 
 def command_of(words: Sequence[str]) -> Run:
-    """Returns a function that runs a command. The row and everything but the key come as JSON on its standard input."""
+    """Returns a function that runs a command. Everything but the key comes as JSON on its standard input."""
 
-    def run(url: str, key: str, row: Mapping[str, Any], seconds: float) -> None:
-        content = json.dumps({"url": url, "row": row, "seconds": seconds}).encode()
+    def run(url: str, key: str, row: Mapping[str, Any], seconds: float, reward_key: str) -> None:
+        told = {"url": url, "row": row, "seconds": seconds, REWARD_KEY: reward_key}
+        content = json.dumps(told).encode()
         process = subprocess.Popen(list(words), stdin=subprocess.PIPE, start_new_session=True)
         with suppress(BrokenPipeError), process.stdin as pipe:  # the command need not read it
             pipe.write(content)
@@ -70,7 +116,7 @@ def command_of(words: Sequence[str]) -> Run:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         if status := process.wait():
-            raise RuntimeError(f"it ended with exit status {status}")
+            raise RuntimeError(f"it ended with exit status {status} ({CLOSED})")
 
     return run
 

@@ -37,6 +37,7 @@ _LABELS = {
     "cache_control", "betas", "client_metadata",
 }  # fmt: skip
 RESPONSE_ID = "resp_"  # and the number of the answer
+_ANSWER_ID = re.compile(r"(?:chatcmpl-|msg_|resp_|cmpl-)(\d{1,9})", re.ASCII)
 _TEXTS = ("text", "input_text", "output_text")  # types of a text in a content
 _MOST_SETTINGS = 64  # that are counted of one request
 _SETTING = re.compile(r"[\w.-]{1,64}", re.ASCII)  # a name that a column holds
@@ -123,12 +124,6 @@ class ChatRequest:
         """
         return bool(self.tools) and not self.chooses_no_tool
 
-    @property
-    def previous_number(self) -> int | None:
-        """Number of the answer that `previous` names; None where it names none."""
-        number = self.previous.removeprefix(RESPONSE_ID)
-        return int(number) if number.isdecimal() and len(number) < 10 else None
-
     def overridden(self, own: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the names of settings that are not followed. `own`: the values by which the run samples."""
         return tuple(name for name, value in self.sampling.items() if name not in own or own[name] != value)
@@ -145,6 +140,12 @@ class ChatAnswer:
     tokens: int
     prompt_ids: tuple[int, ...] = ()
     ids: tuple[int, ...] = ()
+
+
+def number_of(answer: str) -> int | None:
+    """Returns the number of the answer that has this id in one of the forms; None for another text."""
+    found = _ANSWER_ID.fullmatch(answer)
+    return int(found[1]) if found else None
 
 
 class Api(NamedTuple):

@@ -56,15 +56,16 @@ def resolve_agent(spec: ToolsSpec) -> dict[str, Tool]:
     Raises ConfigError for a missing program, and for a file that is missing, fails, lacks the function, or has one that
     cannot be called as an agent.
     """
+    own_home = "HOME" not in spec.environment  # whoever names it wants the user's
     if spec.command and shutil.which(spec.command[0]) is None:
         raise ConfigError(f"rollout.agent.command: no executable program {spec.command[0]!r} was found")
     if spec.command:
-        return {AGENT: agent_tool(command_of(spec.command))}
+        return {AGENT: agent_tool(command_of(spec.command), own_home)}
     module = load_module(Path(spec.path), AGENT_KEY)
     run = load_function(module, spec.agent, f"{AGENT_KEY}: {spec.path}")
     if fault := agent_fault(run):
         raise ConfigError(f"{AGENT_KEY}: {spec.path}: {spec.agent} {fault}")
-    return {AGENT: agent_tool(run)}
+    return {AGENT: agent_tool(run, own_home)}
 
 
 def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:

@@ -160,13 +160,13 @@ class AgentConfig(Section):
     command: tuple[str, ...] = key(
         (),
         "Program and arguments. Environment variables hold the endpoint's address and key: OPENAI_BASE_URL, "
-        "OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Standard input has `url`, `row` and "
-        "`seconds` as JSON. An exit status other than 0 counts as a failed environment.",
+        "OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Standard input has `url`, `row`, "
+        "`seconds` and `reward_key` as JSON. An exit status other than 0 counts as a failed environment.",
     )
     path: str | None = key(
         None,
-        "Python file with the function. It is called with url, key, row and seconds, has the same environment "
-        "variables, and may be async.",
+        "Python file with the function. It is called with url, key, row and seconds, and with reward_key if it has "
+        "that parameter. It has the same environment variables, and may be async.",
         is_path=True,
     )
     name: str = key("run", "Name of the function in that file.")

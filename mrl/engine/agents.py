@@ -14,12 +14,12 @@ agent asked for and did not get.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from mrl.acting.agent import AGENT
-from mrl.acting.chat_api import BadRequest, ChatAnswer, ChatRequest
+from mrl.acting.agent import AGENT, REWARD_KEY
+from mrl.acting.chat_api import BadRequest, ChatAnswer, ChatRequest, number_of
 from mrl.acting.chat_text import MOST_CHARACTERS, ChatText, characters
 from mrl.acting.chat_turns import ChatPlace, Move
 from mrl.acting.dialects import Dialect, ToolTokenizer
@@ -27,7 +27,7 @@ from mrl.acting.environment import Reply
 from mrl.acting.environment_pool import CallAnswer, EnvironmentPool
 from mrl.acting.tool import TurnsSpec
 from mrl.data.samples import STOP_REASONS, Samples, TurnCall, with_outcome, with_turns
-from mrl.engine.endpoint import Endpoint
+from mrl.engine.endpoint import Endpoint, Keys
 from mrl.engine.kept_tokens import going_on
 from mrl.engine.partners import Line, followed, sampled_turns
 from mrl.engine.requests import Request, Sampling
@@ -88,7 +88,7 @@ class AgentSession:
         self._sampled_by = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
         self._most = sampling.max_tokens  # tokens of the response, and of each of its branches
         self._turns = turns
-        self._key: str | None = None
+        self._keys: Keys | None = None
         self._run: asyncio.Future[CallAnswer] | None = None
         self._holds_place = False
         self._talk = AgentTalk(spec.max_turns, spec.max_seconds)
@@ -101,6 +101,7 @@ class AgentSession:
         self._broken: Exception | None = None  # of the engine
         self._is_closed = False
         self._given: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()  # the reward
+        self._rewards: dict[int, Reply] = {}  # of answers, by number
 
     @property
     def is_sampling(self) -> bool:
@@ -132,8 +133,16 @@ class AgentSession:
         self._check_length(asked, self._agents.spec.max_prompt_length + self._most)
         return len(await asyncio.to_thread(self._agents.text.prompt, asked))
 
-    def reward(self, reply: Reply) -> None:
-        """Takes the response's reward. Raises BadRequest for a second one."""
+    def reward(self, reply: Reply, answer: str | None) -> None:
+        """Takes the reward of an answer, or of the response. Raises BadRequest for a second one."""
+        if answer is not None:
+            number = number_of(answer)
+            if number not in self._spoken:
+                raise BadRequest(f"`answer` is {answer[:60]!r}, which is no answer of this session")
+            if number in self._rewards:
+                raise BadRequest(f"the answer {answer} has its reward")
+            self._rewards[number] = reply
+            return
         if self._given.done():
             raise BadRequest("the response has its reward")
         self._given.set_result(reply)
@@ -295,12 +304,13 @@ class AgentSession:
         await agents.endpoint.serve()
         await agents.free.acquire()
         self._holds_place = True
-        self._key = agents.endpoint.open(self)
+        self._keys = agents.endpoint.open(self)
         told = {
             "url": agents.endpoint.url,
-            "key": self._key,
+            "key": self._keys.chat,
             "row": dict(self._request.row or {}),
             "seconds": agents.spec.max_seconds,
+            REWARD_KEY: self._keys.reward,
         }
         began = agents.clock()
         self._run = asyncio.ensure_future(asyncio.wrap_future(agents.pool.call(AGENT, told)))
@@ -378,7 +388,7 @@ class AgentSession:
                 timeout=self._agents.spec.timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-        if needed and not self._given.done():
+        if needed and not self._given.done() and not self._rewards:
             self._failed("it gave no reward, and reward.function: environment takes one")
 
     def row(self) -> Samples | None:
@@ -387,30 +397,31 @@ class AgentSession:
         """
         if self._spoken.last is None:
             return None
+        spoken = self._spoken.row(self._most)
         if self._talk.stop is Stop.ENVIRONMENT:
-            made, calls = self._spoken.last_row()
-        else:
-            made, calls = self._spoken.row(self._most)
-        rewards = [0.0] * len(calls)
-        parts: Mapping[str, float] = {}
+            spoken = self._spoken.last_row()
+        given = [self._rewards.get(number) for number in spoken.numbers]
+        rewards = [0.0 if reply is None else reply.reward for reply in given]
+        parts = {name: value for reply in given if reply is not None for name, value in reply.parts.items()}
         if self._given.done():
-            rewards[-1] = self._given.result().reward
-            parts = self._given.result().parts
-        made = with_outcome(made, calls, rewards, parts, float(with_turns(made).turn_seconds[-1]))
+            rewards[-1] += self._given.result().reward
+            parts |= self._given.result().parts
+        last_s = float(with_turns(spoken.made).turn_seconds[-1])
+        made = with_outcome(spoken.made, spoken.calls, rewards, parts, last_s)
         return replace(made, stop_reason=_as_column(made, self._talk.stop))
 
     def _failed(self, why: str) -> None:
         """Ends the session as failed, and logs the reason."""
         self._talk = self._talk.ended(Stop.ENVIRONMENT)
-        self._agents.pool.log(f"agent: {why}".replace(self._key, "[key]"))
+        self._agents.pool.log(f"agent: {why}".replace(self._keys.chat, "[key]").replace(self._keys.reward, "[key]"))
 
     def close(self) -> None:
         """Ends agent and session. Does not wait for the agent."""
         self._is_closed = True
         for task in self._sampling:
             task.cancel()
-        if self._key is not None:
-            self._agents.endpoint.close_session(self._key)
+        if self._keys is not None:
+            self._agents.endpoint.close_session(self._keys)
         if self._run is not None:
             self._run.cancel()
         if self._holds_place:

@@ -1,9 +1,10 @@
-"""Serves the chat endpoint of an engine: HTTP on loopback, with one key a session.
+"""Serves the chat endpoint of an engine: HTTP on loopback, with a key of each session, and one of its reward.
 
     POST /v1/chat/completions, /v1/messages, /v1/responses, /v1/completions
                                               --> the session's conversation is asked, and its answer written
     POST /v1/messages/count_tokens            --> how many tokens a request has
-    POST /v1/reward {"reward", "parts"}       --> the session's reward, once
+    POST /v1/reward {"reward", "parts", "answer"}
+                                              --> the reward of an answer, by its id, or of the session, each once
     GET  /v1/models, /v1/models/NAME          --> one name, for clients that look; any other is the same model
     HEAD                                      --> for clients that look whether anybody listens, without a key
 
@@ -19,7 +20,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -34,6 +35,11 @@ MODEL = "policy"
 BODY_BYTES = 8 * 2**20
 REWARD_PATH = "/v1/reward"
 COUNT_PATH = "/v1/messages/count_tokens"
+WRONG_KEY = (
+    "this is the key of the chat, which whatever runs for the model can see; a reward has a key of its own: "
+    "`reward_key` on a command's standard input, or the argument reward_key of your function",
+    "this is the key of the reward alone; the chat's is in OPENAI_API_KEY",
+)
 
 
 class ChatSession(Protocol):
@@ -45,8 +51,15 @@ class ChatSession(Protocol):
     async def count(self, asked: ChatRequest) -> int:
         """Returns the number of tokens of a request. Raises BadRequest."""
 
-    def reward(self, reply: Reply) -> None:
-        """Takes the response's reward. Raises BadRequest for a second one."""
+    def reward(self, reply: Reply, answer: str | None) -> None:
+        """Takes the reward of an answer, or of the response. Raises BadRequest for a second one."""
+
+
+class Keys(NamedTuple):
+    """The keys of a session. An agent's own processes see the first; the second is for whoever judges."""
+
+    chat: str
+    reward: str
 
 
 class _NoForeignHeads(logging.Filter):
@@ -74,7 +87,7 @@ class Endpoint:
             self._socket.close()
             raise EnvironmentFault(f"the chat endpoint finds no port: {HOST}:{port}: {error}") from error
         self.port = self._socket.getsockname()[1]
-        self._sessions: dict[bytes, ChatSession] = {}  # by the digest of a key
+        self._sessions: dict[bytes, tuple[ChatSession, bool]] = {}  # by the digest of a key; true: of the reward
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
@@ -102,15 +115,17 @@ class Endpoint:
             await runner.setup()
             self._server = await asyncio.get_running_loop().create_server(runner.server, sock=self._socket)
 
-    def open(self, session: ChatSession) -> str:
-        """Returns the key of a new session. It is valid until `close_session`."""
-        key = secrets.token_urlsafe(32)
-        self._sessions[_digest(key)] = session
-        return key
+    def open(self, session: ChatSession) -> Keys:
+        """Returns the keys of a new session. They are valid until `close_session`."""
+        keys = Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+        self._sessions[_digest(keys.chat)] = (session, False)
+        self._sessions[_digest(keys.reward)] = (session, True)
+        return keys
 
-    def close_session(self, key: str) -> None:
-        """Makes the key invalid."""
-        self._sessions.pop(_digest(key), None)
+    def close_session(self, keys: Keys) -> None:
+        """Makes the keys invalid."""
+        for key in keys:
+            self._sessions.pop(_digest(key), None)
 
     @web.middleware
     async def _guarded(
@@ -122,9 +137,11 @@ class Endpoint:
                 return _refused(request, 403, f"this is {HOST}:{self.port}, and no other host")
             if request.method == "HEAD":
                 return web.Response()
-            session = self._sessions.get(_digest(_key_of(request)))
+            session, is_of_reward = self._sessions.get(_digest(_key_of(request)), (None, False))
             if session is None:
                 return _refused(request, 401, "the key is of no session that is under way")
+            if is_of_reward != (request.path == REWARD_PATH):
+                return _refused(request, 403, WRONG_KEY[is_of_reward])
             if (request.content_length or 0) > BODY_BYTES:  # before any of it is waited for
                 refused = _refused(request, 413, f"a body has at most {BODY_BYTES} bytes")
                 refused.force_close()
@@ -205,7 +222,10 @@ async def _rewarded(request: web.Request) -> web.Response:
         reply = reply_of(Reply("", body["reward"], body.get("parts") or {}))
     except (TypeError, ValueError) as error:
         raise BadRequest(str(error)) from error
-    request[_SESSION].reward(reply)
+    answer = body.get("answer")
+    if answer is not None and not isinstance(answer, str):
+        raise BadRequest("`answer` is the id of an answer, as a text")
+    request[_SESSION].reward(reply, answer)
     return web.json_response({})
 
 

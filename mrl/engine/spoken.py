@@ -4,11 +4,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from mrl.acting.agent import AGENT
-from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest, in_order_of_calls
+from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest, in_order_of_calls, number_of
 from mrl.acting.chat_turns import ChatPlace, KeptTurns
 from mrl.data.samples import Samples, TurnCall, with_turns
 from mrl.schedule.branches import Branch, as_one_row
@@ -25,6 +26,14 @@ class SpokenTurn:
     seconds: float = 0.0  # time that the agent took after it
 
 
+class SpokenRow(NamedTuple):
+    """A response as a row."""
+
+    made: Samples
+    numbers: list[int]  # of its turns
+    calls: list[list[TurnCall]]  # of each turn
+
+
 class SpokenTurns:
     """The turns of one session."""
 
@@ -34,6 +43,9 @@ class SpokenTurns:
         self._kept = KeptTurns()
         self._turns: dict[int, SpokenTurn] = {}
         self.last: SpokenTurn | None = None  # the turn that was answered last
+
+    def __contains__(self, number: int | None) -> bool:
+        return number in self._turns
 
     def __getitem__(self, number: int) -> SpokenTurn:
         return self._turns[number]
@@ -50,7 +62,7 @@ class SpokenTurns:
 
     def _with_history(self, asked: ChatRequest) -> ChatRequest:
         """Puts the conversation up to an earlier response in front of the messages, behind their instructions."""
-        number = asked.previous_number
+        number = number_of(asked.previous)
         if number not in self._turns:
             raise BadRequest(f"`previous_response_id` is {asked.previous[:60]!r}, which is no response of this session")
         own = asked.is_instructed
@@ -95,8 +107,8 @@ class SpokenTurns:
             self.last.calls.append(TurnCall(AGENT, reason, seconds))
             self.last.seconds += seconds
 
-    def row(self, most: int) -> tuple[Samples, list[list[TurnCall]]]:
-        """Returns all branches that fit as one row, and the calls of each of its turns.
+    def row(self, most: int) -> "SpokenRow":
+        """Returns all branches that fit as one row.
 
         Together the branches have at most `most` tokens of one response. The last is taken, then the newest of the
         others; they stand in the order in which the agent left them.
@@ -112,12 +124,13 @@ class SpokenTurns:
                 ends.insert(0, end)
         return self._joined(ends, untrained=len(leaves) - len(ends))
 
-    def last_row(self) -> tuple[Samples, list[list[TurnCall]]]:
+    def last_row(self) -> "SpokenRow":
         """Returns the branch of the turn that was answered last."""
         number = next(number for number, turn in self._turns.items() if turn is self.last)
-        return self.last.row, [self._turns[each].calls for each in self._kept.path(number)]
+        path = self._kept.path(number)
+        return SpokenRow(self.last.row, path, [self._turns[each].calls for each in path])
 
-    def _joined(self, ends: Sequence[int], untrained: int) -> tuple[Samples, list[list[TurnCall]]]:
+    def _joined(self, ends: Sequence[int], untrained: int) -> "SpokenRow":
         passed_over: dict[int, list[TurnCall]] = defaultdict(list)  # what is recorded of such answers, by what stays
         if not self._keeps_all:
             for number, stays in self._kept.passed_over.items():
@@ -125,16 +138,18 @@ class SpokenTurns:
                 passed_over[stays] += [*overridden, TurnCall(AGENT, "retry")]
         known: set[int] = set()
         branches = []
+        numbers: list[int] = []
         calls: list[list[TurnCall]] = []
         for end in ends:
             path = self._kept.path(end)
             shared = sum(number in known for number in path)
             known |= set(path)
+            numbers += path[shared:]
             calls += [[*passed_over.pop(number, ()), *self._turns[number].calls] for number in path[shared:]]
             branches.append(Branch(_after(self._turns[end]), shared))
         calls[-1].extend(itertools.chain.from_iterable(passed_over.values()))  # of branches without room
         calls[-1] += [TurnCall(AGENT, "untrained")] * untrained
-        return as_one_row(branches), calls
+        return SpokenRow(as_one_row(branches), numbers, calls)
 
 
 def _tokens(ids: np.ndarray) -> ChatMessage:

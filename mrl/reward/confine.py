@@ -42,6 +42,8 @@ _VERSION = 1
 _WRITES = 0b1_1111_1111_0010 & ~0b1100
 KEEPS_WHOLE = 3  # version of Landlock from which it can refuse truncation: Linux 6.2
 _LATER_WRITES = ((2, 1 << 13), (KEEPS_WHOLE, 1 << 14))
+_CAPABILITIES = 0x20080522  # version 3 of capset(2)
+_SIGHT = (19, 21, 38)  # SYS_PTRACE, SYS_ADMIN, PERFMON
 # classic BPF
 _LOAD = 0x20
 _EQUAL = 0x15
@@ -96,6 +98,25 @@ def without_writing(folders: tuple[str, ...]) -> bool:
     places = {tempfile.gettempdir(), "/dev", *folders}
     kept = keep_files(writes, {folder: writes for folder in places if os.path.isdir(folder)})
     return kept and version >= KEEPS_WHOLE
+
+
+def without_sight() -> None:
+    """Gives up the rights of root to look into other processes (capabilities(7)). It cannot be undone.
+
+    With them a process reads memory and variables of any other, Landlock or not. Without them it reads those of its
+    user's, or with Landlock those of processes that it started alone.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
+    rights = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of the lower 32, then of the upper 32
+    if libc.capget(header, rights):
+        return
+    for number in _SIGHT:
+        for kind in range(3):
+            rights[3 * (number // 32) + kind] &= ~(1 << number % 32)
+    libc.capset(header, rights)
 
 
 def landlock_version() -> int:

@@ -44,7 +44,7 @@ async def counts_async(url, key, row, seconds):
     counts(url, key, row, seconds)
 
 
-def steps(url, key, row, seconds):
+def steps(url, key, row, seconds, reward_key):
     """Does what the row says: a list of [kind, ...]; `messages` are its own. What it saw goes into the row's file."""
     messages = [dict(message) for message in row["prompt"]]
     saw = []
@@ -77,7 +77,8 @@ def steps(url, key, row, seconds):
         elif kind == "forge":
             messages[-1] = {"role": "assistant", "content": given[0]}
         elif kind == "reward":
-            saw.append(post("/v1/reward", {"reward": given[0], "parts": {"steps": len(saw)}}))
+            own = {"reward": given[0], "parts": {"steps": len(saw)}}
+            saw.append(post("/v1/reward", own | dict(given[1:]), reward_key))
         elif kind == "post":
             saw.append(post(*given))
         elif kind == "note":

@@ -26,9 +26,10 @@ from mrl.acting.tool import ToolsSpec
 from mrl.cluster.scoring import outcomes
 from mrl.data.samples import STOP_REASONS, Sample, Samples, packed, with_turns
 from mrl.engine.conversations import Conversations
-from mrl.engine.endpoint import BODY_BYTES, Endpoint
+from mrl.engine.endpoint import BODY_BYTES, Endpoint, Keys
 from mrl.engine.requests import Request
 from mrl.errors import ConfigError, EnvironmentFault
+from mrl.reward.confine import landlock_version
 from mrl.schedule.conversation import Stop
 from mrl.schedule.segments import continuation_seed
 
@@ -117,7 +118,8 @@ def lent_pools():
 def conversations(
     name: str | None = "steps", command: tuple[str, ...] = (), log=None, folder: str | None = None, **more
 ) -> Conversations:
-    tools = ToolsSpec((), FILE if name else None, network=True, agent=name, command=command)
+    folders = more.pop("folders", ())
+    tools = ToolsSpec((), FILE if name else None, network=True, agent=name, command=command, folders=folders)
     given = spec(**{"max_prompt_length": 500, "max_turns": 9, **more})
     return Conversations(replace(given, tools=tools), TOKENS, log, folder=folder)
 
@@ -642,6 +644,83 @@ def test_a_reward_is_posted_once_and_is_the_environments(tmp_path):
     assert [each.get("status") for each in json.loads(saw.read_text())[2:]] == [None, 400]
 
 
+def test_the_key_of_the_chat_gives_no_reward_and_that_of_the_reward_no_chat(tmp_path):
+    """What the model runs in the agent's shell finds the chat's key in its variables. The command is told the other."""
+    program = (
+        "def post(path, body, key):\n"
+        "    connection = http.client.HTTPConnection(host, timeout=30)\n"
+        "    connection.request('POST', path, json.dumps(body), {'x-api-key': key})\n"
+        "    answer = connection.getresponse()\n"
+        "    return answer.status, answer.read()\n"
+        "chat, reward = os.environ['OPENAI_API_KEY'], told['reward_key']\n"
+        "assert reward not in str(os.environ) and chat not in json.dumps(told)\n"
+        "asked = {'messages': told['row']['prompt']}\n"
+        "assert post('/v1/chat/completions', asked, reward)[0] == 403\n"
+        "assert post('/v1/chat/completions', asked, chat)[0] == 200\n"
+        "status, why = post('/v1/reward', {'reward': 1000}, chat)\n"
+        "assert status == 403 and b'reward_key' in why\n"
+        "assert post('/v1/reward', {'reward': 0.25}, reward)[0] == 200\n"
+    )
+    (tmp_path / "agent.py").write_text(HANGS_UP % "" + program)
+    command = (sys.executable, str(tmp_path / "agent.py"))
+    talks = conversations(None, command, log=tmp_path / "log", needs_reward=True)
+    made = whole(Engine("Four."), talks=talks)
+    assert not (tmp_path / "log").read_text()
+    (outcome,) = outcomes(made)
+    assert outcome["outcome"]["reward"] == 0.25 and stop_of(made) == Stop.CLOSED
+
+
+def test_rewards_of_answers_are_those_of_their_turns_and_the_responses_stands_at_the_last(tmp_path):
+    """Each once. Of an answer that is in no row none counts."""
+    saw = tmp_path / "saw"
+    of = [["reward", number, ["answer", f"chatcmpl-{number}"]] for number in (1, 2, 3)]
+    steps = [["ask"], ["again"], *of[:2], of[1], of[2], ["say", "a"], ["ask"], of[2], ["reward", 0.5]]
+    (made,) = rows(Engine("Four."), conversations(needs_reward=True), [row({"steps": steps, "saw": str(saw)})])
+    assert made.turn_rewards.tolist() == [2.0, 3.5]
+    statuses = [each.get("status") for each in json.loads(saw.read_text())]
+    assert statuses == [None, None, None, None, 400, 400, None, None, None]
+    steps = [["ask"], ["reward", 2, ["answer", "msg_1"]]]
+    made = whole(Engine("Four."), steps, conversations(needs_reward=True))
+    assert made.turn_rewards.tolist() == [2.0] and stop_of(made) == Stop.CLOSED
+
+
+def test_an_agent_has_a_home_of_its_own_and_sees_no_other_sessions_variables(tmp_path):
+    """A program of another session that waits is there to be read. Without Landlock nothing keeps its user from it."""
+    saw = tmp_path / "saw"
+    program = (
+        "import glob\n"
+        "ask().getresponse().read()\n"
+        "home = os.path.expanduser('~')\n"
+        "open(os.path.join(home, 'written'), 'w').write('x')\n"
+        f"open({str(saw)!r} + str(os.getpid()), 'w').write(home)\n"
+        f"while len(glob.glob({str(saw)!r} + '*')) < 2: time.sleep(0.01)\n"
+        "found = []\n"
+        f"others = [p for p in glob.glob({str(saw)!r} + '[0-9]*') if not p.endswith(str(os.getpid()))]\n"
+        f"pid = others[0].removeprefix({str(saw)!r})\n"
+        "for name in ('environ', 'mem'):\n"
+        "    try: open(f'/proc/{pid}/{name}', 'rb').read(1); found.append(name)\n"
+        "    except OSError: pass\n"
+        f"open({str(tmp_path / 'found')!r} + str(os.getpid()), 'w').write(str(found))\n"
+        f"while len(glob.glob({str(tmp_path / 'found')!r} + '*')) < 2: time.sleep(0.01)\n"
+    )
+    (tmp_path / "agent.py").write_text(HANGS_UP % "" + program)
+    talks = conversations(None, (sys.executable, str(tmp_path / "agent.py")), num_workers=2, folders=(str(tmp_path),))
+    made = rows(Engine("Four."), talks, [row({}), row({})])
+    assert [stop_of(each) for each in made] == [Stop.CLOSED] * 2
+    homes = {path.read_text() for path in tmp_path.glob("saw*")}
+    assert len(homes) == 2 and not any(Path(home).exists() for home in homes) and str(Path.home()) not in homes
+    if landlock_version() >= 1:
+        assert {path.read_text() for path in tmp_path.glob("found*")} == {"[]"}
+
+
+def test_what_is_closed_to_an_agent_is_said_where_it_fails(tmp_path):
+    log = tmp_path / "log"
+    command = (sys.executable, "-c", "raise SystemExit(3)")
+    made = whole(Engine("Four."), talks=conversations(None, command, log=log))
+    assert stop_of(made) == Stop.ENVIRONMENT
+    assert "exit status 3 (an agent writes into its own HOME" in log.read_text()
+
+
 def test_where_the_agent_has_to_give_the_reward_one_that_gives_none_has_failed():
     made = whole(Engine("Four."), [["ask"]], needs_reward=True)
     assert stop_of(made) == Stop.ENVIRONMENT
@@ -720,10 +799,13 @@ def statuses(requests) -> list[int]:
     endpoint = Endpoint()
     found = []
 
-    def send(key: str) -> None:
+    def send(keys: Keys) -> None:
         for method, path, headers, body in requests:
             connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=20)
-            named = {name: value.format(key=key, port=endpoint.port) for name, value in headers.items()}
+            named = {
+                name: value.format(key=keys.chat, reward=keys.reward, port=endpoint.port)
+                for name, value in headers.items()
+            }
             connection.request(method, path, body, named)
             found.append(connection.getresponse().status)
             connection.close()
@@ -742,6 +824,7 @@ def statuses(requests) -> list[int]:
 def test_host_key_and_size_are_looked_at_before_anything_is_read():
     path = "/v1/chat/completions"
     own = {"Authorization": "Bearer {key}"}
+    judge = {"Authorization": "Bearer {reward}"}
     requests = [
         ("POST", path, own | {"Host": "evil.example:{port}"}, b"{}"),
         ("POST", path, own | {"Host": "127.0.0.1"}, b"{}"),
@@ -751,10 +834,11 @@ def test_host_key_and_size_are_looked_at_before_anything_is_read():
         ("POST", path, own, b" " * (BODY_BYTES + 1)),
         ("POST", path, own | {"Host": "localhost:{port}"}, b"{"),
         ("POST", path, own, b"[" * 100_000),
-        ("POST", "/v1/reward", own, b'{"reward": "much"}'),
-        ("POST", "/v1/reward", own, b'{"reward": NaN}'),
-        ("POST", "/v1/reward", own, b'{"parts": {}}'),
-        ("POST", "/v1/reward", own, b"1"),
+        ("POST", "/v1/reward", judge, b'{"reward": "much"}'),
+        ("POST", "/v1/reward", judge, b'{"reward": NaN}'),
+        ("POST", "/v1/reward", judge, b'{"parts": {}}'),
+        ("POST", "/v1/reward", judge, b'{"reward": 1, "answer": 3}'),
+        ("POST", "/v1/reward", judge, b"1"),
         ("GET", path, own, None),
         ("GET", "/v1/models", {"x-api-key": "{key}"}, None),
         ("GET", "/v1/models/some/name", {"x-api-key": "{key}"}, None),
@@ -766,29 +850,11 @@ def test_host_key_and_size_are_looked_at_before_anything_is_read():
         ("POST", "/v1/responses", own, b'{"input": "?", "background": true}'),
         ("POST", "/v1/completions", own, b'{"prompt": [[1], [2]]}'),
         ("POST", path, own | {"Content-Encoding": "gzip"}, b"no gzip"),
-        ("POST", "/v1/reward", own | {"Content-Encoding": "deflate"}, b"\x00\xff" * 40),
+        ("POST", "/v1/reward", judge | {"Content-Encoding": "deflate"}, b"\x00\xff" * 40),
         ("POST", path, own | {"Content-Length": str(10**12)}, b"{"),  # answered although it never comes
     ]
-    wanted = [
-        403,
-        403,
-        401,
-        401,
-        401,
-        413,
-        400,
-        400,
-        400,
-        400,
-        400,
-        400,
-        405,
-        200,
-        *(200, 401, 200, 403, 400, 400, 400, 400),
-        400,
-        400,
-        413,
-    ]
+    heads = [200, 200, 401, 200, 403]
+    wanted = [403, 403, 401, 401, 401, 413, *[400] * 7, 405, *heads, *[400] * 4, 400, 400, 413]
     assert statuses(requests) == wanted
 
 
@@ -823,7 +889,7 @@ def test_a_key_opens_its_own_session_alone_and_none_after_its_end():
         def __init__(self):
             self.rewards = []
 
-        def reward(self, reply):
+        def reward(self, reply, answer):
             self.rewards.append(reply.reward)
 
     def send(key: str, reward: float) -> None:
@@ -836,13 +902,14 @@ def test_a_key_opens_its_own_session_alone_and_none_after_its_end():
         await endpoint.serve()
         sessions = [Noting(), Noting()]
         keys = [endpoint.open(session) for session in sessions]
-        assert len(set(keys)) == 2 and min(map(len, keys)) >= 43  # 32 random bytes
+        every = [key for of_session in keys for key in of_session]
+        assert len(set(every)) == 4 and min(map(len, every)) >= 43  # 32 random bytes
         for key, reward in zip(keys, (0.25, 0.5), strict=True):
-            await asyncio.to_thread(send, key, reward)
+            await asyncio.to_thread(send, key.reward, reward)
         endpoint.close_session(keys[0])
         endpoint.close_session(keys[0])
         for key in keys:
-            await asyncio.to_thread(send, key, 0.75)
+            await asyncio.to_thread(send, key.reward, 0.75)
         endpoint.close()
         return sessions
 
