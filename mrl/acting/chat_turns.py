@@ -121,6 +121,11 @@ class KeptTurns:
         """Returns the turns as if request `number` had not been asked."""
         return replace(self, turns=tuple(turn for turn in self.turns if turn.number != number))
 
+    @property
+    def all_answered(self) -> "KeptTurns":
+        """The turns without those that are still to be answered."""
+        return replace(self, turns=tuple(turn for turn in self.turns if turn.said is not None))
+
     def history(self, number: int) -> tuple[ChatMessage, ...]:
         """Returns the conversation up to and with turn `number`, without instructions."""
         turns = {turn.number: turn for turn in self.turns}

@@ -111,8 +111,9 @@ class SpokenTurns:
         """Returns all branches that fit as one row.
 
         Together the branches have at most `most` tokens of one response. The last is taken, then the newest of the
-        others; they stand in the order in which the agent left them.
+        others; they stand in the order in which the agent left them. What is still to be answered is in none.
         """
+        self._kept = self._kept.all_answered
         leaves = self._kept.all_leaves if self._keeps_all else self._kept.leaves
         *earlier, last = leaves
         ends = [last]

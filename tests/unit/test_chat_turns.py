@@ -103,6 +103,7 @@ def test_what_is_asked_at_once_has_its_place_before_it_is_answered():
         both.place(FIRST.__class__((U1, A1)))
     alone = both.without(2)
     assert alone.place(SECOND) == ChatPlace(Move.EXTENDS, 1, (T2,))
+    assert both.all_leaves == [2] and both.all_answered.leaves == [1]
     twice = both.opened(SECOND, both.place(SECOND)).answered(3, B).answered(2, A)
     assert twice.leaves == [3] and twice.passed_over == {2: 3} and twice.all_leaves == [2, 3]
     assert alone.opened(SECOND, alone.place(SECOND)).asked == 3
