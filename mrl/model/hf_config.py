@@ -124,6 +124,10 @@ class ModelSpec:
     # the embedding's lookup of this token has no gradient
     pad_token_id: int | None = field(default=None, compare=False, metadata=_LATER)
 
+    def __hash__(self) -> int:
+        """Hashes few fields: caches ask for it very often, and models that differ in others alone are rare."""
+        return hash((self.family, self.num_layers, self.hidden_size, self.vocab_size, self.dtype))
+
     @property
     def is_moe(self) -> bool:
         return bool(self.moe_layers)

@@ -244,6 +244,7 @@ def _unravel(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(coords)
 
 
+@lru_cache(maxsize=1 << 12)
 def _group(
     names: tuple[str, ...], sizes: tuple[int, ...], coords: tuple[int, ...], axes: tuple[str, ...]
 ) -> tuple[int, ...]:

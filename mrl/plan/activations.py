@@ -112,6 +112,17 @@ class Activations:
     lora: Lora | None = None  # trained adapters
     dropout: bool = False  # the adapters' inputs have dropout
 
+    def beside(self, others: dict[tuple, "Activations"]) -> "Activations":
+        """Takes over the sizes of layers from a layout among `others` whose ranks compute the same layers.
+
+        It differs in its pipeline and in data parallelism alone. Everything else must be the same for all of `others`.
+        """
+        grid = self.layout
+        shape = (grid.tensor, grid.context, grid.sequence_parallel, grid.expert, grid.expert_tensor)
+        known = others.setdefault((*shape, self.recompute, self.expert_load, self.micro), self)
+        vars(self).update(_layers=known._layers, _chunks=known._chunks, _largest=known._largest)
+        return self
+
     # ---------------------------------------------------------------- sizes
 
     @cached_property
@@ -440,6 +451,16 @@ class Activations:
         return rows * self.vocabulary * (2 * _F32 + self.bytes)
 
     def layer_temporaries(self) -> int:
+        """Estimates the temporaries of a layer's backward pass."""
+        if "layer" not in self._largest:
+            self._largest["layer"] = self._layer_temporaries()
+        return self._largest["layer"]
+
+    @cached_property
+    def _largest(self) -> dict[str, int]:
+        return {}
+
+    def _layer_temporaries(self) -> int:
         """Estimates the gradient and a gathered copy of the largest tensor of a layer. Adapters add their outputs for
         it.
         """

@@ -12,9 +12,10 @@ Dense buffers are shared by dp x cp ranks, those of experts by the expert grid's
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain, product
 from math import lcm
 
 from mrl.model import ModelSpec
@@ -120,10 +121,23 @@ def layers_alike(model: ModelSpec) -> bool:
 
 def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tuple[LayerKind, ...]:
     """Returns the kind of each layer of a model chunk."""
-    if layers_alike(model):
-        return _repeated(model.is_moe, layout.chunk_layers[pp][vp])
-    layers = layout.stage_layers(pp, vp)
-    return _all_kinds(model)[layers.start : layers.stop]
+    return chunk_kinds(model, layout, pp)[vp]
+
+
+@lru_cache(maxsize=1 << 14)
+def _kinds_of_chunks(
+    model: ModelSpec, chunk_layers: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[tuple[LayerKind, ...], ...], ...]:
+    """Returns the kinds of layers of all chunks, [pipeline][virtual_pipeline]. Equal ones are one object."""
+    kinds = _all_kinds(model)
+    one: dict[tuple[LayerKind, ...], tuple[LayerKind, ...]] = {}
+    stages = [[] for _ in chunk_layers]
+    begin = 0
+    for vp, pp in product(range(len(chunk_layers[0])), range(len(chunk_layers))):
+        end = begin + chunk_layers[pp][vp]
+        stages[pp].append(one.setdefault(kinds[begin:end], kinds[begin:end]))
+        begin = end
+    return tuple(map(tuple, stages))
 
 
 @cache
@@ -136,21 +150,18 @@ def _repeated(is_moe: bool, layers: int) -> tuple[LayerKind, ...]:
     return (LayerKind(is_moe),) * layers
 
 
-def chunk_kinds(model: ModelSpec, layout: TrainLayout, pp: int) -> list[tuple[LayerKind, ...]]:
-    """Returns the kinds of the layers of each model chunk of a stage.
-
-    Where all layers are alike, chunks with equally many are one object.
-    """
+def chunk_kinds(model: ModelSpec, layout: TrainLayout, pp: int) -> Sequence[tuple[LayerKind, ...]]:
+    """Returns the kinds of the layers of each model chunk of a stage. Chunks of equal layers are one object."""
     if layers_alike(model):  # asked once: a search looks at very many chunks
         return [_repeated(model.is_moe, layers) for layers in layout.chunk_layers[pp]]
-    return [layer_kinds(model, layout, pp, vp) for vp in range(layout.virtual_pipeline)]
+    return _kinds_of_chunks(model, layout.chunk_layers)[pp]
 
 
 def _kind_counts(model: ModelSpec, layout: TrainLayout, pp: int) -> dict[LayerKind, int]:
     """Returns how many layers of each kind a stage has."""
     if layers_alike(model):
         return {LayerKind(model.is_moe): sum(layout.chunk_layers[pp])}
-    return Counter(kind for kinds in chunk_kinds(model, layout, pp) for kind in kinds)
+    return Counter(chain.from_iterable(chunk_kinds(model, layout, pp)))
 
 
 def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:

@@ -69,6 +69,8 @@ class SearchProblem:
     dropout: bool = False  # of the adapters' inputs
     fp8_block: int = 0  # rows and columns of blocks that no rank may cut, see ranks_block
     ways: tuple[Recompute, ...] = ()  # of recomputation, the cheapest first; empty: those that a model usually has
+    # of layouts that were analysed, whose layers others have, too
+    activations: dict[tuple, Activations] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def model(self) -> ModelSpec:
@@ -149,12 +151,16 @@ class SearchResult:
     near: int = 0
 
 
-def search(problem: SearchProblem) -> SearchResult:
-    """Analyses every legal layout."""
+def search(problem: SearchProblem, tell: Callable[[int, int], None] | None = None) -> SearchResult:
+    """Analyses every legal layout. `tell` is called before each, with the numbers of layouts so far and of fitting
+    ones.
+    """
     fitting = []
     too_large = Counter()
     legal = near = 0
     for degrees, layout in legal_layouts(problem):
+        if tell is not None:
+            tell(legal, len(fitting))
         legal += 1
         best = best_fit(problem, degrees, layout)
         if isinstance(best, Candidate):
@@ -249,7 +255,7 @@ def best_fit(
     problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, ways: Iterable[Recompute] = ()
 ) -> Candidate | Phase:
     """Returns the layout with the first recomputation that fits, or the phase that is too large in every case."""
-    problem = replace(problem, device=problem.device_in(layout))
+    problem = replace(problem, device=problem.device_in(layout), work=problem.work_in(layout), micro_of=None)
     states = {
         pp: stage_state(problem.model, layout, pp, problem.precision, lora=problem.lora)
         for pp in unlike_stages(problem.model, layout)
@@ -259,11 +265,28 @@ def best_fit(
     fullest = Phase("train", on_device, problem.device.usable)
     if not fullest.fits:
         return fullest
-    for recompute in ways or problem.recomputes:
-        fullest = fullest_phase(problem, layout, recompute, states)
-        if fullest.fits:
+    *cheaper, last = ways or problem.recomputes
+    for recompute in cheaper:
+        phases = _phases_that_fit(problem, layout, recompute, states)
+        if phases:
+            fullest = max(phases, key=lambda phase: phase.total)
             return candidate_of(problem, degrees, layout, recompute, fullest, heaviest)
+    fullest = fullest_phase(problem, layout, last, states)
+    if fullest.fits:
+        return candidate_of(problem, degrees, layout, last, fullest, heaviest)
     return fullest
+
+
+def _phases_that_fit(
+    problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]
+) -> list[Phase]:
+    """Returns all phases if they fit. The first that does not ends the analysis, and then there are none."""
+    found = []
+    for phase in _phases(problem, layout, recompute, states):
+        if not phase.fits:
+            return []
+        found.append(phase)
+    return found
 
 
 def heaviest_stage(states: Iterable[StateBytes]) -> StateBytes:
@@ -286,6 +309,13 @@ def fullest_phase(
     problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]
 ) -> Phase:
     """Returns the fullest of the actor's phases over the given stages."""
+    return max(_phases(problem, layout, recompute, states), key=lambda phase: phase.total)
+
+
+def _phases(
+    problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]
+) -> Iterator[Phase]:
+    """Yields the actor's phases on each of the given stages."""
     load = problem.assumptions.expert_load_in(layout)
     work = problem.work_in(layout)
     activations = Activations(
@@ -297,9 +327,8 @@ def fullest_phase(
         expert_load=load,
         lora=problem.lora,
         dropout=problem.dropout,
-    )
+    ).beside(problem.activations)
     count = micro_batch_count(work, layout)
-    phases = []
     for pp, state in states.items():
         actor = ActorBytes(
             parameters=state.parameters,
@@ -313,8 +342,7 @@ def fullest_phase(
             offload=problem.offload,
             scores_old=problem.scores_old,
         )
-        phases += actor_phases(actor, problem.device)
-    return max(phases, key=lambda phase: phase.total)
+        yield from actor_phases(actor, problem.device)
 
 
 def candidate_of(

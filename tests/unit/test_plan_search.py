@@ -389,3 +389,16 @@ def test_a_candidates_recomputation_is_what_its_configuration_says():
         changed = run_with(config, {"world_size": 32, EP: 8}, recompute)
         assert recompute_of(changed) == recompute
         assert violations(ResolvedConfig(changed, {}), known_spec("Qwen3-30B-A3B")) == []
+
+
+def test_a_long_search_says_how_far_it_is(capsys, monkeypatch):
+    from mrl.cli import plan
+
+    now = [0.0]
+    monkeypatch.setattr(plan.time, "monotonic", lambda: now[0])
+    tell = plan._Progress()
+    for layouts, seconds in ((0, 0.0), (900, 2.9), (1000, 3.1), (1500, 5.0), (2000, 6.2)):
+        now[0] = seconds
+        tell(layouts, layouts // 2)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["searching: 1,000 layouts so far, 500 fit, 3 s", "searching: 2,000 layouts so far, 1,000 fit, 6 s"]
