@@ -488,11 +488,4 @@ ACTOR_RULES = (
         for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
     ),
     _replay_engines,
-    RuleRow(
-        "ref.layout",
-        lambda c, m: c.ref.layout is not None,
-        "must be null",
-        "the reference model lies as the actor does, on its ranks and in its process groups",
-        (None,),
-    ),
 )

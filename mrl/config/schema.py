@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 # sections with the keys of actor.layout
-OTHER_LAYOUTS = ("ref.layout", "critic.layout", "distillation.teacher_model.layout")
+OTHER_LAYOUTS = ("critic.layout", "distillation.teacher_model.layout")
 
 
 class RunConfig(Section):

@@ -1,6 +1,9 @@
 """Keys of the trained model, its reference model and its critic: checkpoint, layout, optimizer, batches, offload."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
+
+from pydantic import model_validator
 
 from mrl.algo.spec import AGGREGATIONS, ALIASES
 from mrl.config.section import Section, key, known_name, section_from
@@ -296,7 +299,6 @@ class RefConfig(Section):
         "Checkpoint of the reference model, of the actor's architecture; left out: model.path.",
         is_path=True,
     )
-    layout: LayoutConfig | None = None
     param_offload: bool = key(
         False,
         "Keeps the reference model's parameters on the host between its passes.",
@@ -321,6 +323,14 @@ class RefConfig(Section):
         ge=1,
         unit="tokens",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_layout(cls, given: Any) -> Any:
+        """Leaves out a layout of null, which resolved configurations of earlier runs have."""
+        if isinstance(given, Mapping) and given.get("layout", 0) is None:
+            return {name: value for name, value in given.items() if name != "layout"}
+        return given
 
 
 class CriticOptimConfig(OptimConfig):

@@ -100,7 +100,7 @@ ON_GPUS = [
     [TRANSFORMER + "recompute_granularity=selective", TRANSFORMER + "recompute_modules=[mpl]"],
     [FLEX, TRANSFORMER + "moe_flex_dispatcher_backend=nvshmem", LAYOUT + "expert_model_parallel_size=1"],
     [TRANSFORMER + "cuda_graph_impl=local", TRANSFORMER + "cuda_graph_scope=[attn]"],
-    ["ref.layout={world_size: 16, tensor_model_parallel_size: 3}"], ["cluster.nnodes=1"],
+    ["cluster.nnodes=1"],
     ["actor.override_ddp_config={a: 1}"],
     [VERSIONS + "{vllm: 0.40.0}"], [VERSIONS + "{vlm: 0.32.0}"], [VERSIONS + "{megatron-core: newest}"],
     [VERSIONS + "{megatron-core: 0.12.1}", LAYOUT + "tensor_model_parallel_size=8"],

@@ -578,7 +578,7 @@ def test_without_a_model_the_rules_that_need_none_are_judged():
 
 # sections that are null in the preset
 OPTIONAL = (
-    "ref.layout.", "critic.layout.", "distillation.teacher_model.layout.",
+    "critic.layout.", "distillation.teacher_model.layout.",
     "algorithm.policy_loss.custom.", "algorithm.custom_advantage.", "reward.custom_reward_function.",
     "rollout.turns.", "rollout.agent.",
 )  # fmt: skip

@@ -84,7 +84,7 @@ SAYS = {
         LOSS + "clip_ratio_low": 0.2,
         LOSS + "clip_ratio_high": 0.2, LOSS + "clip_ratio_c": 3.0, OPTIM + "weight_decay": 0.01,
         OPTIM + "betas": (0.9, 0.999),
-        "algorithm.kl_loss_coef": 0.001, "ref.layout": None, "data.train_files": ("${train_files}",),
+        "algorithm.kl_loss_coef": 0.001, "data.train_files": ("${train_files}",),
     },
     "gspo_3b_fsdp": {
         LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 512,
@@ -356,7 +356,7 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         ([ROLLOUT + "top_p=0.95", ROLLOUT + "top_k=20"], {"rollout.top_p": 0.95, "rollout.top_k": 20}),
         ([ROLLOUT + "top_k=0"], {"rollout.top_k": -1}),
         (["actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", "actor_rollout_ref.actor.use_kl_loss=True"],
-            {"ref.layout": None}),
+            {"algorithm.use_kl_loss": True}),
         ([ADAM + "use_precision_aware_optimizer=True", ADAM + "overlap_cpu_optimizer_d2h_h2d=True"],
          {OUR_ADAM + "use_precision_aware_optimizer": None, OUR_ADAM + "overlap_cpu_optimizer_d2h_h2d": None}),
         (
@@ -615,7 +615,7 @@ def test_every_row_that_goes_somewhere_goes_to_a_key_of_the_schema():
     config = RunConfig.model_validate({
         "model": {"path": "m"}, "actor": {"layout": {"world_size": 1}, "ppo_mini_batch_size": 1},
         "data": {"train_batch_size": 1},
-        "reward": {"custom_reward_function": {"path": "r.py"}}, "ref": {"layout": {"world_size": 1}},
+        "reward": {"custom_reward_function": {"path": "r.py"}},
     })  # fmt: skip
     dump = config.model_dump()
     for key, row in ROWS.items():
