@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mrl.acting.environment import LONGEST
+from mrl.acting.kept_output import KeptOutput
 from mrl.acting.sandbox import CODE, MIB, PythonLimits
 from mrl.acting.tool import Tool
 from mrl.errors import ConfigError
@@ -107,7 +108,7 @@ def run_program(code: str, limits: PythonLimits) -> str:
     with _folder() as folder, _pipe() as (told, report):
         (folder / CODE).write_bytes(code.encode("utf-8", "replace"))
         process = _started(folder, limits, report)
-        output = _Output()
+        output = KeptOutput(_KEPT)
         try:
             why = _watched(process, folder, limits, output)
         finally:
@@ -170,33 +171,7 @@ def _folder() -> Iterator[Path]:
             shutil.rmtree(folder)
 
 
-class _Output:
-    """The beginning and the end of the output."""
-
-    def __init__(self):
-        self._head = b""
-        self._tail = b""
-        self._left_out = 0  # bytes
-
-    def add(self, data: bytes) -> None:
-        """Adds output."""
-        room = _KEPT - len(self._head)
-        self._head += data[:room]
-        self._tail += data[room:]
-        beyond = max(0, len(self._tail) - _KEPT)
-        self._left_out += beyond
-        self._tail = self._tail[beyond:]
-
-    @property
-    def text(self) -> str:
-        """Everything that was kept, and how many bytes were left out."""
-        between = b""
-        if self._left_out:
-            between = f"\n[{self._left_out} bytes are left out]\n".encode()
-        return (self._head + between + self._tail).decode("utf-8", "replace")
-
-
-def _watched(process: subprocess.Popen, folder: Path, limits: PythonLimits, output: _Output) -> str | None:
+def _watched(process: subprocess.Popen, folder: Path, limits: PythonLimits, output: KeptOutput) -> str | None:
     """Reads output until the program has ended. Returns why it must be ended; None if it ended by itself."""
     end = time.monotonic() + limits.max_seconds
     poll = select.poll()

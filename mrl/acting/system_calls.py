@@ -56,6 +56,24 @@ CHECKED: dict[str, tuple[tuple[int, int | None], int, tuple[int, ...]]] = {
 }
 # name: numbers, the argument with the flags
 OPENING: dict[str, tuple[tuple[int, int | None], int]] = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
+# What processes of a sandbox may not do, where everything else may be done: administer the kernel, mount, enter
+# namespaces, and use interfaces that are not part of any namespace.
+ADMINISTRATION: dict[str, tuple[int, int | None]] = {
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442), "open_tree_attr": (467, 467), "unshare": (272, 97), "setns": (308, 268),
+    "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "add_key": (248, 217), "request_key": (249, 218),
+    "keyctl": (250, 219), "acct": (163, 89), "quotactl": (179, 60), "quotactl_fd": (443, 443), "syslog": (103, 116),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262), "vhangup": (153, 58),
+    "iopl": (172, None), "ioperm": (173, None), "lookup_dcookie": (212, 18),
+}  # fmt: skip
+_SOCKET = (41, 198)
+_FAMILIES = (1, 2, 10, 16)  # of sockets: local ones, IPv4, IPv6, and netlink, which looks at interfaces
+_X32 = 0x40000000
 SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}  # to this process
 _O_TMPFILE = 0o20000000  # a file without a name, which nobody would find
 
@@ -64,6 +82,7 @@ _NEITHER = 3  # access neither for reading nor writing, which Landlock allows, a
 _LOAD = 0x20
 _AND = 0x54
 _EQUAL = 0x15
+_AT_LEAST = 0x35
 _ANY_BIT = 0x45
 _RETURN = 0x06
 _ALLOW = 0x7FFF0000
@@ -95,6 +114,21 @@ def rules(machine: str, process: int) -> bytes | None:
         ]
     blocks["allow"] = [(_RETURN, None, None, _ALLOW)]
     blocks["deny"] = [(_RETURN, None, None, _DENY)]
+    return _assembled(blocks)
+
+
+def without_administration(machine: str) -> bytes:
+    """Returns the filter of processes in a sandbox, which may be many. Raises KeyError for an unknown machine."""
+    audit, column = MACHINES[machine]
+    blocks: dict[str, list[Line]] = {
+        "start": [(_LOAD, None, None, 4), (_EQUAL, None, "deny", audit), (_LOAD, None, None, 0)],
+        "socket": [_argument(0), *((_EQUAL, "allow", None, family) for family in _FAMILIES), (_RETURN, None, None, _DENY)],
+        "allow": [(_RETURN, None, None, _ALLOW)],
+        "deny": [(_RETURN, None, None, _DENY)],
+    }
+    refused = [numbers[column] for numbers in ADMINISTRATION.values() if numbers[column] is not None]
+    blocks["start"] += [(_AT_LEAST, "deny", None, _X32), (_EQUAL, "socket", None, _SOCKET[column])]
+    blocks["start"] += [*((_EQUAL, "deny", None, number) for number in refused), (_RETURN, None, None, _ALLOW)]
     return _assembled(blocks)
 
 

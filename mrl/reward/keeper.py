@@ -9,11 +9,13 @@ session is ended. Uses the standard library and this package only.
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import select
 import shutil
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -22,10 +24,12 @@ from pathlib import Path
 
 LOG_BYTES = 64 * 2**20  # limit of one log; later output of the function is read and dropped
 READ_BYTES = 65536
+DAEMON_S = 10.0  # for a daemon to remove a container
 NOTICE = b"\n[the log is full: what the reward function prints from here on is not kept]\n"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SCRATCH = "MRL_SCRATCH"  # variable: a folder that a child may create, and that its keeper removes at the end
+FAREWELL = "farewell"  # a file in it: a line [address of a daemon, path] for each container that the keeper removes
 
 
 def main(requests_fd: int, results_fd: int) -> None:
@@ -52,6 +56,7 @@ def main(requests_fd: int, results_fd: int) -> None:
     _copy(output)  # before the search, which whoever waits for the end may interrupt
     _end_descendants()
     _copy(output)
+    _remove_containers(scratch / FAREWELL)
     with contextlib.suppress(OSError, RecursionError):
         shutil.rmtree(scratch)
     _end_as(status)
@@ -165,6 +170,26 @@ def _below(process: int) -> Iterator[int]:
         children = parents.get(waiting.pop(), [])
         yield from children
         waiting += children
+
+
+def _remove_containers(noted: Path) -> None:
+    """Removes containers that the child had made, or was about to make. Most are gone already."""
+    if not noted.is_file():
+        return
+    from http.client import HTTPConnection, HTTPException  # here: most keepers have none
+
+    for line in noted.read_text().splitlines():
+        with contextlib.suppress(OSError, ValueError, HTTPException):
+            address, path = json.loads(line)
+            connection = HTTPConnection("localhost" if address.startswith("/") else address.partition("//")[2])
+            connection.timeout = DAEMON_S
+            if address.startswith("/"):
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(DAEMON_S)
+                connection.sock.connect(address)
+            connection.request("DELETE", path)
+            connection.getresponse().read()
+            connection.close()
 
 
 def _end_as(status: int) -> None:
