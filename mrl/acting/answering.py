@@ -61,6 +61,12 @@ class Acting:
         refused.set_result(CallAnswer(REFUSED, no_such_tool(name, self.functions)))
         return refused
 
+    def judge(self) -> "Future[CallAnswer] | None":
+        """Returns the future last reward of the environment; None where it gives none."""
+        if self._session is None or not self._session.judges:
+            return None
+        return self._session.judge()
+
     def close(self) -> None:
         """Ends the environment without waiting for it."""
         if self._session is not None:

@@ -64,6 +64,8 @@ class Environment:
     # Tells whether replies depend only on row, seed and actions. If its process dies, such an environment begins again,
     # repeats its former actions, and is asked once more.
     repeatable: ClassVar[bool] = False
+    # Tells whether each row needs a task with tests (mrl.acting.sandboxes.tasks).
+    has_task: ClassVar[bool] = False
     # values of parts that no reply gave; a response without calls has only these
     parts: ClassVar[Mapping[str, float]] = {}
 
@@ -76,6 +78,10 @@ class Environment:
     def step(self, action: Action) -> Reply | Any:
         """Returns a Reply, or a text, or anything that JSON can turn into one."""
         return getattr(self, action.name)(**action.arguments)
+
+    def judge(self) -> Reply | None:
+        """Gives a last reward once the response has ended, however it ended. Its text is read by nobody."""
+        return None
 
     def close(self) -> None:
         """Ends, because the response has ended or this has failed. Not called if its process is lost."""
@@ -122,7 +128,7 @@ def actions_of(kind: type[Environment], name: str) -> dict[str, Tool]:
         if not callable(method):
             raise ConfigError(f"environment {name!r} has no method {action!r}, which its `actions` name")
         found[action] = Tool.of(method.__get__(object()), action)  # bound, so that `self` is no parameter
-    for method in ("reset", "step", "close"):
+    for method in ("reset", "step", "judge", "close"):
         if fault := generator_fault(getattr(kind, method)):
             raise ConfigError(f"environment {name!r}: {method} {fault}")
     return found

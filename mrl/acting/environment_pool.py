@@ -108,6 +108,7 @@ class Session:
         `made` as in EnvironmentPool.session.
         """
         self.parts: Mapping[str, float] = described["parts"]  # declared by the environment
+        self.judges: bool = described["judges"]
         self._pool = pool
         self._slot = slot
         self._number = number
@@ -121,6 +122,10 @@ class Session:
     def step(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
         """Returns a future answer, however the step ends. It raises EnvironmentFault if no process starts."""
         return self._pool.submit(lambda slot: self._step(slot, [name, arguments]), self._slot)
+
+    def judge(self) -> "Future[CallAnswer]":
+        """Returns the future last reward, as `step` does. No further action is possible."""
+        return self._pool.submit(self._judge, self._slot)
 
     def close(self) -> None:
         """Closes the session without waiting for running work. No further action is possible."""
@@ -136,6 +141,18 @@ class Session:
         if answer.end:
             self._over = CallAnswer(REFUSED, f"Error: {action[0]}: it is over")
         return answer
+
+    def _judge(self, slot: _Slot) -> CallAnswer:
+        if self._over is not None and self._over.failed:
+            return self._over
+        return self._attempted(slot, "judge", self._judged)
+
+    def _judged(self, process: WorkerProcess) -> list[Any]:
+        seconds = self._pool.timeout_s + self._pool.spec.judge_s
+        reply = self._pool.ask(process, "judge", self._number, timeout_s=seconds)
+        if reply[0] != OK:
+            raise WorkerFailure(reply[0], reply[1])
+        return reply
 
     def _asked(self, process: WorkerProcess, action: Sequence[Any]) -> list[Any]:
         reply = self._pool.ask(process, "step", self._number, *action)
@@ -262,7 +279,8 @@ class EnvironmentPool:
             return Offer((), agent=True)
         environments = {name: tuple(each["schemas"]) for name, each in described.items()}
         unrepeatable = tuple(name for name, each in described.items() if not each["repeatable"])
-        return Offer(tuple(self._described["schemas"]), environments, unrepeatable)
+        of_tasks = tuple(name for name, each in described.items() if each["has_task"])
+        return Offer(tuple(self._described["schemas"]), environments, unrepeatable, of_tasks=of_tasks)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
         """Returns the future answer of a tool, however the call ends. It raises EnvironmentFault if no process starts.
@@ -369,11 +387,11 @@ class EnvironmentPool:
         text = text if reason in (OK, REFUSED) else f"Error: {name}: {text}"
         return CallAnswer(reason, text, *rest, seconds=time.monotonic() - began)
 
-    def ask(self, process: WorkerProcess, *request: Any) -> list[Any]:
-        """Returns the answer without its ticket. Raises WorkerFailure."""
+    def ask(self, process: WorkerProcess, *request: Any, timeout_s: float | None = None) -> list[Any]:
+        """Returns the answer without its ticket. Raises WorkerFailure. `timeout_s` is by default the pool's."""
         ticket = secrets.token_hex(8)  # known to the process alone
         line = json.dumps([ticket, *request], default=str).encode() + b"\n"
-        (line,) = process.exchange(line, 1, self.timeout_s)
+        (line,) = process.exchange(line, 1, timeout_s or self.timeout_s)
         answer = parsed(line)
         if not isinstance(answer, list) or len(answer) != 6 or answer[0] != ticket:
             raise ForeignLine(line)

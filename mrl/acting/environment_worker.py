@@ -5,6 +5,7 @@ what may be called, or has {"error": text}. Then
 
     [ticket, "reset", session, environment, row, seed]   --> [ticket, reason, text, 0.0, {}, false]
     [ticket, "step", session, name, arguments]           --> [ticket, reason, text, reward, parts, end]
+    [ticket, "judge", session]                           --> same form as step
     [ticket, "close", session]                           --> same form as reset
 
 Session null is that of the tools. A line that a tool wrote has no ticket, and so is no answer.
@@ -37,12 +38,22 @@ CallAnswer = tuple[str, str, float, dict[str, float], bool]  # reason, text, rew
 
 def main(requests_fd: int, results_fd: int) -> None:
     """Serves until the requests end."""
-    serve(requests_fd, results_fd, ToolsSpec, _loaded)
+    serve(requests_fd, results_fd, ToolsSpec, _loaded, _broker)
 
 
-def _loaded(spec: ToolsSpec) -> tuple[dict[str, Any], Callable[..., CallAnswer]]:
+def _broker(spec: ToolsSpec) -> Any:
+    """Returns the process that starts sandboxes, made before this one is confined; None without sandboxes."""
+    if spec.sandbox is None:
+        return None
+    from mrl.acting.sandboxes.broker import Broker
+    from mrl.acting.sandboxes.sandbox import SandboxSpec
+
+    return Broker(SandboxSpec(**spec.sandbox))
+
+
+def _loaded(spec: ToolsSpec, broker: Any) -> tuple[dict[str, Any], Callable[..., CallAnswer]]:
     tools = resolve_agent(spec) if spec.has_agent else resolve_tools(spec)
-    sessions = Sessions(tools, resolve_environments(spec))
+    sessions = Sessions(tools, resolve_environments(spec, broker))
     return sessions.described, sessions.answer
 
 
@@ -64,6 +75,8 @@ class Sessions:
                 "schemas": _schemas(self._callable[name]),
                 "repeatable": bool(kind.repeatable),
                 "parts": self._parts[name],
+                "has_task": kind.has_task,
+                "judges": kind.judge is not Environment.judge,
             }
             for name, kind in self._kinds.items()
         }
@@ -86,6 +99,8 @@ class Sessions:
                     return self._reset(session, *arguments)
                 case "step":
                     return self._step(session, *arguments)
+                case "judge":
+                    return _replied(settled(self._at[session][1].judge()) or Reply())
                 case _:
                     self._end(session)
                     return _answer(OK, Reply())
@@ -115,13 +130,17 @@ class Sessions:
         problem = tools[name].problem(arguments)
         if problem is not None:
             return _answer(REFUSED, Reply(f"Error: {name}: {problem}"))
-        value = settled(environment.step(Action(name, arguments)))
-        try:
-            return _answer(OK, reply_of(value))
-        except TypeError as error:
-            return _answer(WRONG_TYPE, Reply(str(error)))
-        except ValueError as error:
-            return _answer(NOT_A_NUMBER, Reply(str(error)))
+        return _replied(settled(environment.step(Action(name, arguments))))
+
+
+def _replied(value: Any) -> CallAnswer:
+    """Returns the answer with what an environment replied."""
+    try:
+        return _answer(OK, reply_of(value))
+    except TypeError as error:
+        return _answer(WRONG_TYPE, Reply(str(error)))
+    except ValueError as error:
+        return _answer(NOT_A_NUMBER, Reply(str(error)))
 
 
 def no_such_tool(name: str, names: Mapping[str, Any]) -> str:

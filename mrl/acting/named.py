@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from mrl.acting.agent import AGENT, agent_fault, agent_tool, command_of
 from mrl.acting.builtin import BUILTIN_ENVIRONMENTS, BUILTIN_TOOLS
@@ -19,9 +20,10 @@ from mrl.errors import ConfigError
 from mrl.reward.resolve import load_function, load_module
 
 PATH_KEY = "rollout.turns.path"
+REPOSITORY = "repository"
 AGENT_KEY = "rollout.agent.path"
 SHIPPED = (*BUILTIN_TOOLS, SEARCH, PYTHON)  # tools
-SHIPPED_ENVIRONMENTS = (*BUILTIN_ENVIRONMENTS, VERL_TOOLS)
+SHIPPED_ENVIRONMENTS = (*BUILTIN_ENVIRONMENTS, VERL_TOOLS, REPOSITORY)
 
 
 def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
@@ -68,8 +70,10 @@ def resolve_agent(spec: ToolsSpec) -> dict[str, Tool]:
     return {AGENT: agent_tool(run, own_home)}
 
 
-def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
+def resolve_environments(spec: ToolsSpec, broker: Any = None) -> dict[str, type[Environment]]:
     """Returns the environments by name. A class of the user's file overrides a built-in one with its name.
+
+    `broker` starts sandboxes.
 
     Raises ConfigError for an unknown name and for an invalid environment.
     """
@@ -84,6 +88,10 @@ def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
             found[name] = BUILTIN_ENVIRONMENTS[name]
         elif name == VERL_TOOLS and spec.tool_config is not None and not hasattr(module, name):
             found[name] = verl_environment(spec.tool_config, PythonLimits(**spec.python), spec.network)
+        elif name == REPOSITORY and not hasattr(module, name):
+            from mrl.acting.sandboxes.repository import repository
+
+            found[name] = repository(broker)
         elif module is not None:
             found[name] = _environment(module, name, f"{PATH_KEY}: {spec.path}")
         else:

@@ -28,6 +28,7 @@ class Offer:
     environments: Mapping[str, Schemas] = field(default_factory=dict)
     unrepeatable: tuple[str, ...] = ()  # environments that cannot be restored
     rewards: bool = False  # the environment gives the reward, so every row needs one
+    of_tasks: tuple[str, ...] = ()  # environments that need a task with tests of each row
     agent: bool = False  # an agent replaces both, and brings its own tools
 
     @property
@@ -43,6 +44,8 @@ class Offer:
             return ()
         selected = self._selected(extra_info.get(SELECTION))
         environment = self.environment(extra_info)
+        if environment in self.of_tasks:
+            _check_task(extra_info)
         actions = ()
         if environment is not None:
             actions = self.environments[environment]
@@ -98,3 +101,12 @@ class Offer:
 def name_of(schema: Mapping[str, Any]) -> str:
     """Returns the name of a tool or an action."""
     return schema["function"]["name"]
+
+
+def _check_task(extra_info: Mapping[str, Any]) -> None:
+    from mrl.acting.sandboxes.tasks import Task  # here: few runs have tasks
+
+    try:
+        Task.of(extra_info)
+    except ValueError as error:
+        raise UnknownChoice(str(error)) from error

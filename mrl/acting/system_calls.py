@@ -122,7 +122,11 @@ def without_administration(machine: str) -> bytes:
     audit, column = MACHINES[machine]
     blocks: dict[str, list[Line]] = {
         "start": [(_LOAD, None, None, 4), (_EQUAL, None, "deny", audit), (_LOAD, None, None, 0)],
-        "socket": [_argument(0), *((_EQUAL, "allow", None, family) for family in _FAMILIES), (_RETURN, None, None, _DENY)],
+        "socket": [
+            _argument(0),
+            *((_EQUAL, "allow", None, family) for family in _FAMILIES),
+            (_RETURN, None, None, _DENY),
+        ],
         "allow": [(_RETURN, None, None, _ALLOW)],
         "deny": [(_RETURN, None, None, _DENY)],
     }

@@ -42,6 +42,7 @@ class ToolsSpec:
     index: str | None = None  # for the built-in tool `search`
     python: Mapping[str, Any] = field(default_factory=dict)  # limits of the built-in tool `python`, by name
     tool_config: str | None = None  # verl's file of tools, for the environment `verl_tools`
+    sandbox: Mapping[str, Any] | None = None  # of commands, by names of SandboxSpec
     # an agent instead of both: a command, or a function of that name in the file at `path`
     command: tuple[str, ...] = ()
     agent: str | None = None
@@ -50,6 +51,11 @@ class ToolsSpec:
     def has_agent(self) -> bool:
         """Tells whether an agent talks to the model. Then the model gets the agent's tools."""
         return bool(self.command) or self.agent is not None
+
+    @property
+    def judge_s(self) -> float:
+        """Seconds that tests of a response may take, and their sandbox to start."""
+        return 3 * (self.sandbox or {}).get("max_test_seconds", 0.0)
 
     @property
     def is_here(self) -> bool:

@@ -272,7 +272,7 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
     if turns is None or config.rollout.endpoint:
         return
-    from mrl.acting.named import SHIPPED, SHIPPED_ENVIRONMENTS
+    from mrl.acting.named import REPOSITORY, SHIPPED, SHIPPED_ENVIRONMENTS
     from mrl.acting.search_tool import SEARCH
     from mrl.acting.verl_tool_config import CONFIG_KEY, VERL_TOOLS
 
@@ -288,6 +288,9 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if VERL_TOOLS in turns.environments and turns.tool_config_path is None and turns.path is None:
         why = "verl_tools is made of verl's file of tools"
         yield Violation(CONFIG_KEY, "must be given with the environment verl_tools", why, ())
+    if REPOSITORY in turns.environments and turns.sandbox is None and turns.path is None:
+        why = "repository acts in sandboxes"
+        yield Violation("rollout.turns.sandbox", "must be given with the environment repository", why, ({},))
     known = SHIPPED_ENVIRONMENTS
     yield from _names("rollout.turns.environments", turns.environments, known, turns.path, "class")
 
@@ -308,6 +311,16 @@ def _program_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]
         why = "a program that hangs would only be killed together with the process that calls tools"
         rule = f"must be less than timeout_s = {turns.timeout_s:g}"
         yield Violation("rollout.turns.python.max_seconds", rule, why, (turns.timeout_s / 2,))
+
+
+def _sandbox_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    turns = config.rollout.turns
+    if turns is None or turns.sandbox is None or config.rollout.endpoint:
+        return
+    if turns.sandbox.max_command_seconds >= turns.timeout_s:
+        why = "a command that hangs would only be ended together with the process of its environment"
+        rule = f"must be less than timeout_s = {turns.timeout_s:g}"
+        yield Violation("rollout.turns.sandbox.max_command_seconds", rule, why, (turns.timeout_s / 2,))
 
 
 def _rewards_environment(config: RunConfig) -> bool:
@@ -474,6 +487,7 @@ ROLLOUT_RULES = (
     _tools,
     _call_in_time,
     _program_in_time,
+    _sandbox_in_time,
     _parts,
     RuleRow(
         "reward.function",

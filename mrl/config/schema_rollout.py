@@ -59,6 +59,39 @@ class PythonConfig(Section):
     )
 
 
+class SandboxConfig(Section):
+    """Sandboxes of the shipped environment repository: a root that is read, and folders that are written."""
+
+    backend: Literal["bubblewrap", "docker", "e2b", "modal", "daytona"] = key(
+        "bubblewrap",
+        "What starts them. bubblewrap: a root folder on the engine's node (the program bwrap, of the package "
+        "bubblewrap). docker: an image, by the daemon of Docker or Podman. The others: by their providers' clients.",
+        advice="bubblewrap needs no daemon, docker takes images of data sets. `mrl doctor` tries both. e2b, modal and "
+        "daytona were never tried.",
+    )
+    image: str | None = key(
+        None, "Image, or with bubblewrap the absolute path of a root folder, of rows that name none in extra_info.task."
+    )
+    folder: str = key("/workspace", "Folder inside where commands run, of rows that name none.")
+    address: str | None = key(
+        None,
+        "Address of the daemon, such as unix:///run/podman/podman.sock. Left out: DOCKER_HOST, or Docker's own.",
+    )
+    network: str | None = key(
+        None,
+        "Network that commands reach: `host` with bubblewrap, the name of a network with docker, anything with the "
+        "others. Left out: none, except for the chat endpoint where an agent runs inside.",
+        advice="Left out: what a model writes then talks to nobody.",
+    )
+    max_memory_gib: float = key(2.0, "Memory of all processes of a sandbox together.", gt=0, unit="GiB")
+    max_processes: int = key(256, "Processes and threads of a sandbox.", ge=8)
+    max_disk_mib: float = key(
+        512.0, "Content of all folders that a sandbox writes. It lies in memory.", ge=1, unit="MiB"
+    )
+    max_command_seconds: float = key(5.0, "Longest run of one command of the model.", gt=0, unit="s")
+    max_test_seconds: float = key(300.0, "Longest run of a row's setup, and of its tests.", gt=0, unit="s")
+
+
 class TurnsConfig(Section):
     """Tools and environments that the model may use while it answers. A response is then a conversation of several
     turns.
@@ -71,8 +104,8 @@ class TurnsConfig(Section):
     )
     environments: tuple[str, ...] = key(
         (),
-        "Names of environments: shipped ones (guess_the_number, textarena, verl_tools), and classes of the "
-        "file under path. With several of them each row names its own in extra_info.environment.",
+        "Names of environments: shipped ones (guess_the_number, textarena, verl_tools, repository), and classes of "
+        "the file under path. With several of them each row names its own in extra_info.environment.",
     )
     path: str | None = key(
         None,
@@ -91,6 +124,7 @@ class TurnsConfig(Section):
         is_path=True,
     )
     python: PythonConfig = PythonConfig()
+    sandbox: SandboxConfig | None = None
     max_turns: int = key(
         8,
         "Most turns of a response. Calls in the last turn are not made.",

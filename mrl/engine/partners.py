@@ -108,6 +108,7 @@ class ToolPartner:
         self._kept = kept
         self._turn = np.zeros(0, np.int32)  # sampled tokens of the last turn
         self._calls: list[ToolCall] = []  # calls in that turn
+        self._judged: CallAnswer | None = None  # the last reward
 
     @property
     def can_go_on(self) -> bool:
@@ -221,11 +222,20 @@ class ToolPartner:
         begun = await asyncio.wrap_future(self._acting.ready)
         if begun.failed:
             return talk.failed()
+        judged = self._acting.judge() if talk.state is ConversationState.ENDED else None
+        if judged is None:
+            return talk
+        self._judged = await asyncio.wrap_future(judged)
+        if self._judged.failed:
+            return talk.failed()
         return talk
 
     def whole(self, line: Line) -> Samples:
         """Returns the row. The record then covers its turns; the current one may have called nothing."""
         self.record.completed(int(with_turns(line.made).turn_counts[0]))
+        if self._judged is not None:
+            self.record.rewards[-1] += self._judged.reward
+            self.record.parts |= self._judged.parts
         return line.made
 
     def close(self) -> None:

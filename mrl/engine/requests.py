@@ -186,14 +186,14 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig |
     if turns.tool_config_path is not None:
         tool_config = str(Path(turns.tool_config_path).resolve())
     of_processes = turns.model_dump(include={"max_memory_gib", "environment", "network", "environments"})
-    given = turns.model_dump(exclude={*_OF_FILES, "tools", "folders", "python", *of_processes})
+    given = turns.model_dump(exclude={*_OF_FILES, "tools", "folders", "python", "sandbox", *of_processes})
     thinking = {}
     if data.enable_thinking is not None:
         thinking = {THINKING: data.enable_thinking}
     folders = tuple(str(Path(folder).resolve()) for folder in turns.folders)
     python = turns.python.model_dump()
     tools = ToolsSpec(tuple(turns.tools), path, index=index, folders=folders, python=python, **of_processes)
-    tools = replace(tools, tool_config=tool_config)
+    tools = replace(tools, tool_config=tool_config, sandbox=turns.sandbox and turns.sandbox.model_dump())
     if agent is not None:
         tools = replace(tools, **_of_agent(agent))
         given |= agent.model_dump(include={"max_requests", "keeps_all_answers", "enforces_tool_choice"})

@@ -36,29 +36,36 @@ def main(requests_fd: int, results_fd: int) -> None:
     serve(requests_fd, results_fd, RewardSpec, _loaded)
 
 
-def _loaded(spec: RewardSpec) -> tuple[dict[str, Any], Callable[..., Answer]]:
+def _loaded(spec: RewardSpec, _: None) -> tuple[dict[str, Any], Callable[..., Answer]]:
     function = resolve(spec)
     return {}, lambda *row: _with_hint(*score_one(function, *row))
 
 
-def serve(requests_fd: int, results_fd: int, kind: type, load: Callable[[Any], tuple[Any, Callable[..., Any]]]) -> None:
+def serve(
+    requests_fd: int,
+    results_fd: int,
+    kind: type,
+    load: Callable[[Any, Any], tuple[Any, Callable[..., Any]]],
+    prepare: Callable[[Any], Any] = lambda spec: None,
+) -> None:
     """Applies the limits of the spec in the first line, loads what it names, and answers until requests end.
 
-    `kind` is the spec's dataclass. `load` returns the first output line and the function that answers a request. If it
-    raises, the first output line has the reason.
+    `kind` is the spec's dataclass. `prepare` is called before any limit holds. With what it returns, `load` returns
+    the first output line and the function that answers a request. If it raises, the first output line has the reason.
     """
     requests = os.fdopen(requests_fd, "rb")
     first = requests.readline()
     if not first:  # the run ended while this process started
         return
     spec = kind(**json.loads(first))
+    prepared = prepare(spec)
     _limit_memory(spec.max_memory_gib)
     if not spec.network and not without_network():
         print(NETWORK_STAYS, flush=True)
     if not without_writing(tuple(spec.folders)):
         print(WRITING_STAYS, flush=True)
     try:
-        ready, answer = load(spec)
+        ready, answer = load(spec, prepared)
     except ConfigError as error:
         _send(results_fd, {"error": str(error)})
         return

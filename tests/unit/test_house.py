@@ -40,7 +40,7 @@ SIDEWAYS = {
 }
 # What `mrl plan`, `validate`, `doctor`, `convert` and `import-verl` load: no torch, no Ray, no Megatron, no vLLM.
 LIGHT = (
-    "acting/*.py",
+    "acting/**/*.py",
     "model/*.py",
     "config/**/*.py",
     "plan/**/*.py",
@@ -301,6 +301,10 @@ DOORS = {
         *(f"mrl.driver.{part}" for part in ("assemble_data", "first_look", "preflight")),
         *(f"mrl.config.{part}" for part in ("rollout_rules", "schema_rollout")),
         *(f"mrl.tools.{part}" for part in ("doctor", "import_verl", "rehearse")),
+    ),
+    "mrl.acting.sandboxes": (
+        *(f"mrl.acting.{part}" for part in ("environment_worker", "named", "offer")),
+        "mrl.tools.doctor",
     ),
     "mrl.engine.conversations": ("mrl.engine.engine_worker",),
     "mrl.engine.agents": ("mrl.engine.conversations",),

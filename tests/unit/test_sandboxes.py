@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from sandbox_images import BWRAP, DOCKERD, IMAGE, daemon, root_folder
 
-from mrl.acting.sandboxes.broker import Broker
 from mrl.acting.sandboxes.containers import left_behind
 from mrl.acting.sandboxes.remote import REMOTE
 from mrl.acting.sandboxes.sandbox import SandboxError, SandboxSpec
@@ -105,37 +104,58 @@ ATTACKS = {
     "enters a namespace": "nsenter -t 1 -m true && echo BROKE",
     "leaves by chroot": "mkdir -p c; chroot c true && echo BROKE; chroot /proc/1/root true && echo BROKE",
     "makes a device": "mknod sda b 8 0 && echo BROKE; mknod mem c 1 1 && echo BROKE",
-    "reads disks and memory": "cat /dev/sda /dev/vda /dev/mem /dev/kmem /proc/kcore 2>/dev/null | head -c1 | grep -q . && echo BROKE",
+    "reads disks and memory": (
+        "cat /dev/sda /dev/vda /dev/mem /dev/kmem /proc/kcore 2>/dev/null | head -c1 | grep -q . && echo BROKE"
+    ),
     "reads the host's file": "cat {secret} | grep alone && echo BROKE; cat /proc/1/root{secret} && echo BROKE",
     "climbs out of its folder": "cat ../../../../../..{secret} && echo BROKE",
     "links to the host's file": "ln {secret} l && echo BROKE; ln -s {secret} s; cat s && echo BROKE",
     "looks at the host's users": "grep -c . /etc/shadow && echo BROKE",
-    "finds the daemon": "for s in /var/run/docker.sock /run/docker.sock /run/podman/podman.sock {folder}; do [ -e $s ] && echo BROKE; done",
+    "finds the daemon": (
+        "for s in /var/run/docker.sock /run/docker.sock /run/podman/podman.sock {folder}; do [ -e $s ] && "
+        "echo BROKE; done"
+    ),
     "connects outside": "nc -w 1 1.1.1.1 80 < /dev/null && echo BROKE; nc -w 1 8.8.8.8 53 </dev/null && echo BROKE",
     "connects to another port of the host": "nc -w 1 127.0.0.1 {other} < /dev/null && echo BROKE",
-    "sees the host's interfaces": "ls /sys/class/net 2>/dev/null | grep -v -x -E 'lo|bonding_masters' && echo BROKE; ip addr | grep -E 'eth|ens|enp|docker' && echo BROKE",
-    "sees the host's processes": "[ -e /proc/{pid} ] && tr '\\0' ' ' < /proc/{pid}/cmdline | grep pytest && echo BROKE; ps | grep -v grep | grep pytest && echo BROKE",
+    "sees the host's interfaces": (
+        "ls /sys/class/net 2>/dev/null | grep -v -x -E 'lo|bonding_masters' && echo BROKE; ip addr | grep -E "
+        "'eth|ens|enp|docker' && echo BROKE"
+    ),
+    "sees the host's processes": (
+        "[ -e /proc/{pid} ] && tr '\\0' ' ' < /proc/{pid}/cmdline | grep pytest && echo BROKE; ps | grep -v "
+        "grep | grep pytest && echo BROKE"
+    ),
     "signals the host": "kill -0 {pid} && [ $(ps | wc -l) -gt 200 ] && echo BROKE",
     "ends its first process": "kill -9 1; sleep 0.2; [ -d /proc/1 ] || echo BROKE",
     "reads keys of whoever started it": "cat /proc/*/environ | tr '\\0' '\\n' | grep {key} && echo BROKE",
-    "sets what the kernel runs": "echo '|/tmp/x' > /proc/sys/kernel/core_pattern && echo BROKE; echo x > /proc/sys/kernel/hostname && echo BROKE",
+    "sets what the kernel runs": (
+        "echo '|/tmp/x' > /proc/sys/kernel/core_pattern && echo BROKE; echo x > /proc/sys/kernel/hostname && echo BROKE"
+    ),
     "asks the kernel to halt": "echo b > /proc/sysrq-trigger && echo BROKE",
-    "changes groups of processes": "for f in $(find /sys/fs/cgroup -name release_agent 2>/dev/null); do echo /x > $f && echo BROKE; done; mkdir /sys/fs/cgroup/memory/x && echo BROKE",
+    "changes groups of processes": (
+        "for f in $(find /sys/fs/cgroup -name release_agent 2>/dev/null); do echo /x > $f && echo BROKE; "
+        "done; mkdir /sys/fs/cgroup/memory/x && echo BROKE"
+    ),
     "sets the clock": "date -s 2001-01-01; [ $(date +%Y) = 2001 ] && echo BROKE",
     "becomes another user": "setuidgid 12345 true && echo BROKE; chown 12345 f && echo BROKE",
     "has capabilities": "grep -E 'Cap(Eff|Prm|Bnd).*[1-9a-f]' /proc/self/status && echo BROKE",
     "may gain rights": "grep -q 'NoNewPrivs:.1' /proc/self/status || echo BROKE",
     "has no filter of system calls": "grep -q 'Seccomp:.2' /proc/self/status || echo BROKE",
     "loads a module": "insmod /bin/busybox && echo BROKE; [ -w /sys/module ] && echo x > /sys/module/x && echo BROKE",
-    "fills the disk": "dd if=/dev/zero of=big bs=1M count=64; [ $(stat -c %s big) -gt 33554432 ] && echo BROKE; rm -f big",
-    "fills shared memory": "dd if=/dev/zero of=/dev/shm/big bs=1M count=64; [ $(stat -c %s /dev/shm/big) -gt 33554432 ] && echo BROKE; rm -f /dev/shm/big",
+    "fills the disk": (
+        "dd if=/dev/zero of=big bs=1M count=64; [ $(stat -c %s big) -gt 33554432 ] && echo BROKE; rm -f big"
+    ),
+    "fills shared memory": (
+        "dd if=/dev/zero of=/dev/shm/big bs=1M count=64; [ $(stat -c %s /dev/shm/big) -gt 33554432 ] && echo "
+        "BROKE; rm -f /dev/shm/big"
+    ),
     "fills /dev": "dd if=/dev/zero of=/dev/big bs=1M count=70 2>/dev/null && echo BROKE; rm -f /dev/big",
     "makes files without end": "mkdir d; cd d; seq 20000 | xargs touch && echo BROKE; cd ..; rm -rf d",
     "starts processes without end": "f(){{ f|f& }}; f; sleep 1; [ $(ps | wc -l) -gt 60 ] && echo BROKE",
     "takes memory without end": "tail /dev/zero; [ $? = 0 ] && echo BROKE",
     "leaves a process": "sleep 1000 & (setsid sleep 1001 &) ; true",
     "leaves a file for others": "echo x > /tmp/for-others; echo y > /dev/shm/for-others",
-}  # fmt: skip
+}
 
 
 def test_what_a_command_tries_is_refused(sandbox, backend, root, tmp_path, endpoint):
@@ -168,7 +188,7 @@ def test_the_endpoint_is_at_its_own_address_inside_and_nothing_else_is(sandbox, 
 
 def test_what_cannot_be_started_is_told(backend):
     spec, image = backend
-    with pytest.raises(SandboxError, match="there is no root folder|no such image"):
+    with pytest.raises(SandboxError, match=r"there is no root folder|no such image"):
         start(spec, "/not/there" if spec.backend == "bubblewrap" else "not-there:1")
     with pytest.raises(SandboxError, match="names no image"):
         start(spec)

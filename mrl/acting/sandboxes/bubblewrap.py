@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mrl.acting.sandboxes.forwarder import start_forwarder
-from mrl.acting.sandboxes.namespaces import BASE, IMAGE, Holder
+from mrl.acting.sandboxes.namespaces import BASE, IMAGE, NamespaceHolder
 from mrl.acting.sandboxes.sandbox import PLAIN_S, VARIABLES, Ran, Sandbox, SandboxError, SandboxSpec
 from mrl.acting.sandboxes.watching import watched
 from mrl.acting.system_calls import without_administration
@@ -42,10 +42,11 @@ class Bubblewrap(Sandbox):
         if not root.is_absolute() or not root.is_dir():
             raise SandboxError(f"there is no root folder {image!r}; bubblewrap needs the absolute path of one")
         self._layout = _layout(root, (folder, *places))
-        for number, place in enumerate(places):
-            self._layout += ["--bind", f"{BASE}/{number}", place]
+        self._places = places
         port = endpoint if spec.network is None else None
-        self._holder: Holder | None = Holder(image, spec.disk_bytes, spec.network is None, port, len(places))
+        self._holder: NamespaceHolder | None = NamespaceHolder(
+            image, spec.disk_bytes, spec.network is None, port, len(places)
+        )
         self._forwarder: int | None = None
         try:
             if port is not None:
@@ -111,6 +112,8 @@ class Bubblewrap(Sandbox):
         yield from self._layout
         yield from ("--proc", "/proc", "--dev", "/dev", "--bind", f"{BASE}/shm", "/dev/shm", "--remount-ro", "/dev")
         yield from ("--bind", f"{BASE}/tmp", "/tmp", "--bind", f"{BASE}/work", self.folder)
+        for number, place in enumerate(self._places):
+            yield from ("--bind", f"{BASE}/{number}", place)
         if original is not None:
             yield from ("--ro-bind", f"{IMAGE}{self.folder}", "/tmp/image")
         yield from ("--remount-ro", "/", "--chdir", self.folder)
@@ -147,7 +150,7 @@ def _layout(root: Path, written: Sequence[str]) -> list[str]:
     return options
 
 
-def _entering(holder: Holder, spec: SandboxSpec):
+def _entering(holder: NamespaceHolder, spec: SandboxSpec):
     """Returns what the forked child does before it becomes bubblewrap."""
     enter = holder.entering()
     limits = (

@@ -1,4 +1,6 @@
-"""Sandboxes of an image by the daemon of Docker, or Podman's, which speaks the same language: `pip install 'mrl[docker]'`.
+"""Sandboxes of an image by the daemon of Docker, or of Podman, which speaks the same language.
+
+`pip install 'mrl[docker]'` brings the client.
 
 The image's root is read-only, without capabilities and without a network, unless one is named. What is written lies in
 file systems in memory, which are part of the container's memory. Its first process reads what this process would write,
@@ -56,7 +58,7 @@ def connected(address: str | None) -> Any:
     return client
 
 
-class Container(Sandbox):
+class ContainerSandbox(Sandbox):
     """A sandbox of an image."""
 
     def __init__(

@@ -38,11 +38,12 @@ _UP = 1
 _BYTES_PER_FILE = 4096  # one file for each of these bytes of the disk limit
 
 
-class Holder:
+class NamespaceHolder:
     """A child process with the namespaces of one sandbox."""
 
     def __init__(self, root: str, disk_bytes: int, own_network: bool, port: int | None, places: int = 0):
-        """`root`: the image's root folder. `places`: further folders that are written, under their numbers. `port`: of loopback inside, where a socket listens then (`listener`).
+        """`root`: the image's root folder. `port`: of loopback inside, where a socket listens then
+        (`listener`). `places`: further folders that are written, under their numbers.
 
         Raises SandboxError where the kernel refuses.
         """
@@ -104,7 +105,14 @@ def _may_mount() -> bool:
 
 
 def _hold(
-    channel: int, parent: int, root: str, disk_bytes: int, is_root: bool, own_network: bool, port: int | None, places: int
+    channel: int,
+    parent: int,
+    root: str,
+    disk_bytes: int,
+    is_root: bool,
+    own_network: bool,
+    port: int | None,
+    places: int,
 ) -> None:
     """The holder's life. It tells `ok`, or what failed, and waits for its end."""
     try:
@@ -128,7 +136,9 @@ def _hold(
         os._exit(0)
 
 
-def _made(root: str, disk_bytes: int, is_root: bool, own_network: bool, port: int | None, places: int) -> socket.socket | None:
+def _made(
+    root: str, disk_bytes: int, is_root: bool, own_network: bool, port: int | None, places: int
+) -> socket.socket | None:
     user = (os.getuid(), os.getgid())
     kinds = _NEW_MOUNTS
     if own_network:

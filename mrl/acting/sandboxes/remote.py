@@ -153,7 +153,13 @@ class Modal(_Remote):
         self, script: str, folder: str, seconds: float, environment: Mapping[str, str]
     ) -> tuple[int | None, str | bytes]:
         process = self._box.exec(
-            "sh", "-c", f"exec 2>&1; {script}", timeout=int(seconds) + 1, workdir=folder, env=dict(environment), text=False
+            "sh",
+            "-c",
+            f"exec 2>&1; {script}",
+            timeout=int(seconds) + 1,
+            workdir=folder,
+            env=dict(environment),
+            text=False,
         )
         output = process.stdout.read()
         status = process.wait()

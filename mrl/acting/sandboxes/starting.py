@@ -29,9 +29,9 @@ def start(
 
         return Bubblewrap(spec, image, folder, endpoint, places)
     if spec.backend == "docker":
-        from mrl.acting.sandboxes.containers import Container
+        from mrl.acting.sandboxes.containers import ContainerSandbox
 
-        return Container(spec, image, folder, endpoint, places)
+        return ContainerSandbox(spec, image, folder, endpoint, places)
     from mrl.acting.sandboxes.remote import REMOTE
 
     if spec.backend not in REMOTE:

@@ -39,6 +39,7 @@ def host_checks(host: HostFacts) -> Iterator[Finding]:
     yield _environment(host)
     yield _driver(host)
     yield _sandbox(host)
+    yield from (_backend(name, fault) for name, fault in host.backend_faults.items())
 
 
 def _devices(host: HostFacts) -> Finding:
@@ -160,6 +161,13 @@ def _sandbox(host: HostFacts) -> Finding:
         return ok("sandbox", "programs of a model can be confined")
     cure = "do without the tool python here, or see rollout.turns.python.unconfined"
     return warning("sandbox", host.sandbox_fault, cure)
+
+
+def _backend(name: str, fault: str) -> Finding:
+    """Finds whether sandboxes of rollout.turns.sandbox can be started. Few runs need them."""
+    if fault:
+        return ok(f"sandboxes:{name}", f"cannot be started, and few runs need them: {fault}")
+    return ok(f"sandboxes:{name}", "can be started")
 
 
 def cluster_checks(host: HostFacts) -> Iterator[Finding]:

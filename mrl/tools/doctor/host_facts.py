@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mrl.acting.python_tool import fault as sandbox_fault
+from mrl.acting.sandboxes.trial import faults as backend_faults
 from mrl.platforms.device_state import DeviceState, read_device_state
 from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.platforms.inventory import HostDevices, Rdma, find_devices, find_rdma
@@ -48,6 +49,8 @@ class HostFacts:
     state: DeviceState = field(default_factory=DeviceState)  # of GPUs
     nnodes: int = 1  # nodes of the run that this host is meant for
     sandbox_fault: str | None = None  # why programs of a model cannot be confined
+    # why sandboxes cannot be started, by backend; empty where they can
+    backend_faults: dict[str, str] = field(default_factory=dict)
 
 
 def read_host(device: str, ports: Iterable[int], nnodes: int = 1) -> HostFacts:
@@ -75,6 +78,7 @@ def read_host(device: str, ports: Iterable[int], nnodes: int = 1) -> HostFacts:
         state=read_device_state(device),
         nnodes=nnodes,
         sandbox_fault=sandbox_fault(),
+        backend_faults=backend_faults(),
     )
 
 
