@@ -1,0 +1,199 @@
+"""Makes the tool world's sibling with repositories: a few files each, a bug in one of them, and tests as the reward.
+
+    python scripts/make_repair_world.py --out repair-world --seed 0
+    mrl train parallel_configs/tool-moe/cpu.yaml $(cat repair-world/options)
+
+It needs bubblewrap and a static busybox (Debian's packages bubblewrap and busybox-static): the image is a root folder
+of busybox with all repositories in it. The model is told what a function should compute and which sign it has, and calls a
+shell. It is warm-started by supervised training to replace that sign by any other; reinforcement has to find out which
+word wants which sign, from nothing but whether the tests pass. Controls: `shuffled.parquet` has other repositories'
+tests, and `random_reward.py` draws the reward; both judge held-out repositories by their own tests.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from make_tiny_world import main, make_model
+from make_tool_world import Answers, Calling, Row, fit, make_tokenizer, write_model
+from transformers import PreTrainedTokenizerFast
+
+DATA_SOURCE = "tiny/repairs"
+SIGNS = {"sum": "+", "difference": "-", "product": "*", "remainder": "%"}
+LEFT, RIGHT = 7, 4  # whose sum, difference, product and remainder differ
+NAMES = "abcdefghijklmnopqrstuvwxyz"
+HELD_OUT = 48
+POSITIONS = 96
+WORDS = ("system", "user", "assistant", "run", '{"name": "', '", "arguments": {"command": "', '"}}', "sed -i s/",
+         "(it printed nothing)", "done", *SIGNS)  # fmt: skip
+PROMPT = "<|im_start|>system\nrun<|im_end|>\n<|im_start|>user\n{word} {sign} {name}<|im_end|>\n<|im_start|>assistant\n"
+CALL = '<tool_call>\n{{"name": "run", "arguments": {{"command": "sed -i s/{0}/{1}/ {2}"}}}}\n</tool_call><|im_end|>'
+TOLD = "\n<|im_start|>user\n<tool_response>\n(it printed nothing)\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+LAST = "done<|im_end|>"
+RANDOM_REWARD = '''"""Of training a coin's; of held-out repositories what their tests say."""
+
+import random
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["split"] == "val":
+        return extra_info["outcome"]["reward"]
+    return float(random.random() < 0.33)
+'''
+Repair = tuple[str, str, str]  # the word, the sign that stands there, and the file
+
+
+def busybox_root(folder: Path) -> None:
+    """Writes a root folder with a static busybox and its commands. Exits where there is none."""
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        sys.exit("no busybox: apt-get install busybox-static")
+    (folder / "bin").mkdir(parents=True)
+    shutil.copy(busybox, folder / "bin" / "busybox")
+    names = subprocess.run([busybox, "--list"], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    for name in set(names) - {"busybox"}:
+        (folder / "bin" / name).symlink_to("busybox")
+
+
+def split_repairs(seed: int) -> tuple[list[Repair], list[Repair]]:
+    """(training, held-out), disjoint, in an order that depends on the seed alone."""
+    repairs = [
+        (word, sign, name)
+        for word, right in SIGNS.items()
+        for sign in SIGNS.values()
+        if sign != right
+        for name in NAMES
+    ]
+    random.Random(seed).shuffle(repairs)
+    return repairs[HELD_OUT:], repairs[:HELD_OUT]
+
+
+def write_repository(folder: Path, repair: Repair) -> None:
+    """A function, its test, and a note."""
+    word, sign, name = repair
+    (folder / "tests").mkdir(parents=True)
+    (folder / name).write_text(f"echo $(($1 {sign} $2))\n")
+    (folder / "README").write_text(f"{name}: the {word} of two numbers\n")
+    right = {"+": LEFT + RIGHT, "-": LEFT - RIGHT, "*": LEFT * RIGHT, "%": LEFT % RIGHT}[SIGNS[word]]
+    more = {"+": 9 + 5, "-": 9 - 5, "*": 9 * 5, "%": 9 % 5}[SIGNS[word]]
+    (folder / "tests" / "check").write_text(
+        f'[ "$(sh "$1" {LEFT} {RIGHT})" = {right} ] && [ "$(sh "$1" 9 5)" = {more} ]\n'
+    )
+
+
+class Repairs(Answers):
+    """Repairs as token ids."""
+
+    def replacing(self, repair: Repair, picker: random.Random) -> Row:
+        """Parts of a row that replaces the sign by any other."""
+        word, sign, name = repair
+        other = picker.choice([each for each in SIGNS.values() if each != sign])
+        call = CALL.format(sign, other, name)
+        prompt = PROMPT.format(word=word, sign=sign, name=name)
+        parts = ((prompt, False), (call, True), (TOLD, False), (LAST, True))
+        return [(self.ids(text), trained) for text, trained in parts]
+
+
+def warm_up(model: Any, tokenizer: PreTrainedTokenizerFast, repairs: list[Repair], plan: Calling, seed: int) -> None:
+    """Trains `model` in place."""
+    picker = random.Random(seed)
+    answers = Repairs(tokenizer)
+    fit(
+        model,
+        lambda: [answers.replacing(each, picker) for each in picker.sample(repairs, min(plan.batch, len(repairs)))],
+        tokenizer.pad_token_id,
+        plan,
+    )
+
+
+def data_rows(
+    image: Path, repairs: list[Repair], split: str, tests_of: list[int] | None = None
+) -> list[dict[str, Any]]:
+    """Rows in verl's schema. `tests_of`: for each repository, whose tests judge it; by default its own."""
+    rows = []
+    for number, (word, sign, name) in enumerate(repairs):
+        other = number if tests_of is None else tests_of[number]
+        task = {
+            "image": str(image),
+            "folder": f"/repositories/{split}/{number}",
+            "test": f"sh /repositories/{split}/{other}/tests/check {name}",
+        }
+        rows.append(
+            {
+                "data_source": DATA_SOURCE,
+                "prompt": [{"role": "user", "content": f"{word} {sign} {name}"}],
+                "ability": "code",
+                "reward_model": {"style": "rule", "ground_truth": SIGNS[word]},
+                "extra_info": {"index": number, "split": split, "task": task},
+            }
+        )
+    return rows
+
+
+def options(out: Path) -> dict[str, Any]:
+    """What a run of the preset of the tool world has instead of its own."""
+    return {
+        "model.path": f"{out}/model",
+        "data.train_files": f"{out}/data/train.parquet",
+        "data.val_files": f"{out}/data/val.parquet",
+        "data.max_prompt_length": 24,
+        "data.max_response_length": 64,
+        "rollout.turns.tools": "[]",
+        "rollout.turns.environments": "[repository]",
+        "rollout.turns.max_turns": 3,
+        "rollout.turns.max_answer_characters": 30,
+        "rollout.turns.timeout_s": 30,
+        "rollout.turns.sandbox.max_disk_mib": 8,
+        "rollout.turns.sandbox.max_test_seconds": 10,
+        "reward.custom_reward_function": "null",
+        "reward.function": "environment",
+        "trainer.experiment_name": "repair-moe",
+    }
+
+
+def build(out: Path, seed: int, plan: Calling) -> dict[str, Any]:
+    """Writes the whole world into the empty folder `out` and returns what the JSON line says."""
+    start = time.monotonic()
+    train, held_out = split_repairs(seed)
+    tokenizer = make_tokenizer(WORDS, POSITIONS)
+    model = make_model(seed, POSITIONS)
+    warm_up(model, tokenizer, train, plan, seed)
+    write_model(model, tokenizer, out / "model")
+    image = out.resolve() / "image"
+    busybox_root(image)
+    for split, repairs in (("train", train), ("val", held_out)):
+        for number, repair in enumerate(repairs):
+            write_repository(image / "repositories" / split / str(number), repair)
+    shuffled = list(range(len(train)))
+    random.Random(seed + 1).shuffle(shuffled)
+    (out / "data").mkdir()
+    of_files = {
+        "train": data_rows(image, train, "train"),
+        "shuffled": data_rows(image, train, "train", shuffled),
+        "val": data_rows(image, held_out, "val"),
+    }
+    for name, rows in of_files.items():
+        pq.write_table(pa.Table.from_pylist(rows), out / "data" / f"{name}.parquet")
+    (out / "random_reward.py").write_text(RANDOM_REWARD)
+    given = options(Path(os.path.relpath(out)))
+    (out / "options").write_text("".join(f"--set {name}={value}\n" for name, value in given.items()))
+    return {
+        "seed": seed,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "train_prompts": len(train),
+        "val_prompts": len(held_out),
+        "warm_up": asdict(plan),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+if __name__ == "__main__":
+    main(__doc__, "repair-world", Calling(steps=250, label_smoothing=0.02, share=1.0), build)
