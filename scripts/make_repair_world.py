@@ -4,10 +4,12 @@
     mrl train parallel_configs/tool-moe/cpu.yaml $(cat repair-world/options)
 
 It needs bubblewrap and a static busybox (Debian's packages bubblewrap and busybox-static): the image is a root folder
-of busybox with all repositories in it. The model is told what a function should compute and which sign it has, and calls a
-shell. It is warm-started by supervised training to replace that sign by any other; reinforcement has to find out which
-word wants which sign, from nothing but whether the tests pass. Controls: `shuffled.parquet` has other repositories'
-tests, and `random_reward.py` draws the reward; both judge held-out repositories by their own tests.
+of busybox with all repositories in it. The model is told what a function should compute and which sign it has, and
+calls a shell. It is warm-started by supervised training to replace that sign by any other; reinforcement has to find
+out which word wants which sign, from nothing but whether the tests pass.
+
+Controls: `shuffled.parquet` has other repositories' tests, and `random_reward.py` draws the reward; both judge held-out
+repositories by their own tests.
 """
 
 import os

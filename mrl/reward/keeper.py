@@ -19,17 +19,20 @@ import socket
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 LOG_BYTES = 64 * 2**20  # limit of one log; later output of the function is read and dropped
 READ_BYTES = 65536
 DAEMON_S = 10.0  # for a daemon to remove a container
+HTTP_NOT_FOUND = 404
 NOTICE = b"\n[the log is full: what the reward function prints from here on is not kept]\n"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SCRATCH = "MRL_SCRATCH"  # variable: a folder that a child may create, and that its keeper removes at the end
-FAREWELL = "farewell"  # a file in it: a line [address of a daemon, path] for each container that the keeper removes
+# variable: a descriptor into which a child writes containers to remove, as lines [address of a daemon, path, is made]
+FAREWELL = "MRL_FAREWELL"
 
 
 def main(requests_fd: int, results_fd: int) -> None:
@@ -41,6 +44,10 @@ def main(requests_fd: int, results_fd: int) -> None:
     keeper = os.getpid()
     scratch = Path(tempfile.gettempdir()) / f"mrl-scratch-{os.urandom(8).hex()}"
     os.environ[SCRATCH] = str(scratch)
+    farewell = None
+    if sys.platform == "linux":
+        farewell = os.memfd_create("farewell")
+        os.environ[FAREWELL] = str(farewell)
     child = os.fork()
     if child == 0:
         _begin_child(keeper, printed)
@@ -56,7 +63,8 @@ def main(requests_fd: int, results_fd: int) -> None:
     _copy(output)  # before the search, which whoever waits for the end may interrupt
     _end_descendants()
     _copy(output)
-    _remove_containers(scratch / FAREWELL)
+    if farewell is not None:
+        _remove_containers(os.pread(farewell, LOG_BYTES, 0))
     with contextlib.suppress(OSError, RecursionError):
         shutil.rmtree(scratch)
     _end_as(status)
@@ -172,24 +180,37 @@ def _below(process: int) -> Iterator[int]:
         waiting += children
 
 
-def _remove_containers(noted: Path) -> None:
+def _remove_containers(noted: bytes) -> None:
     """Removes containers that the child had made, or was about to make. Most are gone already."""
-    if not noted.is_file():
-        return
-    from http.client import HTTPConnection, HTTPException  # here: most keepers have none
+    wanted = {}
+    for line in noted.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            address, path, is_made = json.loads(line)
+            wanted[address, path] = is_made
+    end = time.monotonic() + DAEMON_S
+    for (address, path), is_made in wanted.items():
+        # a daemon still makes what was asked for by a process that has died since
+        while not _removed(address, path) and not is_made and time.monotonic() < end:
+            time.sleep(0.2)
 
-    for line in noted.read_text().splitlines():
-        with contextlib.suppress(OSError, ValueError, HTTPException):
-            address, path = json.loads(line)
-            connection = HTTPConnection("localhost" if address.startswith("/") else address.partition("//")[2])
-            connection.timeout = DAEMON_S
-            if address.startswith("/"):
-                connection.sock = socket.socket(socket.AF_UNIX)
-                connection.sock.settimeout(DAEMON_S)
-                connection.sock.connect(address)
-            connection.request("DELETE", path)
-            connection.getresponse().read()
-            connection.close()
+
+def _removed(address: str, path: str) -> bool:
+    """Asks a daemon to remove a container. Returns whether there was one."""
+    from http.client import HTTPConnection, HTTPException  # here: most keepers have no containers
+
+    connection = HTTPConnection("localhost" if address.startswith("/") else address.partition("//")[2])
+    connection.timeout = DAEMON_S
+    try:
+        if address.startswith("/"):
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(DAEMON_S)
+            connection.sock.connect(address)
+        connection.request("DELETE", path)
+        return connection.getresponse().status != HTTP_NOT_FOUND
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _end_as(status: int) -> None:

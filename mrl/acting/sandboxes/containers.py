@@ -5,7 +5,8 @@
 The image's root is read-only, without capabilities and without a network, unless one is named. What is written lies in
 file systems in memory, which are part of the container's memory. Its first process reads what this process would write,
 and ends when the connection does: so a container ends with the run, and the daemon removes it. One that is not yet
-started would stay; its name stands in a file that the keeper of this process reads at the end.
+started would stay; its name is told to the keeper of this process, which removes it at the end. Where the keeper was
+killed too, the next sandbox of this host removes it.
 """
 
 import json
@@ -21,16 +22,15 @@ from typing import Any
 
 from mrl.acting.kept_output import KeptOutput
 from mrl.acting.sandboxes.forwarder import start_forwarder
-from mrl.acting.sandboxes.namespaces import listener_of
+from mrl.acting.sandboxes.namespaces import BYTES_PER_FILE, listener_of
 from mrl.acting.sandboxes.sandbox import KEY, PLAIN_S, SECONDS, VARIABLES, Ran, Sandbox, SandboxError, SandboxSpec
 from mrl.errors import ConfigError
-from mrl.reward.keeper import FAREWELL, SCRATCH
+from mrl.reward.keeper import FAREWELL
 
 LABEL = "mrl.sandbox"
 _WAIT_S = 120.0  # for one answer of the daemon
 _READ_BYTES = 65536
 _HEAD = 8  # bytes before each part of an output: its kind, and its length
-_NEVER_STARTED = ("true",)
 # The first process. It ends when nobody holds the container's input any more, and collects processes without a parent.
 _FIRST = "until cat > /dev/null; do :; done; exit"
 # runs a command, and ends whatever it left running
@@ -76,38 +76,52 @@ class ContainerSandbox(Sandbox):
         try:
             with _told():
                 self._start(image, endpoint)
-                self._fill(image)
         except BaseException:
             self.end()
             raise
 
     def _start(self, image: str, endpoint: int | None) -> None:
         client = self._client
-        _note(self._name, client)
+        _remove_unstarted(client)
+        _note(self._name, client, is_made=False)
         client.create_container(
             image,
             ["-c", _FIRST],
             entrypoint=["sh"],
             name=self._name,
-            labels={LABEL: ""},
+            labels={LABEL: _owner(os.getpid())},
             stdin_open=True,
             working_dir=self.folder,
             environment={name: value for name, value in VARIABLES.items() if name != "PATH"},
             host_config=self._limits(),
         )
+        _note(self._name, client, is_made=True)
+        content = self._content()
         self._input = client.attach_socket(self._name, {"stdin": 1, "stream": 1})
         client.start(self._name)
+        if content:
+            self.unpack(content)
         if endpoint is not None and self._spec.network is None:
             listener = listener_of(client.inspect_container(self._name)["State"]["Pid"], endpoint)
             with listener:
                 self._forwarder = start_forwarder(listener, endpoint)
+
+    def _content(self) -> bytes:
+        """Returns what the image has in the folder, packed by the daemon before anything is mounted there."""
+        import docker
+
+        try:
+            parts, _ = self._client.get_archive(self._name, f"{self.folder}/.")
+            return b"".join(parts)
+        except docker.errors.NotFound:
+            return b""
 
     def _limits(self) -> Any:
         spec = self._spec
         client = self._client
         memory = spec.memory_bytes + spec.disk_bytes
         part = spec.disk_bytes // (4 + len(self._places))
-        files = "rw,exec,nosuid,nodev,mode=1777,size={}"
+        files = f"rw,exec,nosuid,nodev,mode=1777,nr_inodes={spec.disk_bytes // BYTES_PER_FILE},size={{}}"
         return client.create_host_config(
             network_mode=spec.network or "none",
             mem_limit=memory,
@@ -122,22 +136,6 @@ class ContainerSandbox(Sandbox):
             ipc_mode="private",
             log_config={"Type": "none", "Config": {}},
         )
-
-    def _fill(self, image: str) -> None:
-        """Copies the image's content of the folder, which the daemon packs from a container that never runs."""
-        import docker
-
-        client = self._client
-        name = _new_name()
-        _note(name, client)
-        client.create_container(image, list(_NEVER_STARTED), name=name, labels={LABEL: ""}, network_disabled=True)
-        try:
-            parts, _ = client.get_archive(name, f"{self.folder}/.")
-            self.unpack(b"".join(parts))
-        except docker.errors.NotFound:
-            return
-        finally:
-            client.remove_container(name, force=True)
 
     def run(
         self,
@@ -211,17 +209,35 @@ def _new_name() -> str:
     return f"mrl-{secrets.token_hex(8)}"
 
 
-def _note(name: str, client: Any) -> None:
-    """Writes down a container that is about to be made, for the keeper of this process."""
-    scratch = os.environ.get(SCRATCH)
+def _note(name: str, client: Any, is_made: bool) -> None:
+    """Writes down a container that is made, or about to be, for the keeper of this process."""
+    farewell = os.environ.get(FAREWELL)
     address = client.base_url
-    if scratch is None:
+    if farewell is None:
         return
     if address.startswith("http+docker"):  # a local socket, whose path the adapter has
         address = client.get_adapter(address).socket_path
-    os.makedirs(scratch, mode=0o700, exist_ok=True)
-    with (Path(scratch) / FAREWELL).open("a") as file:
-        file.write(json.dumps([address, f"/containers/{name}?force=1"]) + "\n")
+    os.write(int(farewell), json.dumps([address, f"/containers/{name}?force=1", is_made]).encode() + b"\n")
+
+
+def _owner(process: int) -> str:
+    """Names a process of this host, so that no other ever has its name; empty where there is none."""
+    try:
+        place = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+        began = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+    return " ".join((*place, str(process), began))
+
+
+def _remove_unstarted(client: Any) -> None:
+    """Removes containers that were never started, of processes of this host that are no more."""
+    here = _owner(os.getpid()).split()[:2]
+    for found in client.containers(all=True, filters={"label": LABEL, "status": "created"}):
+        words = found["Labels"][LABEL].split()
+        if words[:2] == here and _owner(int(words[2])).split() != words:
+            with suppress(Exception):  # another one removes it too
+                client.remove_container(found["Id"], force=True)
 
 
 def _plain(stream: Any) -> socket.socket:

@@ -35,7 +35,7 @@ _SYS_ADMIN = 21
 _PR_SET_PDEATHSIG = 1
 _FLAGS_OF_INTERFACE = 0x8914  # SIOCSIFFLAGS
 _UP = 1
-_BYTES_PER_FILE = 4096  # one file for each of these bytes of the disk limit
+BYTES_PER_FILE = 4096  # one file for each of these bytes of the disk limit
 
 
 class NamespaceHolder:
@@ -152,7 +152,7 @@ def _made(
         Path("/proc/self/gid_map").write_text(f"{user[1]} {user[1]} 1")
     _call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
     image = os.open(root, os.O_PATH | os.O_DIRECTORY)
-    options = f"size={disk_bytes},nr_inodes={max(1024, disk_bytes // _BYTES_PER_FILE)},mode=755"
+    options = f"size={disk_bytes},nr_inodes={max(1024, disk_bytes // BYTES_PER_FILE)},mode=755"
     _call("mount", b"mrl", BASE.encode(), b"tmpfs", _NO_SUID_NO_DEVICES, options.encode())
     os.mkdir(IMAGE)
     _call("mount", f"/proc/self/fd/{image}".encode(), IMAGE.encode(), None, _BIND | _RECURSIVE, None)
