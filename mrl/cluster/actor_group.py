@@ -19,6 +19,7 @@ from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.inventory import host_identity_faults
 from mrl.platforms.process_tree import end_below
 from mrl.process.same_software import check_same
 from mrl.process.shared_folder import check_seen, marked
@@ -106,6 +107,9 @@ class ActorGroup:
             made = kind.options(runtime_env=environment, **seat.options)
             self.workers.append(made.remote(config, rank, log, seat.places))
         check_same(gather(self.refs("software"), limit, "starting the actor", self.poll))
+        identities = gather(self.refs("host_identity"), limit, "starting the actor", self.poll)
+        if faults := host_identity_faults(identities.values()):
+            raise EnvironmentFault("; ".join(faults))
         with marked(self._run_dir) as mark:
             seen = gather(self.refs("sees", mark), limit, "looking for the run directory", self.poll)
             check_seen(self._run_dir, seen)

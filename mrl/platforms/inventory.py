@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -37,7 +37,8 @@ _COMPAT = "cuda/compat"  # folder of NVIDIA's package that runs a newer CUDA on 
 _ASCEND = Path("/usr/local/Ascend")
 _TIMEOUT_S = 5.0
 _OF_NETWORK = ("NCCL_", "TORCH_NCCL_", "HCCL_", "GLOO_", "TP_SOCKET_")
-_OWN_TO_A_NODE = ("_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE")  # may differ
+_HOST_IDENTITY = "NCCL_HOSTID"  # NCCL compares it where it is set, not what the host is (src/misc/utils.cc)
+_OWN_TO_A_NODE = ("_IFNAME", _HOST_IDENTITY, "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE")  # may differ
 
 
 @dataclass(frozen=True)
@@ -206,16 +207,33 @@ def network_setting_faults(
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{value} on {node}" for node, value in values.items())
             faults.append(f"{name} differs ({listed}): set one value on every node")
-    by_host: dict[str, list[str]] = {}
-    for node, own in settings.items():
-        if host := own.get("NCCL_HOSTID"):
-            by_host.setdefault(host, []).append(node)
-    faults += [
-        f"NCCL_HOSTID={host} on {' and '.join(nodes)}, so NCCL takes them for one host: unset it"
-        for host, nodes in by_host.items()
-        if len(nodes) > 1
+    return faults + host_identity_faults((node, own.get(_HOST_IDENTITY, "")) for node, own in settings.items())
+
+
+def host_identity() -> str:
+    """Returns what this process tells NCCL in place of its host's own identity; empty if nothing."""
+    return os.environ.get(_HOST_IDENTITY, "")
+
+
+def host_identity_faults(processes: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns where NCCL would mistake hosts, each with its cure. Takes each process's node and `host_identity`."""
+    nodes_of: dict[str, list[str]] = {}
+    identities_of: dict[str, list[str]] = {}
+    for node, identity in dict.fromkeys(processes):
+        nodes_of.setdefault(identity, []).append(node)
+        identities_of.setdefault(node, []).append(identity)
+    one = [
+        f"{_HOST_IDENTITY}={identity} on {' and '.join(nodes)}, so NCCL takes them for one host: unset it"
+        for identity, nodes in nodes_of.items()
+        if identity and len(nodes) > 1
     ]
-    return faults
+    several = [
+        f"{_HOST_IDENTITY} differs between processes of {node} ({', '.join(word or 'unset' for word in identities)}), "
+        "so NCCL takes them for several hosts and goes over the network between their devices: unset it"
+        for node, identities in identities_of.items()
+        if len(identities) > 1
+    ]
+    return one + several
 
 
 def _names_one(value: str, interfaces: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ from mrl.platforms import prepare_process
 from mrl.platforms.collective_trail import Trail, trail
 from mrl.platforms.hosting import set_communicator_defaults
 from mrl.platforms.imports import many_imports
+from mrl.platforms.inventory import host_identity
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
 from mrl.process.free_ports import free_port
 from mrl.process.own import log_to, own_cpus, stacks_file
@@ -86,6 +87,10 @@ class ActorWorker:
     def software(self) -> tuple[str, dict[str, str]]:
         """Returns this node's address, and the software of this process."""
         return self.host(), software()
+
+    def host_identity(self) -> tuple[str, str]:
+        """Returns this node's address, and what its communicators take for this host's identity."""
+        return self.host(), host_identity()
 
     def sees(self, mark: FolderMark) -> tuple[str, bool]:
         """Returns this node's address, and whether it has the driver's file, for check_seen."""

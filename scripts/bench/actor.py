@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--recompute", choices=("full", "none"), default="full")
     parser.add_argument("--experts", type=int, help="of a layer on this device; default: all; 16 are those of EP8")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters alone; 0: all weights")
+    parser.add_argument("--one-sequence", action="store_true", help="a micro-batch is one sequence")
     options = parser.parse_args()
     report = measure(options)
     if options.json:
@@ -105,7 +107,8 @@ class _Run:
     ) -> None:
         self.platform, self.layers, self.tokens, self.options = platform, layers, tokens, options
         self.config = config | {"num_hidden_layers": layers}
-        self.batch = _batch(tokens, options.micro_batches, config["vocab_size"])
+        parts = (1,) if options.one_sequence else (4, 4, 8, 8, 16, 16, 16, 16)
+        self.batch = _batch([tokens // part for part in parts] * options.micro_batches, config["vocab_size"])
 
     def times(self) -> dict[str, float]:
         """Seconds of an update and of a pass of log-probs, and GiB at most; the model is gone afterwards."""
@@ -137,15 +140,15 @@ class _Run:
         return statistics.median(times)
 
 
-def _batch(tokens: int, micro_batches: int, words: int) -> Any:
-    """Sequences of a quarter, an eighth and sixteenths of a micro-batch, a third of each its prompt: mixed, and they
-    fill it.
+def _batch(sequences: list[int], words: int) -> Any:
+    """Sequences of these lengths, a third of each its prompt. Quarters, eighths and sixteenths of a micro-batch are
+    mixed, and they fill it.
     """
     import numpy as np
 
     from mrl.data.batch import TrainBatch
 
-    lengths = np.array([tokens // 4, tokens // 4, *[tokens // 8] * 2, *[tokens // 16] * 4] * micro_batches)
+    lengths = np.array(sequences)
     prompts, rng = lengths // 3, np.random.default_rng(0)
     responses, rows = lengths - prompts, len(lengths)
     flat = np.full(int(responses.sum()), -8.0, np.float32)
@@ -172,7 +175,7 @@ def _actor(folder: Path, run: _Run) -> Any:
         "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True,
                   "override_transformer_config": overrides},
         "actor": {"layout": layout, "optim": {"lr": 1e-6}, "ppo_mini_batch_size": rows, "use_dynamic_bsz": True,
-                  "ppo_max_token_len_per_gpu": run.tokens},
+                  "ppo_max_token_len_per_gpu": run.tokens, "lora": {"rank": run.options.lora}},
         "rollout": {"n": 1}, "data": {"train_batch_size": rows}, "cluster": {"device": run.platform.name},
     })  # fmt: skip
     from mrl.rank import actor as module

@@ -3,7 +3,9 @@ line.
 
     {"check": "digest", "status": "ok", "seconds": 1.2, "device": "cuda", "gb_per_s": 310.0}
 
-A check that cannot run here raises Skip with a word; one that finds something wrong raises Wrong with the cure.
+A check that cannot run here raises Skip with a word; one that finds something wrong raises Wrong with the cure. One of
+several parts says each as it is done (`Machine.part`), as a line of its own with the status "part": so what was
+measured stays where the next part takes too long.
 """
 
 import importlib.util
@@ -13,8 +15,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240  # of one check, on a device: an engine of the first start compiles
 CPU_LIMIT_S = 220  # whole runs on two cores, others beside them
-OK, FAILED, SKIPPED = "ok", "failed", "skipped"
+OK, FAILED, SKIPPED, PART = "ok", "failed", "skipped", "part"
+STAMP, OUT, SIZES = "MRL_LADDER_STAMP", "MRL_LADDER_OUT", "MRL_LADDER_SIZES"  # of a check's own process
 
 Figures = dict[str, Any]
 
@@ -40,6 +43,8 @@ class Machine:
     """The device that is checked; on the CPU all sizes are small."""
 
     device: str
+    check: str = ""  # that runs now
+    sizes: Mapping[str, int] = field(default_factory=lambda: json.loads(os.environ.get(SIZES, "{}")))
 
     @property
     def small(self) -> bool:
@@ -50,9 +55,14 @@ class Machine:
         """Of one check."""
         return CPU_LIMIT_S if self.small else LIMIT_S
 
-    def size(self, on_device: int, on_cpu: int) -> int:
-        """The one that fits here."""
-        return on_cpu if self.small else on_device
+    def size(self, on_device: int, on_cpu: int, name: str = "") -> int:
+        """The one that fits here, or what the caller gave for `name` (--size NAME=N)."""
+        return self.sizes.get(name, on_cpu if self.small else on_device)
+
+    def part(self, figures: Figures) -> Figures:
+        """Says a part of the check's figures now, and returns it."""
+        emit({"check": self.check, "device": self.device, "status": PART} | figures)
+        return figures
 
     @cached_property
     def platform(self) -> Any:
@@ -101,21 +111,24 @@ class Machine:
 
 @dataclass(frozen=True)
 class Check:
-    """`fast`: it loads no Megatron and no vLLM, and takes a few seconds on a CPU."""
+    """`fast`: it loads no Megatron and no vLLM, and takes a few seconds on a CPU. `limit_s`: of it, on a device."""
 
     name: str
     function: Callable[[Machine], Figures]
     fast: bool = False
+    limit_s: int = LIMIT_S
 
 
 CHECKS: dict[str, Check] = {}
 
 
-def check(fast: bool = False) -> Callable[[Callable[[Machine], Figures]], Callable[[Machine], Figures]]:
+def check(
+    fast: bool = False, limit_s: int = LIMIT_S
+) -> Callable[[Callable[[Machine], Figures]], Callable[[Machine], Figures]]:
     """Registers a function under its name."""
 
     def register(function: Callable[[Machine], Figures]) -> Callable[[Machine], Figures]:
-        CHECKS[function.__name__] = Check(function.__name__, function, fast)
+        CHECKS[function.__name__] = Check(function.__name__, function, fast, limit_s)
         return function
 
     return register
@@ -126,9 +139,9 @@ def run_check(name: str, machine: Machine) -> Figures:
     from mrl.errors import MrlError
 
     began, said = time.monotonic(), {"check": name, "device": machine.device}
-    signal.alarm(machine.limit_s)
+    signal.alarm(limit_of(name, machine))
     try:
-        figures = {"status": OK} | CHECKS[name].function(machine)
+        figures = {"status": OK} | CHECKS[name].function(replace(machine, check=name))
     except Skip as error:
         figures = {"status": SKIPPED, "why": str(error)}
     except (Wrong, MrlError) as error:
@@ -140,6 +153,11 @@ def run_check(name: str, machine: Machine) -> Figures:
     return said | figures | {"seconds": round(time.monotonic() - began, 2)}
 
 
+def limit_of(name: str, machine: Machine) -> int:
+    """Seconds that the check may take."""
+    return machine.limit_s if machine.small else CHECKS[name].limit_s
+
+
 def _where(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
@@ -148,6 +166,17 @@ def _where(error: Exception) -> str:
 def say(line: Figures) -> None:
     """Prints the line, rounded to what can be read."""
     print(json.dumps({name: _rounded(value) for name, value in line.items()}), flush=True)
+
+
+def emit(line: Figures) -> None:
+    """Says the line, and keeps it, with what made it, in the file that the caller named (--out)."""
+    say(line)
+    if out := os.environ.get(OUT):
+        line = json.loads(os.environ.get(STAMP, "{}")) | line
+        with open(out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _rounded(value: Any) -> Any:

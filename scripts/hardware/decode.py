@@ -1,43 +1,52 @@
 """Steps of an engine: what one takes at least, for a layer and for a sequence (mrl/plan/generation_times.py)."""
 
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
 
 from checks import Figures, Machine, Skip, check
 
-_TOKENS, _BATCHES = 32, (1, 32, 256)
+_TOKENS, _BATCHES = 32, (1, 32, 256, 512)
+TUNED = "VLLM_TUNED_CONFIG_FOLDER"  # of configurations of vLLM's expert kernels that somebody made here
 
 
-@check()
+@check(limit_s=240)
 def decode(machine: Machine) -> Figures:
     """Seconds of a step by batch at two depths: their difference is a layer's, and what is left without layers the
-    host's, of which each sequence has a share."""
+    host's, of which each sequence has a share. With 16 experts, for which vLLM has no tuned configuration but one of
+    `TUNED`, and at the smaller depth with all 128, for which it has one on an H200.
+    """
     try:
         import vllm  # noqa: F401
     except ImportError:
         raise Skip("vLLM is not installed") from None
     few, many = (2, 6) if machine.device != "cpu" else (1, 2)
-    batches = _BATCHES if machine.device != "cpu" else _BATCHES[:2]
-    shallow, deep = _steps(few, batches), _steps(many, batches)
+    batches = _BATCHES if machine.device != "cpu" else (1, 4)
+    shallow, deep = _steps(machine, few, batches), _steps(machine, many, batches)
     layers = {batch: (deep[batch] - shallow[batch]) / (many - few) for batch in batches}
     host = {batch: shallow[batch] - few * layers[batch] for batch in batches}
     a_sequence = (host[batches[-1]] - host[1]) / (batches[-1] - 1)
     by_batch = {name: {str(batch): round(steps[batch], 6) for batch in batches}
                 for name, steps in ((f"{few} layers", shallow), (f"{many} layers", deep))}  # fmt: skip
     of_layer = {str(batch): round(seconds * 1e6, 1) for batch, seconds in layers.items()}
-    return {"layer_us": of_layer, "sequence_us": a_sequence * 1e6, "step_s": by_batch}
+    found = machine.part({"layer_us": of_layer, "sequence_us": a_sequence * 1e6, "step_s": by_batch})
+    found["tuned_folder"] = os.environ.get(TUNED, "")
+    whole = _steps(machine, few, batches, experts=machine.size(128, 32))
+    found["step_of_128_experts_s"] = {str(batch): round(seconds, 6) for batch, seconds in whole.items()}
+    return found
 
 
-def _steps(layers: int, batches: tuple[int, ...]) -> dict[int, float]:
+def _steps(machine: Machine, layers: int, batches: tuple[int, ...], experts: int = 16) -> dict[int, float]:
     """Of an engine with weights that nobody set, by the number of its sequences."""
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
         config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
                   "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-                  "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 8,
+                  "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": experts,
+                  "num_experts_per_tok": 8,
                   "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
                   "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "rope_theta": 1e6,
                   "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False}  # fmt: skip

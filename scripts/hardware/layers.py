@@ -44,11 +44,27 @@ def transformer_engine_layers(machine: Machine) -> Figures:
     return _of_layers(machine, "transformer_engine")
 
 
-def _of_layers(machine: Machine, layers: str) -> Figures:
+@check(limit_s=120)
+def wide_heads(machine: Machine) -> Figures:
+    """The same of packed attention with heads of 256, and with latent attention (192 of queries, 128 of values), by the
+    layers that are there; for grouped products in one kernel too.
+    """
+    from importlib.util import find_spec
+
+    layers = "transformer_engine" if not machine.small and find_spec("transformer_engine") else "torch"
+    found: Figures = {}
+    for name, kind, own in (("head_256", "wide", {}), ("latent", "latent", {}), ("cutlass", "", {CUTLASS: "1"})):
+        of_kind = _of_layers(machine, layers, kind, own)
+        found |= machine.part({f"{name}_{key}": value for key, value in of_kind.items()})
+    return found
+
+
+def _of_layers(machine: Machine, layers: str, kind: str = "", environment: dict[str, str] | None = None) -> Figures:
     """In a process of its own: what Megatron found at its import stays."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, machine.device, layers, folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=machine.limit_s, check=False)
+        command = [sys.executable, __file__, machine.device, layers, folder, kind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=machine.limit_s, check=False,
+                              env=os.environ | (environment or {}))  # fmt: skip
         if done.returncode:
             raise Wrong(f"{layers}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
@@ -65,17 +81,17 @@ def _of_layers(machine: Machine, layers: str) -> Figures:
     return found
 
 
-def compare(machine: Machine, layers: str, folder: Path) -> Figures:
+def compare(machine: Machine, layers: str, folder: Path, kind: str = "") -> Figures:
     """Log-probs and gradients of one update against Hugging Face's in float32, on the host."""
     if layers == "torch":
         sys.modules["transformer_engine"] = None  # as where it is not installed
-    model = tiny_moe(folder)
+    model = tiny_moe(folder, kind)
     actor = one_rank(machine, folder, DTYPE[machine.small])
     batch = some_batch()
     result = actor.log_probs(batch)
     expected, gradients = _of_hugging_face(model, batch)
     actor.gradients(batch)
-    found = _exported_gradients(actor)
+    found = exported_gradients(actor)
     errors = _errors(found, gradients)
     worst = max(errors, key=errors.get)  # a router's is the smallest and the first to be lost
     lengths = {kind: _length(found, names) / _length(gradients, names) for kind, names in _kinds(gradients).items()}
@@ -103,9 +119,9 @@ def compare(machine: Machine, layers: str, folder: Path) -> Figures:
 
 def _in_bfloat16(folder: Path) -> Any:
     import torch
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 
 def _kinds(gradients: dict[str, Any]) -> dict[str, list[str]]:
@@ -129,12 +145,19 @@ def _length(gradients: dict[str, Any], names: list[str]) -> float:
 
 
 DTYPE = {True: "float32", False: "bfloat16"}
+LATENT = {
+    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"  # one kernel for a grouped product
 
 
-def tiny_moe(folder: Path) -> Any:
-    """A Qwen3-MoE whose errors show, saved in `folder`: matrices are three times as large as at a model's birth."""
+def tiny_moe(folder: Path, kind: str = "") -> Any:
+    """A model with experts whose errors show, saved in `folder`: matrices are three times as large as at a model's
+    birth. Qwen3-MoE, with `wide` heads, or DeepSeek-V3 for `latent` attention.
+    """
     import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     sizes = {
@@ -145,9 +168,16 @@ def tiny_moe(folder: Path) -> Any:
         "head_dim": 64,
     }
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-    model = (
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, vocab_size=512, intermediate_size=256)).float().eval()
-    )
+    common = {"vocab_size": 512, "intermediate_size": 256}
+    if kind == "latent":
+        sizes |= {"num_key_value_heads": 4} | LATENT
+        del sizes["head_dim"], experts["num_experts"]
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **experts, **common))
+    else:
+        if kind == "wide":
+            sizes["head_dim"] = 256
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, **common))
+    model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
@@ -155,15 +185,19 @@ def tiny_moe(folder: Path) -> Any:
     return model
 
 
-def one_rank(machine: Machine, folder: Path, dtype: str, overrides: Figures | None = None, **actor: Any) -> Any:
-    """An actor of one rank with the model in `folder`; `overrides`: of Megatron's transformer config, `actor`: more of
-    its section.
+def one_rank(
+    machine: Machine, folder: Path, dtype: str, overrides: Figures | None = None, *, layout: Figures | None = None,
+    rank: int = 0, port: int | None = None, **actor: Any,
+) -> Any:  # fmt: skip
+    """An actor's rank with the model in `folder`, alone where no `layout` is given; `overrides`: of Megatron's
+    transformer config, `actor`: more of its section. All ranks of a layout meet at `port`.
     """
     from mrl.config.schema import RunConfig
     from mrl.platforms import prepare_process
     from mrl.process.free_ports import free_port
 
-    layout = {"world_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False}
+    layout = {"world_size": 1, "tensor_model_parallel_size": 1} | (layout or {})
+    layout["sequence_parallel"] = layout["tensor_model_parallel_size"] > 1
     config = RunConfig.model_validate({
         "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True,
                   "override_transformer_config": overrides or {}},
@@ -179,7 +213,7 @@ def one_rank(machine: Machine, folder: Path, dtype: str, overrides: Figures | No
     prepare_process(machine.device, layout, overrides or {})
     from mrl.rank.actor import MegatronActor
 
-    return MegatronActor(config, 0, 1, "127.0.0.1", free_port())
+    return MegatronActor(config, rank, layout["world_size"], "127.0.0.1", port or free_port())
 
 
 def some_batch(rows: int = ROWS, longest: int = 24, words: int = 500) -> Any:
@@ -239,19 +273,33 @@ def _as_checkpoint(model: Any, gradients: list[Any]) -> dict[str, Any]:
         return {name: tensor.clone() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
 
 
-def _exported_gradients(actor: Any) -> dict[str, Any]:
-    """Of one rank, under Hugging Face's names: they take the weights' place for the length of an export."""
+def exported_gradients(actor: Any) -> dict[str, Any]:
+    """Whole gradients, on every rank, under Hugging Face's names: they take the weights' place for the length of an
+    export.
+    """
     import torch
 
     parameters = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
     weights = [p.detach().clone() for p in parameters]
     with torch.no_grad():
+        for chunk in actor.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                for bucket in buffer.buckets:
+                    _gather_shards(bucket.grad_data, buffer.data_parallel_group)
         for parameter in parameters:
             parameter.copy_(parameter.main_grad)
         found = {name: tensor.clone() for name, tensor in actor.export_hf()}
         for parameter, weight in zip(parameters, weights, strict=True):
             parameter.copy_(weight)
     return found
+
+
+def _gather_shards(gradients: Any, group: Any) -> None:
+    """The distributed optimizer leaves each rank with its own shard of the summed gradient."""
+    import torch.distributed as dist
+
+    shards = list(gradients.chunk(group.size()))
+    dist.all_gather(shards, shards[group.rank()].clone(), group=group)
 
 
 def _relative(found: Any, expected: Any) -> float:
@@ -317,4 +365,4 @@ if __name__ == "__main__":
     from checks import quiet, say
 
     quiet()
-    say(compare(Machine(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))
+    say(compare(Machine(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), *sys.argv[4:]))

@@ -1,21 +1,44 @@
 #!/usr/bin/env bash
-# What a machine without a network needs for the ladder, in one archive of at most 60 MB: mrl's own files, and wheels of
-# megatron-core, mbridge and what these need beside torch (pins.py), for this machine's Python.
+# What a machine without a network needs for a piece of the ladder, in parts of at most 60 MiB: mrl's own files, and wheels
+# of what the piece needs beside torch (pins.py), for the Python of that machine.
 #
-#   scripts/hardware/pack.sh [FILE]     makes it (default: mrl-hardware.tar.gz)
-#   there:  tar xzf mrl-hardware.tar.gz && mrl-hardware/scripts/hardware/unpacked.sh [cuda|npu|cpu] [CHECK ...]
+#   [PYTHON_VERSION=3.12] scripts/hardware/pack.sh [A|B|C] [FOLDER]     makes FOLDER/mrl-A.part-00 ... (default: A, here)
+# There, with all parts in one folder, one line:
+#   cat mrl-A.part-* | tar xz && mrl-hardware/scripts/hardware/unpacked.sh cuda --piece A --out A.jsonl
+#
+# B's wheel of Transformer Engine has the libraries; the part that binds it to torch is compiled there (unpacked.sh). C has
+# of vLLM's wheel what a Hopper device needs, without libraries for others.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-out=$(realpath -m "${1:-mrl-hardware.tar.gz}")
-limit=$((60 * 1000 * 1000))
+piece=${1:-A}
+out=$(realpath -m "${2:-.}")
+part=$((60 * 1024 * 1024))
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 folder=$work/mrl-hardware
-mkdir -p "$folder/wheels"
-git ls-files mrl scripts parallel_configs launch setup.py pyproject.toml | tar cf - -T - | tar xf - -C "$folder"
-python scripts/hardware/pins.py >"$work/pins.txt"
-python -m pip --disable-pip-version-check -q download --no-deps --only-binary=:all: -d "$folder/wheels" -r "$work/pins.txt"
-tar czf "$out" -C "$work" mrl-hardware
-size=$(stat -c %s "$out")
-[ "$size" -le "$limit" ] || { echo "$out: $size bytes, more than $limit" >&2; exit 1; }
-echo "$out: $size bytes, $(find "$folder/wheels" -name '*.whl' | wc -l) wheels"
+mkdir -p "$folder/wheels" "$out"
+git ls-files mrl scripts parallel_configs launch setup.py pyproject.toml tests/unit/{nccl_like,reshard_world,small_model,sync_simulation}.py |
+    tar cf - -T - | tar xf - -C "$folder"
+git rev-parse HEAD >"$folder/COMMIT"
+pip=(python -m pip --disable-pip-version-check -q download --no-deps --only-binary=:all:)
+there=()
+if [ -n "${PYTHON_VERSION:-}" ]; then
+    there=(--python-version "$PYTHON_VERSION" --implementation cp)
+    for glibc in 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5; do there+=(--platform "manylinux_${glibc}_x86_64"); done
+    there+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
+fi
+python scripts/hardware/pins.py "$piece" >"$work/pins.txt"
+"${pip[@]}" "${there[@]}" -d "$folder/wheels" -r "$work/pins.txt"
+for wheel in $(python -c "import sys; sys.path.insert(0, 'scripts/hardware'); import pins; print(*pins.FOR_DEVICES['$piece'])"); do
+    "${pip[@]}" "${there[@]}" -d "$work/large" "$wheel"
+done
+if [ "$piece" = B ]; then
+    mv "$work"/large/*.whl "$folder/wheels"
+    python -m pip --disable-pip-version-check -q download --no-deps --no-binary=:all: --no-build-isolation -d "$folder/sources" \
+        transformer-engine-torch==2.11.0
+elif [ "$piece" = C ]; then
+    python scripts/hardware/hopper_subset.py "$work"/large/vllm-*.whl "$folder/wheels"
+fi
+rm -f "$out/mrl-$piece".part-*
+tar czf - -C "$work" mrl-hardware | split -b "$part" -d - "$out/mrl-$piece.part-"
+echo "$out: $(cat "$out/mrl-$piece".part-* | wc -c) bytes in $(find "$out" -name "mrl-$piece.part-*" | wc -l) parts, $(find "$folder/wheels" -name '*.whl' | wc -l) wheels"

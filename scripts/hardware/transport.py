@@ -1,6 +1,5 @@
-"""Bytes from one process to another: a group's send and receive, device memory opened elsewhere, shared host memory.
-
-Each check starts a second process of this file; the two meet at a port of this host.
+"""Bytes from one process to another: device memory opened from another device, and shared host memory. What goes
+between processes of one device is in several.py.
 """
 
 import json
@@ -18,74 +17,13 @@ from checks import Figures, Machine, Skip, Wrong, check, expect
 from mrl.units import MIB
 
 _MEET_S = 30
-_ROUNDS = 6  # the first, which makes the connection, does not count
-
-
-@check(fast=True)
-def pair(machine: Machine) -> Figures:
-    """GB/s of sends between two processes, by the group that weight syncs use: gloo on the CPU, NCCL or HCCL between
-    two devices."""
-    if not machine.small and machine.platform._torch.device_count() < 2:
-        raise Skip("one device: two processes on it have no communicator; `ipc` moves bytes between them")
-    return _with_other("pair", machine, _pair)
-
-
-def _pair(machine: Machine, number: int, port: int) -> Figures:
-    import torch
-    import torch.distributed as dist
-
-    from mrl.platforms.transfer import get_transfer
-
-    machine.platform.set_device(number)
-    transfer = get_transfer(machine.device)
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=number == 0)
-    group = transfer.point_to_point_group(store, number, 2, _MEET_S, "127.0.0.1")
-    data = torch.full((machine.size(512 * MIB, 16 * MIB),), number, dtype=torch.uint8, device=transfer.device)
-    best = float("inf")
-    for step in range(_ROUNDS):
-        began = time.perf_counter()
-        work = group.send([data], 1, step) if number == 0 else group.recv([data], 0, step)
-        expect(transfer.wait(work, _MEET_S), f"no {'receiver' if number == 0 else 'sender'} within {_MEET_S} s")
-        machine.platform.synchronize()
-        best = min(best, time.perf_counter() - began) if step else best
-    expect(bool((data == 0).all()), "what arrived is not what was sent")
-    store.set(f"done {number}", "1")
-    store.wait(["done 0", "done 1"])
-    return {"gb_per_s": data.nbytes / best / 1e9, "bytes": data.nbytes}
-
-
-@check(fast=True)
-def collective_of_one(machine: Machine) -> Figures:
-    """The device's own collectives begin: a communicator of one rank sums what it has."""
-    import torch
-    import torch.distributed as dist
-
-    from mrl.process.free_ports import free_port
-
-    if dist.is_initialized():
-        dist.destroy_process_group()  # of a check before
-    os.environ.update(machine.platform.network_environment("127.0.0.1"))
-    backend, data = machine.platform.distributed_backend, torch.ones(4 * MIB, device=machine.torch_device)
-    began = time.perf_counter()
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    dist.all_reduce(data)
-    machine.platform.synchronize()
-    seconds = time.perf_counter() - began
-    expect(bool((data == 1).all()), f"{backend} of one rank changes what it sums")
-    dist.destroy_process_group()
-    return {"backend": backend, "start_s": seconds}
-
-
-@check(fast=True)
-def ipc(machine: Machine) -> Figures:
-    """Device memory of this process, opened and written by another on the same device."""
-    machine.needs_accelerator("memory of its own to open; `shared_memory` is its way")
-    return _with_other("ipc", machine, _ipc)
 
 
 @check(fast=True)
 def ipc_between_devices(machine: Machine) -> Figures:
-    """The same by a process on another device of the node, which is shown that one alone, as an engine is."""
+    """Device memory of this process, opened and written by another on another device of the node, which is shown that
+    one alone, as an engine is.
+    """
     from mrl.platforms.hosting import get_hosting
 
     machine.needs_accelerator("memory of its own to open; `shared_memory` is its way")
@@ -173,4 +111,4 @@ def _with_other(name: str, machine: Machine, both, environment: dict[str, str] |
 
 
 if __name__ == "__main__":
-    {"pair": _pair, "ipc": _ipc}[sys.argv[1]](Machine(sys.argv[2]), 1, int(sys.argv[3]))
+    {"ipc": _ipc}[sys.argv[1]](Machine(sys.argv[2]), 1, int(sys.argv[3]))

@@ -17,6 +17,12 @@ if [ "${#missing[@]}" -gt 0 ]; then
     "$python" -m pip --disable-pip-version-check -q install --no-index --no-deps --target "$here/deps" --upgrade "${missing[@]}"
 fi
 mkdir -p "$here/bin" "$here/deps"
+# Transformer Engine's part for torch is compiled against the torch that is here
+for source in "$here"/sources/*.tar.gz; do
+    [ -e "$source" ] || continue
+    PYTHONPATH="$here/deps" MAX_JOBS="${MAX_JOBS:-$(nproc)}" NVTE_FRAMEWORK=pytorch "$python" -m pip --disable-pip-version-check -q \
+        install --no-index --no-deps --no-build-isolation --target "$here/deps" --upgrade "$source"
+done
 # no link: Python would not find the environment that it belongs to
 printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v "$python")" >"$here/bin/python"
 chmod +x "$here/bin/python"

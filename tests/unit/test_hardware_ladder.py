@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +50,7 @@ def test_a_process_that_says_nothing_has_a_line_made_for_it(monkeypatch, tmp_pat
         "import sys; print('no line'); print('out of memory', file=sys.stderr); sys.exit(9)"
     )
     monkeypatch.setattr(ladder, "HERE", tmp_path)
-    assert ladder._line_of_process("one", "cpu")["why"] == "ended with 9: out of memory"
+    assert ladder._line_of_process("one", "cpu", 60)["why"] == "ended with 9: out of memory"
 
 
 def test_a_process_that_says_that_all_is_well_and_then_dies_has_failed(monkeypatch, tmp_path):
@@ -56,8 +58,98 @@ def test_a_process_that_says_that_all_is_well_and_then_dies_has_failed(monkeypat
         'import os; print(\'{"check": "one", "status": "ok"}\', flush=True); os.abort()'
     )
     monkeypatch.setattr(ladder, "HERE", tmp_path)
-    line = ladder._line_of_process("one", "cpu")
+    line = ladder._line_of_process("one", "cpu", 60)
     assert (line["check"], line["status"]) == ("one", "failed") and line["why"].startswith("ok, then ended with -6")
+
+
+def test_what_a_check_said_of_its_parts_stays_where_it_is_ended_by_its_deadline(monkeypatch, tmp_path):
+    (tmp_path / "ladder.py").write_text(
+        "import json, subprocess, sys, time\n"
+        "for part in ({'a': 1}, {'b': 2}): print(json.dumps({'check': 'one', 'status': 'part'} | part), flush=True)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
+    )
+    monkeypatch.setattr(ladder, "HERE", tmp_path)
+    line = ladder._line_of_process("one", "cpu", 3.0)
+    assert (line["status"], line["a"], line["b"]) == ("failed", 1, 2) and line["why"].startswith("not done in its time")
+    assert line["seconds"] < 60, "nor does what it started hold the line"
+
+
+def test_every_line_is_kept_with_what_made_it_and_one_without_time_says_so(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "lines.jsonl"
+    for variable in (checks.OUT, checks.STAMP, checks.SIZES):
+        monkeypatch.setenv(variable, "{}")
+    monkeypatch.setattr(ladder, "_stamp", lambda machine: {"machine": "a device", "commit": "c0ffee"})
+    monkeypatch.setattr(ladder, "_line_of_process", lambda name, device, limit_s: {"check": name, "status": "failed"})
+    monkeypatch.setitem(checks.CHECKS, "one", checks.Check("one", print))
+    given = ["ladder.py", "cuda", "one", "digest", "--out", str(out), "--size", "layers=4"]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit, match="1"):
+        ladder.main()
+    monkeypatch.setattr(sys, "argv", [*given, "--budget", "1"])
+    with pytest.raises(SystemExit, match="0"):
+        ladder.main()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["check"], line["status"]) for line in lines] == [
+        ("one", "failed"), ("digest", "failed"), ("one", "skipped"), ("digest", "skipped")
+    ]  # fmt: skip
+    assert all((line["machine"], line["commit"]) == ("a device", "c0ffee") for line in lines)
+    assert lines[2]["why"] == "1 s are left of the budget"
+    assert checks.Machine("cuda").size(48, 2, "layers") == 4
+    assert checks.Machine("cpu").size(48, 2) == 2
+    with pytest.raises(SystemExit, match="layers=many: each is NAME=N"):
+        ladder._sizes(["layers=many"])
+
+
+def test_a_piece_is_of_checks_in_the_order_of_their_worth():
+    for file in ladder.FILES:
+        importlib.import_module(file)
+    for names in ladder.PIECES.values():
+        assert ladder._names(names, fast=False) == list(names)
+        assert all(checks.CHECKS[name].limit_s < ladder.BUDGET_S for name in names)
+
+
+def test_the_page_of_findings_names_tests_and_checks_that_are_there():
+    for file in ladder.FILES:
+        importlib.import_module(file)
+    rows = [line for line in (ROOT / "docs" / "several_devices.md").read_text().splitlines() if line.startswith("| ")][
+        1:
+    ]
+    named = [re.findall(r"`([^` ]+)`", row.rpartition("|")[0].rpartition("|")[2]) for row in rows]
+    assert len(rows) > 20 and all(row.split(" | ")[1] in ("mended", "open", "untried") for row in rows)
+    for row, names in zip(rows, named, strict=True):
+        files = [name for name in names if "/" in name and name.endswith(".py")]
+        rungs = [name for name in names if name.isidentifier() and re.search(rf"`{name}`[^.]* of [ABC]", row)]
+        assert all((ROOT / file).exists() for file in files), row
+        assert all(name in {rung for piece in ladder.PIECES.values() for rung in piece} for name in rungs), row
+        assert files or " | mended | " not in row, "who says so?"
+        assert rungs or " | untried | " not in row, "what will tell?"
+
+
+def test_of_vllms_wheel_what_a_hopper_device_does_not_load_is_left_out(tmp_path):
+    subset = importlib.import_module("hopper_subset").subset
+    kept = ["vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm/config.py"]
+    wheel = tmp_path / "vllm-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as made:
+        for name in (*kept, "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/_flashmla_C.abi3.so"):
+            made.writestr(name, name)
+    (tmp_path / "out").mkdir()
+    path, left_out = subset(wheel, tmp_path / "out")
+    with zipfile.ZipFile(path) as made:
+        assert made.namelist() == kept and made.read(kept[2]) == b"vllm/config.py"
+    assert left_out == ["vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/_flashmla_C.abi3.so"]
+
+
+def test_a_process_of_several_that_fails_or_does_not_end_is_told(monkeypatch):
+    several = importlib.import_module("several")
+    program = (
+        "import sys, time; w = sys.argv[1]\nif w == 'hang': time.sleep(600)\nprint('[%s]' % w if w != 'die' else 3 / 0)"
+    )
+    monkeypatch.setattr(several, "__file__", "-c")
+    calls = {name: [program, name] for name in ("1", "die", "hang")}
+    found = several.together(calls, 5.0)
+    assert found["1"] == [1] and found["hang"] is None
+    assert found["die"] == "ended with 1: ZeroDivisionError: division by zero"
+    assert not several.ended_well(found) and "hang: None" in several._errors(found)
 
 
 ALONE = """

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from mrl.platforms.inventory import host_identity_faults
 from mrl.process.same_software import software
 from mrl.tools.node_checks import Clock, NodeFacts, clock_faults, port_faults, reaches, unlike_faults
 
@@ -99,6 +100,17 @@ def test_what_communicators_are_told_is_compared_between_nodes():
         "NCCL_IB_DISABLE differs (1 on 10.0.0.1, unset on 10.0.0.2): set one value on every node",
         "NCCL_HOSTID=a on 10.0.0.1 and 10.0.0.2, so NCCL takes them for one host: unset it",
     ]
+
+
+def test_ranks_whose_communicators_would_mistake_their_hosts_are_told_in_one_message():
+    """NCCL 2.28, src/misc/utils.cc getHostHash and src/init.cc: what NCCL_HOSTID says counts, not the host."""
+    four = [("10.0.0.1", ""), ("10.0.0.1", ""), ("10.0.0.2", ""), ("10.0.0.2", "")]
+    assert host_identity_faults(four) == []
+    assert host_identity_faults([(node, f"host of {node}") for node, _ in four]) == [], "one for each host"
+    (one,) = host_identity_faults([(node, "pod") for node, _ in four])
+    assert one == "NCCL_HOSTID=pod on 10.0.0.1 and 10.0.0.2, so NCCL takes them for one host: unset it"
+    (several,) = host_identity_faults([*four[1:], ("10.0.0.1", "another")])
+    assert several.startswith("NCCL_HOSTID differs between processes of 10.0.0.1 (unset, another), so NCCL takes")
 
 
 @pytest.mark.parametrize(
