@@ -5,14 +5,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mrl.cli.config_arguments import positive
-from mrl.errors import ConfigError
+from mrl.cli.progress import Progress
+from mrl.errors import ConfigError, EnvironmentFault
 
 # --layout's short names -> keys of actor.layout
 DEGREES = {
@@ -28,6 +29,7 @@ DEGREES = {
 }
 MOST_WORKERS = 8  # more would only wait for the disk
 SHOWN = 3
+SHOWN_FAULTS = 10
 
 
 def add(commands) -> None:
@@ -35,7 +37,21 @@ def add(commands) -> None:
     convert = commands.add_parser(
         "convert", help="convert checkpoints between Hugging Face's format and mrl's, and between layouts"
     )
-    convert.set_defaults(parser=convert)
+    convert.add_argument(
+        "--check",
+        type=Path,
+        metavar="FOLDER",
+        help="check a Hugging Face export of any trainer: names, shapes, dtypes, NaN, ties, repeated tensors",
+    )
+    convert.add_argument(
+        "--against",
+        type=Path,
+        metavar="ORIGINAL",
+        help="with --check: the model from which training began; shows how far each tensor moved, and what took "
+        "another's place",
+    )
+    convert.add_argument("--json", action="store_true", help="with --check: print one JSON object")
+    convert.set_defaults(parser=convert, run=_check)
     conversions = convert.add_subparsers(dest="conversion", metavar="WHICH")
     to_hf = conversions.add_parser("megatron-to-hf", help="write a saved step as a Hugging Face checkpoint")
     _add_megatron_source(to_hf)
@@ -69,6 +85,46 @@ def add(commands) -> None:
     tokenizer.add_argument("checkpoint", help="folder with tiktoken.model and tokenizer_config.json")
     tokenizer.add_argument("-o", "--output", required=True, help="folder to write; must not exist")
     tokenizer.set_defaults(run=_tokenizer)
+
+
+def _check(options: argparse.Namespace) -> None:
+    from mrl.checkpoint.export_check import check_export
+
+    if options.check is None:
+        if options.against is not None or options.json:
+            raise ConfigError("--against and --json belong to --check FOLDER, or to a conversion after its name")
+        options.parser.print_help(sys.stderr)
+        raise SystemExit(ConfigError.exit_code)
+    report = check_export(options.check, options.against, Progress("checking: {:,} of {:,} tensors"))
+    if options.json:
+        farthest = [asdict(moved) for moved in report.moved[:SHOWN_FAULTS]]
+        answer = asdict(report) | {"folder": str(options.check), "ok": report.is_sound}
+        answer["moved"] = {"median": report.usual_move, "farthest": farthest}
+        print(json.dumps(answer))
+    else:
+        print("\n".join(_check_lines(options, report)))
+    if not report.is_sound:
+        raise SystemExit(EnvironmentFault.exit_code)
+
+
+def _check_lines(options: argparse.Namespace, report: Any) -> Iterator[str]:
+    what = f"{options.check}: {report.family}, {report.tensors} tensors, {report.bytes / 1e9:.2f} GB"
+    if report.is_sound:
+        yield f"{what}: sound"
+    else:
+        yield f"{what}: {len(report.faults)} faults"
+    for fault in report.faults[:SHOWN_FAULTS]:
+        yield f"  {fault.tensor or 'all'}: {fault.what}"
+    if len(report.faults) > SHOWN_FAULTS:
+        yield f"  and {len(report.faults) - SHOWN_FAULTS} more (--json has all)"
+    if report.moved:
+        far = report.moved[0]
+        yield (
+            f"moved from {options.against}: half of the tensors by less than {report.usual_move:.2%} of their length, "
+            f"most {far.tensor} by {far.share:.2%}"
+        )
+    for note in report.notes:
+        yield f"note: {note}"
 
 
 def _add_megatron_source(parser: argparse.ArgumentParser) -> None:

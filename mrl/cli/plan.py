@@ -2,17 +2,16 @@
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mrl.cli.config_arguments import add_config, positive, resolved_config
+from mrl.cli.progress import Progress
 from mrl.errors import ConfigError, DoesNotFit
 from mrl.units import GIB
 
-_SILENT_S = 3.0  # between lines about a search's progress
 _ACTOR_ALONE = (
     "only the actor is counted; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
 )
@@ -162,7 +161,7 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     problem = search_problem(config, model, device, devices, per_node, megatron)
     planned = options.config is not None and devices == config.actor.layout.world_size
     notes = _notes(config, options.device, device.name, stand_in) + ([] if planned else [_ACTOR_ALONE])
-    result = search(problem, _Progress())
+    result = search(problem, Progress("searching: {:,} layouts so far, {:,} fit"))
     run = None
     if planned:
         run = run_report(config, problem, result)
@@ -170,24 +169,6 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     if not report["layouts"]:
         report |= ways_out(config, problem, megatron, planned)
     return report | {"switches": settings_between(config, with_switches(config, model)), "run": run, "notes": notes}
-
-
-class _Progress:
-    """Says on standard error how far a search is, if it takes longer than a few seconds."""
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._next = self._begun + _SILENT_S
-
-    def __call__(self, layouts: int, fitting: int) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _SILENT_S
-            print(
-                f"searching: {layouts:,} layouts so far, {fitting:,} fit, {now - self._begun:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
 
 
 def _model(path: str):

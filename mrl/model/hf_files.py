@@ -178,7 +178,7 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
     stored = {name: tensor.shape for name, tensor in tensors.items() if name not in scales}
     problems = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
     problems += [
-        f"{name} is not part of the model" for name in stored.keys() - wanted.keys() if not _is_spare(name, model)
+        f"{name} is not part of the model" for name in stored.keys() - wanted.keys() if not is_spare(name, model)
     ]
     problems += [
         f"{n} has shape {list(stored[n])}, not {list(wanted[n])}"
@@ -290,7 +290,7 @@ def other_architecture(path: str | Path, model: ModelSpec) -> str:
     return ", ".join(f"{name} {getattr(other, name)}, not {getattr(model, name)}" for name in names[:_SHOWN])
 
 
-def _is_spare(name: str, model: ModelSpec) -> bool:
+def is_spare(name: str, model: ModelSpec) -> bool:
     """Tells whether the model computes a checkpoint's tensor itself, or does not need it."""
     tied_head = name == HEAD and model.tie_word_embeddings
     return name.endswith("rotary_emb.inv_freq") or tied_head or family_of(model).is_left_out(name, model)

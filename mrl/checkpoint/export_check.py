@@ -1,0 +1,467 @@
+"""Checks a Hugging Face export that any trainer wrote, alone or against the model from which training began.
+
+Alone: names, shapes and dtypes against config.json, the index, NaN and infinity, tied embeddings, tensors that are
+constant or have another's bytes. A tensor that took another's place keeps name and shape, so it shows only against the
+origin. Training moves a tensor by a small part of its length. One that moved by more is looked for: among the origin's
+tensors of its shape, transposed, and with its rows or columns in another order.
+
+    gate_proj of the export, rows    a b c     moved by 140 % from gate_proj of the origin, and by 0.1 % from up_proj:
+                                               it "holds up_proj"
+
+Tensors are read in chunks, so memory does not grow with the model.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import inf, sqrt
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from mrl.checkpoint.exported_files import READABLE, ExportedFiles, Floats
+from mrl.checkpoint.open_checkpoint import CODES
+from mrl.errors import EnvironmentFault
+from mrl.model import TensorSpec, tensor_specs
+from mrl.model.hf_files import EMBEDDING, FP8, HEAD, check_checkpoint, is_spare, other_architecture, scale_of
+from mrl.model.registry import family_of
+
+MOVED = 0.3  # of a tensor's length; training moves far less
+_NEAR = 0.3  # two rows or tensors that are the same one, before and after training
+_SAMPLED = 16  # rows or columns by which a tensor is recognised
+_EXPLAINED = 30  # faults whose tensors are looked for in the origin
+_FEW = 0.5  # share of the model's names below which the files are another model's
+_NORM = "norm.weight"
+_LAYER = re.compile(r"\.layers\.\d+\.")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong with a tensor, or with all of them if `tensor` is empty."""
+
+    tensor: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How far a tensor is from the origin's, divided by the length of that."""
+
+    tensor: str
+    share: float
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was found."""
+
+    family: str
+    tensors: int  # of the model
+    bytes: int
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...] = ()
+    moved: tuple[Moved, ...] = ()  # of all tensors, the farthest first; empty without an origin
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there is no fault."""
+        return not self.faults
+
+    @property
+    def usual_move(self) -> float:
+        """The median over tensors."""
+        return median(each.share for each in self.moved) if self.moved else 0.0
+
+
+@dataclass
+class _Values:
+    """What one pass over a tensor finds."""
+
+    bad: int = 0  # NaN and infinity
+    low: float = inf
+    high: float = -inf
+    length: float = 0.0  # of the origin's
+    moved: float = 0.0
+    digest: str = ""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def is_constant(self) -> bool:
+        return self.low == self.high
+
+    @property
+    def share(self) -> float:
+        if self.moved == 0:
+            return 0.0
+        return self.moved / self.length if self.length else inf
+
+
+@dataclass
+class _Check:
+    export: ExportedFiles
+    origin: ExportedFiles | None
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    values: dict[str, _Values] = field(default_factory=dict)
+    explained: int = 0
+
+    def say(self, tensor: str, what: str) -> None:
+        self.faults.append(Fault(tensor, what))
+
+
+def check_export(
+    folder: Path, against: Path | None = None, tell: Callable[[int, int], None] | None = None
+) -> ExportReport:
+    """Checks the export in `folder`. `against`: the model from which its training began. `tell` is called before each
+    tensor, with those that were read and their number.
+
+    Raises ConfigError for an unsupported or a different model, EnvironmentFault for files that are missing, damaged or
+    another model's.
+    """
+    export = ExportedFiles(folder)
+    origin = None
+    if against is not None:
+        origin = ExportedFiles(against)
+        check_checkpoint(against, origin.model, "--against")
+        if differing := other_architecture(against, export.model):
+            raise EnvironmentFault(
+                f"--against {against}: another architecture than {folder} ({differing}); give the model from which "
+                "its training began"
+            )
+    check = _Check(export, origin)
+    check.faults += [Fault(*fault) for fault in export.faults]
+    specs = _structure(check)
+    for number, spec in enumerate(specs):
+        if tell is not None:
+            tell(number, len(specs))
+        _look_at(check, spec)
+    _constant(check)
+    _repeated(check)
+    moved = _moved(check, specs)
+    size = sum(place.file.stat().st_size for place in {p.file: p for p in export.places.values()}.values())
+    return ExportReport(
+        export.model.family, len(tensor_specs(export.model)), size, tuple(check.faults), tuple(check.notes), moved
+    )
+
+
+# ---------------------------------------------------------------- names, shapes, dtypes
+
+
+def _structure(check: _Check) -> list[TensorSpec]:
+    """Finds what headers show. Returns the tensors whose values can be read."""
+    model = check.export.model
+    places = check.export.places
+    wanted = {spec.name: spec for spec in tensor_specs(model)}
+    scales = {scale_of(name) for name in check.export.scales}
+    known = wanted.keys() & places.keys()
+    others = [name for name in places if name not in wanted and name not in scales and not is_spare(name, model)]
+    if len(known) < _FEW * len(wanted):
+        like = ", ".join(sorted(others)[:2]) or "none"
+        raise EnvironmentFault(
+            f"{check.export.folder}: another model's export: it has {len(known)} of the {len(wanted)} tensors of the "
+            f"{model.family} model that config.json describes; others in it: {like}"
+        )
+    for name in wanted:
+        if name not in places:
+            check.say(name, "is missing")
+    for name in others:
+        check.say(name, "is not part of the model")
+    readable = []
+    for name in wanted:
+        if name in known and _shape(check, wanted[name]) and _readable(check, name):
+            readable.append(wanted[name])
+    _dtypes(check, readable)
+    return readable
+
+
+def _shape(check: _Check, spec: TensorSpec) -> bool:
+    shape = check.export.places[spec.name].shape
+    if shape == spec.shape:
+        return True
+    why = ""
+    words = check.export.model.vocab_size
+    if spec.name in (EMBEDDING, HEAD) and len(shape) == 2 and shape[0] > words and shape[1] == spec.shape[1]:
+        why = f": the padding of the vocabulary was kept, {shape[0] - words} rows beyond vocab_size"
+    elif shape == spec.shape[::-1]:
+        why = ": it is transposed"
+    check.say(spec.name, f"has shape {list(shape)}, not {list(spec.shape)}{why}")
+    return False
+
+
+def _readable(check: _Check, name: str) -> bool:
+    dtype = check.export.places[name].dtype
+    if dtype not in READABLE:
+        check.say(name, f"is {dtype}, which holds no weights; read are {', '.join(READABLE)}")
+        return False
+    if dtype == FP8 and (check.export.model.fp8_block is None or name not in check.export.scales):
+        check.say(name, f"is {FP8} without {scale_of(name)}, or without a quantization_config with blocks")
+        return False
+    return True
+
+
+def _dtypes(check: _Check, specs: list[TensorSpec]) -> None:
+    """Says which tensors have another dtype than config.json and the family say, once if all have."""
+    model = check.export.model
+    precise = family_of(model).rounded
+    wrong: dict[str, list[str]] = {}
+    for spec in specs:
+        stored = check.export.places[spec.name].dtype
+        allowed = {CODES.get(spec.dtype, spec.dtype)} | ({"F32"} if spec.name.endswith(precise) else set())
+        if model.fp8_block is not None:
+            allowed.add(FP8)
+        if stored not in allowed:
+            wrong.setdefault(stored, []).append(spec.name)
+    for stored, names in wrong.items():
+        why = ": its largest number is 65504, so weights and products overflow" if stored == "F16" else ""
+        if len(names) == len(specs):
+            check.say("", f"all tensors are {stored}, and config.json says {model.dtype}{why}")
+            continue
+        for name in names:
+            check.say(name, f"is {stored}, not {_dtype_of(specs, name)}{why}")
+
+
+def _dtype_of(specs: Iterable[TensorSpec], name: str) -> str:
+    return next(spec.dtype for spec in specs if spec.name == name)
+
+
+# ---------------------------------------------------------------- values
+
+
+def _look_at(check: _Check, spec: TensorSpec) -> None:
+    """Reads a tensor once, beside the origin's, and says what is wrong with its values."""
+    name = spec.name
+    found = _measure(check, name)
+    check.values[name] = found
+    if found.bad:
+        check.say(name, f"has {found.bad} elements that are NaN or infinite")
+        return
+    if check.origin is None or found.is_constant:
+        return
+    if len(spec.shape) == 1 and found.share > _NEAR / 100 and (other := _nearer_vector(check, name, found)):
+        check.say(name, f"holds {other} of the origin")
+    elif found.share > MOVED:
+        said = f"moved by {_percent(found.share)} of its length, more than training moves"
+        if check.explained < _EXPLAINED and len(spec.shape) > 1:
+            check.explained += 1
+            said = _explained(check, name) or said
+        check.say(name, said)
+
+
+def _percent(share: float) -> str:
+    return "more than all" if share == inf else f"{share:.0%}"
+
+
+def _measure(check: _Check, name: str) -> _Values:
+    found = _Values(shape=check.export.places[name].shape)
+    digest = blake2b(digest_size=16)
+    others = iter(())
+    if check.origin is not None and name in check.origin.places:
+        others = check.origin.chunks(name)
+    squares = moved = 0.0
+    for chunk in check.export.chunks(name):
+        found.bad += int(chunk.size - np.count_nonzero(np.isfinite(chunk)))
+        found.low = min(found.low, float(chunk.min()))
+        found.high = max(found.high, float(chunk.max()))
+        digest.update(chunk)
+        other = next(others, None)
+        if other is not None:
+            squares += _square(other)
+            moved += _square(chunk - other)
+    found.digest = digest.hexdigest()
+    found.length = sqrt(squares)
+    found.moved = sqrt(moved) if moved == moved else inf
+    return found
+
+
+def _square(values: Floats) -> float:
+    flat = values.reshape(-1)
+    return float(np.dot(flat, flat))
+
+
+def _distance(one: Floats, other: Floats) -> float:
+    """Returns the distance of two, divided by the length of the other."""
+    length = sqrt(_square(other))
+    return sqrt(_square(one - other)) / length if length else inf
+
+
+def _constant(check: _Check) -> None:
+    """Says which tensors have one value only: matrices, and norms that were left as they are made."""
+    made = {1.0, 0.0 if check.export.model.zero_centered_norm else 1.0}
+    norms = [found for name, found in check.values.items() if name.endswith(_NORM)]
+    is_new = all(found.is_constant and found.low in made and not found.share for found in norms)
+    if is_new and norms:
+        check.notes.append("all norms have the value with which a model is made")
+    for name, found in check.values.items():
+        if not found.is_constant:
+            continue
+        changed = check.origin is None or found.share > 0
+        if name.endswith(_NORM) and found.low in made:
+            if changed and not is_new:
+                check.say(name, f"is {found.low + 0.0:g} everywhere, as a norm is made: the trained one was left out")
+        elif (len(found.shape) > 1 and changed) or found.share > MOVED:
+            check.say(name, f"is {found.low + 0.0:g} everywhere")
+
+
+def _repeated(check: _Check) -> None:
+    """Says which tensors have the bytes of another one."""
+    model = check.export.model
+    first: dict[tuple, str] = {}
+    for name, found in check.values.items():
+        if found.is_constant or found.bad:
+            continue
+        other = first.setdefault((found.shape, found.digest), name)
+        if other == name or (model.tie_word_embeddings and {name, other} == {EMBEDDING, HEAD}):
+            continue
+        is_of_origin = check.origin is not None and not found.share and not check.values[other].share
+        if not is_of_origin:
+            check.say(name, f"has the same values as {other}")
+    has_both = HEAD in check.export.places and EMBEDDING in check.values
+    if model.tie_word_embeddings and has_both and not _same(check.export, EMBEDDING, HEAD):
+        check.say(HEAD, f"differs from {EMBEDDING}, and config.json says tie_word_embeddings")
+
+
+def _same(files: ExportedFiles, one: str, other: str) -> bool:
+    places = (files.places[one], files.places[other])
+    if places[0].shape != places[1].shape or places[1].dtype not in READABLE:
+        return False
+    return all(np.array_equal(a, b) for a, b in zip(files.chunks(one), files.chunks(other), strict=True))
+
+
+def _moved(check: _Check, specs: list[TensorSpec]) -> tuple[Moved, ...]:
+    if check.origin is None:
+        check.notes.append("without --against, tensors in each other's place cannot be seen")
+        return ()
+    shares = [Moved(spec.name, check.values[spec.name].share) for spec in specs if not check.values[spec.name].bad]
+    still = sum(each.share == 0 for each in shares)
+    if still:
+        all_of_them = "all tensors are" if still == len(shares) else f"{still} of {len(shares)} tensors are"
+        check.notes.append(f"{all_of_them} the origin's, unmoved")
+    return tuple(sorted(shares, key=lambda each: -each.share))
+
+
+# ---------------------------------------------------------------- what a tensor holds instead
+
+
+def _nearer_vector(check: _Check, name: str, found: _Values) -> str:
+    """Returns the origin's vector of the same layer that this one is far nearer to than to its own; empty if none."""
+    ours = np.concatenate(list(check.export.chunks(name)))
+    best = min(
+        ((_distance(ours, np.concatenate(list(check.origin.chunks(other)))), other) for other in _alike(check, name)),
+        default=(inf, ""),
+    )
+    return best[1] if best[0] < found.share / 4 else ""
+
+
+def _alike(check: _Check, name: str) -> list[str]:
+    """Returns the origin's other tensors of a tensor's shape: those of its layer, and its kind in other layers."""
+    places = check.origin.places
+    layer = _LAYER.search(name)
+    kind = _NUMBER.sub("*", name)
+    return [
+        other
+        for other, place in places.items()
+        if other != name
+        and place.shape == places[name].shape
+        and place.dtype in READABLE
+        and ((layer and layer[0] in other) or _NUMBER.sub("*", other) == kind)
+    ]
+
+
+def _explained(check: _Check, name: str) -> str:
+    """Returns what a matrix holds instead of the origin's; empty if it is none of what can be recognised."""
+    for found in (_held(check, name), _transposed(check, name), _rows(check, name), _columns(check, name)):
+        if found:
+            return found
+    return ""
+
+
+def _sample(count: int) -> np.ndarray:
+    return np.unique(np.linspace(0, count - 1, _SAMPLED).astype(np.int64))
+
+
+def _held(check: _Check, name: str) -> str:
+    rows = _sample(check.export.places[name].rows)
+    ours = check.export.some(name, rows)
+    alike = ((_distance(ours, check.origin.some(other, rows)), other) for other in _alike(check, name))
+    distance, other = min(alike, default=(inf, ""))
+    return f"holds {other} of the origin" if distance < _NEAR else ""
+
+
+def _transposed(check: _Check, name: str) -> str:
+    place = check.export.places[name]
+    if place.rows != place.columns:
+        return ""
+    rows = _sample(place.rows)
+    theirs = np.concatenate([chunk[:, rows] for chunk in check.origin.chunks(name)])
+    is_it = _distance(check.export.some(name, rows), np.ascontiguousarray(theirs.T)) < _NEAR
+    return "is transposed" if is_it else ""
+
+
+def _rows(check: _Check, name: str) -> str:
+    """Looks for rows among those of the layer's matrices with as many columns: joined projections, heads in another
+    order.
+    """
+    place = check.export.places[name]
+    rows = _sample(place.rows)
+    ours = check.export.some(name, rows)
+    layer = _LAYER.search(name)
+    nearest = [(inf, "", -1)] * len(rows)
+    for other in _same_layer(check, name, layer[0] if layer else name):
+        first = 0
+        for chunk in check.origin.chunks(other):
+            distances = _distances(ours, chunk)
+            for i, row in enumerate(distances.argmin(1)):
+                nearest[i] = min(nearest[i], (float(distances[i, row]), other, first + int(row)))
+            first += len(chunk)
+    found = [(mine, other, row) for mine, (near, other, row) in zip(rows, nearest, strict=True) if near < _NEAR]
+    moved = [(mine, other, row) for mine, other, row in found if (other, row) != (name, mine)]
+    if not moved or 2 * len(found) < len(rows):
+        return ""
+    mine, other, row = moved[0]
+    whose = "" if other == name else f" of {other}"
+    return f"has rows in other places: row {mine} is the origin's row {row}{whose}"
+
+
+def _same_layer(check: _Check, name: str, layer: str) -> list[str]:
+    """Returns the origin's matrices of a layer with as many columns, one expert's only."""
+    expert = re.search(r"\.experts\.\d+\.", name)
+    columns = check.origin.places[name].columns
+    return [
+        other
+        for other, place in check.origin.places.items()
+        if layer in other
+        and len(place.shape) == len(check.origin.places[name].shape)
+        and place.columns == columns
+        and place.dtype in READABLE
+        and (".experts." not in other or (expert is not None and expert[0] in other))
+    ]
+
+
+def _distances(ours: Floats, theirs: Floats) -> Floats:
+    """Returns the distance of each row of one to each of the other, divided by the length of the former."""
+    lengths = np.einsum("ij,ij->i", ours, ours)
+    squares = lengths[:, None] + np.einsum("ij,ij->i", theirs, theirs)[None] - 2 * ours @ theirs.T
+    return np.sqrt(np.maximum(squares, 0) / np.maximum(lengths, 1e-30)[:, None])
+
+
+def _columns(check: _Check, name: str) -> str:
+    """Looks for columns in another order, as slices of tensor ranks that were joined wrongly."""
+    columns = _sample(check.export.places[name].columns)
+    products = theirs = ours = 0.0
+    for one, other in zip(check.export.chunks(name), check.origin.chunks(name), strict=True):
+        mine = one[:, columns]
+        products = products + mine.T @ other
+        theirs = theirs + np.einsum("ij,ij->j", other, other)
+        ours = ours + np.einsum("ij,ij->j", mine, mine)
+    squares = ours[:, None] + theirs[None] - 2 * products
+    distances = np.sqrt(np.maximum(squares, 0) / np.maximum(ours, 1e-30)[:, None])
+    nearest = distances.argmin(1)
+    is_near = distances.min(1) < _NEAR
+    moved = is_near & (nearest != columns)
+    if not moved.any() or 2 * is_near.sum() < len(columns):
+        return ""
+    first = int(np.flatnonzero(moved)[0])
+    return f"has columns in other places: column {columns[first]} is the origin's column {nearest[first]}"

@@ -1,0 +1,138 @@
+"""Reads the tensors of a Hugging Face folder as float32, whatever trainer wrote them, some rows at a time."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.model import ModelSpec, load_model_spec
+from mrl.model.fp8 import bfloat16_words
+from mrl.model.hf_files import FP8, INDEX, read_safetensors_header, scale_of, weight_files
+from mrl.model.registry import family_of
+from mrl.model.wrapped import inner_tensors
+from mrl.plain_files import open_regular, read_json
+
+Floats = NDArray[np.float32]
+CHUNK = 1 << 22  # elements that are read at once
+_READ = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8"), "BF16": np.dtype("<u2")}
+READABLE = (*_READ, FP8)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes lie."""
+
+    file: Path
+    dtype: str  # safetensors' name
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def rows(self) -> int:
+        """The first axis; a vector is one row."""
+        return self.shape[0] if len(self.shape) > 1 else 1
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row."""
+        return prod(self.shape) // max(1, self.rows)
+
+
+class ExportedFiles:
+    """A folder's tensors by their names in a text model."""
+
+    def __init__(self, folder: Path):
+        """Raises ConfigError for an unsupported model, EnvironmentFault for files that are missing or damaged."""
+        self.folder = folder
+        self.model = _model(folder)
+        self.places: dict[str, Place] = {}
+        self.faults: list[tuple[str, str]] = []  # tensor, what is wrong with its place
+        self._files: dict[str, str] = {}  # stored key -> name of its file
+        is_wrapped = bool(family_of(self.model).wrapper)
+        for file in weight_files(folder):
+            for key, stored in read_safetensors_header(file).items():
+                if key in self._files:
+                    self.faults.append((key, f"is stored in {self._files[key]} and in {file.name}"))
+                    continue
+                self._files[key] = file.name
+                item = (stored.stop - stored.start) // max(1, prod(stored.shape))
+                for inner in inner_tensors(key, stored.shape) if is_wrapped else ():
+                    begin = stored.start + inner.first * stored.shape[-1] * item
+                    self.places[inner.name] = Place(file, stored.dtype, inner.shape, begin)
+                if not is_wrapped:
+                    self.places[key] = Place(file, stored.dtype, stored.shape, stored.start)
+        self._compare_index()
+
+    def _compare_index(self) -> None:
+        if not (self.folder / INDEX).exists():
+            return
+        listed = read_json(self.folder / INDEX)["weight_map"]
+        for key, file in listed.items():
+            if self._files.get(key) != file:
+                self.faults.append((key, f"is not in {file}, where {INDEX} lists it"))
+        for key in self._files.keys() - listed.keys():
+            self.faults.append((key, f"is in {self._files[key]}, and {INDEX} does not list it"))
+
+    @cached_property
+    def scales(self) -> Mapping[str, Place]:
+        """The scales of FP8 matrices, by the matrix' name."""
+        return {
+            name: self.places[scale_of(name)]
+            for name, place in self.places.items()
+            if place.dtype == FP8 and scale_of(name) in self.places
+        }
+
+    def chunks(self, name: str, rows: int | None = None) -> Iterator[Floats]:
+        """Yields a tensor's rows as float32 [rows, columns]. `rows`: of each chunk; None: about CHUNK elements."""
+        place = self.places[name]
+        step = rows or max(1, CHUNK // max(1, place.columns))
+        with os.fdopen(open_regular(place.file), "rb", buffering=0) as stream:
+            for first in range(0, place.rows, step):
+                yield self._rows(stream.fileno(), name, first, min(step, place.rows - first))
+
+    def some(self, name: str, rows: NDArray[np.int64]) -> Floats:
+        """Returns the given rows."""
+        with os.fdopen(open_regular(self.places[name].file), "rb", buffering=0) as stream:
+            return np.concatenate([self._rows(stream.fileno(), name, int(row), 1) for row in rows])
+
+    def _rows(self, file: int, name: str, first: int, count: int) -> Floats:
+        place = self.places[name]
+        if place.dtype == FP8:
+            codes = _read(file, place, first, count, np.dtype(np.uint8))
+            words = bfloat16_words(codes, self._scale(name), self.model.fp8_block, (first, 0))
+        else:
+            words = _read(file, place, first, count, _READ[place.dtype])
+        if words.dtype == np.uint16:
+            return (words.astype(np.uint32) << 16).view(np.float32)
+        return words.astype(np.float32)
+
+    def _scale(self, name: str) -> Floats:
+        place = self.scales[name]
+        with os.fdopen(open_regular(place.file), "rb", buffering=0) as stream:
+            return _read(stream.fileno(), place, 0, place.rows, _READ[place.dtype]).astype(np.float32)
+
+
+def _model(folder: Path) -> ModelSpec:
+    try:
+        return load_model_spec(folder)
+    except (ConfigError, EnvironmentFault) as error:
+        raise type(error)(str(error).removeprefix("model.path ")) from None
+
+
+def _read(file: int, place: Place, first: int, count: int, dtype: np.dtype) -> np.ndarray:
+    out = np.empty((count, place.columns), dtype)
+    view = memoryview(out.reshape(-1)).cast("B")
+    at = place.start + first * place.columns * dtype.itemsize
+    while view:
+        read = os.preadv(file, [view], at)
+        if read == 0:
+            raise EnvironmentFault(f"{place.file} ended early: it is being changed, or was cut short")
+        view = view[read:]
+        at += read
+    return out
