@@ -84,7 +84,14 @@ def add(commands) -> None:
     )
     tokenizer.add_argument("checkpoint", help="folder with tiktoken.model and tokenizer_config.json")
     tokenizer.add_argument("-o", "--output", required=True, help="folder to write; must not exist")
-    tokenizer.set_defaults(run=_tokenizer)
+    tokenizer.set_defaults(run=partial(_conversion, _tokenizer))
+
+
+def _conversion(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
+    """Runs a conversion. Raises ConfigError if a check is asked for, too."""
+    if options.check is not None or options.against is not None:
+        raise ConfigError(f"--check and --against stand without {options.conversion}: give one of them")
+    run(options)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -176,7 +183,7 @@ def _add_common(parser: argparse.ArgumentParser, run) -> None:
         help="read the output again and compare it with the source before it gets its name",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=partial(_conversion, run))
 
 
 def _megatron_to_hf(options: argparse.Namespace) -> None:

@@ -241,6 +241,20 @@ def test_what_can_be_seen_without_an_origin(origin, tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--check", "a", "tokenizer", "b", "-o", "c"], "stand without tokenizer"),
+        (["--against", "a"], "belong to --check"),
+        (["--check", "nowhere"], "nowhere/config.json does not exist"),
+    ],
+)
+def test_wrong_calls_are_refused(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", *arguments])
+    assert ended.value.code in (2, 4) and words in capsys.readouterr().err
+
+
 def test_tied_embeddings(tmp_path):
     config = {**QWEN2, "tie_word_embeddings": True}
     tensors = weights(config)
