@@ -25,7 +25,7 @@ READABLE = (*_READ, FP8)
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredPlace:
     """Where a tensor's bytes lie."""
 
     file: Path
@@ -51,7 +51,7 @@ class ExportedFiles:
         """Raises ConfigError for an unsupported model, EnvironmentFault for files that are missing or damaged."""
         self.folder = folder
         self.model = _model(folder)
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, StoredPlace] = {}
         self.faults: list[tuple[str, str]] = []  # tensor, what is wrong with its place
         self._files: dict[str, str] = {}  # stored key -> name of its file
         is_wrapped = bool(family_of(self.model).wrapper)
@@ -64,9 +64,9 @@ class ExportedFiles:
                 item = (stored.stop - stored.start) // max(1, prod(stored.shape))
                 for inner in inner_tensors(key, stored.shape) if is_wrapped else ():
                     begin = stored.start + inner.first * stored.shape[-1] * item
-                    self.places[inner.name] = Place(file, stored.dtype, inner.shape, begin)
+                    self.places[inner.name] = StoredPlace(file, stored.dtype, inner.shape, begin)
                 if not is_wrapped:
-                    self.places[key] = Place(file, stored.dtype, stored.shape, stored.start)
+                    self.places[key] = StoredPlace(file, stored.dtype, stored.shape, stored.start)
         self._compare_index()
 
     def _compare_index(self) -> None:
@@ -80,7 +80,7 @@ class ExportedFiles:
             self.faults.append((key, f"is in {self._files[key]}, and {INDEX} does not list it"))
 
     @cached_property
-    def scales(self) -> Mapping[str, Place]:
+    def scales(self) -> Mapping[str, StoredPlace]:
         """The scales of FP8 matrices, by the matrix' name."""
         return {
             name: self.places[scale_of(name)]
@@ -125,7 +125,7 @@ def _model(folder: Path) -> ModelSpec:
         raise type(error)(str(error).removeprefix("model.path ")) from None
 
 
-def _read(file: int, place: Place, first: int, count: int, dtype: np.dtype) -> np.ndarray:
+def _read(file: int, place: StoredPlace, first: int, count: int, dtype: np.dtype) -> np.ndarray:
     out = np.empty((count, place.columns), dtype)
     view = memoryview(out.reshape(-1)).cast("B")
     at = place.start + first * place.columns * dtype.itemsize

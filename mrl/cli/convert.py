@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cli.config_arguments import positive
-from mrl.cli.progress import Progress
+from mrl.cli.slow_work import SlowWork
 from mrl.errors import ConfigError, EnvironmentFault
 
 # --layout's short names -> keys of actor.layout
@@ -102,7 +102,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError("--against and --json belong to --check FOLDER, or to a conversion after its name")
         options.parser.print_help(sys.stderr)
         raise SystemExit(ConfigError.exit_code)
-    report = check_export(options.check, options.against, Progress("checking: {:,} of {:,} tensors"))
+    report = check_export(options.check, options.against, SlowWork("checking: {:,} of {:,} tensors"))
     if options.json:
         farthest = [asdict(moved) for moved in report.moved[:SHOWN_FAULTS]]
         answer = asdict(report) | {"folder": str(options.check), "ok": report.is_sound}

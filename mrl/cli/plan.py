@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cli.config_arguments import add_config, positive, resolved_config
-from mrl.cli.progress import Progress
+from mrl.cli.slow_work import SlowWork
 from mrl.errors import ConfigError, DoesNotFit
 from mrl.units import GIB
 
@@ -161,7 +161,7 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     problem = search_problem(config, model, device, devices, per_node, megatron)
     planned = options.config is not None and devices == config.actor.layout.world_size
     notes = _notes(config, options.device, device.name, stand_in) + ([] if planned else [_ACTOR_ALONE])
-    result = search(problem, Progress("searching: {:,} layouts so far, {:,} fit"))
+    result = search(problem, SlowWork("searching: {:,} layouts so far, {:,} fit"))
     run = None
     if planned:
         run = run_report(config, problem, result)

@@ -392,11 +392,11 @@ def test_a_candidates_recomputation_is_what_its_configuration_says():
 
 
 def test_a_long_search_says_how_far_it_is(capsys, monkeypatch):
-    from mrl.cli import progress
+    from mrl.cli import slow_work
 
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    tell = progress.Progress("searching: {:,} layouts so far, {:,} fit")
+    monkeypatch.setattr(slow_work.time, "monotonic", lambda: now[0])
+    tell = slow_work.SlowWork("searching: {:,} layouts so far, {:,} fit")
     for layouts, seconds in ((0, 0.0), (900, 2.9), (1000, 3.1), (1500, 5.0), (2000, 6.2)):
         now[0] = seconds
         tell(layouts, layouts // 2)

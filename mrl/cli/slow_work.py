@@ -6,7 +6,7 @@ import time
 _SILENT_S = 3.0
 
 
-class Progress:
+class SlowWork:
     """Says every few seconds how far some work is."""
 
     def __init__(self, words: str) -> None:
