@@ -21,6 +21,7 @@ from mrl.cli import (
     data,
     doctor,
     eval,
+    family,
     import_verl,
     init,
     plan,
@@ -40,7 +41,7 @@ from mrl.tools.own_command import DEFECT, SUPERVISED
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "begin": (init, import_verl, data, doctor),
-    "before a run": (validate, plan, verify, rehearse),
+    "before a run": (validate, plan, verify, rehearse, family),
     "run": (train, submit, watch, eval),
     "afterwards": (report, compare, samples, convert),
     "shell": (completion,),

@@ -5,12 +5,30 @@ Transformer Engine's module names, which mbridge 0.15.1 maps. The norm before a 
 (`linear_qkv.layer_norm_weight`). vLLM's are those of its 0.32 models.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mrl.model.delta_attention import delta_attention
 from mrl.model.hf_config import ModelSpec
 from mrl.model.latent_attention import latent_attention
 from mrl.model.weight_map import Part, Weight, copied
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Names of a layer's experts in the checkpoint. `module` is that of router and experts, here and in vLLM."""
+
+    module: str = "mlp."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+PLAIN_EXPERTS = Experts()
+
+
+def no_dense_layer(m: ModelSpec) -> tuple[Weight, ...]:
+    """Returns nothing, for families whose layers all have experts."""
+    return ()
 
 
 def dense_layer(m: ModelSpec, is_linear: bool = False) -> tuple[Weight, ...]:
@@ -20,16 +38,20 @@ def dense_layer(m: ModelSpec, is_linear: bool = False) -> tuple[Weight, ...]:
 
 
 def expert_layer(
-    m: ModelSpec, shared: tuple[Weight, ...] = (), router_in_vllm: str | None = None, is_linear: bool = False
+    m: ModelSpec,
+    shared: tuple[Weight, ...] = (),
+    router_in_vllm: str | None = None,
+    is_linear: bool = False,
+    experts: Experts = PLAIN_EXPERTS,
 ) -> tuple[Weight, ...]:
     """Returns a layer with a router and routed experts.
 
     `shared`: weights of experts that every token uses. `router_in_vllm`: vLLM's dtype of the router, if it is not the
-    engine's. `is_linear`: with gated delta attention.
+    engine's. `is_linear`: with gated delta attention. `experts`: names of router and experts.
     """
-    gate = replace(router(m), vllm_dtype=router_in_vllm)
+    gate = replace(router(m, experts), vllm_dtype=router_in_vllm)
     norms = layer_norms(m, "pre_mlp_layernorm.weight", is_linear)
-    return (*norms, *_attending(m, is_linear), gate, *shared, *routed_experts(m))
+    return (*norms, *_attending(m, is_linear), gate, *shared, *routed_experts(m, experts))
 
 
 def _attending(m: ModelSpec, is_linear: bool) -> tuple[Weight, ...]:
@@ -59,16 +81,24 @@ def attention(m: ModelSpec) -> tuple[Weight, ...]:
     """
     if m.is_latent:
         return latent_attention(m)
-    norms = ()
-    if m.qk_norm:
-        norms = ("q", "k")
     queries = m.num_attention_heads * m.head_dim
     out = Part("self_attn.o_proj.weight", (m.hidden_size, queries))
     return (
         _qkv(m, "weight", (m.hidden_size,)),
         *([_qkv(m, "bias", ())] if m.qkv_bias else []),
-        *(copied(f"self_attn.{x}_norm.weight", (m.head_dim,), f"self_attention.{x}_layernorm.weight") for x in norms),
+        *(_head_norms(m) if m.qk_norm else ()),
         Weight((out,), "self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns"),
+    )
+
+
+def _head_norms(m: ModelSpec) -> tuple[Weight, ...]:
+    """Returns the norms of queries and keys: each for one head, or one for all heads together."""
+    sizes = {"q": m.head_dim, "k": m.head_dim}
+    if m.wide_qk_norm:
+        sizes = {"q": m.num_attention_heads * m.head_dim, "k": m.num_key_value_heads * m.head_dim}
+    return tuple(
+        copied(f"self_attn.{x}_norm.weight", (size,), f"self_attention.{x}_layernorm.weight")
+        for x, size in sizes.items()
     )
 
 
@@ -92,11 +122,14 @@ def gated_mlp(m: ModelSpec, size: int, hf: str = "mlp.", megatron: str = "mlp.")
     )
 
 
-def routed_experts(m: ModelSpec) -> tuple[Weight, ...]:
+def routed_experts(m: ModelSpec, names: Experts = PLAIN_EXPERTS) -> tuple[Weight, ...]:
     """Returns the gated MLPs of all experts."""
-    gate_up, down = _gated_parts(m, m.moe_intermediate_size, "mlp.experts.{expert}.")
+    size = m.moe_intermediate_size
+    prefix = f"{names.module}experts.{{expert}}."
+    gate_up = tuple(Part(f"{prefix}{x}.weight", (size, m.hidden_size)) for x in (names.gate, names.up))
+    down = (Part(f"{prefix}{names.down}.weight", (m.hidden_size, size)),)
     megatron = "mlp.experts.linear_"
-    vllm = "mlp.experts.routed_experts."
+    vllm = f"{names.module}experts.routed_experts."
     return (
         Weight(gate_up, f"{megatron}fc1.weight{{expert}}", f"{vllm}w13_weight", "rows", is_expert=True),
         Weight(down, f"{megatron}fc2.weight{{expert}}", f"{vllm}w2_weight", "columns", is_expert=True),
@@ -109,6 +142,6 @@ def _gated_parts(m: ModelSpec, size: int, hf: str) -> tuple[tuple[Part, ...], tu
     return gate_up, (Part(f"{hf}down_proj.weight", (m.hidden_size, size)),)
 
 
-def router(m: ModelSpec) -> Weight:
+def router(m: ModelSpec, names: Experts = PLAIN_EXPERTS) -> Weight:
     """Returns the weight that scores all experts."""
-    return copied("mlp.gate.weight", (m.num_experts, m.hidden_size), "mlp.router.weight", matmul=True)
+    return copied(f"{names.module}gate.weight", (m.num_experts, m.hidden_size), "mlp.router.weight", matmul=True)

@@ -11,15 +11,13 @@ Moonlight: its config.json says 1e-5.
 
 from typing import Any
 
-from mrl.errors import ConfigError, shown
+from mrl.errors import ConfigError
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.glm4_moe import is_left_out, left_out_layers, with_shared_experts
 from mrl.model.hf_config import (
-    QUANTIZATION,
     HfConfig,
     ModelSpec,
     common,
-    refuse_quantised,
     refuse_tied,
     refuse_unless,
     required,
@@ -52,18 +50,13 @@ def read(config: HfConfig) -> ModelSpec:
     experts_per_token, groups, chosen = _routing(config)
     size = required(config, "moe_intermediate_size")
     rotated = required(config, "qk_rope_head_dim")
-    read_alike = common({**config, QUANTIZATION: None}, kv_heads=None, head_dim=rotated, is_latent=True, **_PLAIN)
+    read_alike = common(config, kv_heads=None, head_dim=rotated, is_latent=True, **_PLAIN)
     heads = read_alike["num_attention_heads"]
     if read_alike["num_key_value_heads"] != heads:
         refuse_unless("num_key_value_heads", read_alike["num_key_value_heads"], f"num_attention_heads, {heads}")
     _refuse_other_head_dim(config, rotated)
-    block = _fp8_block(config)
     return ModelSpec(
-        **read_alike
-        | {
-            "family": "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"],
-            "dtype": "bfloat16" if block else read_alike["dtype"],
-        },
+        **read_alike | {"family": "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"]},
         head_dim=required(config, "qk_nope_head_dim") + rotated,
         qkv_bias=False,
         qk_norm=False,
@@ -82,7 +75,6 @@ def read(config: HfConfig) -> ModelSpec:
         v_head_dim=required(config, "v_head_dim"),
         expert_groups=groups,
         chosen_expert_groups=chosen,
-        fp8_block=block,
     )
 
 
@@ -136,23 +128,6 @@ def _moe_layers(config: HfConfig) -> tuple[int, ...]:
     if first >= layers:
         refuse_unless("first_k_dense_replace", first, f"less than num_hidden_layers = {layers}")
     return tuple(range(first, layers))
-
-
-def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
-    """Returns the rows and columns of one scale, if a checkpoint's matrices are FP8.
-
-    Raises ConfigError for another quantisation.
-    """
-    quantization = config.get(QUANTIZATION)
-    if not quantization:
-        return None
-    if quantization.get("quant_method") != "fp8":
-        refuse_quantised(config)
-    refuse_unless("quantization_config's fmt", quantization.get("fmt", "e4m3"), "e4m3")
-    block = required(quantization, "weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
-        raise ConfigError(f"config.json: weight_block_size = {shown(block)}: must be two whole numbers above 0")
-    return block[0], block[1]
 
 
 def engine_keys(m: ModelSpec) -> dict[str, Any]:

@@ -58,6 +58,7 @@ _OTHER_NAMES = {
 _LATER = {"only_where_set": True}
 FULL_ATTENTION = "full_attention"
 QUANTIZATION = "quantization_config"  # how a checkpoint's weights are stored with fewer bits than they are trained in
+_FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # names of one format
 # different names of the layers for multi-token prediction
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
@@ -116,6 +117,7 @@ class ModelSpec:
     linear_by_kind: bool = field(default=False, metadata=_LATER)
     linear_state_dtype: str | None = field(default=None, metadata=_LATER)  # in engines, if it is not the engine's dtype
     attn_output_gate: bool = field(default=False, metadata=_LATER)  # in the other layers, queries include a gate
+    wide_qk_norm: bool = field(default=False, metadata=_LATER)  # one norm over the queries of all heads, one over keys
     zero_centered_norm: bool = field(default=False, metadata=_LATER)  # norms multiply by 1 + weight
     # rows and columns of one scale of an FP8 checkpoint, which is read as bfloat16; exports have none
     fp8_block: tuple[int, int] | None = field(default=None, compare=False, metadata=_LATER)
@@ -389,7 +391,7 @@ def common(
     `rotary_share`: value of an absent partial_rotary_factor; None: the class turns whole heads. `plain`: values that
     this family computes in place of those in _PLAIN; ANY for keys that it reads itself.
     """
-    refuse_quantised(config)
+    block = read_fp8_block(config)
     refuse_inner(config)
     if rotary_share is not None:
         plain["partial_rotary_factor"] = ANY
@@ -411,8 +413,34 @@ def common(
         ),
         "rms_norm_eps": float(required(config, "rms_norm_eps")),
         "tie_word_embeddings": bool(or_default(config, "tie_word_embeddings", False)),
-        "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
+        "dtype": _dtype(config, block),
+        "fp8_block": block,
     }
+
+
+def _dtype(config: HfConfig, block: tuple[int, int] | None) -> str:
+    """Returns the dtype in which a checkpoint is read. `block`: that of an FP8 checkpoint."""
+    if block:
+        return "bfloat16"
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
+
+
+def read_fp8_block(config: HfConfig) -> tuple[int, int] | None:
+    """Returns the rows and columns of one scale, if a checkpoint's matrices are FP8.
+
+    Which ones are is told by the files. Raises ConfigError for another quantisation.
+    """
+    quantization = config.get(QUANTIZATION)
+    if not quantization:
+        return None
+    if quantization.get("quant_method") != "fp8":
+        refuse_quantised(config)
+    if quantization.get("fmt", _FP8_FORMATS[0]) not in _FP8_FORMATS:
+        refuse_unless("quantization_config's fmt", quantization["fmt"], _FP8_FORMATS[0])
+    block = required(quantization, "weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise ConfigError(f"config.json: weight_block_size = {shown(block)}: must be two whole numbers above 0")
+    return block[0], block[1]
 
 
 def or_default(config: HfConfig, key: str, default: Any) -> Any:
@@ -450,6 +478,13 @@ def head_dim_from_hidden(config: HfConfig) -> int:
     """Returns `head_dim`, or hidden size over heads if the configuration lacks it."""
     split = required(config, "hidden_size") // required(config, "num_attention_heads")
     return or_default(config, "head_dim", split)
+
+
+def own_head_dim(config: HfConfig) -> int:
+    """Returns `head_dim`, or hidden size over heads if it is absent or null, as in Llama's relatives."""
+    if config.get("head_dim") is None:
+        return required(config, "hidden_size") // required(config, "num_attention_heads")
+    return config["head_dim"]
 
 
 def refuse_unless(key: str, value: Any, supported: Any) -> None:

@@ -37,6 +37,8 @@ class ModelFacts(Protocol):
     @property
     def linear_num_key_heads(self) -> int: ...  # of gated delta attention; 0: no layer has it
     @property
+    def wide_qk_norm(self) -> bool: ...  # one norm over the queries of all heads, one over the keys
+    @property
     def attn_output_gate(self) -> bool: ...  # queries include a gate of the output
 
 
@@ -218,6 +220,12 @@ _RULES = (
         lambda d, m: not m.attn_output_gate or m.num_key_value_heads % d.tensor_model_parallel_size == 0,
         "must divide num_key_value_heads = {m.num_key_value_heads} where a gate weighs attention's output",
         "Megatron gives tensor ranks that share a head all of its gates, and each its own queries",
+    ),
+    _Rule(
+        _TP,
+        lambda d, m: not m.wide_qk_norm or m.num_key_value_heads % d.tensor_model_parallel_size == 0,
+        "must divide num_key_value_heads = {m.num_key_value_heads} where one norm goes over the keys of all heads",
+        "each tensor rank adds the squares of its own keys",
     ),
     _Rule(
         _TP,

@@ -12,7 +12,7 @@ from mrl.model.boxes import Box
 from mrl.model.hf_config import ModelSpec
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
-from mrl.model.weight_map import Block, Part, Slice, Weight, WeightMap, even_slice, per_expert, share
+from mrl.model.weight_map import Block, Part, Slice, Weight, WeightMap, even_slice, per_expert, sections_of, share
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,18 @@ def _head_groups(weight: Weight) -> list[tuple[Part, int, int]]:
 
     The fused rows are split evenly. With more tensor ranks than key/value heads, a slice may begin inside a group.
     """
-    rows = [(part, part.shape[0] // weight.groups) for part in weight.parts]
+    of_kind = [(part, first, rows // weight.groups) for part, first, rows in sections_of(weight)]
     if not weight.is_gated:
-        return [(part, group * each, each) for group in range(weight.groups) for part, each in rows]
+        groups = range(weight.groups)
+        return [(part, first + group * each, each) for group in groups for part, first, each in of_kind]
     segments = []
-    (query, of_queries), *others = rows
-    size = others[0][1]  # rows of a head
+    (query, _, of_queries), *others = of_kind
+    size = others[0][2]  # rows of a head
     for group in range(weight.groups):
         heads = range(group * of_queries, (group + 1) * of_queries, 2 * size)
         segments += [(query, first, size) for first in heads]
         segments += [(query, first + size, size) for first in heads]
-        segments += [(part, group * each, each) for part, each in others]
+        segments += [(part, group * each, each) for part, _, each in others]
     return segments
 
 

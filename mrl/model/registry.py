@@ -20,6 +20,12 @@ from mrl.model import (
     deepseek_v3,
     glm4_moe,
     glm4_moe_lite,
+    llama,
+    minimax_m2,
+    mistral,
+    mixtral,
+    olmoe,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -27,6 +33,7 @@ from mrl.model import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
     wrapped,
 )
 from mrl.model.hf_config import (
@@ -52,6 +59,13 @@ _MODULES = (
     qwen3_next,
     qwen3_5,
     qwen3_5_moe,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    seed_oss,
+    olmoe,
+    minimax_m2,
 )
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 # architectures that also read images -> the family inside
@@ -185,7 +199,7 @@ def _read(family: Family, config: HfConfig) -> ModelSpec:
     model = family.read(config)
     refuse_unless("model_type", model.family, family.model_type)
     refuse_other_names(config, model)
-    return replace(model, pad_token_id=pad_token_id(config))
+    return replace(model, pad_token_id=pad_token_id({"pad_token_id": family.pad_token_id, **config}))
 
 
 def wrapper_of(config: HfConfig) -> Family | None:

@@ -38,6 +38,9 @@ _COLUMN_PARALLEL = (
     "in_proj_a",
 )
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
+# family -> module of a layer with the experts, and their gate, up and down projection
+_PLAIN_EXPERTS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+_EXPERTS = dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2")))
 _OF_VALUE_HEADS = ("A_log", "dt_bias")  # parameters directly in the layer of gated delta attention
 
 
@@ -55,6 +58,10 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
             if module in ("conv1d", "in_proj_qkv"):
                 keys = model.linear_num_key_heads * model.linear_key_head_dim
                 local = np.concatenate([_cut(part, rollout.tensor, tp) for part in np.split(tensor, (keys, 2 * keys))])
+            elif module in ("qkv_proj", "gate_up_proj"):  # fused already in the checkpoint (Phi-3)
+                local = _fused_part(module, tensor, model, tp, rollout.tensor)
+            elif module in ("q_norm", "k_norm") and model.family == "minimax_m2":
+                local = _sliced(f"{module[0]}_proj", tensor, model.num_key_value_heads, tp, rollout.tensor)
             elif leaf in _OF_VALUE_HEADS:
                 local = _cut(tensor, rollout.tensor, tp)
             else:
@@ -63,9 +70,21 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
     parameters = {}
     for name, parts in slices.items():
         parameters[name] = np.concatenate([parts[place] for place in sorted(parts)])
+    module, names = _EXPERTS.get(model.family, _PLAIN_EXPERTS)
     for layer in model.moe_layers:
-        parameters |= _experts(hf, f"model.layers.{layer}.mlp.experts.", model.num_experts, rollout, worker, transposed)
+        prefix = f"model.layers.{layer}.{module}.experts."
+        parameters |= _experts(hf, prefix, names, model.num_experts, rollout, worker, transposed)
     return parameters
+
+
+def _fused_part(module: str, tensor: np.ndarray, model: ModelSpec, tp: int, size: int) -> np.ndarray:
+    """Returns a worker's rows of a tensor that is fused in the checkpoint, kind by kind."""
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    kinds = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}[module]
+    ends = {"qkv_proj": (queries, queries + keys), "gate_up_proj": (len(tensor) // 2,)}[module]
+    parts = zip(kinds, np.split(tensor, ends), strict=True)
+    return np.concatenate([_sliced(kind, part, model.num_key_value_heads, tp, size) for kind, part in parts])
 
 
 def _fused(model: ModelSpec) -> dict[str, tuple[str, int]]:
@@ -93,7 +112,13 @@ def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) 
 
 
 def _experts(
-    hf: Arrays, prefix: str, num_experts: int, rollout: RolloutLayout, worker: int, transposed: bool
+    hf: Arrays,
+    prefix: str,
+    names: tuple[str, ...],
+    num_experts: int,
+    rollout: RolloutLayout,
+    worker: int,
+    transposed: bool,
 ) -> Arrays:
     """Returns w13 and w2 of one layer: the worker's whole experts, or a slice of each."""
     workers = rollout.workers_per_engine
@@ -103,12 +128,12 @@ def _experts(
     parts, part = (1, 0) if spread else (workers, flat)
     stacks = {}
     for leaf in ("weight", "weight_scale_inv"):
-        if f"{prefix}0.gate_proj.{leaf}" not in hf:
+        if f"{prefix}0.{names[0]}.{leaf}" not in hf:
             continue
         w13 = []
         w2 = []
         for expert in own:
-            gate, up, down = (hf[f"{prefix}{expert}.{name}_proj.{leaf}"] for name in ("gate", "up", "down"))
+            gate, up, down = (hf[f"{prefix}{expert}.{name}.{leaf}"] for name in names)
             w13.append(np.concatenate([_cut(gate, parts, part), _cut(up, parts, part)]))
             w2.append(_cut(down, parts, part, axis=1))
         stacks |= {f"{prefix}routed_experts.w13_{leaf}": np.stack(w13)}

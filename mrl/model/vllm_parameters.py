@@ -18,7 +18,7 @@ from mrl.model.hf_config import ModelSpec
 from mrl.model.layout import RolloutLayout
 from mrl.model.quantised import SCALE, SCALES, WORD, blocks, in_blocks, is_quantised, slice_fault
 from mrl.model.registry import weight_map
-from mrl.model.weight_map import Slice, Weight, even_slice, share, stacked
+from mrl.model.weight_map import Part, Slice, Weight, even_slice, sections_of, share, stacked
 
 Dialect = Literal["cpu", "cuda", "npu"]
 TRANSPOSED: Dialect = "npu"
@@ -71,9 +71,13 @@ def worker_slice(weight: Weight, workers: int, index: int) -> Slice:
 
     Sizes that do not divide are rounded. `target_parameters` refuses them, but a memory plan need not.
     """
-    match weight.split:
+    match weight.vllm_split or weight.split:
         case "heads":
             return _heads(weight, workers, index)
+        case "key heads":
+            return _key_heads(weight, workers, index)
+        case "rows" if weight.vllm_split:
+            return even_slice(replace(weight, split="rows"), workers, index)
         case "vocabulary":
             return _vocabulary(weight, workers, index)
     return even_slice(weight, workers, index)
@@ -81,13 +85,25 @@ def worker_slice(weight: Weight, workers: int, index: int) -> Slice:
 
 def _heads(weight: Weight, workers: int, index: int) -> Slice:
     """Returns rows of queries, keys, values. With more workers than key/value heads, neighbours hold the same head."""
-    query, key, value = weight.parts
-    heads = max(weight.groups // workers, 1)
-    copies = max(workers // weight.groups, 1)
-    rows = key.shape[0] // weight.groups * heads
-    first = index // copies * rows
-    queries = (query, *share(query.shape[0], workers, index))
-    return stacked([queries, (key, first, first + rows), (value, first, first + rows)])
+    (query, start, of_queries), *others = sections_of(weight)
+    first, stop = share(of_queries, workers, index)
+    of_others = [_of_own_heads(part, at, rows, weight.groups, workers, index) for part, at, rows in others]
+    return stacked([(query, start + first, start + stop), *of_others])
+
+
+def _of_own_heads(part: Part, start: int, rows: int, groups: int, workers: int, index: int) -> tuple[Part, int, int]:
+    """Returns a worker's rows of keys or values, which begin at row `start` of a part."""
+    heads = max(groups // workers, 1)
+    copies = max(workers // groups, 1)
+    own = rows // groups * heads
+    first = start + index // copies * own
+    return part, first, first + own
+
+
+def _key_heads(weight: Weight, workers: int, index: int) -> Slice:
+    """Returns the rows of a worker's key/value heads."""
+    (part,) = weight.parts
+    return stacked([_of_own_heads(part, 0, part.shape[0], weight.groups, workers, index)])
 
 
 def _vocabulary(weight: Weight, workers: int, index: int) -> Slice:

@@ -50,6 +50,7 @@ Split = Literal[
     "columns",  # cut along the second dimension
     "heads",  # a fused query, key and value projection: see the example above
     "sections",  # each of the sections of the parts cut along its first dimension, as "rows" cuts the parts themselves
+    "key heads",  # rows of each key/value head; with more ranks than heads, neighbours hold the same ones
     "vocabulary",  # rows, after padding to a multiple that each side chooses
 ]
 # prefixes of the names of a layer's weights
@@ -95,7 +96,10 @@ class Weight:
     # for "heads": the checkpoint has a gate after each query head's rows. Megatron has the gates of a group after its
     # queries, vLLM as in the checkpoint.
     is_gated: bool = False
-    sections: tuple[int, ...] = ()  # for "sections": their rows; no section spans two parts
+    # for "sections": their rows; no section spans two parts. For "heads" whose queries, keys and values are one part:
+    # the rows of each.
+    sections: tuple[int, ...] = ()
+    vllm_split: Split | None = None  # in vLLM, if it is not `split`
     dtype: str | None = None  # in the checkpoint and in Megatron; None: the model's
     vllm_dtype: str | None = None  # in vLLM, if it is neither `dtype` nor the engine's
     is_constant: bool = False  # not trained: no gradient, no master weights, no moments
@@ -137,6 +141,9 @@ class Family:
     engine_keys: Callable[[ModelSpec], dict[str, Any]] = _no_keys
     # `architectures` of a model that also reads images and contains this one (mrl/model/wrapped.py)
     wrapper: str = ""
+    engine_architecture: str = ""  # vLLM's class that engines use, if `engine_keys` name another one
+    # value of an absent pad_token_id in transformers' class
+    pad_token_id: int | None = None
     # Suffixes of names that official folders have in float32 beside bfloat16. They are read in the model's dtype, as in
     # transformers.
     rounded: tuple[str, ...] = ()
@@ -302,15 +309,18 @@ def even_slice(weight: Weight, ranks: int, index: int) -> Slice:
         case "rows":
             return stacked([(part, *share(part.shape[0], ranks, index)) for part in weight.parts])
         case "sections":
-            return stacked([_share_of_section(*section, ranks, index) for section in _sections(weight)])
+            return stacked([_share_of_section(*section, ranks, index) for section in sections_of(weight)])
         case "columns":
             box = Box(((0, part.shape[0]), share(part.shape[1], ranks, index)))
             return Slice(box.shape, (Block(part, box, Box.whole(box.shape)),))
     raise ValueError(f"{weight.megatron}: Megatron and vLLM cut {weight.split!r} each in its own way")
 
 
-def _sections(weight: Weight) -> Iterator[tuple[Part, int, int]]:
-    """Yields (part, first row, rows) of each section."""
+def sections_of(weight: Weight) -> Iterator[tuple[Part, int, int]]:
+    """Yields (part, first row, rows) of each section. Without sections, each part is one."""
+    if not weight.sections:
+        yield from ((part, 0, part.shape[0]) for part in weight.parts)
+        return
     parts = iter(weight.parts)
     part = next(parts)
     first = 0

@@ -49,15 +49,6 @@ def installed_versions() -> dict[str, str]:
 MIN_PYTHON = (3, 11)
 MEGATRON = "0.16.1"
 _MEGATRON = {"megatron-core": MEGATRON, "mbridge": "0.15.1"}
-# model type -> why mrl's own bridge replaces that of mbridge 0.15.1 (mrl/rank/mapped_bridge.py)
-OWN_BRIDGES = {
-    "deepseek_v3": "it names max_position_embeddings, which megatron-core 0.16.1 has not, reads no float32 files, and "
-    "never sets groups of experts: tokens would go to other experts than the checkpoint's, without an error",
-    "glm4_moe_lite": "it has none",
-    "qwen3_next": "it has none",
-    "qwen3_5_text": "it has none",
-    "qwen3_5_moe_text": "it has none",
-}
 _LOOSE = {
     "ray": "2.60.0",
     "transformers": "5.19.0",

@@ -1,6 +1,6 @@
 """Moves weights between Hugging Face checkpoints and Megatron models.
 
-mbridge does the mapping. Another bridge would be another class in this file.
+mbridge moves them, by the weight map (mapped_bridge.py). Another bridge would be another class in this file.
 """
 
 import difflib
@@ -13,7 +13,6 @@ from itertools import chain, count
 from typing import Any, Protocol
 
 import torch
-from mbridge import AutoBridge
 from mbridge.core import bridge as mbridge_base
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -21,7 +20,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module, Parameter
-from transformers import AutoConfig
 
 from mrl.config.schema import ActorConfig, ModelConfig
 from mrl.errors import ConfigError
@@ -31,7 +29,6 @@ from mrl.model.hf_files import check_checkpoint
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
 from mrl.platforms.layers import layers
-from mrl.platforms.versions import OWN_BRIDGES
 from mrl.rank.gradient_sums import add_within_products, for_megatron, is_wanted
 from mrl.rank.lora_layers import attach, hidden
 from mrl.rank.mapped_bridge import MappedBridge, bridge_config
@@ -39,8 +36,6 @@ from mrl.rank.padding_row import keep_gradients_from
 from mrl.rank.rotary import set_rotation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# families whose bridges in mbridge map models with experts in every layer
-_OF_ONE_KIND = ("qwen2_moe", "qwen3_moe")
 _REPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 _FORMATS = {**DTYPES, "fp32": torch.float32}  # number formats as they are passed to fields of Megatron's classes
 
@@ -85,13 +80,10 @@ class MBridge:
         pad_to = None
         if padded_vocab_size(self.model.vocab_size, self.layout.tensor) != self.model.vocab_size:
             pad_to = self.layout.tensor
-        hf_config = _bridged_config(self.model_config.path, self.model)
+        hf_config = bridge_config(self.model)
         if self.has_value_head:
             hf_config.tie_word_embeddings = False  # tying would need an output layer
-        bridge_of = AutoBridge.from_config
-        if _is_mapped_here(self.model):
-            bridge_of = MappedBridge
-        self._bridge = bridge_of(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
+        self._bridge = MappedBridge(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
         self._chunks: list[torch.nn.Module] = []
         overrides = checked_overrides(
             "model.override_transformer_config", self.model_config.override_transformer_config, TransformerConfig
@@ -108,9 +100,14 @@ class MBridge:
 
         self._bridge.set_extra_args(**torch_spec.CONFIG_WITHOUT_TRANSFORMER_ENGINE | overrides)
         self._bridge.has_vp_stage = True  # mbridge sets it in the method that this class replaces
-        self._bridge._get_transformer_layer_spec = lambda vp_stage=None: torch_spec.decoder_block_spec(
-            self._bridge.config, vp_stage, self.model.linear_by_kind
-        )
+
+        def layers_of(vp_stage: int | None = None) -> Any:
+            block = torch_spec.decoder_block_spec(self._bridge.config, vp_stage, self.model.linear_by_kind)
+            if self.model.wide_qk_norm:
+                return torch_spec.with_wide_norms(block)
+            return block
+
+        self._bridge._get_transformer_layer_spec = layers_of
 
     def build_model(self, is_trained: bool = True) -> list[torch.nn.Module]:
         ddp = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
@@ -180,26 +177,6 @@ def _changed(change: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
         yield
     finally:
         mbridge_base.broadcast_from_megatron_pp = to_all_stages
-
-
-def _is_mapped_here(model: ModelSpec) -> bool:
-    """Tells whether mrl's own bridge maps the model: mbridge has none, or one for layers of a single kind."""
-    is_mixed = len(model.moe_layers) not in (0, model.num_layers)
-    return model.family in OWN_BRIDGES or (is_mixed and model.family in _OF_ONE_KIND)
-
-
-def _bridged_config(path: str, model: ModelSpec) -> Any:
-    """Returns the configuration from which the bridge reads the model.
-
-    mbridge's own families read the files. transformers 5 renamed or moved some fields, which are put back here.
-    """
-    if _is_mapped_here(model):
-        return bridge_config(model)
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    hf_config.rope_theta = model.rotation.rope_theta
-    if model.is_moe:
-        hf_config.num_experts = model.num_experts
-    return hf_config
 
 
 def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Adds mrl's own bridges to mbridge's registry, for families that mbridge lacks or maps wrongly
-(mrl.platforms.versions).
+"""The bridge of all families. mbridge moves the weights; its facts about a family come from ModelSpec and the weight map.
 
-mbridge moves the weights. Its facts about a family come from ModelSpec and the weight map. Checkpoints that it cannot
-read by itself are read here: in FP8, and of models that also read images.
+Its own bridges are not used. Some lack a family, some compute another model without an error: that of Llama scales
+angles linearly, that of DeepSeek-V3 never sets groups of experts. Checkpoints that mbridge cannot read by itself are
+read here: in FP8, and of models that also read images.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mbridge.core import LLMBridge, register_model
+from mbridge.core import LLMBridge
 from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -28,7 +28,6 @@ from mrl.model.registry import family_of, weight_map
 from mrl.model.rotation import Yarn
 from mrl.model.weight_map import MEGATRON_LAYER, Weight
 from mrl.model.wrapped import Inner, inner_tensors
-from mrl.platforms.versions import OWN_BRIDGES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
@@ -55,7 +54,6 @@ def bridge_config(model: ModelSpec) -> SimpleNamespace:
     )
 
 
-@register_model(list(OWN_BRIDGES))
 class MappedBridge(LLMBridge):
     """Bridges a family by its weight map, with the configuration of `bridge_config`."""
 
@@ -94,13 +92,15 @@ class MappedBridge(LLMBridge):
         )
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-        """Returns Megatron's layer spec with Transformer Engine's modules and mrl's gated delta attention."""
-        block = super()._get_transformer_layer_spec(vp_stage)
-        if not self.model.is_hybrid:
-            return block
-        from mrl.rank.torch_spec import with_gated_delta
+        """Returns Megatron's layer spec with Transformer Engine's modules, and mrl's where Megatron has none."""
+        from mrl.rank.torch_spec import with_gated_delta, with_wide_norms
 
-        return with_gated_delta(block, self.config, vp_stage, self.model.linear_by_kind)
+        block = super()._get_transformer_layer_spec(vp_stage)
+        if self.model.is_hybrid:
+            block = with_gated_delta(block, self.config, vp_stage, self.model.linear_by_kind)
+        if self.model.wide_qk_norm:
+            block = with_wide_norms(block)
+        return block
 
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
         """Returns a reader of a folder, which may be a reference's: the same model, possibly in another dtype."""
@@ -155,14 +155,21 @@ class MappedBridge(LLMBridge):
     def _sections(self, mcore_weights_name: str) -> list[int]:
         """Returns the rows of each section of a weight; empty for weights without sections."""
         row = self._row(mcore_weights_name)
-        if row is None:
+        if row is None or row.split != "sections":
             return []
         return list(row.sections)
 
     def _joined(self, mcore_weights_name: str) -> Weight | None:
-        """Returns the map's row of a projection with gates among its queries, or with parts joined by section."""
+        """Returns the map's row of a projection with gates among its queries, with parts joined by section, or whose
+        queries, keys and values are one tensor of the checkpoint.
+        """
         row = self._row(mcore_weights_name)
-        if row is not None and (row.is_gated or (row.sections and len(row.parts) > 1)):
+        if row is None:
+            return None
+        has_one_part = len(row.parts) == 1
+        is_fused_in_files = row.split == "heads" and has_one_part
+        is_joined_by_section = bool(row.sections) and not has_one_part
+        if row.is_gated or is_fused_in_files or is_joined_by_section:
             return row
         return None
 

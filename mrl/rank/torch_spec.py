@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -82,6 +83,67 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return normed(x, self.weight, self.eps, self.is_zero_centered)
+
+
+class _WideNorm(torch.nn.Module):
+    """RMSNorm over the queries or the keys of all heads, which lie on several tensor ranks.
+
+    Every rank has the whole weight and multiplies by its heads' part. Megatron sums the weight's gradients over tensor
+    ranks, as of all norms of queries and keys (finalize_model_grads.py).
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_):
+        super().__init__()
+        self.size = self.heads(config) * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(self.size, dtype=config.params_dtype))
+        self.eps = eps
+
+    def heads(self, config: TransformerConfig) -> int:
+        """Returns the number of heads on all ranks."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes and returns this rank's heads, [..., heads, dim]."""
+        group = get_tensor_model_parallel_group()
+        flat = x.flatten(-2)
+        squares = flat.float().square().sum(-1, keepdim=True)
+        if group.size() > 1:
+            squares = _SumOverRanks.apply(squares, group)
+        first = group.rank() * flat.shape[-1]
+        weight = self.weight[first : first + flat.shape[-1]]
+        normal = flat.float() * torch.rsqrt(squares / self.size + self.eps)
+        return (normal.to(x.dtype) * weight).unflatten(-1, x.shape[-2:])
+
+
+class WideQueryNorm(_WideNorm):
+    """The norm of the queries of all heads."""
+
+    def heads(self, config: TransformerConfig) -> int:
+        return config.num_attention_heads
+
+
+class WideKeyNorm(_WideNorm):
+    """The norm of the keys of all heads."""
+
+    def heads(self, config: TransformerConfig) -> int:
+        return config.num_query_groups
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum over ranks that all ranks use. So the gradient of each summand is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -202,6 +264,18 @@ def with_gated_delta(
         for spec, layer in zip(block.layer_specs, _layers_to_build(config, vp_stage), strict=True)
     ]
     return replace(block, layer_specs=layers)
+
+
+def with_wide_norms(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """Returns the layers with one norm over the queries of all heads, and one over the keys."""
+
+    def changed(spec: ModuleSpec) -> ModuleSpec:
+        attention = spec.submodules.self_attention
+        norms = replace(attention.submodules, q_layernorm=WideQueryNorm, k_layernorm=WideKeyNorm)
+        submodules = replace(spec.submodules, self_attention=replace(attention, submodules=norms))
+        return replace(spec, submodules=submodules)
+
+    return replace(block, layer_specs=[changed(spec) for spec in block.layer_specs])
 
 
 def _linear_layer(spec: ModuleSpec, norm: type, by_kind: bool) -> ModuleSpec:

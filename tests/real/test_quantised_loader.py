@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_reshard_target import MODELS, SIZES, as_worker, built, environment
+from test_reshard_target import MODELS, SIZES, environment
 
 from mrl.model import model_spec, tensor_specs
 from mrl.model.layout import RolloutLayout

@@ -1,28 +1,25 @@
 """What a worker must hold, judged by vLLM alone: its own models, built as each rank of a layout, take numbered tensors
 by their loaders.
 
-Every element of a checkpoint has a number of its own (below 2^24, so that fp32 holds it), and every parameter of vLLM
-must afterwards hold exactly the numbers that `mrl.model.vllm_parameters` says, zeros where it says padding. Only the
-process groups are stand-ins that know a size and a rank.
+How: mrl/engine/loader_check.py, which `mrl family check` runs, too.
 """
 
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from mrl.model import ModelSpec, model_spec, tensor_specs
+from mrl.engine import loader_check
+from mrl.engine.loader_check import differences
 from mrl.model.layout import RolloutLayout
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
 
-UNTOUCHED = -1.0
 # 90 words in 128 rows: of eight tensor ranks the last two hold padding only. 8 query heads share 2 key/value heads
 SIZES = {
     "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 90,
@@ -119,112 +116,6 @@ MOE = [
 ]
 
 
-@dataclass
-class Group:
-    """Of vLLM's GroupCoordinator what a model asks for while it is built and loaded."""
-
-    world_size: int
-    rank_in_group: int
-
-    @property
-    def rank(self) -> int:
-        return self.rank_in_group
-
-    @property
-    def is_first_rank(self) -> bool:
-        return self.rank_in_group == 0
-
-    @property
-    def is_last_rank(self) -> bool:
-        return self.rank_in_group == self.world_size - 1
-
-    @property
-    def device_group(self) -> Any:
-        return SimpleNamespace(size=lambda: self.world_size, rank=lambda: self.rank_in_group)
-
-
-@contextmanager
-def as_worker(layout: RolloutLayout, worker: int) -> Iterator[None]:
-    """vLLM's idea of the processes around it."""
-    from vllm.distributed import parallel_state
-
-    coords, one = layout.coords(worker), Group(1, 0)
-    groups = {
-        "_TP": Group(layout.tensor, coords.tp), "_DP": Group(layout.data, coords.dp),
-        "_EP": Group(layout.workers_per_engine, worker),
-        "_PP": one, "_PCP": one, "_DCP": one, "_WORLD": Group(layout.workers_per_engine, worker),
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        for name, group in groups.items():
-            patch.setattr(parallel_state, name, group)
-        yield
-
-
-def built(folder: Path, layout: RolloutLayout, worker: int, dtype: str = "float32", **given) -> torch.nn.Module:
-    """vLLM's model of one worker in load layout, untouched. `given`: further arguments of vLLM's ModelConfig."""
-    from vllm.config import CompilationConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    from mrl.engine.receive import register_text_models
-
-    register_text_models()
-    parallel = ParallelConfig(enable_expert_parallel=layout.expert > 1)
-    # checked against this machine when given
-    parallel.tensor_parallel_size, parallel.data_parallel_size = layout.tensor, layout.data
-    parallel.data_parallel_rank = layout.coords(worker).dp
-    model = ModelConfig(
-        model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=32, **given
-    )
-    config = VllmConfig(model_config=model, compilation_config=CompilationConfig(mode=0))
-    config.parallel_config = parallel
-    with as_worker(layout, worker), set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)):
-        return initialize_model(config)
-
-
-def numbered(spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """A checkpoint in which every element has its own number; 0 is kept for padding."""
-    tensors, number = {}, 1
-    for one in tensor_specs(spec):
-        tensors[one.name] = torch.arange(number, number + one.numel, dtype=torch.float32).view(one.shape)
-        number += one.numel
-    assert number < 2**24
-    return tensors
-
-
-def described(target: TargetParameter, checkpoint: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What the parameter holds if the description is right."""
-    tensor = torch.zeros(target.local_shape)
-    for piece in target.pieces:
-        block = checkpoint[piece.hf_name][piece.hf_box.slices]
-        others = [axis for axis in range(tensor.dim()) if axis not in piece.axes]
-        place = tensor[piece.local_box.slices].permute(*others, *piece.axes)
-        assert place.shape == (1,) * len(others) + block.shape
-        place.copy_(block)
-    return tensor
-
-
-def differences(folder: Path, layout: RolloutLayout, dialect: str) -> list[str]:
-    """Of all workers of an engine: names, shapes, dtypes and elements in which vLLM and the description differ."""
-    spec = model_spec(json.loads((folder / "config.json").read_text()))
-    checkpoint, faults = numbered(spec), []
-    for worker in range(layout.workers_per_engine):
-        model = built(folder, layout, worker)
-        with as_worker(layout, worker), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(UNTOUCHED)
-            model.load_weights(iter(checkpoint.items()))
-        held = dict(model.named_parameters())
-        wanted = {target.name: target for target in target_parameters(spec, layout, worker, dialect, "float32")}
-        faults += [f"worker {worker}: only one of both has {name}" for name in held.keys() ^ wanted.keys()]
-        for name in held.keys() & wanted.keys():
-            if wanted[name].dtype != str(held[name].dtype).removeprefix("torch."):
-                faults.append(f"worker {worker}: {name} is {held[name].dtype}")
-            if not torch.equal(stored(held[name].data, name, dialect), described(wanted[name], checkpoint)):
-                faults.append(f"worker {worker}: {name} holds other elements")
-    return faults
-
-
 def stored(loaded: torch.Tensor, name: str, dialect: str) -> torch.Tensor:
     """What the device's MoE kernel reads, of what the loader filled.
 
@@ -278,7 +169,7 @@ def test_every_worker_of_every_layout_holds_what_vllms_loader_puts_there(folder)
 @pytest.mark.parametrize("folder", ["qwen2-moe", "qwen3-moe"], indirect=True)
 def test_experts_lie_as_the_devices_kernels_read_them(folder, dialect):
     for layout in (RolloutLayout(1, 2), RolloutLayout(1, 2, 1, 2)):
-        assert differences(folder, layout, dialect) == []
+        assert differences(folder, layout, dialect, partial(stored, dialect=dialect)) == []
 
 
 def exchanged(target: TargetParameter) -> TargetParameter:
@@ -297,6 +188,6 @@ def test_a_wrong_description_is_noticed_and_its_parameter_named(folder, leaf, mo
     def wrong(*of):
         return [exchanged(target) if target.name.endswith(leaf) else target for target in right(*of)]
 
-    monkeypatch.setitem(globals(), "target_parameters", wrong)
+    monkeypatch.setattr(loader_check, "target_parameters", wrong)
     faults = differences(folder, RolloutLayout(), "cpu")
     assert len(faults) == 2 and all(leaf in fault and "holds other elements" in fault for fault in faults)

@@ -200,9 +200,9 @@ MODELS = [
     ),
     (lambda: change_config(vocab_size=256), 4, ["embed_tokens.weight has shape [128, 64], not [256, 64]"]),
     (
-        lambda: change_config(architectures=["LlamaForCausalLM"]),
+        lambda: change_config(architectures=["GraniteForCausalLM"]),
         2,
-        ["['LlamaForCausalLM'] is not supported", "nearest supported family is qwen3_moe", "docs/adding_a_family.md"],
+        ["['GraniteForCausalLM'] is not supported", "nearest supported family is qwen3_moe", "docs/adding_a_family.md"],
     ),
     (lambda: change_config(auto_map={"AutoModel": "x.py"}), 2, ["auto_map", "trust_remote_code", "never"]),
     (lambda: Path("model/config.json").write_text("{"), 4, ["config.json cannot be read as JSON"]),

@@ -30,6 +30,7 @@ class Facts:
     shared_expert_intermediate_size: int = 0
     linear_num_key_heads: int = 0
     attn_output_gate: bool = False
+    wide_qk_norm: bool = False
 
     def with_layers(self, n: int) -> "Facts":
         return replace(self, num_layers=n, moe_layers=tuple(range(n)))

@@ -54,7 +54,21 @@ TINY_KINDS = {key: TINY_NEXT[key] for key in TINY_NEXT if key.startswith("linear
 TINY_KINDS_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
+TINY_WIDE = {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16}
 CASES = {
+    "llama": ("Llama", "llama", {}),
+    "llama tied": ("Llama", "llama", {"tie_word_embeddings": True, "head_dim": 12}),
+    "mistral": ("Mistral", "mistral", {"sliding_window": None}),
+    "mixtral": ("Mixtral", "mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "phi3": ("Phi3", "phi3", {"pad_token_id": None}),
+    "seed_oss": ("SeedOss", "seed_oss", {"head_dim": 12}),
+    "seed_oss without biases": ("SeedOss", "seed_oss", {"attention_bias": False}),
+    "olmoe": ("Olmoe", "olmoe", {**TINY_WIDE, "rms_norm_eps": 1e-5}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        "minimax_m2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    ),
     "qwen2 tied": ("Qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2 untied": ("Qwen2", "qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3", "qwen3", {"head_dim": 12}),
@@ -160,13 +174,17 @@ def checkpoint_shapes(model, tied: bool) -> dict[str, tuple[int, ...]]:
     for name, tensor in model.state_dict().items():
         shape = tuple(tensor.shape)
         base = name.rsplit(".", 1)[0]
-        for e in range(shape[0] if ".mlp.experts." in name else 0):
+        own = ("gate_proj", "up_proj", "down_proj")
+        if model.config.model_type in ("mixtral", "minimax_m2"):  # whose files have the names of their first code
+            name, base = name.replace(".mlp.", ".block_sparse_moe."), base.replace(".mlp.", ".block_sparse_moe.")
+            own = ("w1", "w3", "w2")
+        for e in range(shape[0] if ".experts." in name else 0):
             if name.endswith("gate_up_proj"):
                 half = (shape[1] // 2, shape[2])
-                shapes |= {f"{base}.{e}.gate_proj.weight": half, f"{base}.{e}.up_proj.weight": half}
+                shapes |= {f"{base}.{e}.{one}.weight": half for one in own[:2]}
             else:
-                shapes[f"{base}.{e}.down_proj.weight"] = shape[1:]
-        if ".mlp.experts." not in name and not (tied and name == "lm_head.weight"):
+                shapes[f"{base}.{e}.{own[2]}.weight"] = shape[1:]
+        if ".experts." not in name and not (tied and name == "lm_head.weight"):
             shapes[name] = shape
     return shapes
 
@@ -276,8 +294,8 @@ def test_sparse_step_and_dense_layers_say_which_layers_have_experts():
     ("change", "message"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            r"LlamaForCausalLM'\] is not supported\. The nearest .* is qwen3_moe\. .*docs/adding_a_family\.md",
+            {"architectures": ["GraniteForCausalLM"]},
+            r"GraniteForCausalLM'\] is not supported\. The nearest .* is qwen3_moe\. .*docs/adding_a_family\.md",
         ),
         ({"auto_map": {"AutoModel": "modeling.X"}}, "trust_remote_code"),
         ({"architectures": ["X"], "auto_map": {"AutoModel": "modeling.X"}, "kv_lora_rank": 8}, r"is deepseek_v3\. "),

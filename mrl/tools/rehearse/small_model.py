@@ -45,6 +45,7 @@ _LEFT_OUT = (
     "sliding_window",
     "quantization_config",
     "auto_map",
+    "attn_type_list",
 )
 _SAME_MODEL = {"kimi_k2": "deepseek_v3"}  # model types that are another one under a new name
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -113,6 +114,19 @@ def _experts(config: HfConfig) -> dict[str, Any]:
     return counts | {"num_experts_per_tok": min(config["num_experts_per_tok"], CHOSEN), "moe_intermediate_size": EXPERT}
 
 
+def _plain_experts(config: HfConfig) -> dict[str, Any]:
+    """Returns numbers and sizes of experts of families without dense layers, whose experts have intermediate_size."""
+    small = {name: value for name, value in _experts(config).items() if name != "moe_intermediate_size"}
+    if "rotary_dim" in config:
+        small["rotary_dim"] = HEAD_DIM // 2
+    return small | {"intermediate_size": EXPERT}
+
+
+def _without_window(_: HfConfig) -> dict[str, Any]:
+    """Says that there is no window, for classes that have one where the key is absent."""
+    return {"sliding_window": None}
+
+
 def _qwen_experts(config: HfConfig) -> dict[str, Any]:
     """Keeps a dense first layer where the model has dense ones. Every second layer has experts where some lack them."""
     dense = config.get("mlp_only_layers") or []
@@ -171,6 +185,13 @@ SMALL_FORMS: dict[str, SmallForm] = {
     "qwen3_next": _expert_hybrid,
     "qwen3_5_text": _hybrid,
     "qwen3_5_moe_text": _expert_hybrid,
+    "llama": _dense,
+    "mistral": _without_window,
+    "phi3": _dense,
+    "seed_oss": _dense,
+    "mixtral": _plain_experts,
+    "olmoe": _plain_experts,
+    "minimax_m2": _plain_experts,
     "glm4_moe": _glm,
     "deepseek_v3": _latent,
     "glm4_moe_lite": _latent,

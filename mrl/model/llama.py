@@ -1,0 +1,22 @@
+"""Llama 2 and 3: neither biases nor norms of heads. Llama 3.1 and later stretch their rotation (mrl/model/rotation.py)."""
+
+from mrl.errors import ConfigError
+from mrl.model.decoder_weights import dense_layer
+from mrl.model.hf_config import HfConfig, ModelSpec, common, own_head_dim, required
+from mrl.model.weight_map import Family
+
+
+def read(config: HfConfig) -> ModelSpec:
+    heads = required(config, "num_attention_heads")
+    size = required(config, "hidden_size")
+    if size % heads:
+        raise ConfigError(f"config.json: num_attention_heads = {heads} must divide hidden_size = {size}, as in Llama")
+    return ModelSpec(
+        **common(config, kv_heads=heads, head_dim=own_head_dim(config), mlp_bias=False),
+        head_dim=own_head_dim(config),
+        qkv_bias=False,
+        qk_norm=False,
+    )
+
+
+FAMILY = Family("LlamaForCausalLM", "llama", read, dense_layer)

@@ -1,0 +1,52 @@
+"""Phi-3 and Phi-4: Llama's layers. Queries, keys and values are one tensor of the checkpoint, gate and up another."""
+
+from mrl.model.decoder_weights import layer_norms
+from mrl.model.hf_config import HfConfig, ModelSpec, common, required
+from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
+
+_PAD = 32000  # pad_token_id of a configuration without the key
+
+
+def read(config: HfConfig) -> ModelSpec:
+    heads = required(config, "num_attention_heads")
+    size = required(config, "hidden_size") // heads
+    return ModelSpec(
+        **common(config, kv_heads=heads, head_dim=size, rotary_share=1.0),
+        head_dim=size,
+        qkv_bias=False,
+        qk_norm=False,
+    )
+
+
+def _layer(m: ModelSpec) -> tuple[Weight, ...]:
+    queries = m.num_attention_heads * m.head_dim
+    keys = m.num_key_value_heads * m.head_dim
+    qkv = Part("self_attn.qkv_proj.weight", (queries + 2 * keys, m.hidden_size))
+    out = Part("self_attn.o_proj.weight", (m.hidden_size, queries))
+    gate_up = Part("mlp.gate_up_proj.weight", (2 * m.intermediate_size, m.hidden_size))
+    down = Part("mlp.down_proj.weight", (m.hidden_size, m.intermediate_size))
+    fc1 = "mlp.linear_fc1.weight"
+    return (
+        *layer_norms(m, "mlp.linear_fc1.layer_norm_weight"),
+        Weight(
+            (qkv,),
+            "self_attention.linear_qkv.weight",
+            qkv.name,
+            "heads",
+            groups=m.num_key_value_heads,
+            sections=(queries, keys, keys),
+        ),
+        Weight((out,), "self_attention.linear_proj.weight", out.name, "columns"),
+        Weight((gate_up,), fc1, gate_up.name, "sections", sections=(m.intermediate_size, m.intermediate_size)),
+        Weight((down,), "mlp.linear_fc2.weight", down.name, "columns"),
+    )
+
+
+FAMILY = Family(
+    "Phi3ForCausalLM",
+    "phi3",
+    read,
+    _layer,
+    vllm_order=("self_attn.qkv_proj.", *VLLM_ATTENTION, "mlp.", *VLLM_NORMS),
+    pad_token_id=_PAD,
+)

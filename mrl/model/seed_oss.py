@@ -1,0 +1,35 @@
+"""Seed-OSS: Llama's layers with biases on queries, keys and values. vLLM has no class of it; Qwen2's has these layers."""
+
+from typing import Any
+
+from mrl.model.decoder_weights import dense_layer
+from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, or_default
+from mrl.model.weight_map import Family
+
+_ENGINE = "Qwen2ForCausalLM"
+
+
+def read(config: HfConfig) -> ModelSpec:
+    size = or_default(config, "head_dim", 128)
+    return ModelSpec(
+        **common(config, kv_heads=8, head_dim=size, attention_bias=ANY, attention_out_bias=False, mlp_bias=False),
+        head_dim=size,
+        qkv_bias=bool(or_default(config, "attention_bias", True)),
+        qk_norm=False,
+    )
+
+
+def engine_keys(m: ModelSpec) -> dict[str, Any]:
+    """Returns the class that engines use, and its name of the biases."""
+    return {"architectures": [_ENGINE], "qkv_bias": m.qkv_bias}
+
+
+FAMILY = Family(
+    "SeedOssForCausalLM",
+    "seed_oss",
+    read,
+    dense_layer,
+    engine_keys=engine_keys,
+    engine_architecture=_ENGINE,
+    pad_token_id=1,
+)

@@ -1,0 +1,151 @@
+"""One rank of `mrl family check`: compares Megatron's model with transformers' numbers, in one layout after another.
+
+python -m mrl.rank.family_ranks JOB.json RANK
+"""
+
+import gc
+import json
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mrl.config.schema import RunConfig
+from mrl.data.row_columns import positions
+from mrl.model.megatron_shards import local_shapes, source_shards
+from mrl.process.free_ports import free_port
+from mrl.rank.actor import MegatronActor
+from mrl.rank.family_reference import batch_of, beside, own_names
+
+
+def main(job: Path, rank: int) -> None:
+    """Judges each case of a job, and writes what this rank found."""
+    torch.set_num_threads(1)
+    described = json.loads(job.read_text(encoding="utf-8"))
+    found: dict[str, Any] = {}
+    for number, case in enumerate(described["cases"]):
+        try:
+            found[case["name"]] = _judged(case, rank, described["world_size"], job.with_suffix(f".port-{number}"))
+        except Exception as error:  # of Megatron, of whatever kind: the check names it
+            traceback.print_exc()
+            found[case["name"]] = {"fault": f"{type(error).__name__}: {error}"}
+        job.with_suffix(f".rank-{rank}").write_text(json.dumps(found), encoding="utf-8")
+        if "fault" in found[case["name"]] and described["world_size"] > 1:
+            break  # the other ranks wait for this one
+    print("done", flush=True)
+
+
+def _judged(case: dict[str, Any], rank: int, world_size: int, port: Path) -> dict[str, Any]:
+    folder = Path(case["folder"])
+    config = RunConfig.model_validate(case["config"])
+    actor = MegatronActor(config, rank, world_size, "127.0.0.1", _agreed(port, rank))
+    try:
+        return _compared(actor, folder, case["words"])
+    finally:
+        actor.close()
+        del actor
+        gc.collect()  # groups live on in its cycles
+
+
+def _agreed(file: Path, rank: int) -> int:
+    """Returns the port that rank 0 found for this case."""
+    if rank == 0:
+        part = file.with_name(file.name + ".part")
+        part.write_text(str(free_port()))
+        part.rename(file)
+    while not file.exists():
+        time.sleep(0.01)  # the program has a deadline
+    return int(file.read_text())
+
+
+def _compared(actor: MegatronActor, folder: Path, words: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"parameters": _other_parameters(actor)}
+    stored = own_names(folder)
+    exported = {name: tensor.clone() for name, tensor in actor.export_hf()}
+    tied = actor.model.tie_word_embeddings
+    found["names"] = sorted(exported.keys() ^ {name for name in stored if not (tied and name == "lm_head.weight")})
+    found["bits"] = sorted(name for name, tensor in exported.items() if not _same(tensor, stored.get(name)))
+    reference = np.load(beside(folder) / "log_probs.npy")
+    batch = batch_of(words)
+    result = actor.log_probs(batch)
+    if result is not None:
+        expected = reference[positions(batch.response_lengths, result.rows)]
+        found["log_probs"] = float(np.abs(result.log_probs - expected).max())
+    actor.gradients(replace(batch, old_log_probs=reference))
+    gradients = exported_gradients(actor)
+    if actor.rank == 0:
+        found["gradients"] = _distances(gradients, load_file(beside(folder) / "gradients.safetensors"))
+    return found
+
+
+def _same(exported: Tensor, stored: Tensor | None) -> bool:
+    return stored is not None and torch.equal(exported, stored.to(exported.dtype))
+
+
+def _other_parameters(actor: MegatronActor) -> list[str]:
+    """Returns parameters that only one has of this rank's model and the weight map, or with other shapes."""
+    described = local_shapes(source_shards(actor.model, actor.layout, actor.rank))
+    held = {}
+    for number, chunk in enumerate(actor.chunks):
+        for name, parameter in chunk.named_parameters():
+            held[name.removeprefix("module.").removeprefix("module."), number] = tuple(parameter.shape)
+    return sorted(
+        f"{name} {held.get((name, chunk), 'missing in Megatron')}, {described.get((name, chunk), 'no row')}"
+        for name, chunk in held.keys() | described.keys()
+        if held.get((name, chunk)) != described.get((name, chunk))
+    )
+
+
+def _distances(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Returns ||found - expected|| / ||expected|| of each tensor; infinity where only one has it."""
+    distances = {}
+    for name in found.keys() | expected.keys():
+        if name not in found or name not in expected or found[name].shape != expected[name].shape:
+            distances[name] = float("inf")
+            continue
+        off = (found[name] - expected[name]).norm()
+        if off:
+            distances[name] = (off / expected[name].norm().clamp(min=1e-12)).item()
+    return distances
+
+
+@torch.no_grad()
+def exported_gradients(actor: MegatronActor) -> dict[str, Tensor]:
+    """Returns full gradients under the checkpoint's names. They take the weights' place during an export."""
+    for chunk in actor.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for bucket in buffer.buckets:
+                _gather_shards(bucket.grad_data, buffer.data_parallel_group)
+    parameters = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
+    constants = {name for name, p in _named(actor) if not p.requires_grad}
+    weights = [p.clone() for p in parameters]
+    for parameter in parameters:
+        parameter.copy_(parameter.main_grad)
+    gradients = {name: tensor.clone().contiguous() for name, tensor in actor.export_hf()}
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    if not constants:
+        return gradients
+    return {name: tensor for name, tensor in gradients.items() if not name.endswith("e_score_correction_bias")}
+
+
+def _named(actor: MegatronActor) -> list[tuple[str, Tensor]]:
+    return [pair for chunk in actor.chunks for pair in chunk.named_parameters()]
+
+
+def _gather_shards(gradients: Tensor, group: dist.ProcessGroup) -> None:
+    """Joins the shards of a summed gradient, of which the distributed optimizer leaves each rank its own."""
+    shards = list(gradients.chunk(group.size()))
+    dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

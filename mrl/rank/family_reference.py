@@ -1,0 +1,152 @@
+"""Computes log-probs and gradients of tiny models by transformers alone: the reference of `mrl family check`.
+
+python -m mrl.rank.family_reference JOB.json
+
+A freshly made model is nearly uniform, so a wrong weight would hardly show. Matrices here are large, norms and biases
+uneven, and constants of routers far from 0.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from mrl.data.batch import TrainBatch
+from mrl.data.samples import Sample, packed
+from mrl.model.hf_files import checkpoint_tensors
+from mrl.model.wrapped import inner_tensors
+
+# tokens of the prompt and of the response of each row
+LENGTHS = ((3, 9), (1, 1), (12, 4), (7, 17), (2, 24), (21, 3), (6, 11))
+ADVANTAGES = (1.0, -1.0, 0.5, -0.5, 2.0, -0.25, 1.5)
+TEMPERATURES = (1.0, 0.7)
+_CONSTANT = "e_score_correction_bias"
+_DECAY = "A_log"
+NOT_FOR_THE_CLASS = ("architectures", "torch_dtype", "dtype", "auto_map")
+
+
+def batch_of(words: int) -> TrainBatch:
+    """Returns rows of drawn tokens of a vocabulary of `words`, with their advantages and without old log-probs."""
+    rng = np.random.default_rng(1)
+    samples = []
+    for row, (prompt, response) in enumerate(LENGTHS):
+        ids = rng.integers(1, words, prompt + response).tolist()
+        samples.append(Sample(row, row, row, 0, tuple(ids[:prompt]), tuple(ids[prompt:]), (0.0,) * response, "stop", 0))
+    batch = TrainBatch.of(packed(samples), 1.0)
+    temperature = np.resize(np.float32(TEMPERATURES), len(LENGTHS))
+    advantages = np.repeat(np.float32(ADVANTAGES), [response for _, response in LENGTHS])
+    return replace(batch, temperature=temperature, advantages=advantages)
+
+
+def make(config: dict[str, Any], folder: Path) -> PreTrainedModel:
+    """Makes a model of random float32 weights by transformers' own class, and saves it."""
+    keys = {key: value for key, value in config.items() if key not in NOT_FOR_THE_CLASS}
+    made = AutoConfig.for_model(**keys)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").to(torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            if name.endswith(_DECAY):  # states that are forgotten fast have gradients near 0
+                parameter.sub_(3.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith(_CONSTANT):
+                buffer.copy_(4 + 0.2 * torch.randn_like(buffer))
+    model.save_pretrained(folder)
+    _keep_what_engines_read(config, folder)
+    return model
+
+
+def _keep_what_engines_read(config: dict[str, Any], folder: Path) -> None:
+    """Puts back keys that transformers' class neither reads nor writes, as published folders have them."""
+    file = folder / "config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in config.items() if key not in ("auto_map", "rope_scaling", "rope_theta")}
+    file.write_text(json.dumps(kept | written, indent=2), encoding="utf-8")
+
+
+def beside(folder: Path) -> Path:
+    """Returns the folder of what transformers computes with the model in `folder`."""
+    return folder.with_name(f"{folder.name}-reference")
+
+
+def own_names(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a saved model under the names of the text model."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for key, tensor in load_file(file).items():
+            for inner in inner_tensors(key, tuple(tensor.shape)):
+                flat = tensor.reshape(-1, *tensor.shape[-1:]) if tensor.dim() > len(inner.shape) else tensor
+                rows = flat if flat is tensor else flat[inner.first : inner.first + inner.rows]
+                found[inner.name] = rows.reshape(inner.shape).contiguous()
+    return found
+
+
+def log_probs(model: PreTrainedModel, batch: TrainBatch) -> list[Tensor]:
+    """Returns log-probs of the response tokens of each row, computed one row at a time and without padding."""
+    found = []
+    ends = np.cumsum(batch.lengths)
+    for row, end in enumerate(ends):
+        ids = torch.from_numpy(batch.token_ids[end - batch.lengths[row] : end].astype(np.int64))
+        prompt = int(batch.prompt_lengths[row])
+        logits = model(ids[None]).logits[0, prompt - 1 : -1] / float(batch.temperature[row])
+        found.append(logits.log_softmax(-1).gather(-1, ids[prompt:, None])[:, 0])
+    return found
+
+
+def compute(config: dict[str, Any], folder: Path) -> None:
+    """Saves the model of `config` in `folder`, and in `beside(folder)` what transformers computes with it.
+
+    `log_probs.npy`: float32 [response tokens]. `gradients.safetensors`: those of GSPO's loss at a ratio of one, under
+    the names of the checkpoint.
+    """
+    out = beside(folder)
+    out.mkdir(parents=True)
+    model = make(config, folder)
+    batch = batch_of(config["vocab_size"])
+    rows = log_probs(model, batch)
+    np.save(out / "log_probs.npy", torch.cat(rows).detach().numpy())
+    # GSPO (arXiv:2507.18071), equation 5: the mean over sequences of the advantage times the ratio of sequences
+    ratios = torch.stack([(row - row.detach()).mean().exp() for row in rows])
+    loss = -(ratios * torch.tensor(ADVANTAGES)).mean()
+    loss.backward()
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(gradients[name])
+    renamed = out / "renamed"
+    model.save_pretrained(renamed)
+    trained = {name: tensor for name, tensor in own_names(renamed).items() if not name.endswith(_CONSTANT)}
+    save_file(trained, out / "gradients.safetensors")
+
+
+def main(job: Path) -> None:
+    """Computes each case of a job. What fails is written as the case's `fault`."""
+    torch.set_num_threads(1)
+    found = {}
+    for case in json.loads(job.read_text(encoding="utf-8"))["cases"]:
+        folder = Path(case["folder"])
+        try:
+            compute(case["config"], folder)
+            stored = checkpoint_tensors(folder)
+            found[case["name"]] = {"tensors": {name: list(tensor.shape) for name, tensor in stored.items()}}
+        except Exception as error:  # of transformers, of whatever kind: the check names it
+            found[case["name"]] = {"fault": f"{type(error).__name__}: {error}"}
+    job.with_suffix(".out").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

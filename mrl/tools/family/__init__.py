@@ -1,0 +1,1 @@
+"""Checks that a model family is right: `mrl family check`."""
