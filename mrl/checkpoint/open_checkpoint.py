@@ -24,14 +24,25 @@ from mrl.checkpoint.manifest import (
     check_files,
     read_manifest,
 )
-from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.step_folders import newest_checkpoint
-from mrl.checkpoint.stored_boxes import Boxes, BoxReader, Fp8Reader, RoundingReader, TensorFiles
+from mrl.checkpoint.stored_boxes import Boxes, BoxReader, Fp8Reader, Int4Reader, RoundingReader, TensorFiles
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, TensorSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.hf_config import without_quantization
-from mrl.model.hf_files import FP8, TensorBytes, check_checkpoint, read_safetensors_header, scale_of, weight_files
+from mrl.model.hf_files import (
+    FP8,
+    INT32,
+    ITEM_BITS,
+    TensorBytes,
+    check_checkpoint,
+    int4_parts,
+    int4_scale_of,
+    read_safetensors_header,
+    scale_of,
+    weight_files,
+)
+from mrl.model.int4 import COLUMNS, PACKED
 from mrl.model.megatron_shards import Piece, Shard
 from mrl.model.peft_files import base_digest
 from mrl.model.registry import family_of
@@ -84,6 +95,8 @@ class Checkpoint:
         """Opens a reader of the checkpoint's tensors. The caller closes it."""
         if self.adapters is not None:  # of families that have neither scales nor rounded tensors
             return MergedReader(self.folder, self.entries, self.files, self.adapters)
+        if self.model.int4_group:
+            return Int4Reader(self.folder, self.entries, self.files, self.scales)
         if self.scales:
             return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block)
         if self.rounded:
@@ -150,8 +163,12 @@ def open_hf(folder: Path) -> Checkpoint:
     codes = {entry.key: files.find(entry.file, entry.key).dtype for entry in entries if entry.role == WEIGHT}
     rounded = _rounded(codes, family_of(model).rounded)
     scales = {name: file_of[scale_of(name)] for name, code in codes.items() if code == FP8}
+    if model.int4_group:
+        matrices = [name for name, code in codes.items() if code == INT32]
+        scales = {name: file_of[int4_scale_of(name.removesuffix(PACKED))] for name in matrices}
     dtype = DTYPES[one_dtype(folder, codes | dict.fromkeys([*scales, *rounded], CODES["bfloat16"]))]
-    left_out = tuple(name for name in _left_out(stored, entries) if name.removesuffix(scale_of("")) not in scales)
+    of_matrices = {part for name in scales for part in (scale_of(name), *int4_parts(name.removesuffix(PACKED)))}
+    left_out = tuple(name for name in _left_out(stored, entries) if name not in of_matrices)
     hf_config = without_quantization(read_hf_config(folder))
     checkpoint = Checkpoint(folder, folder, model, hf_config, dtype, entries, files, None, left_out, scales, rounded)
     _check_locations(checkpoint)
@@ -163,12 +180,20 @@ def _hf_entries(files: SafetensorsFiles, stored: Iterable[tuple[str, str]], mode
     specs = {spec.name: spec for spec in tensor_specs(model)}
     if not family_of(model).wrapper:
         file_of = {key: file for file, key in stored}
-        return (whole_tensor(name, spec.shape, file_of[name], weight_role(spec)) for name, spec in specs.items())
+        return (_whole(spec, file_of) for spec in specs.values())
     entry_of: dict[str, StoredTensor] = {}
     for file, key in stored:
         entry = _around(file, key, files.find(file, key).shape)
         entry_of |= {piece.hf_name: entry for piece in entry.pieces}
     return dict.fromkeys(entry_of[name] for name in specs)
+
+
+def _whole(spec: TensorSpec, file_of: Mapping[str, str]) -> StoredTensor:
+    """Describes a tensor that is stored by itself, maybe as 4-bit integers under another name."""
+    packed = spec.name + PACKED
+    if packed in file_of:
+        return replace(whole_tensor(spec.name, spec.shape, file_of[packed], weight_role(spec)), key=packed)
+    return whole_tensor(spec.name, spec.shape, file_of[spec.name], weight_role(spec))
 
 
 def _around(file: str, key: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -367,7 +392,9 @@ def _check_locations(checkpoint: Checkpoint) -> None:
         location = checkpoint.files.find(entry.file, entry.key)
         code = _stored_code(checkpoint, entry)
         elements = entry.flat[1] - entry.flat[0] if entry.flat else prod(entry.shape)
-        size = elements * ITEM_BYTES[code]
+        if code == INT32:
+            elements //= COLUMNS
+        size = elements * ITEM_BITS[code] // 8
         if location is not None and (location.dtype, prod(location.shape), location.stop - location.start) == (
             code,
             elements,
@@ -396,7 +423,7 @@ def _refuse_rounded_constant(checkpoint: Checkpoint, entry: StoredTensor, locati
 def _stored_code(checkpoint: Checkpoint, entry: StoredTensor) -> str:
     """Returns safetensors' dtype that an entry must have in its file."""
     if entry.key in checkpoint.scales:
-        return FP8
+        return INT32 if checkpoint.model.int4_group else FP8
     if entry.key in checkpoint.rounded:
         return CODES["float32"]
     return code_of(entry.role, checkpoint.dtype)

@@ -28,7 +28,8 @@ from mrl.checkpoint.tensor_names import may_hold
 from mrl.errors import EnvironmentFault
 from mrl.model.boxes import Box, first_overlap
 from mrl.model.fp8 import bfloat16_words, nearest_bfloat16
-from mrl.model.hf_files import TensorBytes, scale_of
+from mrl.model.hf_files import TensorBytes, int4_scale_of, scale_of
+from mrl.model.int4 import PACKED, bfloat16_as_float32, bfloat16_rows
 from mrl.model.megatron_shards import Piece
 from mrl.units import MIB
 
@@ -379,6 +380,43 @@ class Fp8Reader(BoxReader):
             key = scale_of(name)
             flat = self.tensor_bytes(file, key).view("<f4")
             self._last = (name, flat.reshape(self._location(file, key).shape))
+        return self._last[1]
+
+
+class Int4Reader(BoxReader):
+    """Reads matrices of 4-bit integers as bfloat16, some rows at a time, and other tensors unchanged."""
+
+    def __init__(
+        self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, scales: Mapping[str, str]
+    ):
+        """`scales`: for the key of each packed matrix, the file with its scales."""
+        super().__init__(folder, entries, files)
+        self._files_of_scales = scales
+        self._last = ("", np.empty((0, 0), np.float32))  # the matrix that was read last, and its scales
+
+    def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
+        """Writes `box` into `out`, whose elements have 16 bits."""
+        part = stored.parts[0]
+        if part.key not in self._files_of_scales:
+            return super().read(stored, box, out)
+        scales = self._scales(part.key)
+        begin = self._location(part.file, part.key).start
+        row_bytes = part.shape[1] // 2
+        (first, last), columns = box.ranges
+        step = max(1, SCRATCH_BYTES // row_bytes)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            packed = np.empty((stop - start, row_bytes), np.uint8)
+            self._read_bytes(part.file, begin + start * row_bytes, memoryview(packed).cast("B"))
+            out[start - first : stop - first] = bfloat16_rows(packed, scales[start:stop])[:, slice(*columns)]
+        return None
+
+    def _scales(self, key: str) -> np.ndarray:
+        if self._last[0] != key:
+            file = self._files_of_scales[key]
+            name = int4_scale_of(key.removesuffix(PACKED))
+            words = self.tensor_bytes(file, name).view("<u2")
+            self._last = (key, bfloat16_as_float32(words).reshape(self._location(file, name).shape))
         return self._last[1]
 
 

@@ -111,6 +111,14 @@ LORA_RULES = (
         (0,),
     ),
     RuleRow(
+        _RANK,
+        _with(lambda c, m: m.is_quantised),
+        "must be 0 for a checkpoint in FP8 or 4-bit integers",
+        "adapters are merged with the files of their base, which are read as they are: convert it to bfloat16 first "
+        "(mrl convert hf-to-megatron, megatron-to-hf)",
+        (0,),
+    ),
+    RuleRow(
         "actor.layout.tensor_model_parallel_size",
         _with(lambda c, m: _is_covered(m) and _cuts_heads(c, m)),
         "must divide num_key_value_heads = {m.num_key_value_heads} with adapters on q_proj, k_proj or v_proj",

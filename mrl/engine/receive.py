@@ -45,6 +45,7 @@ from mrl.reshard.setup import SyncSetup
 
 BACKEND = "mrl"
 _BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")  # text models in one file with image models
+_INSIDE_IMAGES = ("Qwen2InsideVL", "Qwen3InsideVL")  # mrl's own names
 
 
 def register() -> None:
@@ -64,11 +65,16 @@ def register() -> None:
 
 
 def register_text_models() -> None:
-    """Makes vLLM import text models without torchvision, which the image models in the same file need."""
-    if importlib.util.find_spec("torchvision") is not None:
-        return
+    """Makes known to vLLM the text models inside models that also read images.
+
+    Those in one file with their image models are imported without torchvision, which only the latter need.
+    """
     from vllm.model_executor.models.registry import ModelRegistry
 
+    for architecture in _INSIDE_IMAGES:
+        ModelRegistry.register_model(architecture, f"mrl.engine.inner_texts:{architecture}")
+    if importlib.util.find_spec("torchvision") is not None:
+        return
     for architecture in _BESIDE_IMAGES:
         ModelRegistry.register_model(architecture, f"mrl.engine.text_models:{architecture}")
 

@@ -255,7 +255,7 @@ def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, An
     model. Both get their weights only by a sync. So does an engine that holds words, because no file has them.
     """
     keys = family_of(model).engine_keys(model)
-    if model.is_fp8:
+    if model.is_quantised:
         keys = keys | {QUANTIZATION: None}
     if fp8_block:
         keys = keys | {QUANTIZATION: engine_quantisation(model, fp8_block)}

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from mrl.errors import ConfigError, shown
+from mrl.model.int4 import int4_group
 from mrl.model.rotation import Rotation, read_rotation
 from mrl.model.rotation import settings as rotary_settings
 
@@ -121,6 +122,8 @@ class ModelSpec:
     zero_centered_norm: bool = field(default=False, metadata=_LATER)  # norms multiply by 1 + weight
     # rows and columns of one scale of an FP8 checkpoint, which is read as bfloat16; exports have none
     fp8_block: tuple[int, int] | None = field(default=None, compare=False, metadata=_LATER)
+    # columns of one scale of a checkpoint whose matrices are 4-bit integers, which is read as bfloat16; 0: they are not
+    int4_group: int = field(default=0, compare=False, metadata=_LATER)
     # the checkpoint belongs to a model that also reads images (mrl/model/wrapped.py), and this is its text model
     is_wrapped: bool = field(default=False, compare=False, metadata=_LATER)
     # the embedding's lookup of this token has no gradient
@@ -165,11 +168,16 @@ class ModelSpec:
         return self.fp8_block is not None
 
     @property
+    def is_quantised(self) -> bool:
+        """Tells whether the checkpoint's matrices are stored in fewer bits than they are trained in."""
+        return self.is_fp8 or self.int4_group > 0
+
+    @property
     def loads_by_sync(self) -> bool:
         """Tells whether engines get weights only by a sync, because they cannot load the checkpoint as the trained
         model.
         """
-        return self.is_fp8 or self.is_wrapped
+        return self.is_quantised or self.is_wrapped
 
     @property
     def qk_nope_head_dim(self) -> int:
@@ -391,7 +399,7 @@ def common(
     `rotary_share`: value of an absent partial_rotary_factor; None: the class turns whole heads. `plain`: values that
     this family computes in place of those in _PLAIN; ANY for keys that it reads itself.
     """
-    block = read_fp8_block(config)
+    stored = _quantised(config)
     refuse_inner(config)
     if rotary_share is not None:
         plain["partial_rotary_factor"] = ANY
@@ -413,28 +421,30 @@ def common(
         ),
         "rms_norm_eps": float(required(config, "rms_norm_eps")),
         "tie_word_embeddings": bool(or_default(config, "tie_word_embeddings", False)),
-        "dtype": _dtype(config, block),
-        "fp8_block": block,
+        "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
+        **stored,
     }
 
 
-def _dtype(config: HfConfig, block: tuple[int, int] | None) -> str:
-    """Returns the dtype in which a checkpoint is read. `block`: that of an FP8 checkpoint."""
-    if block:
-        return "bfloat16"
-    return config.get("dtype") or config.get("torch_dtype") or "float32"
+def _quantised(config: HfConfig) -> dict[str, Any]:
+    """Returns the fields of ModelSpec of a checkpoint in FP8 or 4-bit integers, which is read as bfloat16.
 
-
-def read_fp8_block(config: HfConfig) -> tuple[int, int] | None:
-    """Returns the rows and columns of one scale, if a checkpoint's matrices are FP8.
-
-    Which ones are is told by the files. Raises ConfigError for another quantisation.
+    Which matrices are is told by the files. Raises ConfigError for another quantisation.
     """
     quantization = config.get(QUANTIZATION)
     if not quantization:
-        return None
-    if quantization.get("quant_method") != "fp8":
-        refuse_quantised(config)
+        return {}
+    match quantization.get("quant_method"):
+        case "fp8":
+            return {"fp8_block": _fp8_block(quantization), "dtype": "bfloat16"}
+        case "compressed-tensors":
+            return {"int4_group": int4_group(quantization), "dtype": "bfloat16"}
+    refuse_quantised(config)
+    return {}
+
+
+def _fp8_block(quantization: dict[str, Any]) -> tuple[int, int]:
+    """Returns the rows and columns of one scale. Raises ConfigError for another format."""
     if quantization.get("fmt", _FP8_FORMATS[0]) not in _FP8_FORMATS:
         refuse_unless("quantization_config's fmt", quantization["fmt"], _FP8_FORMATS[0])
     block = required(quantization, "weight_block_size")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, load_model_spec, tensor_specs
+from mrl.model.int4 import COLUMNS, PACKED
 from mrl.model.registry import family_of
 from mrl.model.wrapped import inner_tensors
 from mrl.plain_files import open_regular, parse_json, read_json
@@ -21,6 +22,7 @@ _SINGLE = "model.safetensors"
 # bits of an element, by dtype of the format; unknown for others
 ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 FP8 = "F8_E4M3"
+INT32 = "I32"
 ITEM_BITS |= {FP8: 8, "F8_E5M2": 8}
 INDEX = "model.safetensors.index.json"
 HF_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer in a model's folder
@@ -162,6 +164,16 @@ def scale_of(name: str) -> str:
     return f"{name}_scale_inv"
 
 
+def int4_scale_of(name: str) -> str:
+    """Returns the name of the tensor with the scales of a matrix of 4-bit integers."""
+    return f"{name}_scale"
+
+
+def int4_parts(name: str) -> tuple[str, str, str]:
+    """Returns the names of the tensors in which a matrix of 4-bit integers is stored."""
+    return name + PACKED, int4_scale_of(name), f"{name}_shape"
+
+
 def has_weights(folder: Path) -> bool:
     """Tells whether there is a safetensors file, or an index of some."""
     return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
@@ -174,6 +186,9 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
     """
     tensors = _under_their_names(path, checkpoint_tensors(path), model)
     wanted = {spec.name: spec.shape for spec in tensor_specs(model)}
+    int4_problems = []
+    if model.int4_group:
+        tensors, int4_problems = _unpacked(tensors, model.int4_group)
     scales = {scale_of(name) for name in wanted if name in tensors and tensors[name].dtype == FP8}
     stored = {name: tensor.shape for name, tensor in tensors.items() if name not in scales}
     problems = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
@@ -185,7 +200,7 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
         for n in wanted.keys() & stored.keys()
         if stored[n] != wanted[n]
     ]
-    problems += _eight_bit_problems(tensors, wanted, model.fp8_block)
+    problems += int4_problems + _eight_bit_problems(tensors, wanted, model.fp8_block)
     problems += _head_problems(path, model)
     if problems:
         shown = "; ".join(sorted(problems)[:_SHOWN])
@@ -193,6 +208,31 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
             f"{key} {path}: the weights are not those of the {model.family} model that config.json describes "
             f"({len(problems)} differences): {shown}{' ...' if len(problems) > _SHOWN else ''}"
         )
+
+
+def _unpacked(tensors: dict[str, TensorBytes], group: int) -> tuple[dict[str, TensorBytes], list[str]]:
+    """Returns the tensors with matrices of 4-bit integers under their own names and shapes, and what is wrong with
+    them. `group`: columns of one scale.
+    """
+    found = dict(tensors)
+    problems = []
+    for key, packed in tensors.items():
+        if not key.endswith(f".weight{PACKED}"):
+            continue
+        name = key.removesuffix(PACKED)
+        rows, columns = packed.shape if len(packed.shape) == 2 else (0, 0)
+        shape = (rows, columns * COLUMNS)
+        scale = tensors.get(int4_scale_of(name))
+        if name in tensors:
+            problems.append(f"{name} is stored twice, once as {key}")
+        if packed.dtype != "I32" or len(packed.shape) != 2:
+            problems.append(f"{key} is {packed.dtype} of shape {list(packed.shape)}: only matrices of I32 are read")
+        if scale is None or (scale.dtype, scale.shape) != ("BF16", (rows, shape[1] // group)):
+            problems.append(f"{int4_scale_of(name)} must be BF16 of shape {[rows, shape[1] // group]}")
+        for part in int4_parts(name):
+            found.pop(part, None)
+        found[name] = replace(packed, shape=shape)
+    return found, problems
 
 
 def _under_their_names(path: str | Path, tensors: dict[str, TensorBytes], model: ModelSpec) -> dict[str, TensorBytes]:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: neither biases nor norms of heads. Llama 3.1 and later stretch their rotation (mrl/model/rotation.py)."""
+"""Llama 2 and 3: neither biases nor norms of heads. Later ones stretch their rotation (mrl/model/rotation.py)."""
 
 from mrl.errors import ConfigError
 from mrl.model.decoder_weights import dense_layer

@@ -20,7 +20,7 @@ def read(config: HfConfig) -> ModelSpec:
     refuse_tied(config)
     heads = required(config, "num_attention_heads")
     size = required(config, "hidden_size") // heads
-    refuse_unless("head_dim", own_head_dim(config), size)
+    refuse_unless("head_dim beside hidden_size and num_attention_heads", own_head_dim(config), size)
     refuse_unless("rms_norm_eps", or_default(config, "rms_norm_eps", _EPSILON), _EPSILON)
     # vLLM's class never makes them sum to one
     refuse_unless("norm_topk_prob", or_default(config, "norm_topk_prob", False), False)

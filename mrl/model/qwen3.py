@@ -1,7 +1,10 @@
-"""Qwen3, dense: norms on queries and keys instead of biases, and an explicit head size."""
+"""Qwen3, dense, also as the text model of Qwen3-VL: norms on queries and keys instead of biases, and an explicit head
+size.
+"""
 
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, or_default
+from mrl.model.qwen2 import engines_inside, is_of_vision_tower
 from mrl.model.weight_map import Family
 
 
@@ -14,4 +17,13 @@ def read(config: HfConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family("Qwen3ForCausalLM", "qwen3", read, dense_layer)
+FAMILY = Family(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    read,
+    dense_layer,
+    is_left_out=is_of_vision_tower,
+    engine_keys=engines_inside("Qwen3InsideVL"),
+    wrapper="Qwen3VLForConditionalGeneration",
+    wrapped_type="qwen3_vl_text",
+)

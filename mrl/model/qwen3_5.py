@@ -40,7 +40,7 @@ def of_kinds(config: HfConfig, model_type: str, kv_heads: int) -> dict[str, Any]
 
 def is_left_out(name: str, m: ModelSpec) -> bool:
     """Tells whether a tensor belongs to the vision tower or the layer for multi-token prediction."""
-    return name.startswith((VISION_TOWER, "mtp."))
+    return name.startswith((*VISION_TOWER, "mtp."))
 
 
 def engines_of(architecture: str) -> Callable[[ModelSpec], dict[str, Any]]:

@@ -213,7 +213,7 @@ def own_config(config: HfConfig) -> HfConfig:
     family = wrapper_of(config)
     if family is None:
         return config
-    return wrapped.text_config(config, family.architecture, family.model_type)
+    return wrapped.text_config(config, family.architecture, family.model_type, family.wrapped_type)
 
 
 def load_model_spec(path: str | Path) -> ModelSpec:

@@ -1,4 +1,7 @@
-"""Seed-OSS: Llama's layers with biases on queries, keys and values. vLLM has no class of it; Qwen2's has these layers."""
+"""Seed-OSS: Llama's layers with biases on queries, keys and values.
+
+vLLM has no class of it; that of Qwen2 has these layers.
+"""
 
 from typing import Any
 

@@ -141,6 +141,7 @@ class Family:
     engine_keys: Callable[[ModelSpec], dict[str, Any]] = _no_keys
     # `architectures` of a model that also reads images and contains this one (mrl/model/wrapped.py)
     wrapper: str = ""
+    wrapped_type: str = ""  # model_type of the text model inside that model, if it is not `model_type`
     engine_architecture: str = ""  # vLLM's class that engines use, if `engine_keys` name another one
     # value of an absent pad_token_id in transformers' class
     pad_token_id: int | None = None

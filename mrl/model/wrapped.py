@@ -1,4 +1,4 @@
-"""Checkpoints of models that also read images and contain a supported text model (Qwen3.5).
+"""Checkpoints of models that also read images and contain a supported text model (Qwen2.5-VL, Qwen3-VL, Qwen3.5).
 
 Only the text model is trained, and mrl uses its tensor names everywhere. The files have other names, and all experts of
 a layer in one tensor:
@@ -10,6 +10,8 @@ a layer in one tensor:
     model.language_model.layers.0.mlp.experts.down_proj           model.layers.0.mlp.experts.0.down_proj.weight, ...
         [experts, hidden, columns]
     model.visual.patch_embed.proj.weight                          none: it stays as it is
+
+Qwen2.5-VL's folders have the text model's own names and `visual.`, and a config.json that is also the text model's.
 
 The names in a folder's files tell its form: a text model's own folder has the names of the right column.
 """
@@ -32,11 +34,14 @@ from mrl.model.hf_config import (
     required,
 )
 
-VISION_TOWER = "model.visual."  # prefix of its tensors' names
+VISION_TOWER = ("model.visual.", "visual.")  # prefixes of its tensors' names
 _INSIDE = "model.language_model."
 # of the whole; its class in transformers takes numbers alone
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_OF_WHOLE = (*_TOKENS, "vision_end_token_id", "vision_token_id", "vision_config")
 _DTYPES = ("dtype", "torch_dtype")
+_ROTATIONS = ("rope_parameters", "rope_scaling")
+_SECTIONS = ("mrope_section", "mrope_interleaved")  # by them the positions of an image turn some pairs of a head
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj")
 
 
@@ -54,15 +59,16 @@ class Inner:
         return prod(self.shape[:-1])
 
 
-def text_config(config: HfConfig, architecture: str, model_type: str) -> dict[str, Any]:
+def text_config(config: HfConfig, architecture: str, model_type: str, inside: str = "") -> dict[str, Any]:
     """Returns the text model's own config.json, from that of the whole. `architecture`, `model_type`: of the text
-    model.
+    model. `inside`: its model_type inside the whole, if that is another one.
 
     Raises ConfigError if the two disagree, the whole is of another type or weights are quantised.
     """
-    refuse_unless("model_type", config.get("model_type"), model_type.removesuffix("_text"))
+    refuse_unless("model_type", config.get("model_type"), (inside or model_type).removesuffix("_text"))
     refuse_quantised(config)
-    inner = required(config, TEXT_CONFIG)
+    has_inner = TEXT_CONFIG in config or not inside
+    inner = required(config, TEXT_CONFIG) if has_inner else _without(config, *_OF_WHOLE)
     refuse_inner(config, [name for name in INNER_CONFIGS if name != TEXT_CONFIG])
     tied = "tie_word_embeddings"
     # transformers reads the outer one, vLLM the inner one
@@ -73,11 +79,33 @@ def text_config(config: HfConfig, architecture: str, model_type: str) -> dict[st
     dtypes = {}
     if not any(inner.get(key) for key in _DTYPES):
         dtypes = {key: config[key] for key in _DTYPES if config.get(key)}
-    return {**inner, **dtypes, "architectures": [architecture]}
+    own = {**inner, **dtypes, "architectures": [architecture]}
+    if not inside:
+        return own
+    if has_inner:
+        refuse_unless(f"{TEXT_CONFIG}.model_type", inner.get("model_type"), inside)
+    return own | {"model_type": model_type} | _plain_rotation(own)
+
+
+def _without(config: HfConfig, *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def _plain_rotation(config: HfConfig) -> dict[str, Any]:
+    """Returns the rotation of a text, whose positions turn every pair alike."""
+    plain = {}
+    for name in _ROTATIONS:
+        if config.get(name):
+            entry = _without(config[name], *_SECTIONS)
+            kinds = {key: "default" for key in ("type", "rope_type") if entry.get(key) == "mrope"}
+            plain[name] = entry | kinds
+    return plain
 
 
 def with_text_config(config: HfConfig, changes: HfConfig) -> dict[str, Any]:
     """Returns the config.json of the whole with `changes` in the text model's part."""
+    if TEXT_CONFIG not in config:
+        return {**config, **changes}
     return {**config, TEXT_CONFIG: {**config[TEXT_CONFIG], **changes}}
 
 

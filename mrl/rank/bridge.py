@@ -150,11 +150,12 @@ class MBridge:
         attach(chunk, own, lora, self._bridge.config, self.seed, self.actor_config.lora.dropout)
 
     def load_hf(self, path: str) -> None:
-        stored = replace(self.model, fp8_block=load_model_spec(path).fp8_block)
+        own = load_model_spec(path)
+        stored = replace(self.model, fp8_block=own.fp8_block, int4_group=own.int4_group)
         check_checkpoint(path, stored)
         with torch.no_grad(), hidden(self._chunks), head_hidden(self._chunks):
             # one parameter after the other, because changes may make them larger
-            self._bridge.load_weights(self._chunks, path, memory_efficient=stored.is_fp8)
+            self._bridge.load_weights(self._chunks, path, memory_efficient=stored.is_quantised)
 
     def export_hf(self, change: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         seen: set[str] = set()

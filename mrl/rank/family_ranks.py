@@ -21,6 +21,7 @@ from torch import Tensor
 from mrl.config.schema import RunConfig
 from mrl.data.row_columns import positions
 from mrl.model.megatron_shards import local_shapes, source_shards
+from mrl.model.wrapped import VISION_TOWER
 from mrl.process.free_ports import free_port
 from mrl.rank.actor import MegatronActor
 from mrl.rank.family_reference import batch_of, beside, own_names
@@ -68,7 +69,7 @@ def _agreed(file: Path, rank: int) -> int:
 
 def _compared(actor: MegatronActor, folder: Path, words: int) -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": _other_parameters(actor)}
-    stored = own_names(folder)
+    stored = {name: tensor for name, tensor in own_names(folder).items() if not name.startswith(VISION_TOWER)}
     exported = {name: tensor.clone() for name, tensor in actor.export_hf()}
     tied = actor.model.tie_word_embeddings
     found["names"] = sorted(exported.keys() ^ {name for name in stored if not (tied and name == "lm_head.weight")})

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
+from mrl.model.hf_config import TEXT_CONFIG
 from mrl.model.hf_files import checkpoint_tensors
-from mrl.model.wrapped import inner_tensors
+from mrl.model.wrapped import VISION_TOWER, inner_tensors
 
 # tokens of the prompt and of the response of each row
 LENGTHS = ((3, 9), (1, 1), (12, 4), (7, 17), (2, 24), (21, 3), (6, 11))
@@ -50,7 +51,9 @@ def make(config: dict[str, Any], folder: Path) -> PreTrainedModel:
     keys = {key: value for key, value in config.items() if key not in NOT_FOR_THE_CLASS}
     made = AutoConfig.for_model(**keys)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").to(torch.float32).eval()
+    reads_images = TEXT_CONFIG in config
+    class_of = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    model = class_of.from_config(made, attn_implementation="eager").to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -63,7 +66,8 @@ def make(config: dict[str, Any], folder: Path) -> PreTrainedModel:
             if name.endswith(_CONSTANT):
                 buffer.copy_(4 + 0.2 * torch.randn_like(buffer))
     model.save_pretrained(folder)
-    _keep_what_engines_read(config, folder)
+    if not reads_images:
+        _keep_what_engines_read(config, folder)
     return model
 
 
@@ -113,7 +117,7 @@ def compute(config: dict[str, Any], folder: Path) -> None:
     out = beside(folder)
     out.mkdir(parents=True)
     model = make(config, folder)
-    batch = batch_of(config["vocab_size"])
+    batch = batch_of(config.get(TEXT_CONFIG, config)["vocab_size"])
     rows = log_probs(model, batch)
     np.save(out / "log_probs.npy", torch.cat(rows).detach().numpy())
     # GSPO (arXiv:2507.18071), equation 5: the mean over sequences of the advantage times the ratio of sequences
@@ -129,7 +133,11 @@ def compute(config: dict[str, Any], folder: Path) -> None:
             parameter.copy_(gradients[name])
     renamed = out / "renamed"
     model.save_pretrained(renamed)
-    trained = {name: tensor for name, tensor in own_names(renamed).items() if not name.endswith(_CONSTANT)}
+    trained = {
+        name: tensor
+        for name, tensor in own_names(renamed).items()
+        if not name.endswith(_CONSTANT) and not name.startswith(VISION_TOWER)
+    }
     save_file(trained, out / "gradients.safetensors")
 
 

@@ -1,4 +1,5 @@
-"""The bridge of all families. mbridge moves the weights; its facts about a family come from ModelSpec and the weight map.
+"""The bridge of all families. mbridge moves the weights. Its facts about a family come from ModelSpec and the weight
+map.
 
 Its own bridges are not used. Some lack a family, some compute another model without an error: that of Llama scales
 angles linearly, that of DeepSeek-V3 never sets groups of experts. Checkpoints that mbridge cannot read by itself are
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.fp8 import bfloat16_words
-from mrl.model.hf_files import read_safetensors_header, scale_of, weight_files
+from mrl.model.hf_files import int4_scale_of, read_safetensors_header, scale_of, weight_files
+from mrl.model.int4 import PACKED, bfloat16_rows
 from mrl.model.megatron_shards import megatron_slice
 from mrl.model.registry import family_of, weight_map
 from mrl.model.rotation import Yarn
@@ -106,10 +108,12 @@ class MappedBridge(LLMBridge):
         """Returns a reader of a folder, which may be a reference's: the same model, possibly in another dtype."""
         if family_of(self.model).wrapper:
             return WrappedFiles(weights_path)
-        block = load_model_spec(weights_path).fp8_block
-        if block is None:
+        stored = load_model_spec(weights_path)
+        if stored.int4_group:
+            return Int4Files(weights_path)
+        if stored.fp8_block is None:
             return super()._get_safetensor_io(weights_path)
-        return Bfloat16Files(weights_path, block)
+        return Bfloat16Files(weights_path, stored.fp8_block)
 
     def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[Tensor]) -> Tensor:
         """Converts as mbridge does, except for projections that mbridge would join in another way."""
@@ -306,3 +310,23 @@ class Bfloat16Files(SafeTensorIO):
     def _as_bfloat16(self, matrix: Tensor, scales: Tensor) -> Tensor:
         words = bfloat16_words(matrix.view(torch.uint8).numpy(), scales.numpy(), self._block)
         return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+
+
+class Int4Files(SafeTensorIO):
+    """Files whose matrices are 4-bit integers. They are returned as bfloat16, other tensors unchanged.
+
+    `check_checkpoint` has found their scales.
+    """
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
+        """Loads tensors by name, 4-bit matrices as bfloat16."""
+        stored = set(self.load_hf_weight_names())
+        matrices = [name for name in hf_weight_names if name + PACKED in stored]
+        found = super().load_some_hf_weight([name for name in hf_weight_names if name not in matrices])
+        packed = super().load_some_hf_weight([name + PACKED for name in matrices])
+        scales = super().load_some_hf_weight([int4_scale_of(name) for name in matrices])
+        for name in matrices:
+            bytes_ = packed[name + PACKED].view(torch.uint8).numpy()
+            words = bfloat16_rows(bytes_, scales[int4_scale_of(name)].float().numpy())
+            found[name] = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+        return found

@@ -26,10 +26,10 @@ from mrl.model import ModelSpec, model_spec, tensor_specs
 from mrl.model.hf_config import HfConfig
 from mrl.model.hf_files import checkpoint_tensors
 from mrl.model.layout import LayoutDegrees, RolloutLayout, is_legal_layout
-from mrl.model.registry import family_of
+from mrl.model.registry import family_of, own_config
 from mrl.platforms.hosting import get_hosting
 from mrl.tools.family.config_keys import unread_keys
-from mrl.tools.family.drawn import PLAIN, as_transformers, drawn_configs
+from mrl.tools.family.drawn import ODD, PLAIN, WHOLE, as_transformers, drawn_configs
 from mrl.tools.family.step import train_step
 from mrl.tools.own_command import run_mrl
 
@@ -101,6 +101,8 @@ class FamilyCheck:
         self._made: dict[str, Any] | None = None
 
     def _named(self, drawn: dict[str, Any]) -> dict[str, Any]:
+        if "text_config" in drawn:
+            return drawn
         return {**drawn, "architectures": [self.family.architecture]}
 
     @property
@@ -174,7 +176,7 @@ class FamilyCheck:
     def vllm(self) -> Check:
         """Checks the weight map's view of vLLM against vLLM's own loader."""
         cases = []
-        for name in self.usable()[:2]:
+        for name in [name for name in (PLAIN, ODD, WHOLE) if name in self.usable()]:
             folder = self.folder(name)
             model = model_spec(json.loads((folder / "config.json").read_text(encoding="utf-8")))
             for rollout in _ROLLOUTS:
@@ -230,7 +232,7 @@ class FamilyCheck:
         for name, (drawn, degrees) in cases.items():
             folder = str(self.folder(drawn))
             config = _run_config(folder, {"world_size": ranks} | degrees)
-            words = self.configs[drawn]["vocab_size"]
+            words = own_config(self.configs[drawn])["vocab_size"]
             job["cases"].append({"name": name, "folder": folder, "config": config, "words": words})
         file = self._job(check.replace(" ", "-"), job)
         program = [sys.executable, "-m", "mrl.rank.family_ranks", str(file)]
@@ -280,7 +282,8 @@ def _other_names(model: ModelSpec, folder: Path) -> list[str]:
     wanted = {spec.name: spec.shape for spec in tensor_specs(model)}
     stored = {}
     for key, tensor in checkpoint_tensors(folder).items():
-        if "lm_head" in key and model.tie_word_embeddings:
+        is_tied_head = "lm_head" in key and model.tie_word_embeddings
+        if is_tied_head or family_of(model).is_left_out(key, model):
             continue
         stored |= {inner.name: inner.shape for inner in inner_tensors(key, tensor.shape)}
     return [

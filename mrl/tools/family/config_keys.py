@@ -28,6 +28,9 @@ _BASES = {
 # key -> why every value of it means the same model
 WITHOUT_EFFECT = {
     "attention_dropout": "engines have no dropout, so training has none (bridge.py)",
+    "residual_dropout": "engines have no dropout, so training has none (bridge.py)",
+    "resid_pdrop": "engines have no dropout, so training has none (bridge.py)",
+    "embd_pdrop": "engines have no dropout, so training has none (bridge.py)",
     "initializer_range": "of new weights; a checkpoint has them",
     "output_router_logits": "adds an output and an auxiliary loss; training has its own losses",
     "router_aux_loss_coef": "training moves routers by the reward alone (bridge.py)",
@@ -203,6 +206,11 @@ def unread_keys(config: HfConfig) -> list[str]:
     unread = []
     for key in sorted(keys_of(architecture) - explained):
         answers = [answer({**config, key: value}) for value in _other_values(config.get(key))]
-        if all(said == plain or (isinstance(said, str) and key not in said) for said in answers):
+        if all(_is_same(said, plain) or (isinstance(said, str) and key not in said) for said in answers):
             unread.append(key)
     return unread
+
+
+def _is_same(said: ModelSpec | str, plain: ModelSpec) -> bool:
+    """Tells whether a configuration is read as the same model, with the same padding token."""
+    return said == plain and said.pad_token_id == plain.pad_token_id

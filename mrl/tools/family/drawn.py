@@ -6,10 +6,13 @@ from typing import Any
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, model_spec
 from mrl.model.hf_config import HfConfig
+from mrl.model.registry import family_of
+from mrl.model.weight_map import Family
 from mrl.tools.rehearse.small_model import small_hf_config
 
 PLAIN = "plain"
 ODD = "odd sizes"
+WHOLE = "inside a model that reads images"
 _LAYERS = 4
 _WORDS = 127  # divides by no tensor degree
 _POSITIONS = 256
@@ -24,6 +27,10 @@ _ODD = {
 }
 _ODD_LATENT = {"num_key_value_heads": 3, "qk_nope_head_dim": 40, "v_head_dim": 24}
 _ODD_HYBRID = {"linear_num_key_heads": 3}
+# a vision tower of a few weights, by the keys of all classes, and the pairs of a head that an image's positions turn
+_TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "deepstack_visual_indexes": [0]}
+_TOWER |= {"fullatt_block_indexes": [0], "num_position_embeddings": 16}
+_PAIRS = [6, 5, 5]
 # further settings, of which a family is tried with those that change its model
 _SWITCHES: tuple[dict[str, Any], ...] = (
     {"q_lora_rank": None},
@@ -48,6 +55,9 @@ def drawn_configs(config: HfConfig) -> dict[str, dict[str, Any]]:
     plain = small_config(config)
     drawn = {PLAIN: plain, ODD: _odd(plain)}
     seen = [model_spec(plain)]
+    family = family_of(seen[0])
+    if family.wrapper:
+        drawn[WHOLE] = whole_config(plain, family)
     for change in _changes(plain):
         changed = {**plain, **change}
         model = _accepted(changed)
@@ -55,6 +65,25 @@ def drawn_configs(config: HfConfig) -> dict[str, dict[str, Any]]:
             seen.append(model)
             drawn[", ".join(f"{key} = {value}" for key, value in change.items())] = changed
     return drawn
+
+
+def whole_config(plain: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the configuration of a model that reads images around the text model of `plain`."""
+    inside = family.wrapped_type or family.model_type
+    inner = {**plain, "model_type": inside}
+    if family.wrapped_type:
+        rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": _PAIRS}
+        if inside == "qwen3_vl_text":
+            rotation["mrope_interleaved"] = True
+        inner = {key: value for key, value in inner.items() if key not in ("rope_theta", "rope_scaling")}
+        inner["rope_parameters"] = rotation
+    return {
+        "architectures": [family.wrapper],
+        "model_type": inside.removesuffix("_text"),
+        "tie_word_embeddings": bool(plain.get("tie_word_embeddings")),
+        "text_config": inner,
+        "vision_config": {**_TOWER, "out_hidden_size": plain["hidden_size"]},
+    }
 
 
 def _odd(plain: dict[str, Any]) -> dict[str, Any]:

@@ -25,12 +25,17 @@ class Step:
     faults: tuple[str, ...] = ()
 
 
-def train_step(config: dict[str, Any], model: ModelSpec, work: Path, deadline_s: float) -> Step:
-    """Trains two steps, so that the engine generates the second with weights that only a sync can have brought."""
+def train_step(config: dict[str, Any], whole: dict[str, Any], work: Path, deadline_s: float) -> Step:
+    """Trains two steps, so that the engine generates the second with weights that only a sync can have brought.
+
+    `whole`: configuration of a model that reads images around the text model; empty for the text model alone.
+    """
     folder = work / "model"
     write_tokenizer(folder)
     last = _WORDS - 1
-    write_checkpoint(folder, {**config, "vocab_size": _WORDS, "eos_token_id": last}, (last,), _RESPONSE)
+    model = write_checkpoint(folder, {**config, "vocab_size": _WORDS, "eos_token_id": last}, (last,), _RESPONSE)
+    if whole:
+        _surround(folder, whole)
     rows = work / "rows.jsonl"
     rows.write_text("".join(json.dumps(_row(number)) + "\n" for number in range(_PROMPTS * 2)), encoding="utf-8")
     file = work / "run.yaml"
@@ -45,6 +50,17 @@ def train_step(config: dict[str, Any], model: ModelSpec, work: Path, deadline_s:
     lines = (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [row for row in map(json.loads, lines) if row.get("training/global_step")]
     return _judged(steps)
+
+
+def _surround(folder: Path, whole: dict[str, Any]) -> None:
+    """Gives a text model's folder the form of a model that reads images, without its tower, which nobody reads."""
+    import safetensors.numpy
+
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    inside = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    safetensors.numpy.save_file(inside, folder / "model.safetensors", {"format": "pt"})
+    inner = {**whole["text_config"], "vocab_size": _WORDS, "eos_token_id": _WORDS - 1}
+    (folder / "config.json").write_text(json.dumps({**whole, "text_config": inner}), encoding="utf-8")
 
 
 def _judged(steps: list[dict[str, Any]]) -> Step:

@@ -119,7 +119,12 @@ def _plain_experts(config: HfConfig) -> dict[str, Any]:
     small = {name: value for name, value in _experts(config).items() if name != "moe_intermediate_size"}
     if "rotary_dim" in config:
         small["rotary_dim"] = HEAD_DIM // 2
-    return small | {"intermediate_size": EXPERT}
+    return small | {"intermediate_size": EXPERT, "pad_token_id": None}
+
+
+def _without_padding(_: HfConfig) -> dict[str, Any]:
+    """Says that no token is padding, for classes that have one where the key is absent."""
+    return {"pad_token_id": None}
 
 
 def _without_window(_: HfConfig) -> dict[str, Any]:
@@ -187,8 +192,8 @@ SMALL_FORMS: dict[str, SmallForm] = {
     "qwen3_5_moe_text": _expert_hybrid,
     "llama": _dense,
     "mistral": _without_window,
-    "phi3": _dense,
-    "seed_oss": _dense,
+    "phi3": _without_padding,
+    "seed_oss": _without_padding,
     "mixtral": _plain_experts,
     "olmoe": _plain_experts,
     "minimax_m2": _plain_experts,
