@@ -71,7 +71,9 @@ def test_a_conversion_writes_the_bfloat16_model_that_it_stands_for(stored, tmp_p
     monkeypatch.setattr(mrl.checkpoint.stored_boxes, "SCRATCH_BYTES", 100)  # a few rows at a time
     folder, meant = stored
     write_hf(open_hf(folder), tmp_path / "hf", Options(workers=1, verify=True))
-    written = {name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()}
+    written = {
+        name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
     assert written.keys() == meant.keys()
     assert all(torch.equal(written[name], meant[name]) for name in meant)
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())

@@ -29,13 +29,13 @@ from mrl.model.layout import LayoutDegrees, RolloutLayout, is_legal_layout
 from mrl.model.registry import family_of, own_config
 from mrl.platforms.hosting import get_hosting
 from mrl.tools.family.config_keys import unread_keys
-from mrl.tools.family.drawn import ODD, PLAIN, WHOLE, as_transformers, drawn_configs
+from mrl.tools.family.drawn import MIXED, ODD, PLAIN, WHOLE, as_transformers, drawn_configs
 from mrl.tools.family.step import train_step
 from mrl.tools.own_command import run_mrl
 
 DEADLINE_S = 900.0  # for one group of processes
 LOG_PROBS = 1e-5  # largest difference from transformers
-GRADIENTS = 1e-4  # largest share of a tensor's norm
+GRADIENTS = 1e-5  # largest share of a tensor's norm
 _SHOWN = 10
 _TP, _PP, _EP, _ETP, _CP = (
     "tensor_model_parallel_size",
@@ -51,6 +51,7 @@ _LAYOUTS: dict[str, dict[str, int]] = {
     "tp2 etp2": {_TP: 2, _ETP: 2},
     "tp2 ep2": {_TP: 2, _EP: 2},
 }
+_OF_MIXED = ("pp2", "tp2 ep2")
 _ROLLOUTS = (
     RolloutLayout(1, 1),
     RolloutLayout(1, 2),
@@ -217,13 +218,17 @@ class FamilyCheck:
     def layouts(self) -> Check:
         """Checks log-probs and gradients in every legal layout of two ranks."""
         legal = {}
-        for name, degrees in _LAYOUTS.items():
-            if PLAIN in self.usable() and self._is_legal(degrees):
-                legal[name] = (PLAIN, degrees)
+        for drawn in self.usable():
+            is_mixed = drawn.startswith(MIXED)  # dense layers among those with experts
+            for name, degrees in _LAYOUTS.items():
+                if drawn == PLAIN or (is_mixed and name in _OF_MIXED):
+                    label = name if drawn == PLAIN else f"{name} with {drawn}"
+                    if self._is_legal(drawn, degrees):
+                        legal[label] = (drawn, degrees)
         return self._parity("layouts", 2, legal)
 
-    def _is_legal(self, degrees: dict[str, int]) -> bool:
-        model = model_spec(self.configs[PLAIN])
+    def _is_legal(self, drawn: str, degrees: dict[str, int]) -> bool:
+        model = model_spec(self.configs[drawn])
         return is_legal_layout(LayoutDegrees.of({"world_size": 2} | degrees), model)
 
     def _parity(self, check: str, ranks: int, cases: dict[str, tuple[str, dict[str, int]]]) -> Check:

@@ -12,6 +12,7 @@ from mrl.tools.rehearse.small_model import small_hf_config
 
 PLAIN = "plain"
 ODD = "odd sizes"
+MIXED = ("mlp_only_layers", "decoder_sparse_step")
 WHOLE = "inside a model that reads images"
 _LAYERS = 4
 _WORDS = 127  # divides by no tensor degree

@@ -13,15 +13,18 @@ def config_of(model: str) -> dict[str, Any]:
 
     Raises ConfigError for a family that is not supported, with what is there of it and what has to be written.
     """
-    name = known_name(model)
-    if not Path(model).is_dir() and name is not None:
-        config = known_hf_config(name)
-    else:
-        config = read_hf_config(model)
+    config = _published(model)
     names = config.get("architectures") or []
     if wrapper_of(config) is None and not any(known in FAMILIES for known in names):
         raise ConfigError(_missing(config, names))
     return dict(own_config(config))
+
+
+def _published(model: str) -> dict[str, Any]:
+    name = known_name(model)
+    if name is None or Path(model).is_dir():
+        return read_hf_config(model)
+    return known_hf_config(name)
 
 
 def _missing(config: dict[str, Any], names: list[str]) -> str:
@@ -36,7 +39,7 @@ def _missing(config: dict[str, Any], names: list[str]) -> str:
         lines.append(f"  {error}")
     lines.append(
         "What has to be written: its rows in mrl/model/NAME.py with a FAMILY, its module in _MODULES of "
-        "mrl/model/registry.py, its row in OWN_BRIDGES of mrl/platforms/versions.py, its small form in SMALL_FORMS of "
-        "mrl/tools/rehearse/small_model.py; docs/adding_a_family.md shows one from nothing"
+        "mrl/model/registry.py, its small form in SMALL_FORMS of mrl/tools/rehearse/small_model.py; "
+        "docs/adding_a_family.md shows one from nothing"
     )
     return "\n".join(lines)
