@@ -44,6 +44,7 @@ from mrl.model.hf_config import (
     refuse_other_names,
     refuse_unless,
 )
+from mrl.model.refused import REFUSED
 from mrl.model.weight_map import Family, WeightMap
 from mrl.plain_files import TEXT_BYTES, read_json, reason
 from mrl.units import MIB
@@ -70,8 +71,6 @@ _MODULES = (
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 # architectures that also read images -> the family inside
 _WRAPPERS = {family.wrapper: family for family in FAMILIES.values() if family.wrapper}
-# models with sparse attention by an indexer (DeepSeek-V3.2, GLM-5)
-_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _LINEAR = "linear_(num_key_heads|attn_config|attention)|mamba|ssm_|hybrid_override_pattern"
 _EXPERTS = "[Ee]xpert|[Mm]o[Ee]|hybrid_override_pattern .*E"
 # what lines of a config.json must contain -> the family that has such layers; the first that matches
@@ -86,8 +85,8 @@ _LIKE = (
 # keys of models that take more than text, inside of which their text model's configuration lies
 _AROUND = ("text_config", "thinker_config", "llm_config", "language_config")
 _NEW = (
-    "Supported are Qwen2 to Qwen3.6, GLM-4.5 to 4.7, DeepSeek-V3 and R1, Moonlight and Kimi-K2; what another family "
-    "needs is in docs/adding_a_family.md"
+    "Supported are Qwen2 to Qwen3.6, GLM-4.5 to 4.7, DeepSeek-V3 and R1, Moonlight and Kimi-K2, Llama, Mistral, "
+    "Mixtral, Phi-3 and 4, Seed-OSS, OLMoE and MiniMax-M2; what another family needs is in docs/adding_a_family.md"
 )
 TOKENIZER_BYTES = 64 * MIB  # of tokenizer_config.json, which may list thousands of special tokens
 _KNOWN = Path(__file__).parent / "known"
@@ -152,12 +151,12 @@ def model_spec(config: HfConfig) -> ModelSpec:
     """
     refuse_impossible(config)
     names = config.get("architectures") or []
-    if sparse := [name for name in names if name in _SPARSE]:
-        raise ConfigError(f"config.json: {sparse[0]} attends through a sparse indexer, which is not supported. {_NEW}")
     wrapper = wrapper_of(config)
     family = wrapper or next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
-        raise ConfigError(f"config.json: architectures = {names} is not supported. {_nearest(config)} {_NEW}")
+        reasons = [REFUSED[name] for name in names if name in REFUSED]
+        why = "".join(f": {reason}" for reason in reasons[:1])
+        raise ConfigError(f"config.json: architectures = {names} is not supported{why}. {_nearest(config)} {_NEW}")
     if config.get("auto_map") and not family.has_code_beside:
         raise ConfigError(
             f"config.json of {', '.join(names)} has auto_map: the checkpoint wants its own code to run "

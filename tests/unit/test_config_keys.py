@@ -20,7 +20,9 @@ from test_models import (
     TINY_KINDS_EXPERTS,
     TINY_LATENT,
     TINY_LITE,
+    TINY_MINIMAX,
     TINY_NEXT,
+    TINY_WIDE,
 )
 
 from mrl.errors import ConfigError
@@ -43,6 +45,13 @@ _SOURCES = {
         ["glm4_moe_lite", "deepseek_v2"],
         {**TINY_LITE, "first_k_dense_replace": 1},
     ),
+    "LlamaForCausalLM": ("llama", ["llama"], {}),
+    "MistralForCausalLM": ("mistral", ["mistral", "llama"], {"sliding_window": None}),
+    "MixtralForCausalLM": ("mixtral", ["mixtral"], {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "Phi3ForCausalLM": ("phi3", ["phi3", "llama"], {"pad_token_id": 3}),
+    "SeedOssForCausalLM": ("seed_oss", ["qwen2"], {"head_dim": 8, "pad_token_id": 3}),
+    "OlmoeForCausalLM": ("olmoe", ["olmoe"], {**TINY_WIDE, "rms_norm_eps": 1e-5, "pad_token_id": 3}),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", ["minimax_m2"], TINY_MINIMAX),
     "Qwen3NextForCausalLM": ("qwen3_next", ["qwen3_next"], TINY_NEXT),
     "Qwen3_5ForCausalLM": ("qwen3_5", ["qwen3_5", "qwen3_next"], TINY_KINDS),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe", ["qwen3_5", "qwen3_next"], {**TINY_KINDS, **TINY_KINDS_EXPERTS}),

@@ -108,8 +108,8 @@ def test_old_and_new_places_of_yarn_mean_the_same():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM attends through a sparse indexer"),
-        ({"architectures": ["GlmMoeDsaForCausalLM"]}, "GlmMoeDsaForCausalLM attends through a sparse indexer"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32ForCausalLM.*attends through a sparse indexer"),
+        ({"architectures": ["GlmMoeDsaForCausalLM"]}, r"GlmMoeDsaForCausalLM.*attends through a sparse indexer"),
         ({"architectures": ["DeepseekV32ForCausalLM"], "auto_map": CODE}, "sparse indexer"),
         ({"index_topk": 2048}, "index_topk"),
         ({"architectures": ["KimiVLForConditionalGeneration"], "auto_map": CODE}, "KimiVLForConditionalGeneration"),

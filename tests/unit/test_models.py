@@ -55,6 +55,7 @@ TINY_KINDS_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 TINY_WIDE = {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16}
+TINY_MINIMAX = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}
 CASES = {
     "llama": ("Llama", "llama", {}),
     "llama tied": ("Llama", "llama", {"tie_word_embeddings": True, "head_dim": 12}),
@@ -64,11 +65,7 @@ CASES = {
     "seed_oss": ("SeedOss", "seed_oss", {"head_dim": 12}),
     "seed_oss without biases": ("SeedOss", "seed_oss", {"attention_bias": False}),
     "olmoe": ("Olmoe", "olmoe", {**TINY_WIDE, "rms_norm_eps": 1e-5}),
-    "minimax_m2": (
-        "MiniMaxM2",
-        "minimax_m2",
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
-    ),
+    "minimax_m2": ("MiniMaxM2", "minimax_m2", TINY_MINIMAX),
     "qwen2 tied": ("Qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2 untied": ("Qwen2", "qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3", "qwen3", {"head_dim": 12}),

@@ -22,6 +22,8 @@ _OTHER_CLASSES = ("Vision", "Classification", "QuestionAnswering", "ConditionalG
 # vLLM's files that a model's own file takes its layers from
 _BASES = {
     "qwen3": ("qwen2",),
+    "mistral": ("llama",),
+    "phi3": ("llama",),
     "glm4_moe_lite": ("deepseek_v2",),
     "qwen3_5": ("qwen3_next",),
 }
