@@ -39,6 +39,14 @@ _PLAIN: dict[str, Any] = {
     "rswa_window": None,
     "xdrope_section": None,  # vLLM's old name of mrope_section
 }
+# of vLLM's file of Llama, whose layers other families use, too
+LLAMA_PLAIN: dict[str, Any] = {
+    "mlp_bias": False,
+    "bias": False,
+    "qkv_bias": False,
+    "logit_scale": 1.0,
+    "target_layer_count": None,
+}
 # keys whose value transformers and vLLM take for the text model's config.json, in place of the file around it
 TEXT_CONFIG = "text_config"
 INNER_CONFIGS = (TEXT_CONFIG, "llm_config", "decoder", "generator", "text_encoder")

@@ -2,7 +2,7 @@
 
 from mrl.errors import ConfigError
 from mrl.model.decoder_weights import dense_layer
-from mrl.model.hf_config import HfConfig, ModelSpec, common, own_head_dim, required
+from mrl.model.hf_config import LLAMA_PLAIN, HfConfig, ModelSpec, common, own_head_dim, required
 from mrl.model.weight_map import Family
 
 
@@ -12,7 +12,7 @@ def read(config: HfConfig) -> ModelSpec:
     if size % heads:
         raise ConfigError(f"config.json: num_attention_heads = {heads} must divide hidden_size = {size}, as in Llama")
     return ModelSpec(
-        **common(config, kv_heads=heads, head_dim=own_head_dim(config), mlp_bias=False),
+        **common(config, kv_heads=heads, head_dim=own_head_dim(config), **LLAMA_PLAIN),
         head_dim=own_head_dim(config),
         qkv_bias=False,
         qk_norm=False,

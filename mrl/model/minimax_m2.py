@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mrl.model.decoder_weights import expert_layer, no_dense_layer
+from mrl.model.glm4_moe import is_left_out
 from mrl.model.hf_config import (
     ANY,
     HfConfig,
@@ -45,6 +46,8 @@ def read(config: HfConfig) -> ModelSpec:
         refuse_unless("num_experts_per_tok", 1, "2 or more")
     size = or_default(config, "head_dim", _HEAD_DIM)
     rotated = required(config, "rotary_dim")  # vLLM's class reads it, too
+    if rotated not in range(2, size + 1, 2):
+        refuse_unless("rotary_dim", rotated, f"an even number from 2 to head_dim = {size}")
     return ModelSpec(
         **common(config, kv_heads=8, head_dim=size, rotary_share=rotated / size, **_PLAIN),
         head_dim=size,
@@ -91,6 +94,7 @@ FAMILY = Family(
     megatron_order=MEGATRON_BLOCK_SPARSE,
     vllm_order=("self_attn.q_proj.", "self_attn.o_proj.", "self_attn.", "block_sparse_moe.e_score_correction_bias",
                 "block_sparse_moe.experts.", "block_sparse_moe.gate.", *VLLM_NORMS),
+    is_left_out=is_left_out,
     engine_keys=engine_keys,
     has_code_beside=True,
 )  # fmt: skip

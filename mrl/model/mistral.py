@@ -1,13 +1,13 @@
 """Mistral, dense: Llama's layers. Models of this class that attend within a window are refused."""
 
 from mrl.model.decoder_weights import dense_layer
-from mrl.model.hf_config import HfConfig, ModelSpec, common, own_head_dim
+from mrl.model.hf_config import LLAMA_PLAIN, HfConfig, ModelSpec, common, own_head_dim
 from mrl.model.weight_map import Family
 
 _WINDOW = 4096  # sliding_window of a configuration without the key
 
 # features of other models that vLLM's file has
-_PLAIN = {"llama_4_scaling": None, "ada_rms_norm_t_cond": False}
+_PLAIN = {**LLAMA_PLAIN, "llama_4_scaling": None, "ada_rms_norm_t_cond": False}
 
 
 def read(config: HfConfig) -> ModelSpec:

@@ -1,17 +1,23 @@
 """Phi-3 and Phi-4: Llama's layers. Queries, keys and values are one tensor of the checkpoint, gate and up another."""
 
 from mrl.model.decoder_weights import layer_norms
-from mrl.model.hf_config import HfConfig, ModelSpec, common, required
+from mrl.model.hf_config import LLAMA_PLAIN, HfConfig, ModelSpec, common, refuse_unless, required
+from mrl.model.rotation import DEFAULT, LongRope, settings
 from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
 
+_ROTATIONS = (DEFAULT, LongRope.kind)
 _PAD = 32000  # pad_token_id of a configuration without the key
 
 
 def read(config: HfConfig) -> ModelSpec:
+    # transformers' class takes yarn for longrope
+    kind = settings(config)["rope_type"]
+    if kind not in _ROTATIONS:
+        refuse_unless("rope_type", kind, " or ".join(_ROTATIONS))
     heads = required(config, "num_attention_heads")
     size = required(config, "hidden_size") // heads
     return ModelSpec(
-        **common(config, kv_heads=heads, head_dim=size, rotary_share=1.0),
+        **common(config, kv_heads=heads, head_dim=size, rotary_share=1.0, **LLAMA_PLAIN),
         head_dim=size,
         qkv_bias=False,
         qk_norm=False,

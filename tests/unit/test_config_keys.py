@@ -46,9 +46,9 @@ _SOURCES = {
         {**TINY_LITE, "first_k_dense_replace": 1},
     ),
     "LlamaForCausalLM": ("llama", ["llama"], {}),
-    "MistralForCausalLM": ("mistral", ["mistral", "llama"], {"sliding_window": None}),
+    "MistralForCausalLM": ("mistral", ["llama", "mistral"], {"sliding_window": None}),
     "MixtralForCausalLM": ("mixtral", ["mixtral"], {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "Phi3ForCausalLM": ("phi3", ["phi3", "llama"], {"pad_token_id": 3}),
+    "Phi3ForCausalLM": ("phi3", ["llama", "phi3"], {"pad_token_id": 3}),
     "SeedOssForCausalLM": ("seed_oss", ["qwen2"], {"head_dim": 8, "pad_token_id": 3}),
     "OlmoeForCausalLM": ("olmoe", ["olmoe"], {**TINY_WIDE, "rms_norm_eps": 1e-5, "pad_token_id": 3}),
     "MiniMaxM2ForCausalLM": ("minimax_m2", ["minimax_m2"], TINY_MINIMAX),
@@ -100,9 +100,9 @@ def test_a_configuration_inside_that_of_a_text_model_is_refused_because_vllm_rea
 
 def _whole(architecture: str) -> dict:
     family = FAMILIES[architecture]
-    made = transformers.AutoConfig.for_model(
-        family.model_type.removesuffix("_text"), text_config=config_of(architecture)
-    )
+    inside = family.wrapped_type or family.model_type
+    inner = {**config_of(architecture), "model_type": inside}
+    made = transformers.AutoConfig.for_model(inside.removesuffix("_text"), text_config=inner)
     outer = json.loads(made.to_json_string(use_diff=False))
     tokens = {key: value for key, value in outer.items() if key.endswith("_token_id")}
     return {
@@ -111,7 +111,7 @@ def _whole(architecture: str) -> dict:
         "tie_word_embeddings": False,
         **tokens,
         "vision_config": {"depth": 2},
-        "text_config": config_of(architecture),
+        "text_config": inner,
     }
 
 

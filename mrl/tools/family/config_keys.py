@@ -65,6 +65,10 @@ OF_FAMILY = {
     "Qwen3ForCausalLM": _BY_A_SWITCH,
     "Qwen2MoeForCausalLM": _BY_A_SWITCH,
     "Qwen3MoeForCausalLM": _BY_A_SWITCH,
+    "MiniMaxM2ForCausalLM": {
+        "max_model_len": "of the engine, for the size of a table of angles",
+        "num_mtp_modules": "of layers that are left out of training and engines",
+    },
     "Qwen3_5ForCausalLM": {"norm_topk_prob": "of experts, and no layer has any"},
 }
 
