@@ -21,6 +21,10 @@ PUBLISHED = {
     "DeepSeek-V3": (671, 37.5), "Moonlight-16B-A3B": (16, 2.9), "Kimi-K2-Instruct": (1026, 32.9),
     # of the text models, without vision towers; 3 and 17 active ones on the cards
     "Qwen3.5-35B-A3B": (34.7, 3.5), "Qwen3.5-397B-A17B": (396, 17.3), "Qwen3.5-27B": (26.9, 26.9),
+    # of the cards and papers: arXiv:2407.21783, 2310.06825, 2401.04088, 2412.08905, 2409.02060, 2508.06471
+    "Llama-3.1-8B": (8.03, 8.03), "Mistral-7B-v0.3": (7.25, 7.25), "Mixtral-8x7B": (46.7, 12.9), "phi-4": (14.7, 14.7),
+    "Seed-OSS-36B": (36, 36), "OLMoE-1B-7B": (6.9, 1.3), "MiniMax-M2": (230, 11), "GLM-4.6": (355, 33.6),
+    "GLM-4.7": (355, 33.6), "GLM-4.7-Flash": (30, 3.9),
     "Qwen3-Next-80B-A3B": (80, 3.9),  # 79.7 on the card; 3 active ones without the vocabulary matrices
 }  # fmt: skip
 
@@ -104,5 +108,5 @@ def test_a_folder_that_wants_its_own_code_is_refused(tmp_path):
 
 
 def test_an_unknown_name_lists_what_is_known():
-    with pytest.raises(EnvironmentFault, match=r"known by name for planning are \d+ models, .*Qwen3"):
+    with pytest.raises(EnvironmentFault, match=r"known by name for planning are \d+ models, .*Llama"):
         planning_model_spec("/nowhere/Llama-9")
