@@ -253,10 +253,12 @@ class FamilyCheck:
 
     def step(self) -> Check:
         """Checks one training step with an engine."""
-        found = train_step(self.configs[PLAIN], self.model, self.work / "step", DEADLINE_S)
-        return Check(
-            "step", found.said, found.faults, "see the log of the run; rules are in mrl/config/family_rules.py"
-        )
+        cure = "see the log of the run; rules are in mrl/config/family_rules.py"
+        found = train_step(self.configs[PLAIN], {}, self.work / "step", DEADLINE_S)
+        if WHOLE not in self.configs or found.faults:
+            return Check("step", found.said, found.faults, cure)
+        inside = train_step(self.configs[PLAIN], self.configs[WHOLE], self.work / "whole", DEADLINE_S)
+        return Check("step", f"{found.said}; {WHOLE}: {inside.said}", inside.faults, cure)
 
 
 CHECKS: dict[str, Callable[[FamilyCheck], Check]] = {
