@@ -386,9 +386,7 @@ class Fp8Reader(BoxReader):
 class Int4Reader(BoxReader):
     """Reads matrices of 4-bit integers as bfloat16, some rows at a time, and other tensors unchanged."""
 
-    def __init__(
-        self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, scales: Mapping[str, str]
-    ):
+    def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, scales: Mapping[str, str]):
         """`scales`: for the key of each packed matrix, the file with its scales."""
         super().__init__(folder, entries, files)
         self._files_of_scales = scales

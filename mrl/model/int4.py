@@ -51,7 +51,8 @@ def int4_group(quantization: dict[str, Any]) -> int:
 
 def _unknown(key: str, value: Any, wanted: Any) -> ConfigError:
     return ConfigError(
-        f"config.json: {key} = {shown(value)} of compressed-tensors is not read (only {wanted}); give the checkpoint that was not quantised"
+        f"config.json: {key} = {shown(value)} of compressed-tensors is not read (only {wanted}); give the checkpoint "
+        "that was not quantised"
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_reshard_target import MODELS, SIZES, environment
 
+from mrl.engine.loader_check import as_worker, built
 from mrl.model import model_spec, tensor_specs
 from mrl.model.layout import RolloutLayout
 from mrl.model.quantised import SCALES, engine_quantisation, quantised_tensors

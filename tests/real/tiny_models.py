@@ -54,16 +54,6 @@ def tiny_moe(**changes) -> PreTrainedModel:
     return _uneven(Qwen3MoeForCausalLM, Qwen3MoeConfig(**(sizes | changes)))
 
 
-def tiny_mixed() -> PreTrainedModel:
-    """Qwen3-MoE whose first layer is dense."""
-    return tiny_moe(mlp_only_layers=[0])
-
-
-def tiny_shared_mixed() -> PreTrainedModel:
-    """Qwen2-MoE with experts in every second layer, whose router weights sum to one, and tied embeddings."""
-    return tiny_shared(decoder_sparse_step=2, norm_topk_prob=True, tie_word_embeddings=True)
-
-
 def wide_moe(layers: int) -> PreTrainedModel:
     """Qwen3-MoE whose weights can be told from a process's noise: 54 MB a layer and 134 MB of vocabulary,
     in float32.
