@@ -49,7 +49,7 @@ def _judged(case: dict[str, Any], rank: int, world_size: int, port: Path) -> dic
     config = RunConfig.model_validate(case["config"])
     actor = MegatronActor(config, rank, world_size, "127.0.0.1", _agreed(port, rank))
     try:
-        return _compared(actor, folder, case["words"])
+        return compared(actor, folder, case["words"])
     finally:
         actor.close()
         del actor
@@ -67,7 +67,11 @@ def _agreed(file: Path, rank: int) -> int:
     return int(file.read_text())
 
 
-def _compared(actor: MegatronActor, folder: Path, words: int) -> dict[str, Any]:
+def compared(actor: MegatronActor, folder: Path, words: int) -> dict[str, Any]:
+    """Returns in what a rank differs from the model that transformers saved in `folder`, and from its numbers.
+
+    `words`: size of the vocabulary.
+    """
     found: dict[str, Any] = {"parameters": _other_parameters(actor)}
     stored = {name: tensor for name, tensor in own_names(folder).items() if not name.startswith(VISION_TOWER)}
     exported = {name: tensor.clone() for name, tensor in actor.export_hf()}

@@ -236,7 +236,7 @@ class FamilyCheck:
         job = {"world_size": ranks, "cases": []}
         for name, (drawn, degrees) in cases.items():
             folder = str(self.folder(drawn))
-            config = _run_config(folder, {"world_size": ranks} | degrees)
+            config = run_config(folder, {"world_size": ranks} | degrees)
             words = own_config(self.configs[drawn])["vocab_size"]
             job["cases"].append({"name": name, "folder": folder, "config": config, "words": words})
         file = self._job(check.replace(" ", "-"), job)
@@ -330,7 +330,8 @@ def _vllm_divides(model: ModelSpec, rollout: RolloutLayout) -> bool:
     return True
 
 
-def _run_config(path: str, layout: dict[str, int]) -> dict[str, Any]:
+def run_config(path: str, layout: dict[str, int]) -> dict[str, Any]:
+    """Returns the configuration of ranks that compare themselves with transformers."""
     rows = 7
     return {
         "model": {"path": path, "dtype": "float32"},

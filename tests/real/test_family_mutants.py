@@ -1,0 +1,45 @@
+"""Slips in the rows of a family are all named by what `mrl family check` runs on one rank."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deadlines import RUN_S
+
+from mrl.model.registry import known_hf_config, own_config
+from mrl.platforms.hosting import get_hosting
+from mrl.tools.family.drawn import PLAIN, drawn_configs
+
+pytestmark = [pytest.mark.real, pytest.mark.long]
+HERE = Path(__file__).parent
+MODELS = ("Qwen2.5-0.5B", "Llama-3.1-8B", "Qwen3-30B-A3B", "GLM-4.6", "Mixtral-8x7B", "OLMoE-1B-7B", "MiniMax-M2")
+EACH = 15  # mutants of a family, of those that there are
+
+
+def run(program: list[str], job: Path) -> dict:
+    environment = os.environ | get_hosting("cpu").actor_environment() | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, *program, str(job)], env=environment, capture_output=True, text=True, timeout=4 * RUN_S
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(job.with_suffix(".out").read_text())
+
+
+def test_a_hundred_slips_are_named(tmp_path):
+    cases = []
+    for name in MODELS:
+        config = drawn_configs(own_config(known_hf_config(name)))[PLAIN]
+        case = {"name": name, "config": config, "folder": str(tmp_path / name), "words": config["vocab_size"]}
+        cases.append(case | {"mutants": EACH})
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"cases": cases}))
+    run(["-m", "mrl.rank.family_reference"], job)
+    found = run([str(HERE / "family_mutants.py")], job)
+    plain = {name: fault for name, fault in found.items() if name.endswith(": none")}
+    assert set(plain.values()) == {""} and len(plain) == len(MODELS)
+    named = {name: fault for name, fault in found.items() if name not in plain}
+    assert [name for name, fault in named.items() if not fault] == []
+    assert len(named) >= 90
