@@ -14,6 +14,7 @@ from mrl.model.peft_files import check_base, read_peft
 _RANK = "actor.lora.rank"
 _TRANSFORMER = "model.override_transformer_config"
 _ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+_OTHERWISE_NAMED = ("phi3", "mixtral", "minimax_m2")
 _FUSED = ("q_proj", "k_proj", "v_proj")
 
 
@@ -108,6 +109,13 @@ LORA_RULES = (
         _with(lambda c, m: not _is_covered(m)),
         "must be 0 for a model of the {m.family} family",
         "adapters are built for layers of grouped-query attention, and not for latent and gated delta attention",
+        (0,),
+    ),
+    RuleRow(
+        _RANK,
+        _with(lambda c, m: m.family in _OTHERWISE_NAMED),
+        "must be 0 for a model of the {m.family} family",
+        "its files join or name projections in another way, and adapters are built for q_proj, gate_proj and their kin",
         (0,),
     ),
     RuleRow(

@@ -505,6 +505,13 @@ def own_head_dim(config: HfConfig) -> int:
     return config["head_dim"]
 
 
+def refuse_uneven_heads(config: HfConfig) -> None:
+    """Raises ConfigError for heads that do not divide the hidden size, in classes that derive a head's size from it."""
+    heads, size = required(config, "num_attention_heads"), required(config, "hidden_size")
+    if size % heads:
+        raise ConfigError(f"config.json: num_attention_heads = {heads} must divide hidden_size = {size} in this class")
+
+
 def refuse_unless(key: str, value: Any, supported: Any) -> None:
     """Raises ConfigError for a value in config.json that training would not compute."""
     if value != supported:

@@ -1,16 +1,13 @@
 """Llama 2 and 3: neither biases nor norms of heads. Later ones stretch their rotation (mrl/model/rotation.py)."""
 
-from mrl.errors import ConfigError
 from mrl.model.decoder_weights import dense_layer
-from mrl.model.hf_config import LLAMA_PLAIN, HfConfig, ModelSpec, common, own_head_dim, required
+from mrl.model.hf_config import LLAMA_PLAIN, HfConfig, ModelSpec, common, own_head_dim, refuse_uneven_heads, required
 from mrl.model.weight_map import Family
 
 
 def read(config: HfConfig) -> ModelSpec:
+    refuse_uneven_heads(config)
     heads = required(config, "num_attention_heads")
-    size = required(config, "hidden_size")
-    if size % heads:
-        raise ConfigError(f"config.json: num_attention_heads = {heads} must divide hidden_size = {size}, as in Llama")
     return ModelSpec(
         **common(config, kv_heads=heads, head_dim=own_head_dim(config), **LLAMA_PLAIN),
         head_dim=own_head_dim(config),

@@ -8,6 +8,7 @@ from mrl.model.hf_config import (
     or_default,
     own_head_dim,
     refuse_tied,
+    refuse_uneven_heads,
     refuse_unless,
     required,
 )
@@ -18,6 +19,7 @@ _EPSILON = 1e-5  # of all norms of vLLM's class, whatever the configuration says
 
 def read(config: HfConfig) -> ModelSpec:
     refuse_tied(config)
+    refuse_uneven_heads(config)
     heads = required(config, "num_attention_heads")
     size = required(config, "hidden_size") // heads
     refuse_unless("head_dim beside hidden_size and num_attention_heads", own_head_dim(config), size)

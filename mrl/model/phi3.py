@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4: Llama's layers. Queries, keys and values are one tensor of the checkpoint, gate and up another."""
 
 from mrl.model.decoder_weights import layer_norms
-from mrl.model.hf_config import LLAMA_PLAIN, HfConfig, ModelSpec, common, refuse_unless, required
+from mrl.model.hf_config import LLAMA_PLAIN, HfConfig, ModelSpec, common, refuse_uneven_heads, refuse_unless, required
 from mrl.model.rotation import DEFAULT, LongRope, settings
 from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
 
@@ -14,6 +14,7 @@ def read(config: HfConfig) -> ModelSpec:
     kind = settings(config)["rope_type"]
     if kind not in _ROTATIONS:
         refuse_unless("rope_type", kind, " or ".join(_ROTATIONS))
+    refuse_uneven_heads(config)
     heads = required(config, "num_attention_heads")
     size = required(config, "hidden_size") // heads
     return ModelSpec(

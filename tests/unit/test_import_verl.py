@@ -557,7 +557,6 @@ def test_a_feature_that_is_switched_off_is_not_missed(word):
         ("openai/gpt-oss-20b", "gpt-oss"),
         ("zai-org/GLM-4-9B-0414", "GLM-4"),
         ("XiaomiMiMo/MiMo-7B-RL", "MiMo"),
-        ("deepseek-ai/deepseek-llm-7b-chat", "Llama"),
     ],
 )
 def test_a_family_that_is_not_here_is_named(path, family):
@@ -573,6 +572,8 @@ def test_a_family_that_is_not_here_is_named(path, family):
         "deepseek-ai/DeepSeek-V3-0324",
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
         "Qwen/Qwen3.5-35B-A3B",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "mistralai/Mixtral-8x7B-v0.1",
     ],
 )
 def test_other_attention_that_is_known_by_name_is_here(path):

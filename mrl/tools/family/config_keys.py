@@ -65,6 +65,7 @@ OF_FAMILY = {
     "Qwen3ForCausalLM": _BY_A_SWITCH,
     "Qwen2MoeForCausalLM": _BY_A_SWITCH,
     "Qwen3MoeForCausalLM": _BY_A_SWITCH,
+    "Phi3ForCausalLM": {"original_max_position_embeddings": "of longrope alone, which reads it"},
     "MiniMaxM2ForCausalLM": {
         "max_model_len": "of the engine, for the size of a table of angles",
         "num_mtp_modules": "of layers that are left out of training and engines",

@@ -24,15 +24,12 @@ _OTHERS = (
     (r"kimi[-_]?linear", "Kimi-Linear (linear attention beside latent attention)"),
     (r"deepseek[-_]?v(3[._]2|4)", "DeepSeek-V3.2 or later (attention through a sparse indexer)"),
     (r"deepseek[-_]?v2", "DeepSeek-V2 (latent attention with softmax routers)"),
-    (r"deepseek(?![-_]?(v3|r1(?!-distill)))|llama", "Llama"),
     (r"gpt[-_]?oss", "gpt-oss (attention sinks, biased experts)"),
     (r"glm(?!-?4\.[567])", "GLM-4"),
     (r"mimo", "MiMo (multi-token prediction)"),
-    (r"mistral|mixtral", "Mistral"),
     (r"gemma", "Gemma"),
     (r"nemotron", "Nemotron (state-space layers)"),
     (r"longcat", "LongCat (experts of size zero)"),
-    (r"seed", "Seed-OSS"),
 )
 
 
