@@ -412,12 +412,16 @@ def common(
     if rotary_share is not None:
         plain["partial_rotary_factor"] = ANY
     refuse_unlike({**config, **rotary_settings(config), "layer_types": _layer_kinds(config)}, {**_PLAIN, **plain})
+    heads = required(config, "num_attention_heads")
+    key_heads = or_default(config, "num_key_value_heads", kv_heads)
+    if heads % key_heads:
+        raise ConfigError(f"config.json: num_key_value_heads = {key_heads} must divide num_attention_heads = {heads}")
     return {
         "family": required(config, "model_type"),
         "num_layers": required(config, "num_hidden_layers"),
         "hidden_size": required(config, "hidden_size"),
-        "num_attention_heads": required(config, "num_attention_heads"),
-        "num_key_value_heads": or_default(config, "num_key_value_heads", kv_heads),
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
         "vocab_size": required(config, "vocab_size"),
         "intermediate_size": required(config, "intermediate_size"),
         "max_position_embeddings": required(config, "max_position_embeddings"),

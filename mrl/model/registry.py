@@ -151,6 +151,13 @@ def model_spec(config: HfConfig) -> ModelSpec:
     """
     refuse_impossible(config)
     names = config.get("architectures") or []
+    if not names:
+        raise ConfigError(
+            f"config.json has no architectures: write the class of model_type {config.get('model_type')!r} in "
+            "transformers, such as Qwen3ForCausalLM"
+        )
+    if len(known := [name for name in names if name in FAMILIES or name in _WRAPPERS]) > 1:
+        raise ConfigError(f"config.json: architectures = {names}: {' and '.join(known)} are different models; keep one")
     wrapper = wrapper_of(config)
     family = wrapper or next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:

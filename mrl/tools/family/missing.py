@@ -15,7 +15,7 @@ def config_of(model: str) -> dict[str, Any]:
     """
     config = _published(model)
     names = config.get("architectures") or []
-    if wrapper_of(config) is None and not any(known in FAMILIES for known in names):
+    if names and wrapper_of(config) is None and not any(known in FAMILIES for known in names):
         raise ConfigError(_missing(config, names))
     return dict(own_config(config))
 
