@@ -98,7 +98,7 @@ class Checkpoint:
         if self.model.int4_group:
             return Int4Reader(self.folder, self.entries, self.files, self.scales)
         if self.scales:
-            return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block)
+            return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block, self.rounded)
         if self.rounded:
             return RoundingReader(self.folder, self.entries, self.files, self.rounded)
         return BoxReader(self.folder, self.entries, self.files)
@@ -212,7 +212,7 @@ def _around(file: str, key: str, shape: tuple[int, ...]) -> StoredTensor:
 
 def _rounded(codes: Mapping[str, str], ends: tuple[str, ...]) -> frozenset[str]:
     """Returns float32 tensors of a bfloat16 checkpoint that are read as bfloat16. Their names may have these `ends`."""
-    if set(codes.values()) != {CODES["float32"], CODES["bfloat16"]}:
+    if set(codes.values()) - {FP8} != {CODES["float32"], CODES["bfloat16"]}:
         return frozenset()
     return frozenset(key for key, code in codes.items() if code == CODES["float32"] and key.endswith(ends))
 

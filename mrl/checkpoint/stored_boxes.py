@@ -342,8 +342,26 @@ class BoxReader:
             ) from error
 
 
-class Fp8Reader(BoxReader):
-    """Reads FP8 matrices as bfloat16, some rows at a time, and other tensors unchanged."""
+class RoundingReader(BoxReader):
+    """Rounds some float32 tensors to the nearest bfloat16. Reads others unchanged."""
+
+    def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, rounded: Collection[str]):
+        """`rounded`: keys of the float32 tensors, which are small."""
+        super().__init__(folder, entries, files)
+        self._rounded = rounded
+
+    def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
+        """Writes `box` into `out`, whose elements have 16 bits."""
+        if stored.parts[0].key not in self._rounded:
+            return super().read(stored, box, out)
+        precise = np.empty(box.shape, np.float32)
+        super().read(stored, box, precise)
+        out[...] = nearest_bfloat16(precise)
+        return None
+
+
+class Fp8Reader(RoundingReader):
+    """Reads FP8 matrices as bfloat16, some rows at a time, and other tensors as its base does."""
 
     def __init__(
         self,
@@ -352,9 +370,10 @@ class Fp8Reader(BoxReader):
         files: TensorFiles,
         scales: Mapping[str, str],
         block: tuple[int, int],
+        rounded: Collection[str] = (),
     ):
         """`scales`: for each FP8 matrix, the file with its scales. `block`: rows and columns of a scale's block."""
-        super().__init__(folder, entries, files)
+        super().__init__(folder, entries, files, rounded)
         self._files_of_scales = scales
         self._block = block
         self._last = ("", np.empty((0, 0), np.float32))  # the matrix that was read last, and its scales
@@ -416,21 +435,3 @@ class Int4Reader(BoxReader):
             words = self.tensor_bytes(file, name).view("<u2")
             self._last = (key, bfloat16_as_float32(words).reshape(self._location(file, name).shape))
         return self._last[1]
-
-
-class RoundingReader(BoxReader):
-    """Rounds some float32 tensors to the nearest bfloat16. Reads others unchanged."""
-
-    def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, rounded: Collection[str]):
-        """`rounded`: keys of the float32 tensors, which are small."""
-        super().__init__(folder, entries, files)
-        self._rounded = rounded
-
-    def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
-        """Writes `box` into `out`, whose elements have 16 bits."""
-        if stored.parts[0].key not in self._rounded:
-            return super().read(stored, box, out)
-        precise = np.empty(box.shape, np.float32)
-        super().read(stored, box, precise)
-        out[...] = nearest_bfloat16(precise)
-        return None

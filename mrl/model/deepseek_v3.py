@@ -94,7 +94,7 @@ def _refuse_other_head_dim(config: HfConfig, rotated: int) -> None:
     if head_dim not in (rotated, config.get("qk_nope_head_dim")):
         refuse_unless("head_dim", head_dim, f"qk_rope_head_dim, {rotated}")
     whole = rotated + required(config, "qk_nope_head_dim")
-    refuse_unless("qk_head_dim", config.get("qk_head_dim", whole), whole)
+    refuse_unless("qk_head_dim beside qk_nope_head_dim", config.get("qk_head_dim", whole), whole)
 
 
 def _routing(config: HfConfig) -> tuple[int, int, int]:
@@ -108,6 +108,7 @@ def _routing(config: HfConfig) -> tuple[int, int, int]:
     groups = required(config, "n_group")
     chosen = required(config, "topk_group")  # engines take another number than 1 where there is none
     if groups == 1:
+        refuse_unless("topk_group", chosen, 1)
         return experts, 1, 1
     if experts // chosen != _GROUP_BEST:  # Megatron judges a group by this number of its experts
         refuse_unless("topk_group", chosen, f"half of num_experts_per_tok = {experts}")

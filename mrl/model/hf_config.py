@@ -459,7 +459,12 @@ def _fp8_block(quantization: dict[str, Any]) -> tuple[int, int]:
     """Returns the rows and columns of one scale. Raises ConfigError for another format."""
     if quantization.get("fmt", _FP8_FORMATS[0]) not in _FP8_FORMATS:
         refuse_unless("quantization_config's fmt", quantization["fmt"], _FP8_FORMATS[0])
-    block = required(quantization, "weight_block_size")
+    block = quantization.get("weight_block_size")
+    if block is None:
+        raise ConfigError(
+            "config.json: quantization_config of quant_method fp8 without weight_block_size is not read; give the "
+            "checkpoint that was not quantised"
+        )
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         raise ConfigError(f"config.json: weight_block_size = {shown(block)}: must be two whole numbers above 0")
     return block[0], block[1]

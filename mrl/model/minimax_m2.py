@@ -96,5 +96,6 @@ FAMILY = Family(
                 "block_sparse_moe.experts.", "block_sparse_moe.gate.", *VLLM_NORMS),
     is_left_out=is_left_out,
     engine_keys=engine_keys,
+    rounded=(".block_sparse_moe.gate.weight",),  # engines have them in float32, and files may, too
     has_code_beside=True,
 )  # fmt: skip

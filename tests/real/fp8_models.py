@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 BLOCK = 128
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-LEFT_ALONE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")  # as in DeepSeek's own files
+LEFT_ALONE = ("embed_tokens", "lm_head", "norm", ".gate.", "bias")  # as in DeepSeek's own files
 FILE = "model.safetensors"
 
 

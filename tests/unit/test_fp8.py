@@ -289,3 +289,27 @@ def test_a_saved_step_has_a_configuration_of_its_own_weights(stored, tmp_path):
 def test_an_evaluation_converts_it_first_and_a_plain_one_not(stored, plain):
     assert _stored_otherwise(str(plain), None) is None
     assert _stored_otherwise(str(stored[0]), None).scales
+
+
+@pytest.mark.parametrize("gates", [torch.bfloat16, torch.float32])
+def test_other_families_are_read_too_with_routers_in_float32_beside_them(gates, tmp_path):
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+    sizes = {"hidden_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 32, "vocab_size": 90, "intermediate_size": 96, "num_local_experts": 4}
+    config = MiniMaxM2Config(**sizes, num_experts_per_tok=2, rotary_dim=16, pad_token_id=None)
+    plain = save(in_dtype(MiniMaxM2ForCausalLM(config), torch.bfloat16), tmp_path / "plain")
+    written = json.loads((plain / "config.json").read_text()) | {"rotary_dim": 16}
+    (plain / "config.json").write_text(json.dumps(written))
+    meant = in_fp8(plain, tmp_path / "fp8")
+    stored = load_file(tmp_path / "fp8" / FILE)
+    for name, tensor in stored.items():
+        if ".gate.weight" in name and "scale" not in name:
+            stored[name] = tensor.to(gates)
+    save_file(stored, tmp_path / "fp8" / FILE, {"format": "pt"})
+    write_hf(open_hf(tmp_path / "fp8"), tmp_path / "hf", Options(workers=1, verify=True))
+    found = {
+        name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    assert found.keys() == meant.keys()
+    assert all(torch.equal(found[name], meant[name]) for name in meant)

@@ -80,9 +80,9 @@ def test_each_side_has_every_weight_of_a_layer_under_a_name_of_its_own(name):
 def test_a_model_type_of_no_family_is_refused():
     with pytest.raises(
         ConfigError,
-        match=r"model_type = 'llama' is not supported\. Supported are Qwen2 to Qwen3\.6",
+        match=r"model_type = 'granite' is not supported\. Supported are Qwen2 to Qwen3\.6",
     ):
-        weight_map(replace(MODELS["qwen3"], family="llama"))
+        weight_map(replace(MODELS["qwen3"], family="granite"))
 
 
 def test_a_weight_that_an_order_leaves_out_is_a_mistake_of_the_family():

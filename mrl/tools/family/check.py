@@ -321,7 +321,7 @@ def _vllm_divides(model: ModelSpec, rollout: RolloutLayout) -> bool:
 
     if (rollout.expert > 1 or rollout.data > 1) and not model.is_moe:
         return False
-    if min(rollout.tensor, rollout.data, rollout.expert) > 1:
+    if min(rollout.tensor, rollout.data, rollout.expert) > 1 or model.num_attention_heads % rollout.tensor:
         return False
     try:
         target_parameters(model, rollout, 0, "cpu", "float32")

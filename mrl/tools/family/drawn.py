@@ -45,7 +45,11 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
 
 def small_config(config: HfConfig) -> dict[str, Any]:
     """Returns the small form of a model's own config.json. Raises ConfigError for a family without one."""
-    return small_hf_config(config, _LAYERS, _WORDS, _POSITIONS)
+    small = small_hf_config(config, _LAYERS, _WORDS, _POSITIONS)
+    if small.get("kv_lora_rank"):
+        # transformers' norms of latents have it whatever the configuration says (mrl/model/deepseek_v3.py)
+        small["rms_norm_eps"] = 1e-6
+    return small
 
 
 def drawn_configs(config: HfConfig) -> dict[str, dict[str, Any]]:
