@@ -154,6 +154,19 @@ def _dividing(config: RunConfig, model: ModelSpec) -> tuple[int, ...]:
 HYBRID_RULES = (
     RuleRow(
         "cluster.device",
+        lambda c, m: m.is_wrapped and not m.is_hybrid and on_device(c, "npu"),
+        "must be cuda or cpu for the text model of one that reads images",
+        "vLLM's class of it is mrl's own (mrl/engine/inner_texts.py), which was made for vLLM 0.32",
+        ("cuda", "cpu"),
+    ),
+    RuleRow(
+        "cluster.versions",
+        lambda c, m: m.is_wrapped and not m.is_hybrid and engine_is_old(c, m),
+        "the text model of one that reads images needs vLLM 0.32",
+        "vLLM's class of it is mrl's own (mrl/engine/inner_texts.py), which was made for that release",
+    ),
+    RuleRow(
+        "cluster.device",
         _hybrid(lambda c, m: on_device(c, "npu")),
         "must be cuda or cpu for gated delta attention",
         "vllm-ascend has layers of its own for it, which no dialect describes",

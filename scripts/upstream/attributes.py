@@ -113,7 +113,6 @@ REACHED = (
         ("get_mindspeed_args", "get_full_args"),
         "mrl/platforms/npu_mindspeed.py",
     ),
-    Reached(("mbridge",), "mbridge.AutoBridge", ("from_config",), "mrl/rank/bridge.py"),
     Reached(
         ("mbridge",),
         "mbridge.core.LLMBridge",
