@@ -1,5 +1,6 @@
 """All ranks of the trained model, called together."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,10 +9,10 @@ from typing import Any
 
 import ray
 
-from mrl.cluster.calls import Late, LostPeer, ask, blame, gather, gather_all, unwrap
+from mrl.cluster.calls import Late, LostPeer, answered, ask, blame, gather, gather_all, late, unwrap
 from mrl.cluster.deadlines import LEAST_S, Deadlines
 from mrl.cluster.late_ranks import with_cause
-from mrl.cluster.process_logs import concerning, log_file
+from mrl.cluster.process_logs import concerning, log_file, processes_of
 from mrl.cluster.seats import Seats
 from mrl.config.schema import RunConfig
 from mrl.config.teacher_model import TeacherModel, teacher_of
@@ -24,20 +25,23 @@ from mrl.platforms.process_tree import end_below
 from mrl.process.same_software import check_same
 from mrl.process.shared_folder import check_seen, marked
 from mrl.rank.rank_worker import LOOKING, MODEL_VERBS, WRITING, ActorWorker
+from mrl.rank.step import FETCHING, PHASES, ReplicaRows, Scored, StepRows
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import start_readers
 
+SCORE = "score"
 _EXPORT = "weight export"
 _ENDS_S = 3.0  # until a rank that Ray ends has ended; a stopped one never does
 _AHEAD = 2  # objects: head and data of one bucket are made while the previous one is loaded
 
 
 def put_once(arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Returns the arguments of ranks. A store of samples that several ranks get becomes one object for all of them.
+    """Returns the arguments of ranks. What several ranks get of a step becomes one object for all of them.
 
-    It holds thousands of references, which would be written again for every rank.
+    A store of samples holds thousands of references, which would be written again for every rank.
     """
-    same = {id(value): value for own in arguments for value in own if isinstance(value, ResponseStore)}
+    shared = (ResponseStore, StepRows, ReplicaRows)
+    same = {id(value): value for own in arguments for value in own if isinstance(value, shared)}
     put = {key: ray.put(value) for key, value in same.items()}
     return [[put.get(id(value), value) for value in own] for own in arguments]
 
@@ -161,6 +165,65 @@ class ActorGroup:
         poll = self.poll if interruptible else lambda: None
         refs = self.refs_each(method, arguments)
         return list(self._answers(refs, None, phase, poll).values())
+
+    def each_keeping(self, method: str, arguments: Sequence[Sequence[Any]], phase: str) -> tuple[list[Any], list[Any]]:
+        """Calls like `each` a method that returns two values, which a signal may interrupt.
+
+        Returns the first of each rank, and references to the second, which stays where it is.
+        """
+        refs = self.refs_each(method, arguments)
+        first = {name: of_rank[0] for name, of_rank in refs.items()}
+        return list(self._answers(first, None, phase, self.poll).values()), [second for _, second in refs.values()]
+
+    def score(self, arguments: Sequence[Sequence[Any]]) -> tuple[list[Scored], list[Any]]:
+        """Calls `score` on all ranks, like `each_keeping`. A signal ends it where ranks exchange numbers next.
+
+        The deadline of each of its phases is that phase's, and begins with it.
+        """
+        refs = self.refs_each("score", arguments)
+        scored = self._in_phases({name: of_rank[0] for name, of_rank in refs.items()})
+        return scored, [second for _, second in refs.values()]
+
+    def _in_phases(self, refs: dict[str, ray.ObjectRef]) -> list[Scored]:
+        began = time.monotonic()
+        looks_s = min(map(self._deadlines.of, PHASES))  # no deadline passes unseen between two looks
+        left_s = looks_s
+        while True:
+            try:
+                answers = gather(refs, left_s, SCORE, self._poll_scoring)
+                break
+            except Late as error:
+                left_s = min(looks_s, self._left_s(error, time.monotonic() - began))
+            except LostPeer as error:
+                raise with_cause(error, self.refs) from error
+        for phase in PHASES:
+            if taken := [scored.seconds[phase] for scored in answers.values() if phase in scored.seconds]:
+                self._deadlines.ended(phase, max(taken))
+        return list(answers.values())
+
+    def _poll_scoring(self) -> None:
+        try:
+            self.poll()
+        except BaseException:
+            self.refs("stop_scoring")  # nobody waits for it
+            raise
+
+    def _left_s(self, error: Late, so_far_s: float) -> float:
+        """Returns in how many seconds the first rank that has not answered misses the deadline of its phase.
+
+        Raises Late where one has. A rank that does not say its phase is taken to be where another one is.
+        """
+        late_ones = processes_of(error)
+        said = answered(self.refs("phase"))
+        at = {name: said[name] for name in late_ones if name in said and said[name][0]}
+        longest = max(at.values(), key=lambda each: each[1], default=(FETCHING, so_far_s))
+        left_s = math.inf
+        for phase, seconds in (at.get(name, longest) for name in late_ones):
+            limit_s = self._deadlines.of(phase)
+            left_s = min(left_s, limit_s - seconds)
+            if left_s <= 0:
+                raise with_cause(late(phase, late_ones, limit_s), self.refs) from error
+        return left_s
 
     def _answers(
         self, refs: dict[str, ray.ObjectRef], timeout_s: float | None, phase: str, poll: Callable[[], None]

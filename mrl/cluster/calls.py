@@ -11,6 +11,7 @@ import ray
 
 from mrl.cluster.process_logs import concerning, log_file
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess, MrlError
+from mrl.rank.exchange import FailedElsewhere
 
 _CAUSE_CHARACTERS = 800
 ANSWER_S = 4.0  # for a call that any process answers that runs; a hang is named five seconds behind its deadline
@@ -195,6 +196,8 @@ def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
             f"{phase}: {name} found the object store of its node full, and its disk too, to which Ray spills; make "
             "room there, or start Ray with a larger --object-store-memory, and resume: the step is generated again"
         )
+    if isinstance(cause, FailedElsewhere):
+        return LostPeer(f"{phase}: {name} ends, since {cause}")
     text = str(cause)
     if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL.search(text):
         return EnvironmentFault(

@@ -95,10 +95,8 @@ def _short_responses(
 
 
 def _scored(actor: AllRanks, samples: ResponseStore) -> Compared:
-    step = StepBatch(actor, samples)
-    of_rows = step.log_probs().of_rows
-    step.forget()
-    return compared_of(of_rows, int(samples.rows.sampled_lengths.sum()))
+    gaps = StepBatch(actor, samples).gaps().gaps
+    return compared_of(gaps, int(samples.rows.sampled_lengths.sum()))
 
 
 def compared_of(of_rows: RowValues, tokens: int) -> Compared:

@@ -5,11 +5,11 @@
     gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            generation.py
        |  ^__________ further prompts, until the batch is full
        v
-    old_log_prob     samples, actor                     StepBatch: rows on ranks, log-probs   update.py (not on policy)
-    ref              the step, reference model          its log-probs, on the ranks           update.py
-    teacher          the step, teacher                  its log-probs, on the ranks           rank/teacher_rows.py
-    values           the step, critic                   values of tokens, on the ranks        update.py (with a critic)
-    adv              the step, rewards                  masks, weights, advantages, there     update.py
+    teacher          samples, teacher                   its log-probs, on the ranks           rank/teacher_rows.py
+    values           samples, critic                    values of tokens, on the ranks        rank/critic_rows.py
+    old_log_prob     samples, actor                     log-probs, on the ranks               rank/step.py
+    ref              the step, reference model          its log-probs, on the ranks           rank/step.py
+    adv              the step, rewards                  masks, weights, advantages, there     rank/step.py
        |
        |   until here nothing is changed and a signal ends the step; from here it runs to its end
        v
@@ -35,7 +35,6 @@ metrics. assemble.py lists the parts of a run.
 from contextlib import suppress
 from functools import partial
 
-from mrl.algo.rows import RowValues
 from mrl.cluster.job import GRACE
 from mrl.cluster.process_logs import processes_of
 from mrl.config.places import Deployment
@@ -52,10 +51,11 @@ from mrl.driver.reporting import (
     time_metrics,
 )
 from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import advantages, corrections, leave_actor, old_log_probs, update, update_critic
+from mrl.driver.update import check_routed, leave_actor, update, update_critic
 from mrl.driver.validation import ValidationSettings, answer_and_score, record_validation
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostWeights, MrlError
-from mrl.generate.rollouts import Rollouts, compared
+from mrl.generate.rollouts import Rollouts, compared, metric_values
+from mrl.rank.step import FETCHING, LOG_PROBS, REFERENCE, WEIGHING
 from mrl.record.metrics import StepLine
 
 RANKS_FREE_S = 30.0  # for ranks to finish their work after the run ends, in addition to a transfer to a lost process
@@ -137,11 +137,11 @@ def train_step(run: Run) -> None:
     line = StepLine()
     with line.phase("step"):
         rollouts = next_rollouts(run, line, step)
-        trained, corrected = weigh_samples(run, line, step, rollouts)
+        trained = weigh_samples(run, line, step, rollouts)
         with line.phase("gen"):
             run.generation.before_update()
         run.stop.defer_signals()
-        update_actor(run, line, trained, corrected, rollouts.cursor)
+        update_actor(run, line, trained, rollouts.cursor)
         run.line = line.metrics
         line.add(run.saver.finished())
         if saves:
@@ -173,42 +173,46 @@ def next_rollouts(run: Run, line: StepLine, step: int) -> Rollouts:
     return rollouts
 
 
-def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tuple[StepBatch, RowValues]:
-    """Computes everything that an update needs besides the samples, on the ranks.
+def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> StepBatch:
+    """Computes everything that an update needs besides the samples, on the ranks. Returns the step there.
 
-    These are log-probs of the policies, rejections, weights and advantages. Returns the step on the ranks, and the
-    corrections of each row. Changes nothing permanent.
+    These are log-probs of the policies, rejections, weights and advantages. Changes nothing permanent.
     """
     config = run.config
     algorithm = run.config.algorithm
     if config.scores_before_update:
         with line.phase("switch"):
             run.placement.to_log_probs()
-    with line.phase("adv" if algorithm.on_policy else "old_log_prob"):
+    rows = rollouts.samples.rows
+    check_routed(config.actor, rows)
+    first = "adv" if algorithm.on_policy else "old_log_prob"
+    with line.phase(first):
         trained = StepBatch(run.actor, rollouts.samples)
-        line.add(old_log_probs(config.actor, algorithm, trained))
-        if config.record.trainer_log_probs:
-            run.run_dir.check_lock()
-            run.sample_writer.write_differences(step, trained)
-    with line.phase("record"):
-        record_shown_rows(run.run_dir, step, trained, rollouts)
-    if algorithm.use_kl_in_reward or (algorithm.needs_reference and trains_actor(run)):
-        with line.phase("ref"):
-            trained.ref_log_probs()
     if config.distillation.enabled and trains_actor(run):
         with line.phase("teacher"):
-            trained.teacher_log_probs(rollouts.samples)
+            trained.ask_teacher()
     if algorithm.needs_critic:
         with line.phase("values"):
-            trained.values(rollouts.samples)
-    with line.phase("adv"):
-        counted = compared(trained.rows.group_id, rollouts.results, config.compares_responses)
-        corrected, metrics = corrections(algorithm, trained, counted)
-        line.add(metrics | advantages(algorithm, trained, rollouts, corrected, counted))
-    return trained, corrected
+            trained.ask_critic()
+    scored = trained.score(
+        rollouts.rewards,
+        compared(rows.group_id, rollouts.results, config.compares_responses),
+        {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys},
+        by_reference=algorithm.use_kl_in_reward or (algorithm.needs_reference and trains_actor(run)),
+    )
+    line.add(scored.metrics)
+    phases = {FETCHING: first, LOG_PROBS: "old_log_prob", REFERENCE: "ref", WEIGHING: "adv"}
+    for phase, seconds in scored.seconds.items():
+        line.phase.add(phases[phase], seconds)
+    with line.phase("record"):
+        if scored.gaps is not None and config.record.trainer_log_probs:
+            run.run_dir.check_lock()
+            run.sample_writer.write_differences(step, trained)
+        record_shown_rows(run.run_dir, step, trained, scored.gaps, rollouts)
+    return trained
 
 
-def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowValues, cursor: DataCursor) -> None:
+def update_actor(run: Run, line: StepLine, trained: StepBatch, cursor: DataCursor) -> None:
     """Updates the weights, and records that in the state: the next step begins at `cursor`.
 
     A critic is updated first, and alone before step trainer.critic_warmup.
@@ -216,7 +220,7 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowVal
     if run.config.algorithm.needs_critic:
         run.is_whole = False
         with line.phase("update_critic"):
-            line.add(update_critic(trained, corrected))
+            line.add(update_critic(trained))
     if not trains_actor(run):
         line.add(leave_actor(trained))
     else:
@@ -226,7 +230,7 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowVal
         with line.phase("update_actor"):
             note = partial(note_warning, run.run_dir)
             watch = partial(run.spikes.look, run.state.step + 1, run.config.actor.optim.clip_grad, note=note)
-            line.add(update(trained, corrected, watch))
+            line.add(update(trained, watch))
     run.state = run.state.advanced(cursor)
     run.is_whole = True
 

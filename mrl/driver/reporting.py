@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from mrl.algo.rows import RowValues
 from mrl.cluster.hosts import Hosts, Peak
 from mrl.config.schema import AlgorithmConfig, DataConfig, TrainerConfig
 from mrl.data.samples import SampleRows
@@ -156,20 +157,23 @@ class AdvisedRecord:
         self._record.close()
 
 
-def record_shown_rows(run_dir: RunDir, step: int, trained: StepBatch, rollouts: Rollouts) -> None:
+def record_shown_rows(
+    run_dir: RunDir, step: int, trained: StepBatch, gaps: RowValues | None, rollouts: Rollouts
+) -> None:
     """Writes log-probs of the best and worst responses, and of those that differ most from generation's.
 
-    On policy it writes nothing, because log-probs come with the update, and rows are gone by then. Errors of the
-    display are printed and do not end the run. Errors of the run itself are raised: a lost rank, a signal or a lost
-    lock.
+    `gaps` are those of `mismatch_of_rows`. On policy, without any, it writes nothing, because log-probs come with the
+    update, and rows are gone by then. Errors of the display are printed and do not end the run. Errors of the run
+    itself are raised: a lost rank, a signal or a lost lock.
     """
-    if trained.log_gaps is None:
+    if gaps is None:
         return
     try:
         scores = [result.score for result in rollouts.results]
         reasons = [result.reason for result in rollouts.results]
-        kinds = extreme_rows(scores, trained.rows.group_id.tolist(), reasons, trained.log_gaps.tolist())
-        of_rows = trained.old_log_probs_of(sorted(row for rows in kinds.values() for row in rows))
+        mean_gaps = gaps["log_gap"] / np.maximum(trained.rows.sampled_lengths, 1)
+        kinds = extreme_rows(scores, trained.rows.group_id.tolist(), reasons, mean_gaps.tolist())
+        of_rows = trained.log_probs_of(sorted(row for rows in kinds.values() for row in rows))
         ids = trained.rows.sample_id
         run_dir.check_lock()
         write_shown_rows(run_dir.path, step, {int(ids[row]): log_probs for row, log_probs in of_rows.items()})

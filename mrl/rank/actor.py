@@ -130,6 +130,10 @@ class MegatronActor:
         """Tells whether this rank returns the results of its data-parallel replica."""
         return parallel.holds_result()
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Returns what every rank gave, in rank order."""
+        return parallel.gather_bytes(data, self.platform.device)
+
     def _build_bridge(self) -> Bridge:
         trainer = self.config.trainer
         return MBridge(

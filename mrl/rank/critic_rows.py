@@ -3,10 +3,10 @@
     driver                                      ranks
     lengths --step_cut--> rows of each replica
     of the critic                           --> ask_critic: fetch those rows, compute values, keep both
-    references to values                    <-- hand_out
-    the same references                     --> take: each actor replica picks its rows' values, to estimate returns
+    references to values                    <--
+    the same references                     --> score: each actor replica picks its rows' values, to estimate returns
     references to returns, and to what
-    is trained on                           <-- returns
+    is trained on                           <--
     the same references                     --> update_critic: each replica of the critic picks its rows' returns
 
 Where critic and actor have as many replicas, these have the same rows. Only where the critic's mini-batches would then

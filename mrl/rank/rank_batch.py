@@ -1,18 +1,17 @@
-"""Holds a rank's part of a step: its replica's rows, fetched once, and what is computed for each token.
+"""Holds a replica's rows of a step on a rank, fetched once, and computes what the step needs of each token.
 
-    log-probs --> mismatch of rows;  reference's and teacher's --> ;  corrected: mask, weights, anchor, penalties, KL to
-    the teacher --> numbers a row
-    critic's values --> ;  estimated: advantages and returns of tokens from numbers a response --> numbers a row
-    advantages: from numbers a response --> numbers a row;  selected: tokens that a loss treats apart
+    log-probs --> gaps to generation's;  reference's --> ;  teacher's and critic's, taken over -->
+    corrected: mask, weights, anchor, penalties, KL to the teacher;  estimated: advantages and returns by a critic
+    advantages: from numbers a response;  selected: tokens that a loss treats apart
 
-Formulas stand in mrl.algo and look at one row at a time, so any replica may have any row. Means and counts over all
-rows are computed by the driver, from numbers a row (mrl/driver/update.py). Only the model's passes talk to other ranks.
+Every method that computes numbers a row returns those of the replica's own rows. Formulas stand in mrl.algo and look at
+one row at a time, so any replica may have any row. step.py calls these methods in their order, and computes over all
+rows. Only the model's passes talk to other ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,14 +19,14 @@ from mrl.algo.advantages import TokenAdvantages
 from mrl.algo.correction import CorrectionParameters, correct, mismatch_of_rows, without_truncated
 from mrl.algo.distillation import distilled_of_rows, gaps_of_rows, mass_of_rows
 from mrl.algo.gae import estimate, token_rewards, value_moments
-from mrl.algo.plain import Denominators, FloatParts
+from mrl.algo.plain import Denominators
 from mrl.algo.rows import RowValues, in_chunks, moments, row_sums
 from mrl.algo.selection import Candidates, Means, candidates, chosen, largest
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import RoutesHere
 from mrl.data.samples import Samples
 from mrl.exercised import exercised
-from mrl.rank.batching import RowLengths, RowResult
+from mrl.rank.batching import RowLengths, RowResult, UpdateResult
 from mrl.rank.cut import ReplicaCut
 from mrl.rank.handed_rows import HandedRows, taken
 from mrl.rank.teacher_rows import as_counted
@@ -35,39 +34,14 @@ from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers, read_routes
 
 if TYPE_CHECKING:
-    from mrl.rank.actor import MegatronActor  # the driver imports this module and must not load Megatron
-
-# numbers a row about the gap between log-probs of engine and trainer; sum and count of entropies
-Scored = tuple[RowValues, tuple[float, float]]
-
-ALL = "all ranks"
-LAST_STAGE = "ranks of the last pipeline stage"
-RESULT = "the rank of the replica that hands out its results"
-
-VERBS: Mapping[str, str] = MappingProxyType(  # what the driver may ask -> which ranks compute it
-    {
-        "log_probs": ALL,
-        "ref_log_probs": ALL,
-        "update": ALL,
-        "take": LAST_STAGE,
-        "forget": ALL,
-        "correct": LAST_STAGE,
-        "moments": LAST_STAGE,
-        "estimate": LAST_STAGE,
-        "returns": LAST_STAGE,
-        "set_advantages": LAST_STAGE,
-        "find": LAST_STAGE,
-        "select": LAST_STAGE,
-        "old_log_probs_of": RESULT,
-        "differences": RESULT,
-    }
-)
+    from mrl.rank.actor import MegatronActor  # the driver imports step.py, and must not load Megatron
 
 
 class RankBatch:
     """Rows of the newest step. `batch` collects what is computed. Arrays by token are flat, rows end to end.
 
-    Ranks before the last pipeline stage have no log-probs and compute nothing by token.
+    Ranks before the last pipeline stage have no log-probs and compute nothing by token: they run the model's passes
+    alone.
     """
 
     def __init__(
@@ -86,6 +60,7 @@ class RankBatch:
         self._overlong = samples.overlong
         self.own = own
         self.batch = TrainBatch.of(samples, actor.config.rollout.temperature, routes)
+        self.log_probs: np.ndarray | None = None  # float32 [response tokens]: the trainer's, whatever the anchor is
         self._penalties: np.ndarray | None = None  # float64 [response tokens]: KL in the reward
         self._distilled: np.ndarray | None = None  # float64 [response tokens]: a teacher's KL in the advantages
         self._estimates: np.ndarray | None = None  # float64 [response tokens]: advantages by a critic's values
@@ -105,49 +80,38 @@ class RankBatch:
             routes = read_routes(stored, blocks, needed, actor.routing.layers, readers)
         return cls(actor, samples, own, cut, routes)
 
-    def do(self, verb: str, *arguments: Any) -> Any:
-        """Answers one of VERBS. Raises ValueError for another name.
+    def take(self, numbers: np.ndarray, parts: Sequence[HandedRows]) -> None:
+        """Takes over what a second model computed. `numbers` [rows] are the rows' numbers in the step, ascending."""
+        self.batch = taken(self.batch, numbers, parts)
 
-        Returns None on ranks that do not compute it, and on ranks whose answer another rank returns.
-        """
-        if verb not in VERBS:
-            raise ValueError(f"a rank was asked to {verb}, which is none of {', '.join(VERBS)}")
-        computes = {ALL: True, LAST_STAGE: self._actor.on_last_stage, RESULT: self._actor.holds_result}
-        if not computes[VERBS[verb]]:
-            return None
-        answer = getattr(self, verb)(*arguments)
-        if self._actor.holds_result or verb == "update":
-            return answer
-        return None
+    def score(self) -> RowResult | None:
+        """Computes the old policy's log-probs."""
+        return self._actor.policy_log_probs(self.batch, self._cut.log_probs)
 
-    def log_probs(self) -> Scored | None:
-        """Computes the old policy's log-probs and keeps them here. Returns their gap to generation's."""
-        return self._scored(self._actor.policy_log_probs(self.batch, self._cut.log_probs))
-
-    def ref_log_probs(self) -> None:
+    def score_by_reference(self) -> None:
         """Computes the reference model's log-probs and keeps them here."""
         result = self._actor.reference_log_probs(self.batch, self._cut.reference)
         if result is not None:
             self.batch = replace(self.batch, ref_log_probs=self._of_all_rows(result))
 
-    def take(self, numbers: np.ndarray, *parts: HandedRows) -> None:
-        """Takes over what the teacher or the critic computed, which stays here.
+    def keep(self, result: RowResult) -> RowValues:
+        """Keeps the trainer's log-probs. Returns their gap to generation's, as `mismatch_of_rows`."""
+        self.log_probs = self._of_all_rows(result)
+        self.batch = replace(self.batch, old_log_probs=self.log_probs)
+        # in chunks, because mismatch takes dozens of float64 a token
+        sampled = self.batch.is_sampled
+        both = self.batch.rollout_log_probs[sampled], self.log_probs[sampled]
+        return self._of_own(in_chunks(mismatch_of_rows, both, row_sums(sampled, self._lengths)))
 
-        `numbers` [rows] are the rows' numbers in the step, ascending.
-        """
-        self.batch = taken(self.batch, numbers, parts)
+    def shown(self, rows: np.ndarray, less_rollout: bool) -> np.ndarray:
+        """Returns the trainer's log-probs of tokens of `rows`, float32 [their response tokens], 0 for context.
 
-    def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Returns the old log-probs of each given row of this replica, one a token; 0 for context."""
-        return [self.batch.old_log_probs[self.batch.places_of(np.array([row]))] for row in rows]
-
-    def differences(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the trainer's log-prob less generation's, float16 [response tokens], 0 for context.
-
-        `rows` are rows of this replica.
+        With `less_rollout` generation's are taken off, and what is left is float16.
         """
         places = self.batch.places_of(rows)
-        differences = self.batch.old_log_probs[places] - self.batch.rollout_log_probs[places]
+        if not less_rollout:
+            return self.log_probs[places]
+        differences = self.log_probs[places] - self.batch.rollout_log_probs[places]
         return np.where(self.batch.is_sampled[places], differences, 0.0).astype(np.float16)
 
     def correct(self, counted: np.ndarray | None = None) -> RowValues:
@@ -298,38 +262,14 @@ class RankBatch:
         self.batch = replace(batch, critic_values=None, returns=None)
         return HandedRows(numbers[rows], row_sums(batch.is_sampled, self._lengths)[rows].astype(np.int64), columns)
 
-    def forget(self) -> None:
-        """Drops the rows."""
-        self.batch = self._penalties = self._distilled = self._estimates = None
-        self._candidates = []
-
-    def update(self, counts: list[Denominators]) -> tuple[list[FloatParts], Scored | None]:
-        """Updates the weights with the step's rows on every rank at once. Returns its sums of metrics.
-
-        On policy it also returns log-probs of the weights before the update. It then drops the rows, so that their
-        memory is free while the next ones are generated.
-        """
-        result = self._actor.update_replica(self.batch, self._cut.mini_batches, counts)
-        scored = self._scored(result.old)
-        self.forget()
-        return [*result.parts, result.spent], scored if self._actor.holds_result else None
+    def update(self, counts: list[Denominators]) -> UpdateResult:
+        """Updates the weights with the step's rows, on every rank at once. `counts` are those of mini-batches."""
+        self.log_probs = None  # shown by now
+        return self._actor.update_replica(self.batch, self._cut.mini_batches, counts)
 
     @property
     def _lengths(self) -> np.ndarray:
         return self.batch.response_lengths
-
-    def _scored(self, result: RowResult | None) -> Scored | None:
-        """Keeps the trainer's old log-probs. Returns how far generation's are from them."""
-        if result is None:
-            return None
-        log_probs = self._of_all_rows(result)
-        self.batch = replace(self.batch, old_log_probs=log_probs)
-        # in chunks, because mismatch takes dozens of float64 a token
-        lengths = self._lengths
-        sampled = self.batch.is_sampled
-        both = self.batch.rollout_log_probs[sampled], log_probs[sampled]
-        mismatch = in_chunks(mismatch_of_rows, both, row_sums(sampled, lengths))
-        return self._of_own(mismatch), result.entropy
 
     def _of_all_rows(self, result: RowResult) -> np.ndarray:
         return self._on_sampled(result.rows, result.log_probs)

@@ -6,8 +6,10 @@ Its public methods take and return small plain data.
 import faulthandler
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from mrl.algo.plain import Denominators, FloatParts
+from mrl.algo.plain import FloatParts
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig, with_values
 from mrl.crash_points import crash_point
@@ -33,8 +35,8 @@ from mrl.process.shared_folder import FolderMark
 from mrl.rank.batching import MicroRows
 from mrl.rank.cut import ReplicaCut
 from mrl.rank.handed_rows import HandedRows
+from mrl.rank.step import RankStep, ReplicaRows, Scored, StepRows
 from mrl.store.response_store import ResponseStore
-from mrl.store.routes import Readers
 
 WRITING = "writing"  # concurrency group of methods that a rank answers while it trains
 LOOKING = "looking"  # and of those that it answers while it trains or writes
@@ -55,9 +57,9 @@ class ActorWorker:
         self._places = places
         self.config = RunConfig.model_validate(config)
         self.rank = rank
-        self.batch = None  # rows of the current step
-        self.critic_batch = None  # those of the critic's replica
-        self.computed = None  # by the teacher or the critic, until it is handed out
+        self.step = None  # the current one
+        self.is_stopped = False  # it is to end before its update
+        self.critic_batch = None  # rows of the critic's replica
         self.sync_setups = []  # of weight syncs, one for each connection that is to be opened
         self.sender = None  # of weight syncs, after connecting
         self.given_up: list[str] = []  # names of the connections of weight syncs that the driver gave up last
@@ -134,54 +136,81 @@ class ActorWorker:
                 self.actor.critic.offload()
         return os.getpid()
 
-    def begin_step(self, samples: ResponseStore, own: np.ndarray, cut: ReplicaCut, readers: Readers) -> None:
-        """Fetches the rows of a step into a RankBatch."""
-        from mrl.rank.rank_batch import RankBatch  # imports torch, which only a prepared process may do
-
-        self.batch = None  # the former step's rows are released first
-        here = ray.get_runtime_context().get_node_id()  # the rank itself reads what is on this node
-        elsewhere = {node: reader for node, reader in readers.items() if node != here}
-        self.batch = RankBatch.fetched(self.actor, samples, own, cut, elsewhere)
-
-    def ask_teacher(self, samples: ResponseStore, rows: np.ndarray, micros: Sequence[MicroRows]) -> None:
-        """Has this rank's replica of the teacher score `samples`, which are `rows` of the step; see `hand_out`."""
-        from mrl.rank.teacher_rows import scored
+    @ray.method(num_returns=2)
+    def ask_teacher(
+        self, samples: ResponseStore, rows: np.ndarray, micros: Sequence[MicroRows]
+    ) -> tuple[None, HandedRows | None]:
+        """Has this rank's replica of the teacher score `samples`, which are `rows` of the step."""
+        from mrl.rank.teacher_rows import scored  # imports torch, which only a prepared process may do
 
         crash_point("rank", self.rank, "ask_teacher")
-        self.computed = None  # of the step before, where nobody took it
-        self.computed = scored(self.actor, samples, rows, micros)
+        return None, scored(self.actor, samples, rows, micros)
 
-    def ask_critic(self, samples: ResponseStore, rows: np.ndarray, cut: ReplicaCut) -> None:
-        """Has this rank's replica of the critic value `samples`, which are `rows` of the step; see `hand_out`."""
+    @ray.method(num_returns=2)
+    def ask_critic(self, samples: ResponseStore, rows: np.ndarray, cut: ReplicaCut) -> tuple[None, HandedRows | None]:
+        """Has this rank's replica of the critic value `samples`, which are `rows` of the step."""
         from mrl.rank.critic_rows import CriticBatch
 
         crash_point("rank", self.rank, "ask_critic")
-        self.computed = None
         self.critic_batch = None  # the former step's rows are released first
         self.critic_batch = CriticBatch(self.actor, samples, rows, cut)
-        self.computed = self.critic_batch.values()
+        return None, self.critic_batch.values()
 
-    def hand_out(self) -> HandedRows | None:
-        """Hands out what `ask_teacher` or `ask_critic` computed, on one rank of each replica of the teacher or the
-        critic.
-        """
-        computed = self.computed
-        self.computed = None
-        return computed
+    @ray.method(num_returns=2)
+    def score(
+        self, rows: StepRows, own: ReplicaRows, samples: ResponseStore, *handed: HandedRows
+    ) -> tuple[Scored, HandedRows | None]:
+        """Computes what an update needs of a step: see RankStep.score."""
+        self.step = None  # the former step's rows are released first
+        self.is_stopped = False
+        self.step = RankStep(self.actor, rows, lambda: self.is_stopped)
+        here = ray.get_runtime_context().get_node_id()  # the rank itself reads what is on this node
+        elsewhere = {node: reader for node, reader in own.readers.items() if node != here}
+        return self.step.score(replace(own, readers=elsewhere), samples, handed)
 
-    def update_critic(self, counts: Sequence[Denominators], *returns: HandedRows) -> list[FloatParts] | None:
+    @ray.method(concurrency_group=LOOKING)
+    def stop_scoring(self) -> None:
+        """Lets `score` end, on all ranks together, where they exchange numbers next."""
+        self.is_stopped = True
+
+    @ray.method(concurrency_group=LOOKING)
+    def phase(self) -> tuple[str, float]:
+        """Returns the phase of `score` that the rank is at, and for how many seconds."""
+        step = self.step
+        if step is None:
+            return "", 0.0
+        name, since = step.phase
+        return name, time.monotonic() - since
+
+    def shown(self, numbers: np.ndarray, less_rollout: bool) -> np.ndarray | None:
+        """Returns log-probs of rows of the step, between `score` and `update`: see RankStep.shown."""
+        return self.step.shown(numbers, less_rollout)
+
+    def update_critic(self, *returns: HandedRows) -> list[FloatParts] | None:
         """Updates the critic with the rows of `ask_critic`, which then are gone; see CriticBatch.update."""
         crash_point("rank", self.rank, "update_critic")
-        parts = self.critic_batch.update(counts, returns)
+        parts = self.critic_batch.update(self.step.critic_counts(), returns)
         self.critic_batch = None
         return parts
 
+    def update(self, trains: bool = True) -> tuple[list[FloatParts], dict[str, float]]:
+        """Updates the actor with the rows of `score`, which then are gone: see RankStep.update.
+
+        Without `trains` it only drops the rows.
+        """
+        crash_point("rank", self.rank, "update")
+        step = self.step
+        self.step = None
+        if not trains:
+            return [], {}
+        return step.update()
+
     def do(self, verb: str, *arguments: Any) -> Any:
-        """Calls one of MODEL_VERBS on MegatronActor, or a verb of RankBatch on the rows of the step."""
+        """Calls one of MODEL_VERBS on MegatronActor."""
         crash_point("rank", self.rank, verb)
-        if verb in MODEL_VERBS:
-            return getattr(self.actor, verb)(*arguments)
-        return self.batch.do(verb, *arguments)
+        if verb not in MODEL_VERBS:
+            raise ValueError(f"a rank was asked to {verb}, which is none of {', '.join(MODEL_VERBS)}")
+        return getattr(self.actor, verb)(*arguments)
 
     def speed(self) -> tuple[str, float]:
         """Returns the name of this rank's device and its FLOP/s; on the CPU with all cores of the host."""

@@ -3,8 +3,8 @@
     driver                                    ranks
     lengths --deal--> rows of each replica
     of the teacher                        --> ask_teacher: fetch those rows, score them, keep the scores
-    references to the scores              <-- hand_out
-    the same references                   --> take: each actor replica picks its rows' scores
+    references to the scores              <--
+    the same references                   --> score: each actor replica picks its rows' scores
 
 The driver never holds a score. It passes on references (handed_rows.py).
 """

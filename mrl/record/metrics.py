@@ -224,7 +224,11 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
+            self.add(phase, self._clock() - start)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Adds seconds of a phase that another process has timed."""
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     @property
     def seconds(self) -> Mapping[str, float]:

@@ -2,7 +2,10 @@
 and replicas that compute of tokens what real ranks do.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +13,15 @@ from small_model import SIZES
 
 from mrl.cluster.scoring import Channel, Scorer, ScorerGroup
 from mrl.data.samples import Samples, packed
+from mrl.driver.step_batch import StepBatch
+from mrl.generate.rollouts import compared, metric_values
 from mrl.model import model_spec
 from mrl.model.layout import TrainLayout
 from mrl.rank.batching import RowResult, UpdateResult
 from mrl.rank.critic_rows import CriticBatch
+from mrl.rank.exchange import FailedElsewhere
 from mrl.rank.loss_parameters import loss_parameters
-from mrl.rank.rank_batch import RankBatch
+from mrl.rank.step import RankStep, Scored
 from mrl.rank.teacher_rows import scored
 from mrl.store.response_store import ResponseBlock, ResponseStore, in_blocks
 
@@ -72,6 +78,36 @@ def scorers(pool, tokenizer, *engines: str) -> ScorerGroup:
     return HereAlone([Here("scorer 0", scorer)], dict.fromkeys(engines or ("engine 0",), 0))
 
 
+class Together:
+    """Exchanges bytes between ranks, each of which is a thread. `calls` counts exchanges."""
+
+    def __init__(self, ranks: int):
+        self.calls, self._given, self._met = 0, [b""] * ranks, threading.Barrier(ranks, self._count, timeout=20)
+
+    def _count(self):
+        self.calls += 0.5
+
+    def end(self, rank: int):
+        def gather(data: bytes) -> list[bytes]:
+            self._given[rank] = data
+            self._met.wait()
+            every = list(self._given)
+            self._met.wait()  # nobody gives the next before all have read
+            return every
+
+        return gather
+
+
+def in_threads(calls) -> list:
+    """What calls return that wait for each other. Raises the first's error of its own."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        begun = [pool.submit(call) for call in calls]
+    failed = [each.exception() for each in begun if each.exception() is not None]
+    for error in sorted(failed, key=lambda error: isinstance(error, FailedElsewhere)):
+        raise error
+    return [each.result() for each in begun]
+
+
 class ReplicaActor:
     """Stands in for MegatronActor as one rank that is a whole replica, and for its model.
 
@@ -86,6 +122,11 @@ class ReplicaActor:
         self.config, self.number, self.gap, self.ref_gap, self.updated = config, number, gap, ref_gap, updated
         self.loss_parameters = loss_parameters(config.algorithm, config.distillation)
         self.teacher = None
+        self.gather_bytes = lambda data: [data]
+
+    @property
+    def rank(self):
+        return self.number
 
     def policy_log_probs(self, batch, micros=()):
         return self._above(batch, self.gap)
@@ -143,38 +184,61 @@ class Replicas:
         self.teacher = None
         own = config.critic.layout
         self.critic_layout = TrainLayout.build(own, self.model) if own else self.layout
-        self.computed: list = []
         self.critic_batches: list[CriticBatch] = []
         self.actors = [ReplicaActor(config, number, gap, ref_gap, updated) for number in range(data)]
-        self.batches: list[RankBatch] = []
+        self.steps: list[RankStep] = []
+        self.stops = lambda rank: False
+
+    @property
+    def batches(self):
+        """The rows of each rank, and what is computed of them."""
+        return [step._tokens for step in self.steps]
+
+    def score(self, arguments):
+        self.together = Together(len(self.actors))
+        for number, actor in enumerate(self.actors):
+            actor.gather_bytes = self.together.end(number)
+        self.steps = [
+            RankStep(actor, rows, partial(self.stops, actor.rank))
+            for actor, (rows, *_) in zip(self.actors, arguments, strict=True)
+        ]
+        asked = zip(self.steps, arguments, strict=True)
+        answers = in_threads([lambda step=step, own=own: step.score(*own[1:3], own[3:]) for step, own in asked])
+        return [first for first, _ in answers], [second for _, second in answers]
+
+    def each_keeping(self, method, arguments, phase):
+        asked = list(zip(self.actors, arguments, strict=True))
+        if method == "ask_teacher":
+            return [None] * len(asked), [scored(actor, *own) for actor, own in asked]
+        assert method == "ask_critic"
+        self.critic_batches = [CriticBatch(actor, *own) for actor, own in asked]
+        return [None] * len(asked), [batch.values() for batch in self.critic_batches]
 
     def each(self, method, arguments, phase, interruptible=False):
-        if method == "begin_step":
-            self.batches = [RankBatch.fetched(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
-            return [None] * len(arguments)
-        if method == "ask_teacher":
-            self.computed = [scored(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
-            return [None] * len(arguments)
-        if method == "ask_critic":
-            self.critic_batches = [CriticBatch(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
-            self.computed = [batch.values() for batch in self.critic_batches]
-            return [None] * len(arguments)
-        if method == "hand_out":
-            return self.computed
         if method == "update_critic":
-            asked = zip(self.critic_batches, arguments, strict=True)
-            return [batch.update(counts, returns) for batch, (counts, *returns) in asked]
-        assert method == "do" and len({verb for verb, *_ in arguments}) == 1
-        return [batch.do(*own) for batch, own in zip(self.batches, arguments, strict=True)]
+            asked = zip(self.critic_batches, self.steps, arguments, strict=True)
+            return [batch.update(step.critic_counts(), returns) for batch, step, returns in asked]
+        if method == "shown":
+            return [step.shown(*own) for step, own in zip(self.steps, arguments, strict=True)]
+        assert method == "update"
+        steps = self.steps
+        if arguments[0]:  # the actor is left as it is
+            self.steps = []
+            return [([], {})] * len(steps)
+        return in_threads([step.update for step in steps])
 
     def refs_each(self, method, arguments):
         return dict(enumerate(self.each(method, arguments, method)))
 
     def of_tokens(self, name: str, rows: list[np.ndarray]) -> np.ndarray:
-        """A column of all tokens in the order of the step's rows; `rows` are those that each replica holds."""
+        """A column of all tokens in the order of the step's rows; `rows` are those that each replica holds.
+
+        Columns of the critic are those before it was handed what it is trained on.
+        """
         lengths, parts = {}, {}
         for replica, numbers in zip(self.batches, rows, strict=True):
-            values, batch = getattr(replica.batch, name), replica.batch
+            batch = getattr(replica, "kept", replica.batch)
+            values = getattr(batch, name)
             ends = np.cumsum(batch.response_lengths)
             for number, end, length, own in zip(
                 numbers.tolist(), ends, batch.response_lengths, replica.own, strict=True
@@ -182,3 +246,28 @@ class Replicas:
                 if own:
                     parts[number], lengths[number] = values[end - length : end], length
         return np.concatenate([parts[number] for number in sorted(parts)])
+
+
+def scored_step(actor: Replicas, rollouts, counted=None) -> tuple[StepBatch, Scored]:
+    """A step on the ranks, after all that the loop asks of them before an update."""
+    config, step = actor.config, StepBatch(actor, rollouts.samples)
+    if counted is None:
+        counted = compared(step.rows.group_id, rollouts.results, config.compares_responses)
+    if config.distillation.enabled:
+        step.ask_teacher()
+    if config.algorithm.needs_critic:
+        step.ask_critic()
+    keys = config.algorithm.gdpo_reward_keys
+    return step, step.score(
+        rollouts.rewards,
+        counted,
+        {key: metric_values(key, rollouts.results, rollouts.rewards) for key in keys},
+        by_reference=config.algorithm.needs_reference,
+    )
+
+
+def trained_of(actor: Replicas) -> np.ndarray:
+    """Trained tokens of each row, as every rank has them."""
+    for step in actor.steps[1:]:
+        np.testing.assert_array_equal(step._trained, actor.steps[0]._trained)
+    return actor.steps[0]._trained

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from replicas import Replicas, stored
+from replicas import Replicas, scored_step, stored
 
 from mrl.algo.advantages import soft_overlong_penalty
 from mrl.algo.correction import CorrectionParameters, correct, correction_metrics, log_ratios, without_truncated
@@ -18,13 +18,12 @@ from mrl.algo.spec import CORRECTIONS, LEVELS, MODES
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
+from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, packed
 from mrl.driver.advice import advisers
 from mrl.driver.reporting import AdvisedRecord
-from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import corrections
 from mrl.errors import NumericAbort
-from mrl.generate.rollouts import Judge
+from mrl.generate.rollouts import Judge, Rollouts
 from mrl.record.spec import metric_spec
 from mrl.reward.items import RewardResult
 
@@ -194,9 +193,13 @@ def test_the_penalty_counts_all_tokens_that_the_limit_counts():
 
 def filtered(config: RunConfig, samples: list[Sample], gap: float = 0.0) -> tuple[TrainBatch, dict[str, float]]:
     """What two replicas hold after it; rows of the first, then of the second."""
-    step = StepBatch(actor := Replicas(config, 2, gap), stored(samples))
-    step.log_probs()
-    _, metrics = corrections(config.algorithm, step)
+    rows = stored(samples)
+    results = [RewardResult(number, float(number), {}, "ok") for number in range(len(samples))]
+    step, scored = scored_step(
+        actor := Replicas(config, 2, gap), Rollouts(rows, results, np.arange(float(len(samples))), DataCursor(), {})
+    )
+    of_correction = tuple(f"rollout_corr/{name}" for name in ("outside", "rejected", "weight", "effective"))
+    metrics = {name: value for name, value in scored.metrics.items() if name.startswith(("train/", *of_correction))}
     batches = [each.batch.rows(np.flatnonzero(each.own)) for each in actor.batches]
     whole = TrainBatch.joined(batches)
     return whole.rows(np.argsort(np.concatenate([step.cut.own_rows(replica) for replica in (0, 1)]))), metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from replicas import ReplicaActor, ReplicaCritic, Replicas, stored
+from replicas import ReplicaActor, ReplicaCritic, Replicas, scored_step, stored, trained_of
 from test_step_batch import noise, rollouts_of, samples
 from whole_batch import rows_of
 
@@ -18,7 +18,7 @@ from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.driver.resume import RunIdentity, find_resume_point
 from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import advantages, corrections, leave_actor, old_log_probs, update_critic
+from mrl.driver.update import leave_actor, update_critic
 from mrl.errors import ConfigError, DamagedCheckpoint, NumericAbort
 from mrl.generate.rollouts import compared
 from mrl.model import model_spec, parameter_count, planning_model_spec
@@ -29,6 +29,8 @@ from mrl.plan.host_memory import save_bytes
 from mrl.plan.memory import actor_bytes, memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.times import phase_seconds
+from mrl.rank import step as rank_step
+from mrl.rank.rank_batch import RankBatch
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.tools.import_verl.translate import import_overrides, import_script
 from mrl.tools.rehearse.compose import WorkFolder, compose
@@ -174,29 +176,39 @@ def test_ranks_of_a_critic_hold_each_weight_once_and_a_head_in_place_of_the_outp
 # ---------------------------------------------------------------- a step
 
 
-def step_of(replicas: int, *overrides: str):
+class KeptBatch(RankBatch):
+    """Keeps the columns that go with what the critic is trained on."""
+
+    def returns(self, numbers):
+        self.kept = self.batch
+        return super().returns(numbers)
+
+
+@pytest.fixture(autouse=True)
+def keeping(monkeypatch):
+    monkeypatch.setattr(rank_step, "RankBatch", KeptBatch)
+
+
+def step_of(replicas: int, *overrides: str, value=None, judged=None):
     config = config_of("algorithm.gamma=0.9", "algorithm.lam=0.8", *overrides)
     actor = Replicas(config, replicas, lambda own: noise(own, 1000), lambda own: noise(own, 2000))
     layout = actor.critic_layout
     for rank, each in enumerate(actor.actors):
         place = layout.dense_coords(rank)
         is_last = place.pp == layout.pipeline - 1
-        each.critic = ReplicaCritic(lambda own: noise(own, 3000), is_last, is_last and place.tp == place.cp == 0)
+        each.critic = ReplicaCritic(
+            value or (lambda own: noise(own, 3000)), is_last, is_last and place.tp == place.cp == 0
+        )
     rollouts = rollouts_of(stored(samples()))
-    step = StepBatch(actor, rollouts.samples)
-    old_log_probs(config.actor, config.algorithm, step)
-    if config.algorithm.needs_reference:
-        step.ref_log_probs()
-    step.values(rollouts.samples)
-    corrected, _ = corrections(config.algorithm, step)
-    metrics = advantages(config.algorithm, step, rollouts, corrected)
+    if judged is not None:
+        rollouts = replace(rollouts, results=judged(rollouts.results))
+    step, scored = scored_step(actor, rollouts)
     held = [step.cut.needed_rows(replica) for replica in range(replicas)]
     return (
         step,
         actor,
         rollouts,
-        corrected,
-        metrics,
+        scored.metrics,
         {name: actor.of_tokens(name, held) for name in ("advantages", "returns", "critic_values")},
     )
 
@@ -207,7 +219,7 @@ KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1")
 @pytest.mark.parametrize("overrides", [(), KL, (*KL, "algorithm.overlong_filter=true")])
 def test_advantages_of_a_step_are_estimated_over_whole_responses_and_whitened_over_trained_tokens(overrides):
     """As verl does it: the score at the end, each token's KL taken off, all tokens estimated, trained ones whitened."""
-    *_, rollouts, _, metrics, columns = step_of(3, *overrides)
+    *_, rollouts, metrics, columns = step_of(3, *overrides)
     made = rollouts.samples.read()
     own, lengths = made.rollout_log_probs, made.response_lengths
     values = noise(own, 3000).astype(np.float64)
@@ -257,19 +269,20 @@ def test_estimates_have_the_same_bits_wherever_rows_lie(replicas, layout):
 @pytest.mark.parametrize(("replicas", "layout"), OTHERS)
 def test_a_critic_of_another_layout_is_updated_with_the_actors_returns_of_its_own_rows(replicas, layout):
     """Each replica's rows of each mini-batch, whole on each of its ranks of the last stage, and no row twice."""
-    step, actor, _, corrected, _, columns = step_of(replicas, "algorithm.overlong_filter=true", layout)
-    metrics = update_critic(step, corrected)
+    step, actor, _, _, columns = step_of(replicas, "algorithm.overlong_filter=true", layout)
+    metrics = update_critic(step)
+    trained = trained_of(actor)
     assert metrics["critic/vf_loss"] == 1.0
     cut = step.critic_cut
     lengths = step.rows.response_lengths
-    kept = corrected["trained"] > 0
+    kept = trained > 0
     assert not kept.all()
     seen = []
     for rank, each in enumerate(actor.actors):
         place = actor.critic_layout.dense_coords(rank)
         ((batch, mini_batches, counts),) = each.critic.updates
         held = cut.needed_rows(place.dp)
-        assert [count.tokens for count in counts] == [int(corrected["trained"][rows].sum()) for rows in cut.slices]
+        assert [count.tokens for count in counts] == [int(trained[rows].sum()) for rows in cut.slices]
         rows = np.concatenate([held[micro.rows] for part in mini_batches for micro in part if not micro.is_filler])
         if place.tp == place.cp == place.pp == 0:
             seen += rows.tolist()
@@ -284,24 +297,19 @@ def test_a_critic_of_another_layout_is_updated_with_the_actors_returns_of_its_ow
 
 
 def test_values_that_are_no_numbers_end_the_step():
-    step, actor, rollouts, corrected, *_ = step_of(2)
-    batch = actor.batches[0]
-    values = batch.batch.critic_values.copy()
-    values[0] = np.nan
-    batch.batch = replace(batch.batch, critic_values=values)
     with pytest.raises(NumericAbort, match="values of the critic are not finite"):
-        advantages(actor.config.algorithm, step, rollouts, corrected)
+        step_of(2, value=lambda own: np.where(np.arange(len(own)) == 0, np.nan, own))
 
 
 def test_a_critic_is_updated_with_all_rows_before_the_actor_and_then_lets_go_of_its_columns():
-    step, actor, _, corrected, *_ = step_of(3)
-    metrics = update_critic(step, corrected)
+    step, actor, *_ = step_of(3)
+    metrics = update_critic(step)
     assert metrics["critic/vf_loss"] == 1.0
     for each, batch in zip(actor.actors, actor.batches, strict=True):
         ((given, mini_batches, counts),) = each.critic.updates
         assert given.critic_values is not None and given.returns is not None and len(mini_batches) == len(counts) == 3
         assert batch.batch.critic_values is None and batch.batch.returns is None
-    assert sum(count.tokens for count in counts) == int(corrected["trained"].sum())
+    assert sum(count.tokens for count in counts) == int(trained_of(actor).sum())
 
 
 def test_a_response_whose_group_failed_is_trained_on_where_a_critic_judges_it():
@@ -312,21 +320,19 @@ def test_a_response_whose_group_failed_is_trained_on_where_a_critic_judges_it():
     judged = [reason == OK for reason in reasons]
     assert compared(ids, results, by_group=False).tolist() == judged
     assert compared(ids, results).tolist() == [False] * 4 + judged[4:]
-    step, _, rollouts, *_ = step_of(2)
-    lonely = [replace(each, reason=LEFT_OUT) if number in (1, 2, 3) else each
-        for number, each in enumerate(rollouts.results)]  # fmt: skip
-    rollouts = replace(rollouts, results=lonely)
-    algorithm = config_of().algorithm
-    counted = compared(step.rows.group_id, lonely, algorithm.needs_group)
-    corrected, _ = corrections(algorithm, step, counted)
-    advantages(algorithm, step, rollouts, corrected, counted)
-    assert corrected["trained"][0] == step.rows.response_lengths[0] and not corrected["trained"][1:4].any()
+
+    def lonely(results):
+        return [replace(each, reason=LEFT_OUT) if n in (1, 2, 3) else each for n, each in enumerate(results)]
+
+    step, actor, *_ = step_of(2, judged=lonely)
+    trained = trained_of(actor)
+    assert trained[0] == step.rows.response_lengths[0] and not trained[1:4].any()
 
 
 def test_a_step_that_trains_the_critic_alone_lets_the_rows_go():
     step, actor, *_ = step_of(2)
     assert leave_actor(step) == {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
-    assert all(batch.batch is None for batch in actor.batches)
+    assert not actor.batches
 
 
 @pytest.mark.parametrize("mini", [1, 2, 3, 6])

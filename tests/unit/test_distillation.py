@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import random as generators
-from replicas import Replicas, stored
+from replicas import Replicas, scored_step, stored
 from small_model import SIZES, write_model
 from test_config_rules import TINY_MODEL
 from test_losses import make
@@ -34,8 +34,6 @@ from mrl.config.rules import notes, violations
 from mrl.config.schema import with_values
 from mrl.data.samples import packed
 from mrl.driver.preflight import _without_teacher
-from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import advantages, corrections, old_log_probs
 from mrl.errors import ConfigError, NumericAbort
 from mrl.generate.rollouts import compared
 from mrl.model import model_spec, parameter_count, planning_model_spec
@@ -255,15 +253,11 @@ def taught(data, degrees=None, *overrides, given=None):
     config = load_config(TINY, None, [*STEP, "distillation.enabled=true", *overrides]).config
     actor = Taught(config, data, degrees)
     rollouts = rollouts_of(stored(given or samples()))
-    step = StepBatch(actor, rollouts.samples)
-    old_log_probs(config.actor, config.algorithm, step)
-    step.teacher_log_probs(rollouts.samples)
-    corrected, metrics = corrections(config.algorithm, step)
-    metrics |= advantages(config.algorithm, step, rollouts, corrected)
+    step, scored = scored_step(actor, rollouts)
     held = [step.cut.needed_rows(replica) for replica in range(data)]
     names = ("old_log_probs", "advantages", "teacher_log_probs", "teacher_words", "of_teacher_words")
     columns = {name: actor.of_tokens(name, held) for name in names if getattr(actor.batches[0].batch, name) is not None}
-    return metrics, columns, actor
+    return scored.metrics, columns, actor
 
 
 LAYOUTS = [(1, {}), (2, {}), (4, {}), (4, {"tensor_model_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2}),

@@ -104,10 +104,18 @@ class World(AnsweringEngines):
 
     def each(self, method, arguments, phase, interruptible=False):
         """Of two ranks that are a replica each."""
-        called = arguments[0][0] if method == "do" else method
-        if called in ("log_probs", "ref_log_probs", "ask_critic", "update_critic", "update"):
-            self.note(called)
+        if method in ("update_critic", "update") and (False,) not in arguments:
+            self.note(method)
         return self.ranks.each(method, arguments, phase, interruptible)
+
+    def each_keeping(self, method, arguments, phase):
+        self.note(method)
+        return self.ranks.each_keeping(method, arguments, phase)
+
+    def score(self, arguments):
+        rows = arguments[0][0]
+        self.note("score by reference" if rows.by_reference else "score")
+        return self.ranks.score(arguments)
 
     def refs_each(self, method, arguments):
         return self.ranks.refs_each(method, arguments)
@@ -247,10 +255,15 @@ class SharedDevices(World):
         return super().respond(requests)
 
     def each(self, method, arguments, phase, interruptible=False):
-        self.updates += arguments[0][0] == "update"
+        self.updates += method == "update"
         answers = super().each(method, arguments, phase, interruptible)
         if interruptible:
             self.run.stop.raise_if_set()  # whoever waits for the ranks looks for signals
+        return answers
+
+    def score(self, arguments):
+        answers = super().score(arguments)
+        self.run.stop.raise_if_set()
         return answers
 
     def take_checkpoint(self):
@@ -306,7 +319,7 @@ def run_of(world, tmp_path, *overrides, state=TrainState()) -> Run:  # noqa: B00
 def test_a_step_goes_through_its_phases_in_order_and_advances_the_state(world, tmp_path):
     run = run_of(world, tmp_path)
     loop.train_step(run)
-    assert world.calls == ["offload", "generate", "rewards", "log_probs", "update", "sync 1"]
+    assert world.calls == ["offload", "generate", "rewards", "score", "update", "sync 1"]
     assert (run.state.step, run.state.cursor.index) == (1, 2)
     loop.train_step(run)
     assert [step for step, _ in world.lines] == [1, 2] and world.lines[1][1]["reshard/weight_version"] == 2
@@ -327,7 +340,7 @@ def test_a_start_compares_engines_with_ranks_and_the_next_line_has_its_seconds(w
     respond = world.respond
     world.respond = lambda requests: asked.extend(requests) or respond(requests)
     compare_with_engines(run)
-    assert world.calls == ["offload", "generate", "log_probs"] and run.state == TrainState()
+    assert world.calls == ["offload", "generate", "score"] and run.state == TrainState()
     assert len(asked) == 8 and {request.prompt_ids for request in asked} == {(2, 3)}, "no later prompt begins like them"
     loop.train_step(run)
     loop.train_step(run)
@@ -345,7 +358,7 @@ def test_a_start_gives_shared_devices_back_to_the_engines(shared, tmp_path, comp
     begun = len(shared.calls)
     compare_with_engines(run)
     states = {"parameters": "bring parameters", "update": "bring parameters gradients optimizer"}
-    assert shared.calls[begun : begun + 4] == ["generate", "sleep", states[brought], "log_probs"]
+    assert shared.calls[begun : begun + 4] == ["generate", "sleep", states[brought], "score"]
     assert shared.calls[-1] == "commit" and shared.engines == {"weights", "cache"} and shared.version == 0
 
 
@@ -410,7 +423,7 @@ def test_a_step_of_a_run_that_loses_its_directory_later_writes_no_log_probs(worl
 
     def lose(call):
         note(call)
-        if call == "log_probs":
+        if call == "score":
             (run.run_dir.path / "run.lock.1").rename(run.run_dir.path / "run.lock.2")
 
     monkeypatch.setattr(world, "note", lose)
@@ -471,10 +484,10 @@ def test_a_critic_is_trained_first_and_alone_before_the_step_that_trains_the_act
     for actor in world.ranks.actors:
         actor.critic = ReplicaCritic()
     loop.train_step(run)
-    first = ["offload", "generate", "rewards", "log_probs", "ask_critic", "update_critic", "sync 1"]
+    first = ["offload", "generate", "rewards", "ask_critic", "score", "update_critic", "sync 1"]
     assert world.calls == first and run.is_whole
     loop.train_step(run)
-    both = [*first[:4], "ref_log_probs", *first[4:-1], "update", "sync 2"]
+    both = [*first[:4], "score by reference", "update_critic", "update", "sync 2"]
     assert world.calls[len(first) :] == both
     (_, alone), (_, later) = world.lines
     assert alone["actor/updates"] == 0 and "perf/mfu/actor" not in alone and later["perf/mfu/actor"] > 0
@@ -495,7 +508,7 @@ def test_on_policy_no_pass_comes_before_the_update_and_the_line_has_what_the_pas
         lines.append(
             {name: value for name, value in world.lines[-1][1].items() if not name.startswith(("timing", "perf/"))}
         )
-    assert world.calls[-5:] == ["offload", "generate", "rewards", "update", "sync 1"]
+    assert world.calls[-6:] == ["offload", "generate", "rewards", "score", "update", "sync 1"]
     assert lines[0] == lines[1] and "training/rollout_probs_diff_mean" in lines[1]
     assert not [name for name in world.lines[-1][1] if "old_log_prob" in name]
 
@@ -510,11 +523,10 @@ def test_on_policy_shared_devices_go_from_the_engines_to_the_update_unless_a_ref
     run.placement.begin(0)
     begun = len(shared.calls)
     loop.train_step(run)
-    between = ["bring parameters", "ref_log_probs"] if reference else []
+    between = ["sleep", "bring parameters", "score by reference"] if reference else ["score", "sleep"]
     assert shared.calls[begun:] == [
         "generate",
         "rewards",
-        "sleep",
         *between,
         *FROM_UPDATE[:2],
         "bring parameters",
@@ -568,7 +580,7 @@ def test_a_signal_before_the_update_ends_the_step_and_changes_nothing(world, tmp
     world.signal_in = "generate"
     with pytest.raises(Interrupted):
         loop.train_step(run)
-    assert "log_probs" not in world.calls and run.state == TrainState() and world.lines == []
+    assert "score" not in world.calls and run.state == TrainState() and world.lines == []
 
 
 def test_a_signal_from_the_update_on_waits_for_the_end_of_the_step(world, tmp_path):
@@ -580,7 +592,7 @@ def test_a_signal_from_the_update_on_waits_for_the_end_of_the_step(world, tmp_pa
 
 
 # what is asked of ranks and engines in a step, on devices that they share
-BEFORE_UPDATE = ("generate", "rewards", "sleep", "bring parameters", "log_probs")
+BEFORE_UPDATE = ("generate", "rewards", "sleep", "bring parameters", "score")
 FROM_UPDATE = (
     "bring parameters gradients optimizer",
     "update",

@@ -89,8 +89,8 @@ def test_what_is_stored_and_what_a_rank_holds_of_a_step_are_their_arrays(tiny_mo
     by_row = samples.numbers.nbytes
     assert stored_bytes(inputs) == samples.nbytes - by_row
     held = RankBatch(ReplicaActor(inputs.config), samples, np.ones(rows, bool), ReplicaCut((), (), ()))
-    held.log_probs()
-    held.ref_log_probs()
+    held.keep(held.score())
+    held.score_by_reference()
     held.correct()
     held.set_advantages(TokenAdvantages(np.zeros(rows)))
     selection = rows * width  # which this loss has none of

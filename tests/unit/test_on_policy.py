@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from replicas import stored
+from replicas import scored_step, stored
 from small_model import SIZES as TINY_SIZES
 from test_routing import Router
 from test_step_batch import PROMPTS, SIZES, Noisy, rollouts_of, samples
@@ -24,8 +24,7 @@ from mrl.config.load import load_config
 from mrl.config.rules import notes, violations
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import packed
-from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import advantages, corrections, old_log_probs, update
+from mrl.driver.update import update
 from mrl.errors import NumericAbort
 from mrl.model import model_spec, planning_model_spec
 from mrl.plan.devices import find_device
@@ -140,13 +139,10 @@ def step_of(replicas: int, *overrides, many=None) -> dict[str, float]:
         Noisy(config, replicas, lambda counts, replica: parts),
         rollouts_of(stored(many or samples())),
     )
-    step = StepBatch(actor, rollouts.samples)
-    metrics = old_log_probs(config.actor, config.algorithm, step)
-    assert bool(metrics) is not config.algorithm.on_policy
-    corrected, more = corrections(config.algorithm, step)
-    metrics |= more | advantages(config.algorithm, step, rollouts, corrected)
+    step, scored = scored_step(actor, rollouts)
+    assert ("actor/entropy" in scored.metrics) is (scored.gaps is not None) is not config.algorithm.on_policy
     assert (actor.batches[0].batch.old_log_probs is None) is config.algorithm.on_policy
-    return metrics | update(step, corrected)
+    return scored.metrics | update(step)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from replicas import InMemory, ReplicaActor, Replicas, stored
+from replicas import InMemory, Replicas, scored_step, stored, trained_of
 from whole_batch import whole_batch
 
-from mrl.algo.advantages import TokenAdvantages
+from mrl.algo.advantages import tried_advantage
 from mrl.algo.correction import mismatch_of_rows
+from mrl.algo.plain import Denominators
 from mrl.algo.rows import in_chunks
-from mrl.algo.selection import _lots, means_of
+from mrl.algo.selection import _lots
 from mrl.algo.spec import ADVANTAGES
 from mrl.cluster import actor_group
 from mrl.config.load import load_config
@@ -25,15 +26,14 @@ from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, SampleRows, packed
 from mrl.driver.reporting import record_shown_rows
 from mrl.driver.sample_writer import SampleWriter, _Writer
-from mrl.driver.step_batch import StepBatch, counts_of
-from mrl.driver.update import advantages, corrections, old_log_probs
-from mrl.errors import Interrupted, NumericAbort
+from mrl.driver.step_batch import StepBatch
+from mrl.errors import DataError, Interrupted, NumericAbort
 from mrl.generate.rollouts import Rollouts, compared
-from mrl.rank import batching, rank_batch
-from mrl.rank.batching import MicroRows
-from mrl.rank.cut import ReplicaCut
+from mrl.model.layout import TrainLayout
+from mrl.rank import batching
 from mrl.rank.rank_batch import RankBatch
 from mrl.rank.rank_worker import MODEL_VERBS, ActorWorker
+from mrl.rank.step import RankStep
 from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import StepFile, read_samples
 from mrl.record.shown_rows import read_shown_rows
@@ -81,18 +81,12 @@ def done(replicas: int, *overrides) -> tuple[dict, dict]:
     """Metrics, and columns of all tokens in the order of the step, after everything up to the update."""
     config = load_config(TINY, None, [*SIZES, *overrides]).config
     actor, rollouts = Noisy(config, replicas), rollouts_of(stored(samples()))
-    step = StepBatch(actor, rollouts.samples)
-    metrics = old_log_probs(config.actor, config.algorithm, step)
-    if config.algorithm.needs_reference:
-        step.ref_log_probs()
-    corrected, more = corrections(config.algorithm, step)
-    metrics |= more | advantages(config.algorithm, step, rollouts, corrected)
+    step, scored = scored_step(actor, rollouts)
     held = [step.cut.needed_rows(replica) for replica in range(replicas)]
     names = ("old_log_probs", "advantages", "keep", "loss_weights", "ref_log_probs", "selected")
     columns = {name: actor.of_tokens(name, held) for name in names if getattr(actor.batches[0].batch, name) is not None}
-    return metrics | {
-        f"count {i}": (c.tokens, c.sequences) for i, c in enumerate(counts_of(step.by_mini_batch(corrected["trained"])))
-    }, columns
+    counts = [Denominators.counted(trained_of(actor)[rows]) for rows in step.cut.slices]
+    return {**scored.metrics, **{f"count {i}": (c.tokens, c.sequences) for i, c in enumerate(counts)}}, columns
 
 
 KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1")
@@ -151,13 +145,9 @@ def test_reinforce_plus_plus_trains_on_the_only_judged_response_of_a_group(repli
     """verl's formula in float64, token by token: rewards to come without a discount, whitened over all that count."""
     config = load_config(TINY, None, [*SIZES, "algorithm.adv_estimator=reinforce_plus_plus", *KL]).config
     actor, rollouts = Noisy(config, replicas), with_one_judged(rollouts_of(stored(samples())))
-    step = StepBatch(actor, rollouts.samples)
-    old_log_probs(config.actor, config.algorithm, step)
-    step.ref_log_probs()
+    step, _ = scored_step(actor, rollouts)
     counted = compared(step.rows.group_id, rollouts.results, config.algorithm.needs_group)
     assert np.flatnonzero(~counted).tolist() == [0, 2, 3, 5]
-    corrected, _ = corrections(config.algorithm, step, counted)
-    advantages(config.algorithm, step, rollouts, corrected, counted)
     made = rollouts.samples.read()
     own = made.rollout_log_probs.astype(np.float64)
     to_reference = noise(made.rollout_log_probs, 1000) - noise(made.rollout_log_probs, 2000).astype(np.float64)
@@ -174,7 +164,7 @@ def test_reinforce_plus_plus_trains_on_the_only_judged_response_of_a_group(repli
     expected = np.where(mask, (returns - mean) / np.sqrt(variance + 1e-8), 0.0)
     held = [step.cut.needed_rows(replica) for replica in range(replicas)]
     np.testing.assert_allclose(actor.of_tokens("advantages", held), expected, rtol=1e-5, atol=1e-6)
-    assert corrected["trained"][1] == made.response_lengths[1] > 0
+    assert trained_of(actor)[1] == made.response_lengths[1] > 0
 
 
 @pytest.mark.parametrize("estimator", [*ADVANTAGES, "ones-own"])
@@ -222,49 +212,151 @@ def test_the_old_policys_rows_are_cut_where_they_are_under_a_limit_of_their_own(
     )
 
 
-@pytest.mark.parametrize(("last", "holds"), [(False, False), (True, False), (True, True)])
-def test_a_rank_computes_what_its_stage_can_and_one_of_a_replica_answers(last, holds):
-    config = load_config(TINY, None, [*SIZES, "algorithm.policy_loss.loss_mode=clip_cov"]).config
-    actors = [ReplicaActor(config, updated=lambda counts, number: []) for _ in range(2)]
-    actors[0].on_last_stage, actors[0].holds_result = last, holds
-    if not last:
-        actors[0].policy_log_probs = lambda *_: None
-    given, own = packed(samples()[:6]), np.array([True] * 5 + [False])
-    cut = ReplicaCut(((MicroRows(np.arange(5)),),), (), ())
-    rank, whole = (RankBatch(actor, given, own, cut) for actor in actors)
-    means = [means_of(0.0, 0.0, 1)]
-    asked = [
-        ("log_probs",),
-        ("correct",),
-        ("moments", TokenAdvantages(np.arange(6.0))),
-        ("set_advantages", TokenAdvantages(np.arange(6.0))),
-        ("find", means),
-        ("old_log_probs_of", np.arange(2)),
-        ("differences", np.arange(2)),
-        ("select", [None]),
-    ]
-    for verb, *arguments in asked:
-        expected, found = whole.do(verb, *arguments), rank.do(verb, *arguments)
-        assert repr(found) == (repr(expected) if holds else "None"), verb
-    assert len(whole.do("moments", TokenAdvantages(np.arange(6.0)))["sum"]) == 5, "of its own rows"
-    assert (rank.batch.selected is not None) is last, "what another rank answers, it needs for its own loss"
-    assert rank.do("update", [None]) == ([{}], None) and rank.batch is None
+class Staged(Noisy):
+    """Each replica is two stages of two ranks. The first stage has no log-probs, and one rank of the last answers."""
+
+    def __init__(self, config, data):
+        super().__init__(config, 4 * data, lambda counts, number: [{}])
+        layout = {"world_size": 4 * data, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+        self.layout = TrainLayout.build(layout, self.model)
+        for rank, actor in enumerate(self.actors):
+            place = self.layout.dense_coords(rank)
+            actor.on_last_stage = place.pp == 1
+            actor.holds_result = place.pp == 1 and place.tp == 0
+            if place.pp == 0:
+                actor.policy_log_probs = actor.reference_log_probs = lambda *_: None
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=lambda case: case[0].rpartition(".")[2])
+def test_every_rank_of_a_last_stage_has_what_its_loss_needs_and_all_ranks_count_alike(overrides):
+    config = load_config(TINY, None, [*SIZES, *overrides]).config
+    one, actor = Noisy(config, 2, lambda counts, number: [{}]), Staged(config, 2)
+    (step, expected), (_, found) = (scored_step(each, rollouts_of(stored(samples()))) for each in (one, actor))
+    assert found.metrics == expected.metrics
+    np.testing.assert_array_equal(trained_of(actor), trained_of(one))
+    for rank, tokens in enumerate(actor.batches):
+        place = actor.layout.dense_coords(rank)
+        if place.pp == 1:
+            for name, values in one.batches[place.dp].batch.arrays.items():
+                np.testing.assert_array_equal(getattr(tokens.batch, name), values, err_msg=name)
+        else:
+            assert tokens.batch.advantages is None and tokens.batch.keep is None
+    assert step.update()[1] == {} and one.batches == [None, None]
+
+
+EXCHANGES = [  # rows are there, gaps, corrections, advantages, and all is done
+    ((), 5),
+    (("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=6"), 4),
+    (("algorithm.adv_estimator=reinforce_plus_plus", *KL), 6),
+    (("algorithm.policy_loss.loss_mode=kl_cov",), 6),
+]
+
+
+@pytest.mark.parametrize(("overrides", "exchanges"), EXCHANGES)
+def test_ranks_exchange_once_where_a_number_of_all_rows_is_needed(overrides, exchanges):
+    actor = Noisy(load_config(TINY, None, [*SIZES, *overrides]).config, 2)
+    scored_step(actor, rollouts_of(stored(samples())))
+    assert actor.together.calls == exchanges
 
 
 def test_a_rank_is_asked_for_its_verbs_and_nothing_else():
-    config = load_config(TINY, None, SIZES).config
-    rank = RankBatch(ReplicaActor(config), packed(samples()[:2]), np.ones(2, bool), ReplicaCut((), (), ()))
-    with pytest.raises(ValueError, match="asked to fetched, which is none of log_probs, ref_log_probs"):
-        rank.do("fetched")
-    assert all(callable(getattr(RankBatch, verb)) for verb in rank_batch.VERBS)
     worker = ActorWorker.__new__(ActorWorker)
     worker.rank = 0
-    worker.actor, worker.batch = SimpleNamespace(bring=lambda *kinds: kinds, close=None), rank
+    worker.actor = SimpleNamespace(bring=lambda *kinds: kinds, close=None)
     assert worker.do("bring", "a", "b") == ("a", "b")
     with pytest.raises(ValueError, match="asked to close"):
         worker.do("close")
     source = ast.parse((Path(batching.__file__).parent / "actor.py").read_text())  # to import it takes ten seconds
     assert set(MODEL_VERBS) <= {node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef)}
+
+
+# --- a rank that fails, and a wish to stop ----------------------------------------------------------------------------
+
+
+def ends_of(actor: Replicas, rollouts) -> list[str]:
+    """How each rank ends a step."""
+    ended = {}
+    begun = RankStep.score
+
+    def noted(self, *arguments):
+        try:
+            return begun(self, *arguments)
+        except Exception as error:
+            ended[self._actor.rank] = f"{type(error).__name__}: {error}"
+            raise
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankStep, "score", noted)
+        with pytest.raises(Exception):  # noqa: B017
+            scored_step(actor, rollouts)
+    return [ended[rank] for rank in range(len(actor.actors))]
+
+
+@pytest.mark.parametrize("failing", [0, 3, 6])  # of an earlier stage and of the last one
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("fetched", Interrupted("a node is gone"), "Interrupted: a node is gone"),
+        ("fetched", DataError("no such rows"), "DataError: no such rows"),
+        ("_corrected", NumericAbort("too far"), "NumericAbort: too far"),
+        ("_set_advantages", ValueError("a defect"), "FailedElsewhere: rank {} failed: a defect"),
+    ],
+)
+def test_what_one_rank_fails_with_ends_the_step_on_all_with_the_same_words(failing, name, error, said, monkeypatch):
+    actor = Staged(load_config(TINY, None, list(SIZES)).config, 2)
+    where = RankBatch if name == "fetched" else RankStep
+    method = getattr(where, name)
+
+    def failed(given, *arguments):
+        if (given if name == "fetched" else given._actor).rank == failing:
+            raise error
+        return method(given, *arguments)
+
+    monkeypatch.setattr(where, name, staticmethod(failed) if name == "fetched" else failed)
+    found = ends_of(actor, rollouts_of(stored(samples())))
+    own = found.pop(failing)
+    assert own == f"{type(error).__name__}: {error}" and set(found) == {said.format(failing)}
+
+
+def test_a_wish_to_stop_that_one_rank_hears_in_a_pass_ends_all_ranks_after_it():
+    actor = Noisy(load_config(TINY, None, [*SIZES, *KL]).config, 3)
+    heard = []
+    actor.stops = lambda rank: rank in heard
+    scores, passes = actor.actors[1].policy_log_probs, []
+
+    def score(*arguments):
+        heard.append(1)
+        return scores(*arguments)
+
+    actor.actors[1].policy_log_probs = score
+    for each in actor.actors:
+        each.reference_log_probs = lambda *_: passes.append("reference")
+    found = ends_of(actor, rollouts_of(stored(samples())))
+    assert set(found) == {"Interrupted: the ranks were asked to stop"} and not passes
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("whitened", [False, True])
+def test_a_users_advantage_is_asked_once_a_step_and_all_ranks_have_its_numbers(tmp_path, replicas, whitened):
+    name = f"drawn_{replicas}_{whitened}"
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import numpy as np\nfrom mrl.algo.advantages import register_advantage\nASKED = []\n"
+        f"@register_advantage({name!r}, whitened={whitened})\n"
+        "def drawn(inputs):\n    ASKED.append(1)\n    return np.random.random(len(inputs.scores)) + len(ASKED)\n"
+    )
+    given = (f"algorithm.adv_estimator={name}", f"algorithm.custom_advantage.path={own}")
+    actor = Noisy(load_config(TINY, None, [*SIZES, *given]).config, replicas)
+    with tried_advantage(str(own), name):
+        step, scored = scored_step(actor, rollouts_of(stored(samples())))
+    held = [step.cut.needed_rows(replica) for replica in range(replicas)]
+    column = actor.of_tokens("advantages", held)
+    firsts = column[np.cumsum(step.rows.response_lengths) - 1]
+    assert len(set(firsts.tolist())) == PROMPTS * N, "each response has a number of its own, on whichever rank it is"
+    if whitened:
+        assert scored.metrics["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-6)
+    else:
+        assert scored.metrics["critic/advantages/min"] >= 1 and scored.metrics["critic/advantages/max"] < 2
 
 
 def test_a_log_prob_that_is_not_finite_is_told_by_the_steps_row():
@@ -274,7 +366,7 @@ def test_a_log_prob_that_is_not_finite_is_told_by_the_steps_row():
     spoilt = (*many[row].rollout_log_probs[:2], math.nan, *many[row].rollout_log_probs[3:])
     many[row] = Sample(0, 0, row, 0, many[row].prompt_ids, many[row].response_ids, spoilt, "stop", 0)
     with pytest.raises(NumericAbort, match=f"rollout_log_probs: 1 of .* row {row}, token 2"):
-        old_log_probs(config.actor, config.algorithm, StepBatch(Replicas(config, 3), stored(many)))
+        scored_step(Replicas(config, 3), rollouts_of(stored(many)))
 
 
 # --- responses that stay where they are -------------------------------------------------------------------------------
@@ -387,16 +479,14 @@ def test_log_probs_of_rows_are_those_that_their_replica_computed(replicas, tmp_p
     """Wherever rows lie; those with the largest mean difference among them."""
     config, given = load_config(TINY, None, SIZES).config, samples()
     rollouts = rollouts_of(stored(given))
-    step = StepBatch(Noisy(config, replicas), rollouts.samples)
-    assert step.log_gaps is None
-    old_log_probs(config.actor, config.algorithm, step)
+    step, scored = scored_step(Noisy(config, replicas), rollouts)
     rollout = [np.array(one.rollout_log_probs, np.float32) for one in given]
     expected = [each + noise(each, 1000) for each in rollout]
-    found = step.old_log_probs_of([0, 5, 17, 23])
+    found = step.log_probs_of([0, 5, 17, 23])
     assert sorted(found) == [0, 5, 17, 23] and all((found[row] == expected[row]).all() for row in found)
     gaps = [np.abs(a - b).mean() for a, b in zip(expected, rollout, strict=True)]
-    assert step.log_gaps == pytest.approx(gaps, rel=1e-4)
-    record_shown_rows(RunDir(tmp_path), 4, step, rollouts)
+    assert scored.gaps["log_gap"] / step.rows.sampled_lengths == pytest.approx(gaps, rel=1e-4)
+    record_shown_rows(RunDir(tmp_path), 4, step, scored.gaps, rollouts)
     shown = read_shown_rows(tmp_path)
     assert shown.step == 4 and len(shown.log_probs) == 9
     assert all(values == pytest.approx(expected[row], abs=1e-6) for row, values in shown.log_probs.items())
@@ -407,16 +497,16 @@ def test_on_policy_no_log_probs_are_there_to_be_shown(tmp_path):
         TINY, None, [*SIZES, "algorithm.anchor=on_policy", f"actor.ppo_mini_batch_size={PROMPTS}"]
     ).config
     rollouts = rollouts_of(stored(samples()))
-    record_shown_rows(RunDir(tmp_path), 4, StepBatch(Noisy(config, 2), rollouts.samples), rollouts)
+    step, scored = scored_step(Noisy(config, 2), rollouts)
+    record_shown_rows(RunDir(tmp_path), 4, step, scored.gaps, rollouts)
     assert read_shown_rows(tmp_path) is None
 
 
 def test_what_is_only_looked_at_ends_no_run_and_what_the_run_meets_does(tmp_path, capsys):
     config, rollouts = load_config(TINY, None, SIZES).config, rollouts_of(stored(samples()))
-    step = StepBatch(Noisy(config, 2), rollouts.samples)
-    old_log_probs(config.actor, config.algorithm, step)
+    step, scored = scored_step(Noisy(config, 2), rollouts)
     (tmp_path / "file").touch()
-    record_shown_rows(RunDir(tmp_path / "file"), 4, step, rollouts)
+    record_shown_rows(RunDir(tmp_path / "file"), 4, step, scored.gaps, rollouts)
     assert "log-probs to look at of step 4 are not written: NotADirectoryError" in capsys.readouterr().out
 
     def lost(rows):
@@ -450,7 +540,7 @@ class WriterHere(SampleWriter):
 def test_the_two_files_of_a_step_are_of_the_same_rows_and_nothing_else_travels(tmp_path, replicas, kept):
     config = load_config(TINY, None, list(SIZES)).config
     actor, rollouts = Noisy(config, replicas), rollouts_of(stored(samples()))
-    (step := StepBatch(actor, rollouts.samples)).log_probs()
+    step, _ = scored_step(actor, rollouts)
     writer = WriterHere(tmp_path, kept)
     writer.write(5, rollouts.samples, rollouts.results)
     writer.write_differences(5, step)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from replicas import ReplicaActor, Replicas, stored
+from replicas import ReplicaActor, Replicas, scored_step, stored
 from small_model import SIZES as MODEL
 from test_step_batch import CASES, SIZES, TINY, noise, rollouts_of
 from trajectories import cut_out, filled, trajectories, with_one_let_in
@@ -29,8 +29,7 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Sequences, packed
 from mrl.driver.reporting import mfu_metrics
-from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import advantages, corrections, old_log_probs, update
+from mrl.driver.update import update
 from mrl.driver.validation import _lengths
 from mrl.generate.group_metrics import version_metrics
 from mrl.generate.rollouts import Judge, Rollouts, compared
@@ -172,20 +171,15 @@ def measured(
     judge = Judge(algorithm, config.reward, config.data.max_response_length)
     rewards = judge.rewards(rows, rollouts.results)
     rollouts = replace(rollouts, rewards=rewards)
-    step = StepBatch(actor, rollouts.samples)
-    metrics = old_log_probs(config.actor, algorithm, step)
-    if algorithm.needs_reference:
-        step.ref_log_probs()
-    counted = compared(rows.group_id, rollouts.results)
-    corrected, more = corrections(algorithm, step, counted)
-    metrics |= more | advantages(algorithm, step, rollouts, corrected, counted)
+    step, scored = scored_step(actor, rollouts, compared(rows.group_id, rollouts.results))
     held = [batch.batch for batch in actor.batches]
     own = [np.flatnonzero(batch.own) for batch in actor.batches]
-    metrics |= update(step, corrected)
+    metrics = scored.metrics | update(step)
     metrics |= _of_rows(config, rows, rollouts)
     metrics["train/overlong_penalty_mean"] = float((rewards - _scores(rollouts)).mean())
-    if step.log_gaps is not None:
-        metrics |= {f"gap {i}": gap for i, gap in enumerate(step.log_gaps.tolist())}
+    if scored.gaps is not None:
+        gaps = scored.gaps["log_gap"] / np.maximum(rows.sampled_lengths, 1)
+        metrics |= {f"gap {i}": gap for i, gap in enumerate(gaps.tolist())}
     gradients = {}
     for one, batch, mine in zip(actor.actors, held, own, strict=True):
         for row in mine.tolist():

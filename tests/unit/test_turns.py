@@ -100,8 +100,8 @@ def test_what_is_trained_on_is_sampled_and_not_rejected():
 def test_how_far_the_trainers_log_probs_are_is_said_of_what_was_sampled():
     rank = RankBatch.__new__(RankBatch)
     batch = TrainBatch.of(packed([TWO, ONE]), 1.0)
-    rank.batch = replace(batch, old_log_probs=batch.rollout_log_probs + np.float32(0.5))
-    assert rank.differences(np.array([0, 1])).tolist() == [0.5, 0.5, 0, 0, 0.5, 0.5, 0.5]
+    rank.batch, rank.log_probs = batch, batch.rollout_log_probs + np.float32(0.5)
+    assert rank.shown(np.array([0, 1]), less_rollout=True).tolist() == [0.5, 0.5, 0, 0, 0.5, 0.5, 0.5]
 
 
 def test_files_have_the_turns_where_there_are_some(tmp_path):
