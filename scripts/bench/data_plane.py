@@ -324,25 +324,33 @@ def scorer_group(node: str, engines, folder: Path):
 class Rank:
     """A replica without a model: its log-probs are near generation's."""
 
-    def __init__(self, config, stage, context, degree, replica):
-        self.config = config
+    def __init__(self, config, rank, meeting, stage, context, degree, replica):
+        self.config, self.rank, self.meeting = config, rank, meeting
         self.counts_updates = replica == 0  # as real ranks do, those of one replica alone
         self.stage, self.context = stage, context
         self.degree = degree  # number of stages, and of context-parallel ranks
         self.on_last_stage = stage == degree - 1
         self.holds_result = self.on_last_stage and context == 0
 
-    def begin_step(self, stored, own, cut, readers):
-        from mrl.rank.rank_batch import RankBatch
+    def score(self, rows, own, stored, *handed):
+        from mrl.rank import rank_batch
+        from mrl.rank.step import RankStep
 
         blocks = stored.fetched([block.samples for block in stored.blocks])
         samples = stored.assembled(blocks)
-        self.needed = samples.rows(np.flatnonzero(own)).nbytes
+        self.needed = samples.rows(np.flatnonzero(own.own)).nbytes
         self.received = sum(block.nbytes for block in blocks)
         found = None
-        if readers:
-            found = self.read_routes(stored, blocks, samples, own, cut, readers)
-        self.batch = RankBatch(self, samples, own, cut, found)
+        if own.readers:
+            found = self.read_routes(stored, blocks, samples, own.own, own.cut, own.readers)
+        rank_batch.RankBatch.fetched = lambda actor, *_: rank_batch.RankBatch(actor, samples, own.own, own.cut, found)
+        self.step = RankStep(self, rows)
+        return self.step.score(own, stored, handed)
+
+    def gather_bytes(self, data):
+        import ray
+
+        return ray.get(self.meeting.meet.remote(self.rank, data))
 
     def read_routes(self, stored, blocks, samples, own, cut, readers):
         """Routes of what this rank computes; counts their bytes."""
@@ -358,8 +366,11 @@ class Rank:
         self.needed += int(trained.sum()) * len(layers) * TOPK
         return found
 
-    def do(self, verb, *arguments):
-        return self.batch.do(verb, *arguments)
+    def shown(self, numbers, less_rollout):
+        return self.step.shown(numbers, less_rollout)
+
+    def update(self):
+        return self.step.update()
 
     def policy_log_probs(self, batch, micros):
         from mrl.rank.batching import RowResult
@@ -378,6 +389,25 @@ class Rank:
         return self.received, self.needed
 
 
+class Meeting:
+    """Hands every rank what all of them gave."""
+
+    def __init__(self, ranks):
+        self.given, self.ranks = {}, ranks
+
+    async def meet(self, rank, data):
+        import asyncio
+
+        if not self.given:
+            self.all = asyncio.get_running_loop().create_future()
+        self.given[rank] = data
+        met = self.all
+        if len(self.given) == self.ranks:
+            met.set_result([self.given[number] for number in range(self.ranks)])
+            self.given = {}
+        return await met
+
+
 class Ranks:
     """As ActorGroup: ranks on this node, of the configuration's layout; readers of routes on the other."""
 
@@ -393,7 +423,11 @@ class Ranks:
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         kind, layout = ray.remote(Rank).options(**on_node(here)), self.layout
         at = [layout.dense_coords(rank) for rank in range(layout.world_size)]
-        self.ranks = [kind.remote(config, each.pp, each.cp, layout.pipeline, each.dp) for each in at]
+        meeting = ray.remote(Meeting).options(max_concurrency=len(at), **on_node(here)).remote(len(at))
+        self.ranks = [
+            kind.remote(config, rank, meeting, each.pp, each.cp, layout.pipeline, each.dp)
+            for rank, each in enumerate(at)
+        ]
         self.teacher = None
         self.route_readers = start_readers([far]) if routes else {}
 
@@ -405,6 +439,10 @@ class Ranks:
         return ray.get(
             [getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, put_once(arguments), strict=True)]
         )
+
+    def score(self, arguments):
+        answers = self.each("score", arguments, "score")
+        return [first for first, _ in answers], [second for _, second in answers]
 
 
 def assembled(config, run_dir, actor: Ranks, engines, scorers, prompts: list, routes: bool):

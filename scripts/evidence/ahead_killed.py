@@ -54,7 +54,7 @@ def points(run: Run) -> dict[str, Callable[[Callable[[], None]], None]]:
         "proved, not committed": lambda kill: wrap(engines, "commit", before(in_second_step(kill))),
         "engines go to sleep": lambda kill: wrap(engines, "refs", after_call("sleep", in_second_step(kill))),
         "engines wake": lambda kill: wrap(engines, "refs", after_call("wake_weights", in_second_step(kill))),
-        "ranks compute log-probs": lambda kill: wrap(loop, "old_log_probs", before(amid(in_second_step(kill)))),
+        "ranks compute log-probs": lambda kill: wrap(actor, "score", before(amid(in_second_step(kill)))),
         "ranks update": lambda kill: wrap(loop, "update", before(amid(in_second_step(kill)))),
         "a checkpoint is written": lambda kill: wrap(
             actor, "refs", after_call("write_checkpoint", in_second_step(kill))

@@ -14,16 +14,13 @@ from safetensors.torch import save_file
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, packed
 from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import advantages, corrections, old_log_probs, update
+from mrl.driver.update import update
 from mrl.errors import NumericAbort
-from mrl.generate.rollouts import Rollouts
 from mrl.rank.actor import MegatronActor
 from mrl.rank.batching import RowResult
-from mrl.rank.rank_batch import RankBatch
-from mrl.reward.items import OK, RewardResult
+from mrl.rank.step import RankStep
 from mrl.store.response_store import ResponseBlock, ResponseStore
 
 
@@ -112,16 +109,12 @@ def _weights(actor: MegatronActor) -> list[torch.Tensor]:
 
 def _step(actor: MegatronActor, samples: list[Sample]) -> dict[str, float]:
     """What the driver does of a step from its samples to its updates, on every rank alike."""
-    made, config = packed(samples), actor.config
+    made = packed(samples)
     stored = InMemory.of(made.numbers, ResponseBlock(replace(made, routes=None), made.routes))
     scores = np.cos(np.arange(len(samples)))
-    results = [RewardResult(number, float(score), {}, OK) for number, score in enumerate(scores)]
-    rollouts = Rollouts(stored, results, scores, DataCursor(), {})
     step = StepBatch(Ranks(actor), stored)
-    metrics = old_log_probs(config.actor, config.algorithm, step)
-    corrected, more = corrections(config.algorithm, step)
-    more |= advantages(config.algorithm, step, rollouts, corrected)
-    return metrics | more | update(step, corrected)
+    scored = step.score(scores, np.ones(len(samples), bool))
+    return dict(scored.metrics) | update(step)
 
 
 class InMemory(ResponseStore):
@@ -138,22 +131,22 @@ class Ranks:
     """
 
     def __init__(self, actor: MegatronActor) -> None:
-        self.config, self.model, self.layout, self._actor, self._batch = (
-            actor.config,
-            actor.model,
-            actor.layout,
-            actor,
-            None,
-        )
+        self.config, self.model, self.layout, self._actor = actor.config, actor.model, actor.layout, actor
         self.route_readers = {}
 
+    def score(self, arguments: list[tuple]) -> tuple[list, list]:
+        rows, own, stored, *handed = arguments[self._actor.rank]
+        self._step = RankStep(self._actor, rows)
+        scored, returns = self._step.score(own, stored, handed)
+        return self._of_all(scored), self._of_all(returns)
+
     def each(self, method: str, arguments: list[tuple], phase: str, interruptible: bool = False) -> list:
-        own = arguments[self._actor.rank]
-        if method == "begin_step":
-            self._batch = RankBatch.fetched(self._actor, *own)
-            return []
-        answers = [None] * len(arguments)
-        torch.distributed.all_gather_object(answers, self._batch.do(*own))
+        return self._of_all(getattr(self._step, method)(*arguments[self._actor.rank]))
+
+    @staticmethod
+    def _of_all(answer) -> list:
+        answers = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answers, answer)
         return answers
 
 

@@ -16,6 +16,7 @@ from mrl.cluster.process_logs import concerning
 from mrl.config.load import load_config
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostProcess
 from mrl.platforms.collective_trail import Entry, RankGroup, Trail
+from mrl.rank.step import FETCHING, LOG_PROBS, PHASES, WEIGHING, Scored
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 DEAD = ray.exceptions.ActorDiedError()
@@ -350,3 +351,63 @@ def test_ranks_in_different_collectives_have_lost_each_other_and_are_started_aga
     told = RuntimeError("ranks gave [4, 8] bytes of torch.float32 where ... : they are not in the same collective, or")
     with pytest.raises(Interrupted, match="the ranks lost each other, as rank 0 saw"):
         gather((1, raised(told)), (2, raised(told)))
+
+
+# ---------------------------------------------------------------- the phases of a step
+
+
+class Scoring(ActorGroup):
+    """Two ranks of which only the first has answered; where the second is, at each look."""
+
+    def __init__(self, monkeypatch, looks, deadlines, poll=lambda: None):
+        self._deadlines, self.poll, self.waited, self.asked = deadlines, poll, [], []
+        looks = iter(looks)
+        done = [Scored({FETCHING: 1.0, LOG_PROBS: 90.0}), Scored({FETCHING: 2.0, LOG_PROBS: 80.0, WEIGHING: 0.5})]
+
+        def gather(refs, timeout_s, phase, poll):
+            poll()
+            self.waited.append(timeout_s)
+            self.at = next(looks)
+            if self.at is None:
+                return dict(zip(refs, done, strict=True))
+            raise concerning(calls.Late(phase), "rank 1")
+
+        monkeypatch.setattr(actor_group, "gather", gather)
+        monkeypatch.setattr(actor_group, "answered", lambda refs: {"rank 1": self.at} if self.at else {})
+        monkeypatch.setattr(actor_group, "with_cause", lambda error, refs: error)
+
+    def refs_each(self, method, arguments):
+        return {f"rank {number}": [method, f"kept {number}"] for number in range(2)}
+
+    def refs(self, method, *arguments, ranks=None):
+        self.asked.append(method)
+
+
+def test_each_phase_of_a_step_has_its_own_deadline_from_where_it_begins(monkeypatch):
+    deadlines = Deadlines(600.0, is_set=False)
+    for phase in PHASES:
+        deadlines.ended(phase, 1.0)
+    deadlines.ended(LOG_PROBS, 20.0)
+    group = Scoring(monkeypatch, [(LOG_PROBS, 59.0), (LOG_PROBS, 119.0), (LOG_PROBS, 179.0), None], deadlines)
+    answers, kept = group.score([(), ()])
+    assert group.waited == [60.0, 60.0, 60.0, 21.0], "no longer than until the next deadline can pass"
+    assert [answer.seconds[FETCHING] for answer in answers] == [1.0, 2.0] and kept == ["kept 0", "kept 1"]
+    assert (deadlines.of(LOG_PROBS), deadlines.of(FETCHING)) == (600.0, 60.0), "ten times the slowest rank's"
+
+
+def test_a_rank_that_stays_in_a_phase_is_named_with_the_phase(monkeypatch):
+    deadlines = Deadlines(100.0, is_set=True)
+    group = Scoring(monkeypatch, [(FETCHING, 40.0), (LOG_PROBS, 30.0), (LOG_PROBS, 100.5)], deadlines)
+    with pytest.raises(calls.Late, match="log_probs: no answer from rank 1 within 100 s"):
+        group.score([(), ()])
+    assert group.waited == [100.0, 60.0, 70.0]
+
+
+def test_a_signal_while_ranks_score_has_them_stop_too(monkeypatch):
+    def stopped():
+        raise Interrupted("stopped by SIGTERM")
+
+    group = Scoring(monkeypatch, [], Deadlines(100.0, is_set=True), stopped)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        group.score([(), ()])
+    assert group.asked == ["stop_scoring"]
