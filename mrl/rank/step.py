@@ -29,7 +29,6 @@ from mrl.algo.advantages import (
     AdvantageInputs,
     TokenAdvantages,
     load_custom_advantage,
-    numbers_of,
     response_advantages,
     whitened,
 )
@@ -259,7 +258,7 @@ class RankStep:
         given = None
         if self._actor.rank == 0:  # a user's function may draw numbers, or keep some
             load_custom_advantage(custom.path, algorithm.adv_estimator)
-            values = numbers_of(algorithm.adv_estimator, inputs)
+            values = response_advantages(algorithm.adv_estimator, inputs).per_response
             given = {"values": values, "whitened": np.array([algorithm.adv_estimator in WHITENED])}
         (told,) = self._exchange.parts(given)
         return TokenAdvantages(told["values"]).among(counted), bool(told["whitened"][0])
