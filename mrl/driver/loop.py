@@ -5,8 +5,8 @@
     gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            generation.py
        |  ^__________ further prompts, until the batch is full
        v
-    teacher          samples, teacher                   its log-probs, on the ranks           rank/teacher_rows.py
-    values           samples, critic                    values of tokens, on the ranks        rank/critic_rows.py
+    teacher          samples, teacher                   its log-probs, on the ranks           rank/second_rows.py
+    values           samples, critic                    values of tokens, on the ranks        rank/second_rows.py
     old_log_prob     samples, actor                     log-probs, on the ranks               rank/step.py
     ref              the step, reference model          its log-probs, on the ranks           rank/step.py
     adv              the step, rewards                  masks, weights, advantages, there     rank/step.py
@@ -55,7 +55,7 @@ from mrl.driver.update import check_routed, leave_actor, update, update_critic
 from mrl.driver.validation import ValidationSettings, answer_and_score, record_validation
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostWeights, MrlError
 from mrl.generate.rollouts import Rollouts, compared, metric_values
-from mrl.rank.step import FETCHING, LOG_PROBS, REFERENCE, WEIGHING
+from mrl.rank.step import CRITIC, FETCHING, LOG_PROBS, REFERENCE, TEACHER, WEIGHING
 from mrl.record.metrics import StepLine
 
 RANKS_FREE_S = 30.0  # for ranks to finish their work after the run ends, in addition to a transfer to a lost process
@@ -190,10 +190,10 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> St
         trained = StepBatch(run.actor, rollouts.samples)
     if config.distillation.enabled and trains_actor(run):
         with line.phase("teacher"):
-            trained.ask_teacher()
+            trained.score_by(TEACHER)
     if algorithm.needs_critic:
         with line.phase("values"):
-            trained.ask_critic()
+            trained.score_by(CRITIC)
     scored = trained.score(
         rollouts.rewards,
         compared(rows.group_id, rollouts.results, config.compares_responses),

@@ -2,7 +2,7 @@
 
     driver                                        ranks (rank/step.py)
     lengths --step_cut--> rows of replicas
-    rows of second models                     --> ask_teacher, ask_critic: score them
+    rows of a second model                    --> score_by: what it says of them
     rows, and numbers of all rows             --> score: what is needed for an update
     metrics, gaps a row, seconds              <--
     numbers of some rows                      --> shown: their log-probs
@@ -24,12 +24,13 @@ from mrl.config.teacher_model import TeacherModel
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.rank.batching import RowLengths
-from mrl.rank.cut import StepCut, step_cut
+from mrl.rank.cut import StepCut, step_cut, teacher_cut
 from mrl.rank.handed_rows import answers_of, needed_by
-from mrl.rank.step import ReplicaRows, Scored, StepRows
-from mrl.rank.teacher_rows import deal
+from mrl.rank.step import CRITIC, TEACHER, ReplicaRows, Scored, StepRows
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers
+
+_ASKING = {TEACHER: "asking the teacher", CRITIC: "values"}  # names of calls in errors
 
 
 class AllRanks(Protocol):
@@ -91,34 +92,31 @@ class StepBatch:
             own = self._own
         return step_cut(config, layout, self._actor.model, self._lengths, own)
 
-    def ask_teacher(self) -> None:
-        """Lets ranks compute the teacher's log-probs, which stay there (teacher_rows.py).
+    def score_by(self, model: str) -> None:
+        """Lets ranks score the step with a second model, TEACHER or CRITIC. What it says stays there, for `score`.
 
-        Raises DataError for a row above the limit of the teacher's micro-batches.
+        Raises DataError for a row above the limit of the model's micro-batches.
         """
-        actor = self._actor
-        layout = actor.teacher.layout
-        given = actor.config.distillation.teacher_model
-        shares = deal(actor.config.actor, given, actor.teacher, self._lengths, self._own)
-        asked = [(self._samples.take(share.rows), share.rows, share.micros) for share in shares]
-        _, refs = actor.each_keeping("ask_teacher", _by_rank(layout, asked), "asking the teacher")
-        self._handed += answers_of(layout, [share.rows for share in shares], refs)
+        layout, shares = self._of_teacher() if model == TEACHER else self._of_critic()
+        asked = [(model, share, self._samples.take(share.numbers)) for share in shares]
+        _, refs = self._actor.each_keeping("score_by", _by_rank(layout, asked), _ASKING[model])
+        self._handed += answers_of(layout, [share.numbers for share in shares], refs)
 
-    def ask_critic(self) -> None:
-        """Lets ranks compute the critic's values, which stay there (critic_rows.py)."""
+    def _of_teacher(self) -> tuple[TrainLayout, list[ReplicaRows]]:
+        """Returns the teacher's layout, and the rows of each of its replicas."""
         actor = self._actor
-        layout = actor.critic_layout
-        needed = self._needed_of_critic()
-        asked = [
-            (self._samples.take(rows), rows, self.critic_cut.of(replica).renumbered(rows))
+        given = actor.config.distillation.teacher_model
+        cuts = teacher_cut(actor.config.actor, given, actor.teacher, self._lengths, self._own)
+        return actor.teacher.layout, [ReplicaRows(rows, np.ones(len(rows), bool), cut) for rows, cut in cuts]
+
+    def _of_critic(self) -> tuple[TrainLayout, list[ReplicaRows]]:
+        cut = self.critic_cut
+        layout = self._actor.critic_layout
+        needed = [cut.needed_rows(replica) for replica in range(layout.data)]
+        return layout, [
+            ReplicaRows(rows, np.isin(rows, cut.own_rows(replica)), cut.of(replica).renumbered(rows))
             for replica, rows in enumerate(needed)
         ]
-        _, refs = actor.each_keeping("ask_critic", _by_rank(layout, asked), "values")
-        self._handed += answers_of(layout, needed, refs)
-
-    def _needed_of_critic(self) -> list[np.ndarray]:
-        """Returns the rows that each replica of the critic has; int64, ascending."""
-        return [self.critic_cut.needed_rows(replica) for replica in range(self._actor.critic_layout.data)]
 
     def score(
         self,
@@ -210,8 +208,9 @@ class StepBatch:
         actor = self._actor
         returns = answers_of(actor.layout, self._own, self._returns)
         self._returns = []
-        asked = [needed_by(rows, returns) for rows in self._needed_of_critic()]
-        answers = actor.each("update_critic", _by_rank(actor.critic_layout, asked), "update_critic")
+        layout, shares = self._of_critic()
+        asked = [needed_by(share.numbers, returns) for share in shares]
+        answers = actor.each("update_critic", _by_rank(layout, asked), "update_critic")
         return [part for parts in answers if parts is not None for part in parts]
 
     def update(self) -> tuple[list[FloatParts], dict[str, float]]:

@@ -53,14 +53,6 @@ class CriticOutputs:
     computed: Tensor  # bool; as MicroBatch.has_log_probs
 
 
-@dataclass(frozen=True)
-class ValueResult:
-    """Values of the rows of a batch that one data-parallel replica computed."""
-
-    rows: np.ndarray  # int64 [rows]: row numbers in the batch
-    values: np.ndarray  # float32 [sampled tokens of these rows], rows end to end
-
-
 class MegatronCritic:
     """One rank of the critic; every method is collective. Checkpoints use it as they use MegatronActor.
 
@@ -133,8 +125,10 @@ class MegatronCritic:
                 parallel.release_scratch()  # first, so that the memory is given back with what leaves
         self.residence.offload()
 
-    def values(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> ValueResult | None:
-        """Returns values of the sampled tokens, including rejected ones.
+    def columns(
+        self, batch: TrainBatch, micros: Sequence[MicroRows]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+        """Returns rows of the batch, and values of their sampled tokens, including rejected ones, as `critic_values`.
 
         `micros` are those of this rank's replica of the critic, and `batch` has their rows. Every rank of the last
         pipeline stage returns values, the others None.
@@ -142,9 +136,10 @@ class MegatronCritic:
         with self.in_place():
             outputs = self._values(_for_critic(replace(batch, keep=None)), micros)
         self.offload()
-        if self.on_last_stage:
-            return _of_rows(micros, outputs)
-        return None
+        if not self.on_last_stage:
+            return None
+        rows, values = _of_rows(micros, outputs)
+        return rows, {"critic_values": values}
 
     @needs(PARAMETERS)
     def _values(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> list[CriticOutputs]:
@@ -246,12 +241,12 @@ def _token_values(given: Tensor, _: torch.nn.Module, inputs: MicroBatch) -> Tens
     return whole_sequences(given.flatten()[inputs.predictors], inputs)
 
 
-def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[CriticOutputs]) -> ValueResult:
-    """Joins the outputs of micro-batches without fillers."""
+def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[CriticOutputs]) -> tuple[np.ndarray, np.ndarray]:
+    """Joins the outputs of micro-batches without fillers: rows, int64, and values, float32, of their sampled tokens."""
     kept = [(micro.rows, each) for micro, each in zip(micros, outputs, strict=True) if not micro.is_filler]
     rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]
     values = [np.zeros(0, np.float32), *(each.values[each.computed].cpu().numpy() for _, each in kept)]
-    return ValueResult(np.concatenate(rows), np.concatenate(values))
+    return np.concatenate(rows), np.concatenate(values)
 
 
 def _step_metrics(result: StepResult) -> FloatParts:

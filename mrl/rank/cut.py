@@ -10,7 +10,9 @@ from itertools import chain
 
 import numpy as np
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema import ActorConfig, RunConfig
+from mrl.config.schema_distillation import TeacherConfig
+from mrl.config.teacher_model import TeacherModel
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.rank.batching import (
@@ -30,16 +32,14 @@ Micros = tuple[MicroRows, ...]
 
 @dataclass(frozen=True)
 class ReplicaCut:
-    """The part of a step that one data-parallel replica computes. Row numbers are those of the batch that it holds."""
+    """The part of a step that one data-parallel replica computes. Row numbers are those of the batch that it holds.
+
+    A critic's pass for values, and a teacher's pass, have the place of log-probs.
+    """
 
     mini_batches: tuple[Micros, ...]
     log_probs: Micros
     reference: Micros
-
-    @property
-    def values(self) -> Micros:
-        """The micro-batches of a critic's pass for values; its cut has them in the place of log-probs."""
-        return self.log_probs
 
     def trained_rows(self) -> list[np.ndarray]:
         """Returns this replica's rows of each mini-batch, int64."""
@@ -128,6 +128,23 @@ def step_cut(
         for rows, each, part in zip(slices, of_slices, parts, strict=True)
     )
     return StepCut(parts, *passes, slices, loads)
+
+
+def teacher_cut(
+    actor: ActorConfig, given: TeacherConfig, teacher: TeacherModel, lengths: RowLengths, own: Sequence[np.ndarray]
+) -> list[tuple[np.ndarray, ReplicaCut]]:
+    """Divides the rows of a step among the teacher's replicas: rows of each, int64, ascending, and their cut.
+
+    `given` is the teacher's section, `own` are the rows of each of the actor's replicas. Where the teacher has as many
+    replicas, they score the same rows. Raises DataError for a row above the limit of a micro-batch.
+    """
+    splitter = Splitter.for_teacher(actor, given, teacher.layout, teacher.model)
+    owners = None
+    if len(own) == teacher.layout.data:
+        owners = list(own)
+    cuts = [ReplicaCut((), micros, ()) for micros in splitter.shares(lengths, owners)]
+    needed = [np.unique(np.concatenate([micro.rows for micro in cut.log_probs])) for cut in cuts]
+    return [(rows, cut.renumbered(rows)) for rows, cut in zip(needed, cuts, strict=True)]
 
 
 def _inside(owners: Sequence[np.ndarray] | None, rows: slice) -> list[np.ndarray] | None:

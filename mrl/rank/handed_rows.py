@@ -1,9 +1,13 @@
 """Hands columns of tokens from rank to rank: between the actor's replicas and those of a second model, which have other
 rows of the step.
 
-    driver                             ranks
-    references to what is computed <-- each replica's result rank: HandedRows
-    the same references            --> each replica of the other model: `taken` picks its rows
+    driver                                           ranks
+    lengths --cut--> rows of a second model's replicas
+                                                 --> score_by: fetch those rows, compute columns (second_rows.py)
+    references to columns                        <-- each replica's result rank: HandedRows
+    the same references                          --> score: each actor replica picks its rows, by `taken`
+    references to a critic's returns             <-- each actor replica's result rank
+    the same references                          --> update_critic: each replica of the critic picks its rows
 
 The driver never holds a number of a token. It passes on references (step_batch.py).
 """
@@ -15,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from mrl.data.batch import TrainBatch
+from mrl.data.samples import Samples
 from mrl.model.layout import TrainLayout
+from mrl.store.response_store import ResponseStore
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,11 @@ def taken(batch: TrainBatch, numbers: np.ndarray, parts: Sequence[HandedRows]) -
                 columns[name] = np.zeros((int(batch.response_lengths.sum()), *values.shape[1:]), values.dtype)
             columns[name][places] = values
     return replace(batch, **columns)
+
+
+def as_counted(stored: ResponseStore, samples: Samples) -> Samples:
+    """Makes responses context whose log-probs are not numbers, as the driver does."""
+    return samples.as_context((stored.rows.sampled_lengths == 0) & (samples.sampled_lengths > 0))
 
 
 def answers_of(layout: TrainLayout, rows: Sequence[np.ndarray], answers: Sequence[Any]) -> list[tuple[np.ndarray, Any]]:

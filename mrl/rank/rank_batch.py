@@ -28,8 +28,7 @@ from mrl.data.samples import Samples
 from mrl.exercised import exercised
 from mrl.rank.batching import RowLengths, RowResult, UpdateResult
 from mrl.rank.cut import ReplicaCut
-from mrl.rank.handed_rows import HandedRows, taken
-from mrl.rank.teacher_rows import as_counted
+from mrl.rank.handed_rows import HandedRows, as_counted, taken
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers, read_routes
 

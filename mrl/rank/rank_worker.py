@@ -7,7 +7,7 @@ import faulthandler
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,10 +32,8 @@ from mrl.process.own import log_to, own_cpus, stacks_file
 from mrl.process.ray_places import own_places
 from mrl.process.same_software import software
 from mrl.process.shared_folder import FolderMark
-from mrl.rank.batching import MicroRows
-from mrl.rank.cut import ReplicaCut
 from mrl.rank.handed_rows import HandedRows
-from mrl.rank.step import RankStep, ReplicaRows, Scored, StepRows
+from mrl.rank.step import CRITIC, RankStep, ReplicaRows, Scored, StepRows
 from mrl.store.response_store import ResponseStore
 
 WRITING = "writing"  # concurrency group of methods that a rank answers while it trains
@@ -59,7 +57,7 @@ class ActorWorker:
         self.rank = rank
         self.step = None  # the current one
         self.is_stopped = False  # it is to end before its update
-        self.critic_batch = None  # rows of the critic's replica
+        self.critic_rows = None  # rows of the critic's replica
         self.sync_setups = []  # of weight syncs, one for each connection that is to be opened
         self.sender = None  # of weight syncs, after connecting
         self.given_up: list[str] = []  # names of the connections of weight syncs that the driver gave up last
@@ -137,24 +135,17 @@ class ActorWorker:
         return os.getpid()
 
     @ray.method(num_returns=2)
-    def ask_teacher(
-        self, samples: ResponseStore, rows: np.ndarray, micros: Sequence[MicroRows]
-    ) -> tuple[None, HandedRows | None]:
-        """Has this rank's replica of the teacher score `samples`, which are `rows` of the step."""
-        from mrl.rank.teacher_rows import scored  # imports torch, which only a prepared process may do
+    def score_by(self, model: str, own: ReplicaRows, samples: ResponseStore) -> tuple[None, HandedRows | None]:
+        """Has this rank's replica of a second model, TEACHER or CRITIC, score `samples`, the rows of `own`."""
+        from mrl.rank.second_rows import SecondRows
 
-        crash_point("rank", self.rank, "ask_teacher")
-        return None, scored(self.actor, samples, rows, micros)
-
-    @ray.method(num_returns=2)
-    def ask_critic(self, samples: ResponseStore, rows: np.ndarray, cut: ReplicaCut) -> tuple[None, HandedRows | None]:
-        """Has this rank's replica of the critic value `samples`, which are `rows` of the step."""
-        from mrl.rank.critic_rows import CriticBatch
-
-        crash_point("rank", self.rank, "ask_critic")
-        self.critic_batch = None  # the former step's rows are released first
-        self.critic_batch = CriticBatch(self.actor, samples, rows, cut)
-        return None, self.critic_batch.values()
+        crash_point("rank", self.rank, "score_by")
+        self.critic_rows = None  # the former step's rows are released first
+        rows = SecondRows(self.actor, model, own, samples)
+        columns = rows.columns()
+        if model == CRITIC:
+            self.critic_rows = rows
+        return None, columns
 
     @ray.method(num_returns=2)
     def score(
@@ -187,10 +178,10 @@ class ActorWorker:
         return self.step.shown(numbers, less_rollout)
 
     def update_critic(self, *returns: HandedRows) -> list[FloatParts] | None:
-        """Updates the critic with the rows of `ask_critic`, which then are gone; see CriticBatch.update."""
+        """Updates the critic with the rows of `score_by`, which then are gone; see SecondRows.update."""
         crash_point("rank", self.rank, "update_critic")
-        parts = self.critic_batch.update(self.step.critic_counts(), returns)
-        self.critic_batch = None
+        parts = self.critic_rows.update(self.step.critic_counts(), returns)
+        self.critic_rows = None
         return parts
 
     def update(self, trains: bool = True) -> tuple[list[FloatParts], dict[str, float]]:

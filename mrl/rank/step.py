@@ -1,6 +1,6 @@
 """A step on one rank, in its order: rows fetched, scored by the policies, weighed, and trained on.
 
-    score    rows fetched; what second models computed of them is taken over (second.py)
+    score    rows fetched; what second models computed of them is taken over (second_rows.py)
              old log-probs      --> gaps to generation's, of all rows: metrics, and whether they are numbers
              reference's        --> KL in the reward or in the loss
              corrections        --> trained tokens of all rows: masks, weights, penalties, KL to a teacher
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from mrl.rank.actor import MegatronActor  # the driver imports this module, and must not load Megatron
 
 EXPLAINED_EPS = 1e-5  # verl's, added to a variance of returns
+TEACHER = "teacher"  # second models, as MegatronActor has them
+CRITIC = "critic"
 FETCHING = "fetching samples"
 LOG_PROBS = "log_probs"
 REFERENCE = "ref_log_probs"
@@ -89,7 +91,7 @@ class ReplicaRows:
     numbers: np.ndarray  # int64 [needed rows], ascending: their numbers in the step
     own: np.ndarray  # bool [needed rows]: the replica trains on them; the others are there for fillers
     cut: ReplicaCut  # of these rows, counted from 0
-    readers: Readers  # of routes
+    readers: Readers = field(default_factory=dict)  # of routes
 
 
 @dataclass(frozen=True)

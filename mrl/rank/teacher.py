@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 
@@ -13,7 +14,7 @@ from mrl.exercised import exercised
 from mrl.model import load_model_spec
 from mrl.platforms import Platform
 from mrl.rank import parallel
-from mrl.rank.batching import MicroRows, RowResult, Splitter, check_batch
+from mrl.rank.batching import MicroRows, Splitter, check_batch
 from mrl.rank.bridge import MBridge
 from mrl.rank.forward import Likeliest, log_prob_pass, of_rows, on_device, return_hidden_states
 from mrl.rank.offload import Residence
@@ -64,8 +65,11 @@ class Teacher:
         """Yields the host buffers of parameters that leave the device."""
         return self._residence.on_host
 
-    def log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
-        """Returns log-probabilities of the sampled tokens under the teacher, at the batch's temperatures.
+    def columns(
+        self, batch: TrainBatch, micros: Sequence[MicroRows]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+        """Returns rows of the batch, and log-probabilities of their sampled tokens under the teacher, at the batch's
+        temperatures, as `teacher_log_probs`.
 
         If the loss needs them, it also returns the teacher's likeliest words with their log-probs. `micros` are those
         of this rank's replica of the teacher, and `batch` has their rows. One rank of each replica returns the result,
@@ -76,12 +80,16 @@ class Teacher:
             with self._residence.using(PARAMETERS):
                 inputs = self._inputs(batch, micros)
                 outputs = log_prob_pass(self._chunks, inputs, self.model.vocab_size, likeliest=self._likeliest)
-            handed_out = parallel.holds_result()
+            self.holds_result = parallel.holds_result()
             parallel.release_scratch()  # no plan counts it outside the pass, wherever the weights are
         self._residence.offload()
-        if handed_out:
-            return of_rows(micros, outputs)
-        return None
+        if not self.holds_result:
+            return None
+        result = of_rows(micros, outputs)
+        columns = {"teacher_log_probs": result.log_probs}
+        if result.words is not None:
+            columns |= {"teacher_words": result.words, "of_teacher_words": result.of_words}
+        return result.rows, columns
 
     def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> MicroBatches:
         config = self._config

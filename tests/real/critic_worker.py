@@ -50,10 +50,11 @@ def _report(actor: MegatronActor, case: dict, folder: Path) -> None:
     counts = [_count(batch.rows(rows)) for rows in whole.slices]
     parts = []
     for name in ("before", "after"):
-        result = critic.values(batch, cut.values)
-        if result is not None:
-            values = in_rows(batch, result.rows, result.values)
-            np.savez(folder / f"values-{name}-{actor.rank}.npz", rows=result.rows, values=values)
+        found = critic.columns(batch, cut.log_probs)
+        if found is not None:
+            rows, columns = found
+            values = in_rows(batch, rows, columns["critic_values"])
+            np.savez(folder / f"values-{name}-{actor.rank}.npz", rows=rows, values=values)
         if name == "before":
             parts = [part for _ in range(2) for part in critic.update_replica(batch, cut.mini_batches, counts)]
     same = all(torch.equal(tensor, before[name]) for name, tensor in actor.export_hf())

@@ -20,8 +20,7 @@ from mrl.config.teacher_model import TeacherModel
 from mrl.data.batch import TrainBatch
 from mrl.rank.actor import MegatronActor
 from mrl.rank.batching import RowLengths
-from mrl.rank.cut import step_cut
-from mrl.rank.teacher_rows import deal
+from mrl.rank.cut import step_cut, teacher_cut
 
 _OF_UPDATES = ("keep", "old_log_probs", "advantages", "loss_weights", "teacher_words", "of_teacher_words")
 
@@ -71,18 +70,19 @@ def _ask(actor: MegatronActor, batch: TrainBatch, file: Path) -> dict:
     cut = step_cut(config, actor.layout, actor.model, RowLengths.of(batch))
     own = [cut.own_rows(replica) for replica in range(actor.layout.data)]
     model = TeacherModel(teacher.model, teacher.layout)
-    shares = deal(config.actor, config.distillation.teacher_model, model, RowLengths.of(batch), own)
-    share = shares[teacher.layout.dense_coords(actor.rank).dp]
-    part = replace(batch, **dict.fromkeys(_OF_UPDATES)).rows(share.rows)
-    result = teacher.log_probs(part, share.micros)
-    if result is not None:
-        log_probs = np.zeros((len(result.rows), int(batch.response_lengths.max())), np.float32)
-        found = in_rows(part, result.rows, result.log_probs)
-        log_probs[:, : found.shape[1]] = found
+    cuts = teacher_cut(config.actor, config.distillation.teacher_model, model, RowLengths.of(batch), own)
+    rows, cut = cuts[teacher.layout.dense_coords(actor.rank).dp]
+    part = replace(batch, **dict.fromkeys(_OF_UPDATES)).rows(rows)
+    found = teacher.columns(part, cut.log_probs)
+    if found is not None:
+        own, columns = found
+        log_probs = np.zeros((len(own), int(batch.response_lengths.max())), np.float32)
+        known = in_rows(part, own, columns["teacher_log_probs"])
+        log_probs[:, : known.shape[1]] = known
         words = {}
-        if result.words is not None:
-            words = {"words": result.words, "of_words": result.of_words}
-        np.savez(file, rows=share.rows[result.rows], log_probs=log_probs, **words)
+        if "teacher_words" in columns:
+            words = {"words": columns["teacher_words"], "of_words": columns["of_teacher_words"]}
+        np.savez(file, rows=rows[own], log_probs=log_probs, **words)
     on_device = sum(p.untyped_storage().nbytes() for chunk in teacher._chunks for p in chunk.parameters())
     trained = [p.requires_grad for chunk in teacher._chunks for p in chunk.parameters()]
     return {"on_device": on_device, "trained": any(trained), "on_host": sum(t.nbytes for t in teacher.on_host)}

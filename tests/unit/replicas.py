@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 from small_model import SIZES
@@ -18,11 +17,10 @@ from mrl.generate.rollouts import compared, metric_values
 from mrl.model import model_spec
 from mrl.model.layout import TrainLayout
 from mrl.rank.batching import RowResult, UpdateResult
-from mrl.rank.critic_rows import CriticBatch
 from mrl.rank.exchange import FailedElsewhere
 from mrl.rank.loss_parameters import loss_parameters
-from mrl.rank.step import RankStep, Scored
-from mrl.rank.teacher_rows import scored
+from mrl.rank.second_rows import SecondRows
+from mrl.rank.step import CRITIC, TEACHER, RankStep, Scored
 from mrl.store.response_store import ResponseBlock, ResponseStore, in_blocks
 
 
@@ -157,12 +155,12 @@ class ReplicaCritic:
         self.value, self.updates = value, []
         self.on_last_stage, self.holds_result = last, holds_result
 
-    def values(self, batch, micros):
+    def columns(self, batch, micros):
         if not self.on_last_stage:
             return None
         rows = np.unique(np.concatenate([micro.rows for micro in micros if not micro.is_filler]))
         own = self.value(batch.rollout_log_probs[batch.sampled_places_of(rows)])
-        return SimpleNamespace(rows=rows, values=own.astype(np.float32))
+        return rows, {"critic_values": own.astype(np.float32)}
 
     def update_replica(self, batch, mini_batches, counts):
         self.updates.append((batch, mini_batches, counts))
@@ -184,7 +182,7 @@ class Replicas:
         self.teacher = None
         own = config.critic.layout
         self.critic_layout = TrainLayout.build(own, self.model) if own else self.layout
-        self.critic_batches: list[CriticBatch] = []
+        self.second: list[SecondRows] = []
         self.actors = [ReplicaActor(config, number, gap, ref_gap, updated) for number in range(data)]
         self.steps: list[RankStep] = []
         self.stops = lambda rank: False
@@ -208,15 +206,13 @@ class Replicas:
 
     def each_keeping(self, method, arguments, phase):
         asked = list(zip(self.actors, arguments, strict=True))
-        if method == "ask_teacher":
-            return [None] * len(asked), [scored(actor, *own) for actor, own in asked]
-        assert method == "ask_critic"
-        self.critic_batches = [CriticBatch(actor, *own) for actor, own in asked]
-        return [None] * len(asked), [batch.values() for batch in self.critic_batches]
+        assert method == "score_by"
+        self.second = [SecondRows(actor, *own) for actor, own in asked]
+        return [None] * len(asked), [rows.columns() for rows in self.second]
 
     def each(self, method, arguments, phase, interruptible=False):
         if method == "update_critic":
-            asked = zip(self.critic_batches, self.steps, arguments, strict=True)
+            asked = zip(self.second, self.steps, arguments, strict=True)
             return [batch.update(step.critic_counts(), returns) for batch, step, returns in asked]
         if method == "shown":
             return [step.shown(*own) for step, own in zip(self.steps, arguments, strict=True)]
@@ -254,9 +250,9 @@ def scored_step(actor: Replicas, rollouts, counted=None) -> tuple[StepBatch, Sco
     if counted is None:
         counted = compared(step.rows.group_id, rollouts.results, config.compares_responses)
     if config.distillation.enabled:
-        step.ask_teacher()
+        step.score_by(TEACHER)
     if config.algorithm.needs_critic:
-        step.ask_critic()
+        step.score_by(CRITIC)
     keys = config.algorithm.gdpo_reward_keys
     return step, step.score(
         rollouts.rewards,

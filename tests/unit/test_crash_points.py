@@ -73,7 +73,7 @@ def reach(*place: object) -> None:
 
 @pytest.mark.parametrize(
     ("method", "arguments"),
-    [("ask_teacher", [None] * 3), ("ask_critic", [None] * 3), ("update_critic", []), ("update", [])],
+    [("score_by", ["teacher", None, None]), ("update_critic", []), ("update", [])],
 )
 def test_a_rank_comes_to_one_before_it_begins_what_it_is_asked(method, arguments, monkeypatch):
     monkeypatch.setattr(workers, "crash_point", reach)

@@ -45,11 +45,11 @@ from mrl.plan.run_plan import make_plan
 from mrl.plan.times import phase_seconds, step_flops
 from mrl.platforms.versions import MEGATRON
 from mrl.rank import parallel
-from mrl.rank.batching import RowLengths, RowResult
+from mrl.rank.batching import RowLengths
+from mrl.rank.cut import teacher_cut
 from mrl.rank.handed_rows import HandedRows
 from mrl.rank.loss_parameters import loss_parameters
 from mrl.rank.teacher import Teacher
-from mrl.rank.teacher_rows import deal
 from mrl.record.metrics import reduce_parts
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.tools import run_search
@@ -214,12 +214,12 @@ class Opinionated:
     def __init__(self, layout: TrainLayout, rank: int, asked: list, words: int = 0):
         self.words = words
         place = layout.dense_coords(rank)
-        self.hands_out = place.tp == place.cp == 0 and place.pp == layout.pipeline - 1
+        self.holds_result = place.tp == place.cp == 0 and place.pp == layout.pipeline - 1
         self.asked = asked
 
-    def log_probs(self, batch, micros):
+    def columns(self, batch, micros):
         rows = np.concatenate([np.zeros(0, np.int64), *(m.rows for m in micros if not m.is_filler)])
-        if not self.hands_out:
+        if not self.holds_result:
             return None
         self.asked.append(len(rows))
         ends = np.cumsum(batch.lengths)
@@ -228,10 +228,11 @@ class Opinionated:
         parts = [opinion(word)[own] for word, own in zip(words, kept, strict=True)]
         chosen = np.concatenate(parts)
         if not self.words:
-            return RowResult(rows, chosen, (0.0, 1.0))
+            return rows, {"teacher_log_probs": chosen}
         numbers = np.arange(self.words)
         ids = (np.rint(chosen * -50).astype(np.int32)[:, None] + numbers).astype(np.int32)
-        return RowResult(rows, chosen, (0.0, 1.0), ids, (chosen[:, None] - 2 - numbers).astype(np.float32))
+        of_words = (chosen[:, None] - 2 - numbers).astype(np.float32)
+        return rows, {"teacher_log_probs": chosen, "teacher_words": ids, "of_teacher_words": of_words}
 
 
 class Taught(Replicas):
@@ -367,14 +368,14 @@ def test_a_teacher_of_as_many_replicas_scores_its_actors_own_rows(data):
     for replicas in (data, 3):
         layout = TrainLayout.build({"world_size": replicas}, model_spec(DENSE))
         teacher = SimpleNamespace(model=model_spec(DENSE), layout=layout)
-        shares = deal(config.actor, config.distillation.teacher_model, teacher, lengths, own)
-        scored = [share.rows.tolist() for share in shares]
+        shares = teacher_cut(config.actor, config.distillation.teacher_model, teacher, lengths, own)
+        scored = [numbers.tolist() for numbers, _ in shares]
         assert sorted(row for rows_of in scored for row in rows_of) == list(range(len(rows)))
         if replicas == data:
             assert scored == [part.tolist() for part in own]
-        for share in shares:
-            real = [micro.rows for micro in share.micros if not micro.is_filler]
-            assert sorted(np.concatenate(real).tolist()) == list(range(len(share.rows)))  # indices into its rows
+        for numbers, cut in shares:
+            real = [micro.rows for micro in cut.log_probs if not micro.is_filler]
+            assert sorted(np.concatenate(real).tolist()) == list(range(len(numbers)))  # indices into its rows
 
 
 def test_what_is_reported_of_a_teacher_is_of_trained_tokens_alone():
@@ -602,7 +603,7 @@ def test_a_teacher_leaves_no_buffer_of_its_pass_wherever_its_weights_lie(monkeyp
     teacher._inputs = lambda *_: None
     teacher._groups = SimpleNamespace(in_place=nullcontext)
     teacher._residence = SimpleNamespace(using=nullcontext, switched=switched, offload=lambda: None)
-    assert teacher.log_probs(None, ()) is None
+    assert teacher.columns(None, ()) is None
     assert not buffer.buffer
 
 

@@ -319,7 +319,7 @@ DOORS = {
         *(f"mrl.config.{part}" for part in ("distillation_rules", "override_fields", "override_rules")),
     ),
     "mrl.rank.critic": ("mrl.rank.actor",),
-    "mrl.rank.critic_rows": ("mrl.rank.rank_worker",),
+    "mrl.rank.second_rows": ("mrl.rank.rank_worker",),
     "mrl.rank.teacher": ("mrl.rank.actor",),
     "mrl.reshard.quantise": ("mrl.rank.rank_worker", "mrl.reshard.execute"),
 }

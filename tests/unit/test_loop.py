@@ -109,7 +109,7 @@ class World(AnsweringEngines):
         return self.ranks.each(method, arguments, phase, interruptible)
 
     def each_keeping(self, method, arguments, phase):
-        self.note(method)
+        self.note(f"{method} {arguments[0][0]}")
         return self.ranks.each_keeping(method, arguments, phase)
 
     def score(self, arguments):
@@ -484,7 +484,7 @@ def test_a_critic_is_trained_first_and_alone_before_the_step_that_trains_the_act
     for actor in world.ranks.actors:
         actor.critic = ReplicaCritic()
     loop.train_step(run)
-    first = ["offload", "generate", "rewards", "ask_critic", "score", "update_critic", "sync 1"]
+    first = ["offload", "generate", "rewards", "score_by critic", "score", "update_critic", "sync 1"]
     assert world.calls == first and run.is_whole
     loop.train_step(run)
     both = [*first[:4], "score by reference", "update_critic", "update", "sync 2"]
