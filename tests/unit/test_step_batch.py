@@ -512,9 +512,9 @@ def test_what_is_only_looked_at_ends_no_run_and_what_the_run_meets_does(tmp_path
     def lost(rows):
         raise Interrupted("rank 1 is lost")
 
-    step.old_log_probs_of = lost
+    step.log_probs_of = lost
     with pytest.raises(Interrupted):
-        record_shown_rows(RunDir(tmp_path), 4, step, rollouts)
+        record_shown_rows(RunDir(tmp_path), 4, step, scored.gaps, rollouts)
 
 
 class WriterHere(SampleWriter):
