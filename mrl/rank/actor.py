@@ -35,6 +35,7 @@ from mrl.rank.batching import MicroRows, RowLengths, RowResult, Splitter, Update
 from mrl.rank.bridge import DTYPES, Bridge, MBridge
 from mrl.rank.critic import MegatronCritic
 from mrl.rank.cut import ReplicaCut, StepCut, step_cut
+from mrl.rank.exchange import gather_bytes
 from mrl.rank.forward import (
     Around,
     laid_out,
@@ -132,7 +133,7 @@ class MegatronActor:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns what every rank gave, in rank order."""
-        return parallel.gather_bytes(data, self.platform.device)
+        return gather_bytes(data, self.platform.device)
 
     def _build_bridge(self) -> Bridge:
         trainer = self.config.trainer

@@ -123,3 +123,20 @@ def _read(data: bytes) -> tuple[dict[str, Any], Part | None]:
         part[name] = np.frombuffer(rest, dtype, count, begin).reshape(shape)
         begin += part[name].nbytes
     return head, part
+
+
+def gather_bytes(data: bytes, device: Any) -> list[bytes]:
+    """Returns what every rank gave, in rank order. Collective over all ranks, through memory of `device`."""
+    import torch  # the driver imports this module, and must not load it
+    from torch import distributed
+
+    own = torch.tensor([len(data)], device=device)
+    sizes = own.new_empty(distributed.get_world_size())
+    distributed.all_gather_into_tensor(sizes, own)
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    gathered = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=device)
+    distributed.all_gather_into_tensor(gathered, padded.to(device))
+    every = gathered.cpu().numpy().reshape(len(sizes), longest)
+    return [row[:size].tobytes() for row, size in zip(every, sizes.tolist(), strict=True)]

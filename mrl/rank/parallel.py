@@ -141,20 +141,6 @@ def holds_everywhere(condition: bool, device: torch.device) -> bool:
     return bool(flag)
 
 
-def gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
-    """Returns what every rank gave, in rank order. Collective."""
-    own = torch.tensor([len(data)], device=device)
-    sizes = own.new_empty(dist.get_world_size())
-    dist.all_gather_into_tensor(sizes, own)
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    gathered = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, padded.to(device))
-    every = gathered.cpu().numpy().reshape(len(sizes), longest)
-    return [row[:size].tobytes() for row, size in zip(every, sizes.tolist(), strict=True)]
-
-
 def holds_result() -> bool:
     """Tells whether this rank returns results of the last pipeline stage.
 
