@@ -24,8 +24,8 @@ from mrl.platforms.inventory import host_identity_faults
 from mrl.platforms.process_tree import end_below
 from mrl.process.same_software import check_same
 from mrl.process.shared_folder import check_seen, marked
+from mrl.rank.rank_step import FETCHING, PHASES, ReplicaRows, Scored, StepRows
 from mrl.rank.rank_worker import LOOKING, MODEL_VERBS, WRITING, ActorWorker
-from mrl.rank.step import FETCHING, PHASES, ReplicaRows, Scored, StepRows
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import start_readers
 

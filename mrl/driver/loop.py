@@ -7,9 +7,9 @@
        v
     teacher          samples, teacher                   its log-probs, on the ranks           rank/second_rows.py
     values           samples, critic                    values of tokens, on the ranks        rank/second_rows.py
-    old_log_prob     samples, actor                     log-probs, on the ranks               rank/step.py
-    ref              the step, reference model          its log-probs, on the ranks           rank/step.py
-    adv              the step, rewards                  masks, weights, advantages, there     rank/step.py
+    old_log_prob     samples, actor                     log-probs, on the ranks               rank/rank_step.py
+    ref              the step, reference model          its log-probs, on the ranks           rank/rank_step.py
+    adv              the step, rewards                  masks, weights, advantages, there     rank/rank_step.py
        |
        |   until here nothing is changed and a signal ends the step; from here it runs to its end
        v
@@ -55,7 +55,7 @@ from mrl.driver.update import check_routed, leave_actor, update, update_critic
 from mrl.driver.validation import ValidationSettings, answer_and_score, record_validation
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostWeights, MrlError
 from mrl.generate.rollouts import Rollouts, compared, metric_values
-from mrl.rank.step import CRITIC, FETCHING, LOG_PROBS, REFERENCE, TEACHER, WEIGHING
+from mrl.rank.rank_step import CRITIC, FETCHING, LOG_PROBS, REFERENCE, TEACHER, WEIGHING
 from mrl.record.metrics import StepLine
 
 RANKS_FREE_S = 30.0  # for ranks to finish their work after the run ends, in addition to a transfer to a lost process

@@ -1,6 +1,6 @@
 """Handles a step on the ranks from the driver: which replica has which rows, and what is asked of all ranks.
 
-    driver                                        ranks (rank/step.py)
+    driver                                        ranks (rank/rank_step.py)
     lengths --step_cut--> rows of replicas
     rows of a second model                    --> score_by: what it says of them
     rows, and numbers of all rows             --> score: what is needed for an update
@@ -26,7 +26,7 @@ from mrl.model.layout import TrainLayout
 from mrl.rank.batching import RowLengths
 from mrl.rank.cut import StepCut, step_cut, teacher_cut
 from mrl.rank.handed_rows import answers_of, needed_by
-from mrl.rank.step import CRITIC, TEACHER, ReplicaRows, Scored, StepRows
+from mrl.rank.rank_step import CRITIC, TEACHER, ReplicaRows, Scored, StepRows
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers
 

@@ -5,8 +5,8 @@
     advantages: from numbers a response;  selected: tokens that a loss treats apart
 
 Every method that computes numbers a row returns those of the replica's own rows. Formulas stand in mrl.algo and look at
-one row at a time, so any replica may have any row. step.py calls these methods in their order, and computes over all
-rows. Only the model's passes talk to other ranks.
+one row at a time, so any replica may have any row. rank_step.py calls these methods in their order, and computes over
+all rows. Only the model's passes talk to other ranks.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers, read_routes
 
 if TYPE_CHECKING:
-    from mrl.rank.actor import MegatronActor  # the driver imports step.py, and must not load Megatron
+    from mrl.rank.actor import MegatronActor  # the driver imports rank_step.py, and must not load Megatron
 
 
 class RankBatch:

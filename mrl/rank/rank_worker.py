@@ -33,7 +33,7 @@ from mrl.process.ray_places import own_places
 from mrl.process.same_software import software
 from mrl.process.shared_folder import FolderMark
 from mrl.rank.handed_rows import HandedRows
-from mrl.rank.step import CRITIC, RankStep, ReplicaRows, Scored, StepRows
+from mrl.rank.rank_step import CRITIC, RankStep, ReplicaRows, Scored, StepRows
 from mrl.store.response_store import ResponseStore
 
 WRITING = "writing"  # concurrency group of methods that a rank answers while it trains

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mrl.algo.plain import Denominators, FloatParts
 from mrl.data.batch import TrainBatch
 from mrl.rank.handed_rows import HandedRows, as_counted, taken
-from mrl.rank.step import CRITIC, ReplicaRows
+from mrl.rank.rank_step import CRITIC, ReplicaRows
 from mrl.store.response_store import ResponseStore
 
 if TYPE_CHECKING:

@@ -334,7 +334,7 @@ class Rank:
 
     def score(self, rows, own, stored, *handed):
         from mrl.rank import rank_batch
-        from mrl.rank.step import RankStep
+        from mrl.rank.rank_step import RankStep
 
         blocks = stored.fetched([block.samples for block in stored.blocks])
         samples = stored.assembled(blocks)

@@ -20,7 +20,7 @@ from mrl.driver.update import update
 from mrl.errors import NumericAbort
 from mrl.rank.actor import MegatronActor
 from mrl.rank.batching import RowResult
-from mrl.rank.step import RankStep
+from mrl.rank.rank_step import RankStep
 from mrl.store.response_store import ResponseBlock, ResponseStore
 
 

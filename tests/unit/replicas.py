@@ -19,8 +19,8 @@ from mrl.model.layout import TrainLayout
 from mrl.rank.batching import RowResult, UpdateResult
 from mrl.rank.exchange import FailedElsewhere
 from mrl.rank.loss_parameters import loss_parameters
+from mrl.rank.rank_step import CRITIC, TEACHER, RankStep, Scored
 from mrl.rank.second_rows import SecondRows
-from mrl.rank.step import CRITIC, TEACHER, RankStep, Scored
 from mrl.store.response_store import ResponseBlock, ResponseStore, in_blocks
 
 

@@ -29,7 +29,7 @@ from mrl.plan.host_memory import save_bytes
 from mrl.plan.memory import actor_bytes, memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.times import phase_seconds
-from mrl.rank import step as rank_step
+from mrl.rank import rank_step
 from mrl.rank.rank_batch import RankBatch
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.tools.import_verl.translate import import_overrides, import_script

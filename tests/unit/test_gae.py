@@ -12,7 +12,7 @@ from mrl.algo.gae import estimate, token_rewards, value_moments
 from mrl.algo.plain import Denominators, ValueLossParameters
 from mrl.algo.rows import moments
 from mrl.algo.value_loss import ValueInputs, value_loss
-from mrl.rank.step import value_metrics
+from mrl.rank.rank_step import value_metrics
 
 LENGTHS = np.array([5, 0, 1, 9, 4])
 SETTINGS = [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (1.0, 0.5)]

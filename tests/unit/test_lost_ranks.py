@@ -16,7 +16,7 @@ from mrl.cluster.process_logs import concerning
 from mrl.config.load import load_config
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostProcess
 from mrl.platforms.collective_trail import Entry, RankGroup, Trail
-from mrl.rank.step import FETCHING, LOG_PROBS, PHASES, WEIGHING, Scored
+from mrl.rank.rank_step import FETCHING, LOG_PROBS, PHASES, WEIGHING, Scored
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 DEAD = ray.exceptions.ActorDiedError()

@@ -32,8 +32,8 @@ from mrl.generate.rollouts import Rollouts, compared
 from mrl.model.layout import TrainLayout
 from mrl.rank import batching
 from mrl.rank.rank_batch import RankBatch
+from mrl.rank.rank_step import RankStep
 from mrl.rank.rank_worker import MODEL_VERBS, ActorWorker
-from mrl.rank.step import RankStep
 from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import StepFile, read_samples
 from mrl.record.shown_rows import read_shown_rows

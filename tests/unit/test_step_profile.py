@@ -14,11 +14,11 @@ import profiles  # noqa: E402
 from step_profile import CORE, PARTS, RANK, Look, in_order, read  # noqa: E402
 
 STACKS = """\
-main (mrl);update (mrl/rank/step.py:31);Attention.forward (core/transformer/attention.py:9);bmm (torch/x.py:1) 30
-main (mrl);update (step.py:31);MoELayer.forward (core/moe/moe_layer.py:8);Attention.forward (attention.py:2) 10
-main (mrl);update (mrl/rank/step.py:31);numpy 6
+main (mrl);update (mrl/rank/rank_step.py:31);Attention.forward (core/transformer/attention.py:9);bmm (torch/x.py:1) 30
+main (mrl);update (rank_step.py:31);MoELayer.forward (core/moe/moe_layer.py:8);Attention.forward (attention.py:2) 10
+main (mrl);update (mrl/rank/rank_step.py:31);numpy 6
 thread (17);idle (zmq/poll.py) 3
-main (mrl);update (mrl/rank/step.py:31);Worker.main_loop (ray/_private/worker.py:9) 51
+main (mrl);update (mrl/rank/rank_step.py:31);Worker.main_loop (ray/_private/worker.py:9) 51
 """
 
 
