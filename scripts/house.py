@@ -131,6 +131,15 @@ class House:
         }
 
     @cached_property
+    def graph_at_import(self) -> dict[str, set[str]]:
+        """Module -> modules of the package that importing it runs at once, packages above them among these."""
+        graph = {}
+        for name in self.modules:
+            above = {part for wanted in self.imports_at_import_time(name) for part in _with_packages(wanted)}
+            graph[name] = above & self.modules.keys() - {name}
+        return graph
+
+    @cached_property
     def room_graph(self) -> dict[str, set[str]]:
         """Room -> rooms that it imports."""
         graph: dict[str, set[str]] = defaultdict(set)
@@ -146,6 +155,20 @@ class House:
 
     def lines(self, module: str) -> int:
         return len(self.sources[module].splitlines())
+
+
+def _with_packages(module: str) -> set[str]:
+    parts = module.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+
+
+def closure(start: Iterable[str], graph: dict[str, set[str]]) -> set[str]:
+    """All that can be reached from some nodes of a graph, these included."""
+    seen, todo = set(), set(start)
+    while todo:
+        seen.add(node := todo.pop())
+        todo |= graph.get(node, set()) - seen
+    return seen
 
 
 def _functions(body: Iterable[ast.stmt], public: bool) -> Iterator[tuple[Function, bool]]:

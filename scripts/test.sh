@@ -1,32 +1,38 @@
 #!/usr/bin/env bash
-# From a fresh clone: installs, then runs the tests. `scripts/test.sh unit` runs only those that start nothing (a minute or two),
-# `scripts/test.sh docs` builds the site of docs/ and fails for a link that leads nowhere, `scripts/test.sh browser` runs those
-# that look at pages in Debian's chromium, and are skipped where it or its driver is not installed, `scripts/test.sh long` those
-# that `all` leaves out, `scripts/test.sh long:sync` one piece of them (`long:list` names the pieces, each of 20 minutes at most;
-# results are stored in docs/results/long_tests.json, and `long` goes on where it was stopped). Further arguments go to pytest.
+# From a fresh clone: installs, then runs the tests. `scripts/test.sh changed` runs the unit tests that what differs from
+# `main` concerns (`changed COMMIT`: from COMMIT; scripts/changed_tests.py says which), `scripts/test.sh unit` all that start
+# nothing, `scripts/test.sh docs` builds the site of docs/ and fails for a link that leads nowhere, `scripts/test.sh browser`
+# runs those that look at pages in Debian's chromium, and are skipped where it or its driver is not installed, and
+# `scripts/test.sh long` those that `all` leaves out (`scripts/test.sh long tests/real/test_sync.py` those of a file).
+# Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/install.sh cpu
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE  # containers tend to set it, and each of some thousand processes would compile mrl again
 
-# with MRL_REPORTS, an absolute folder, each tier leaves its report there (scripts/evidence/tiers.py)
+# with MRL_REPORTS, an absolute folder, each tier leaves its report there
 report() { [ -z "${MRL_REPORTS:-}" ] || echo "--junitxml=$MRL_REPORTS/$1.xml"; }
-unit() { python -m pytest tests/unit tests/outside -n 2 --dist worksteal $(report unit) "$@"; }
+# three at once on two cores: some wait for a deadline or a process
+light() { python -m pytest -m "not long" -n 3 --dist worksteal "$@"; }
+unit() { light tests/unit tests/outside $(report unit) "$@"; }
+changed() {
+    local files
+    files=$(python scripts/changed_tests.py "${1:-main}")
+    [ -z "$files" ] || light $files "${@:2}"
+}
 docs() { bash scripts/docs.sh build; }
 browser() { python -m pytest tests/browser -rs $(report browser) "$@"; }
 # two rows of files that start Ray and engines (tests/real/conftest.py) and all others beside them: mostly they wait for each other
 real() { python -m pytest tests/real -m "not long" -n 2 $(report real) "$@"; }
-long() { python scripts/long_tests.py "$@"; }
+long() {
+    if [ -e "${1:-}" ]; then python -m pytest -m long "$@"; return; fi
+    python -m pytest tests/unit -m long $(report long_unit) "$@"
+    python -m pytest tests/real -m long $(report long) "$@"
+}
 
 case "${1:-all}" in
-    unit) shift; unit "$@" ;;
-    docs) docs ;;
-    browser) shift; browser "$@" ;;
-    real) shift; real "$@" ;;
-    long) shift; long --resume -- "$@" ;;
-    long:list) long --list ;;
-    long:*) piece=${1#long:}; shift; long "$piece" -- "$@" ;;
+    changed | unit | docs | browser | real | long) "$@" ;;
     all) ruff check . && ruff format --check . && docs && unit && browser && real ;;
-    *) echo "usage: scripts/test.sh [all|unit|docs|browser|real|long|long:PIECE|long:list] [pytest arguments]" >&2; exit 2 ;;
+    *) echo "usage: scripts/test.sh [all|changed|unit|docs|browser|real|long] [pytest arguments]" >&2; exit 2 ;;
 esac

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from seldom import seldom
 from test_reshard_source import assembled, random_layouts, tagged
 
 from mrl.checkpoint.convert import write_hf
@@ -237,7 +238,7 @@ def test_shards_that_were_swapped_are_found(tmp_path):
         check_digests(path, read_manifest(path))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seldom(range(3), 0))
 def test_every_element_of_a_checkpoint_finds_its_place_in_any_other_layout(tmp_path, seed):
     """Random pairs of layouts of one model, elements numbered:
     what a rank loads is what it would have of the Hugging Face tensors.

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from generations import Files, origin_in
+from seldom import seldom
 from test_generation import AHEAD, BATCH, Engines, N, World, assert_same, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, Flight, LiveEngines, check_each_once
 
@@ -174,7 +175,7 @@ def run_back_and_on(seed, mode, engines, steps, folder):
     return found, counted | Counter({"went back": len(fleets) - 1})
 
 
-@pytest.mark.parametrize("engines", [RestartingEngines, RestartingOne])
+@pytest.mark.parametrize("engines", seldom([RestartingEngines, RestartingOne], RestartingEngines))
 @pytest.mark.parametrize("mode", IN_ORDER)
 def test_in_order_the_bits_are_those_of_the_undisturbed_run(mode, engines, tmp_path):
     expected = World(0, IN_ORDER[mode]).steps(5)
@@ -286,7 +287,7 @@ class GoesBack:
         self.engines.fleet.rewind(step)
 
 
-@pytest.mark.parametrize("engines", [RestartingEngines, RestartingOne])
+@pytest.mark.parametrize("engines", seldom([RestartingEngines, RestartingOne], RestartingOne))
 @pytest.mark.parametrize("mode", IN_ORDER)
 def test_in_order_lost_ranks_change_no_bit_either(mode, engines, tmp_path):
     expected = World(0, IN_ORDER[mode], prompts=1000).steps(6)

@@ -35,7 +35,7 @@ def check_engines(world: World, outcome, weights) -> None:
         assert writer.digests == sums_of(outcome.sends.values(), worker)
 
 
-@pytest.mark.parametrize("transport", ["shm", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("p2p", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("train", "rollout", "changes"), CASES.values(), ids=CASES)
 def test_every_element_arrives_where_it_belongs_sync_after_sync(transport, train, rollout, changes, monkeypatch):
     monkeypatch.setattr("mrl.platforms.transfer._TRANSFERS", _cpu_for_all())

@@ -243,7 +243,7 @@ def of_a_model_that_calls(monkeypatch, quick: bool, *overrides: str):
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all rows", "too many rows"])
-@pytest.mark.parametrize("how", ["quick", "here", "apart"])
+@pytest.mark.parametrize("how", ["quick", "here", pytest.param("apart", marks=pytest.mark.long)])
 def test_a_model_that_train_refuses_for_tools_is_refused_at_the_first_look_too(folder, monkeypatch, how, whole):
     config = of_a_model_that_calls(monkeypatch, how == "quick")
     if how == "apart":

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from seldom import seldom
 from small_model import SIZES, write_model
 
 from mrl.cli import init as init_command
@@ -193,13 +194,13 @@ def drawn_rows(rng: random.Random, source: str, count: int, longest: int) -> lis
     return rows + rows[: count // 5]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_what_it_writes_validates_whatever_the_data(mrl, monkeypatch, seed):
-    """50 draws a seed: few rows and many, short prompts and long, with held-out rows and without."""
+@pytest.mark.parametrize(("seed", "draws"), seldom([(0, 12), *((seed, 50) for seed in range(4))], 0))
+def test_what_it_writes_validates_whatever_the_data(mrl, monkeypatch, seed, draws):
+    """Few rows and many, short prompts and long, with held-out rows and without."""
     write_model(Path("model"))
     rng = random.Random(seed)
     written = 0
-    for draw in range(50):
+    for draw in range(draws):
         if draw:  # a scoring process takes half a second: each seed tries one
             monkeypatch.setattr("mrl.driver.first_look._ask", lambda *_: None)
         source, count = rng.choice(("openai/gsm8k", "math_dapo", "exact_match", "mine")), rng.randint(1, 40)
@@ -221,7 +222,7 @@ def test_what_it_writes_validates_whatever_the_data(mrl, monkeypatch, seed):
         config = load_config(f"{draw}.yaml").config
         longest_answer = max(len(str(row["reward_model"]["ground_truth"]).removesuffix(".0")) for row in rows)
         assert config.data.max_response_length > longest_answer or not more
-    assert written > 30
+    assert written > 0.6 * draws
 
 
 def test_prompts_that_no_response_fits_behind_are_said(mrl):

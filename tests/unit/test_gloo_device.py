@@ -62,6 +62,7 @@ def wakes() -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_groups_that_share_a_device_compute_the_same_and_wake_a_tenth_as_often():
     own, shared = wakes().values()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from reshard_cases import QWEN3_30B, QWEN3_235B, TRAIN_235B
 from reshard_world import World, expected, hf_weights, setup_for, shards_of, sums_of
+from seldom import seldom
 from small_model import write_model
 from test_config_rules import DENSE_MODEL, GPU, TINY, TINY_MODEL, broken, only
 from test_lora import LORA, WholeFactors, factors_of
@@ -154,7 +155,7 @@ def whole(weights: dict, names, block: int) -> dict:
     return dict(pair for name, tensor in weights.items() for pair in quantised(name, tensor, names, block))
 
 
-@pytest.mark.parametrize(("train", "rollout", "transport"), PAIRS)
+@pytest.mark.parametrize(("train", "rollout", "transport"), seldom(PAIRS, 2, 3))
 def test_engines_get_the_words_and_scales_of_whole_tensors_and_both_sides_have_their_digests(train, rollout, transport):
     setup = setup_for(train, rollout, transport, dtype="bfloat16", fp8_block=SMALL)
     weights = hf_weights(setup, dtype=torch.bfloat16)

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 from reshard_cases import Pair, random_pairs
+from seldom import seldom
 from test_reshard_source import MODELS
 
 from mrl.model.device_grid import Place
@@ -178,7 +179,7 @@ def test_a_lost_message_is_caught_on_both_sides():
     assert any("engine 0, worker 1" in text for text in faults)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seldom(range(4), 0))
 def test_expanded_plans_hold_against_the_real_shards(seed):
     """The proof at plan time looks at templates; here every copy of every worker is held against the real layout."""
     for pair in random_pairs(1000 + seed, 6):
@@ -206,7 +207,7 @@ def test_a_wrong_description_of_the_target_stops_the_planner(monkeypatch):
         plan_reshard(plan.model, plan.train, plan.rollout, dialect="cpu", dtype="float32")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seldom(range(3), 1))
 def test_shrunken_models_keep_layouts_legal_and_shards_of_two_rows(seed):
     for pair in random_pairs(2000 + seed, 8):
         small, train = shrink(pair.model, pair.train, pair.rollout)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from seldom import seldom
 
 from mrl.model import ModelSpec, tensor_specs
 from mrl.model.boxes import Box, cover_fault
@@ -152,7 +153,7 @@ def is_vocabulary(shard: Shard) -> bool:
     return shard.megatron_name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seldom(range(10), *range(3)))
 def test_primaries_hold_every_checkpoint_element_exactly_once(seed):
     for model, layout in random_layouts(seed, 20):
         boxes: dict[str, list[Box]] = {t.name: [] for t in tensor_specs(model)}

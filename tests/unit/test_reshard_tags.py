@@ -7,6 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from reshard_cases import Pair, random_pairs
+from seldom import seldom
 
 from mrl.model.device_grid import Place
 from mrl.model.megatron_shards import source_shards
@@ -28,7 +29,7 @@ def messages(pair: Pair) -> tuple[list[Message], list[Message]]:
     return sent, received
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seldom(SEEDS, *range(5)))
 def test_every_worker_gets_what_vllms_loader_would_give_it(seed):
     for pair in random_pairs(seed, PAIRS):
         assert list(simulated_faults(pair.plan())) == [], pair
@@ -65,7 +66,7 @@ def test_the_pairs_are_of_every_kind():
     assert [claim for claim, hits in claims.items() if sum(hits) < 3] == []
 
 
-@pytest.mark.parametrize("seed", range(100, 103))
+@pytest.mark.parametrize("seed", seldom(range(100, 103), 100))
 def test_both_sides_list_the_same_messages_in_their_order(seed):
     for pair in random_pairs(seed, 6):
         sent, received = messages(pair)
@@ -77,7 +78,7 @@ def test_both_sides_list_the_same_messages_in_their_order(seed):
         assert len({(m.round, m.source, m.worker) for m in sent}) == len(sent), "one message a peer and round"
 
 
-@pytest.mark.parametrize("seed", range(200, 203))
+@pytest.mark.parametrize("seed", seldom(range(200, 203), 200))
 def test_no_process_exceeds_the_budget_in_a_round(seed):
     for pair in random_pairs(seed, 6):
         totals: dict[tuple, int] = defaultdict(int)
@@ -92,7 +93,7 @@ def test_no_process_exceeds_the_budget_in_a_round(seed):
         assert max(both) == pair.plan().peak_staging_bytes <= 2 * pair.budget
 
 
-@pytest.mark.parametrize("seed", range(300, 303))
+@pytest.mark.parametrize("seed", seldom(range(300, 303), 300))
 def test_at_most_two_modules_of_a_worker_are_unfinished_at_any_time(seed):
     for pair in random_pairs(seed, 6):
         plan = pair.plan()
@@ -105,7 +106,7 @@ def test_at_most_two_modules_of_a_worker_are_unfinished_at_any_time(seed):
                 assert sum(min(seen) <= number < max(seen) for seen in rounds.values()) <= 2, "at the end of a round"
 
 
-@pytest.mark.parametrize("seed", range(400, 403))
+@pytest.mark.parametrize("seed", seldom(range(400, 403), 400))
 def test_moved_bytes_are_those_that_no_rank_on_the_device_has_and_remote_ones_those_that_none_on_the_node_has(seed):
     for pair in random_pairs(seed, 8):
         hf, plan = numbered(pair.model), pair.plan()

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from seldom import seldom
 from small_model import SIZES, write_model
 
 from mrl.checkpoint import disk_space
@@ -353,7 +354,8 @@ def dies_at(event: int, model: Path, folder: Path) -> bool:
     os._exit(0)
 
 
-def test_a_death_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(model, tmp_path):
+@pytest.mark.parametrize("every", seldom([4, 1], 4))
+def test_a_death_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(model, tmp_path, every):
     """Retention keeps one, so the first is removed within the same save.
 
     Every call that changes the disk is a place to die.
@@ -362,9 +364,9 @@ def test_a_death_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(model, tmp_p
     begun = made_run(model, tmp_path / "begun")
     trained(begun)
     begun.saver.save_last(begun.state)
-    event, ended = 0, False
+    event, ended = 1 - every, False
     while not ended:
-        event += 1
+        event += every
         folder = tmp_path / str(event)
         shutil.copytree(begun.folder, folder)
         ended = not dies_at(event, model, folder)

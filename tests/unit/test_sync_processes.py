@@ -61,6 +61,7 @@ def test_a_pipeline_over_two_nodes_is_synced_to_workers_beside_its_ranks(tmp_pat
             assert found["worker", worker][update] == sent_to(worker, [found["rank", r][update] for r in FOUR])
 
 
+@pytest.mark.long
 def test_the_order_before_deadlocks_there(tmp_path):
     """So the processes of this file would tell it."""
     setup = two_nodes(3.0)
@@ -70,6 +71,7 @@ def test_the_order_before_deadlocks_there(tmp_path):
     assert any("within 3 s" in answer for answer in found.values()), found
 
 
+@pytest.mark.long
 def test_a_worker_that_is_lost_in_a_sync_costs_the_others_a_retry_with_the_same_bits(tmp_path):
     setup = two_nodes(15.0)
     where = setup.transport | {"name": f"{setup.transport['name']}-2", "workers": [0, 1, 2]}
@@ -110,6 +112,7 @@ def test_an_engine_that_starts_again_is_connected_beside_the_others(tmp_path):
     assert found["worker", "3 again"] == sent_to(3, [found["rank", r][1][2] for r in FOUR])
 
 
+@pytest.mark.long
 def test_a_peer_that_stops_while_it_connects_ends_it_for_all_within_the_deadline(tmp_path):
     setup = two_nodes(10.0)
     calls = both(partial(send_all, setup, updates=1), partial(receive_all, setup, updates=1), workers=[0, 1, 2])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tool_functions
+from seldom import seldom
 
 from mrl.acting.builtin import calculator
 from mrl.acting.environment import LONGEST
@@ -187,7 +188,7 @@ def test_a_tool_that_is_a_generator_is_refused(name):
         Tool.of(getattr(tool_functions, name), name)
 
 
-@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize("end", seldom(["\n", ""], ""))
 def test_stray_lines_on_the_channel_of_results_cost_their_call_alone(end):
     """However many they are, and whether they come before the answer, with it or behind it."""
     with EnvironmentPool(ToolsSpec(("strays", "calculator"), FILE), 1, 20.0) as pool:
