@@ -4,7 +4,8 @@ Changed is what differs from the commit at which this branch left COMMIT (`main`
 A file of tests is concerned if it changed, or if a changed module is in its import closure: the modules of `mrl` and
 helpers that it imports or names in a string, what these import at once, and, of those that the test names itself, what
 their functions import too; of the commands that `mrl` has, those whose word is in the test. A changed file that is no
-module (a preset, a table, a page) concerns the tests that have its name in their text. What all tests share concerns all.
+module (a preset, a table, a page) concerns the tests that have its name in their text. What all tests share concerns
+all.
 """
 
 import ast
@@ -40,7 +41,9 @@ def _git(*arguments: str) -> str | list[str]:
 def concerned(changed: Iterable[str], root: Path = ROOT) -> list[str]:
     """Files of tests below `root` that any of the changed files concerns."""
     changed = set(changed)
-    texts = {path.relative_to(root).as_posix(): path.read_text() for name in FOLDERS for path in (root / name).glob("*.py")}
+    texts = {
+        path.relative_to(root).as_posix(): path.read_text() for name in FOLDERS for path in (root / name).glob("*.py")
+    }
     tests = sorted(path for path in texts if Path(path).name.startswith("test_"))
     if any(SHARED.fullmatch(path) for path in changed):
         return tests

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,predictions,profiles,known_problems,evidence}.md from
-the schema, the spec tables, docs/source and docs/results, and the measured figures that other pages mark.
+"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,predictions,known_problems,evidence,faults}.md from
+the schema, the spec tables, docs/source, docs/results and the rows of scripts/evidence.
 
     python scripts/generate_docs.py [--check]     with --check writes nothing and exits 1 when a page is out of date
 
@@ -38,20 +38,13 @@ from mrl.tools.import_verl.keys import ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
-import claims  # noqa: E402
-import profiles  # noqa: E402
+sys.path.append(str(ROOT / "scripts" / "evidence"))
+import evidence_page  # noqa: E402
+import fault_rows  # noqa: E402
 
 SOURCE = ROOT / "docs" / "source"
 VERL_SCRIPTS = ROOT / "docs" / "results" / "verl_scripts.json"  # scripts/evidence/verl_scripts.py
 _COLUMNS = ("key", "may be", "default", "meaning", "advice")
-# written by hand, but for the figures between marks
-FILLED = (
-    "README.md",
-    "docs/adding_a_family.md",
-    "docs/algorithms.md",
-    "docs/asynchronous.md",
-    "docs/tutorial/first_hour.md",
-)
 _MADE = (
     "<!-- made by scripts/generate_docs.py; edit mrl/config/schema_*.py, mrl/record/metrics.yaml, the spec tables or "
     "docs/source instead -->\n"
@@ -447,16 +440,6 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(re.sub(r"\s+", " ", cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-def evidence() -> str:
-    """Claims with their figures."""
-    return f"{_MADE}{claims.page()}"
-
-
-def filled(name: str) -> str:
-    """A page of `FILLED` with the figures of today's results."""
-    return claims.filled((ROOT / name).read_text(encoding="utf-8"), claims.load())
-
-
 PAGES = {
     "configuration": configuration,
     "metrics": metrics,
@@ -464,16 +447,15 @@ PAGES = {
     "tuning": tuning,
     "efficiency": efficiency,
     "predictions": predictions,
-    "profiles": lambda: f"{_MADE}{profiles.page()}",
     "known_problems": known_problems,
-    "evidence": evidence,
+    "evidence": lambda: f"{_MADE}{evidence_page.page()}",
+    "faults": lambda: f"{_MADE}{fault_rows.page()}",
 }
 
 
 def out_of_date() -> dict[Path, str]:
     """Pages that are not what they are made of, and their text."""
     made = {ROOT / "docs" / f"{name}.md": make() for name, make in PAGES.items()}
-    made |= {ROOT / name: filled(name) for name in FILLED}
     return {path: text for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text}
 
 

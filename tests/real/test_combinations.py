@@ -1,7 +1,7 @@
 """Features beside each other: rows of the table of combinations with every end and everything that follows, and each
 value of trainer.schedule and trainer.order.
 
-Each is held to the invariants of scripts/evidence/combination_run.py: exit codes, bits of the undisturbed run, every
+Each is held to the invariants of tests/proofs/combination_run.py: exit codes, bits of the undisturbed run, every
 response in one step, staleness, verified syncs, log-probs of transformers, nothing left behind.
 """
 
@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 from world import make_world
 
-EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
-sys.path[:0] = [str(EVIDENCE), str(EVIDENCE.parent)]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "proofs"))
 
-from combination_axes import AXES, SETTINGS, refusal  # noqa: E402
-from combination_run import GONE_S, RUN_S, THEN, RowRun  # noqa: E402
-from combinations import row_of  # noqa: E402
-from own_memory import is_possible  # noqa: E402
+from combination_axes import AXES, SETTINGS, refusal
+from combination_run import GONE_S, RUN_S, THEN, RowRun
+from combinations import row_of
+from own_memory import is_possible
 
-from mrl.record.run_dir import METRICS, read_metrics  # noqa: E402
+from mrl.record.run_dir import METRICS, read_metrics
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(4 * (RUN_S + GONE_S))]
 EARLY = 1  # the number of a row whose end comes 0.13 s behind the line of step 2: two steps need what it loses

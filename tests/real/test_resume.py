@@ -1,6 +1,6 @@
 """kill -9 of real ranks, inside a save and outside: what is found goes on bit by bit, and to 1e-5 at another layout.
 
-A short form of scripts/evidence/resume.py, which kills twenty times and the whole loop too.
+tests/proofs/test_kills.py kills the whole loop.
 """
 
 import importlib.util
@@ -17,8 +17,7 @@ from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 @pytest.fixture(scope="module")
 def harness():
-    sys.path.insert(0, str(ROOT / "scripts" / "evidence"))  # what its scripts import of each other
-    spec = importlib.util.spec_from_file_location("resume_evidence", ROOT / "scripts" / "evidence" / "resume.py")
+    spec = importlib.util.spec_from_file_location("resume_proof", ROOT / "tests" / "proofs" / "resume.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,6 +1,5 @@
 """The array of combinations: against all rows there are, where these can be counted; and over the real rules."""
 
-import json
 import sys
 from itertools import product
 from pathlib import Path
@@ -9,11 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
-sys.path[:0] = [str(EVIDENCE), str(EVIDENCE.parent)]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "proofs"))
 
-import claims  # noqa: E402
-from combination_axes import (  # noqa: E402
+from combination_axes import (
     AXES,
     CRITIC_APART,
     PRESETS,
@@ -24,15 +21,15 @@ from combination_axes import (  # noqa: E402
     refusal,
     settings,
 )
-from combination_run import EXIT_CODES, LEFT_OUT, THEN, largest_difference, lost_or_twice, token_versions  # noqa: E402
-from combination_run import log_probs as read_log_probs  # noqa: E402
-from combination_world import make_tool_world, make_world  # noqa: E402
-from combinations import results, row_of, still_to_do, stored, words  # noqa: E402
-from covering import Array, Contradiction, Rules, covering_array, most_first, wanted  # noqa: E402
+from combination_run import EXIT_CODES, LEFT_OUT, THEN, largest_difference, lost_or_twice, token_versions
+from combination_run import log_probs as read_log_probs
+from combination_world import make_tool_world, make_world
+from combinations import row_of, words
+from covering import Contradiction, Rules, covering_array, most_first, wanted
 
-from mrl.config.load import load_config  # noqa: E402
-from mrl.model import load_model_spec  # noqa: E402
-from mrl.model.layout import TrainLayout  # noqa: E402
+from mrl.config.load import load_config
+from mrl.model import load_model_spec
+from mrl.model.layout import TrainLayout
 
 SMALL = {"a": ("0", "1", "2"), "b": ("0", "1"), "c": ("0", "1", "2"), "d": ("0", "1")}
 
@@ -207,40 +204,6 @@ def test_a_response_that_the_record_says_was_left_out_is_not_lost(metric):
     assert list(lost_or_twice(rows, by_step, 4)) == []
 
 
-HEAD = claims.head()
-
-
-def done(row, *problems: str, commit: str = HEAD) -> dict:
-    return {"row": words(row), "commit": commit, "seconds": 60.0, "problems": list(problems)}
-
-
-def test_what_is_stored_is_where_the_next_call_goes_on(tmp_path):
+def test_a_row_is_read_as_it_is_written():
     usual = {axis: values[0] for axis, values in AXES.items()}
-    rows = tuple(usual | {axis: values[1]} for axis, values in AXES.items())
-    array = Array(rows, {})
-    assert all(row_of(words(row)) == row for row in rows)
-    first, second = still_to_do(array, [])[:2]
-    found = results(array, [done(rows[first]), done(rows[second], "exit code 1")])
-    (file := tmp_path / "combinations.json").write_text(json.dumps(found))
-    left = still_to_do(array, stored(file))
-    assert sorted([first, second, *left]) == list(range(len(rows)))
-    of_other_code = [done(rows[first], commit="0" * 40), done(rows[second])]
-    assert still_to_do(array, of_other_code) == [*left, first], "the one run by unknown code again, at the end"
-    assert (found["rows_done"], found["rows_failed"], found["minutes"]) == (2, 1, 2.0)
-    assert found["pairs_held"] == len(AXES) * (len(AXES) - 1) // 2, "of the row that held alone"
-
-
-def test_rows_of_other_axes_count_for_nothing(tmp_path, capsys):
-    (file := tmp_path / "combinations.json").write_text(json.dumps({"axes": {"a": ["0"]}, "done": [{}]}))
-    assert stored(file) == [] and "1 rows of other axes" in capsys.readouterr().err
-    assert stored(tmp_path / "none.json") == []
-
-
-def test_rows_from_before_an_axis_was_added_have_its_first_value(tmp_path):
-    row = {axis: values[0] for axis, values in AXES.items()}
-    before = {axis: list(values) for axis, values in AXES.items() if axis != "adapters"}
-    before["family"] = before["family"][:-1]
-    before["loss"].remove(CRITIC_APART)
-    known = {"row": " | ".join(row[axis] for axis in before), "commit": "0", "problems": []}
-    (file := tmp_path / "combinations.json").write_text(json.dumps({"axes": before, "done": [known]}))
-    assert stored(file) == [known | {"row": words(row)}]
+    assert all(row_of(words(row)) == row for row in (usual | {axis: values[1]} for axis, values in AXES.items()))

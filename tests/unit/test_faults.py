@@ -1,4 +1,4 @@
-"""`scripts/evidence/faults.sh`: seconds of a fault by the lines that a run prints, and which runs it makes."""
+"""Faults one by one (tests/proofs): seconds of a fault by the lines that a run prints, and which runs it makes."""
 
 import json
 import signal
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import psutil
 
-EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
-sys.path.insert(0, str(EVIDENCE))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "proofs"))
 
-import faults  # noqa: E402
+import faults
 
 SAID = (
     ("fault: engines started in 12.50 s\n", 20.0),

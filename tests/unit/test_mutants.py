@@ -1,4 +1,4 @@
-"""Which tests run for a mutant, and that one whose text is gone is not passed over: scripts/evidence/mutants.py."""
+"""Which tests run for a mutant, and that one whose text is gone is not passed over: tests/proofs/mutants.py."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def runner():
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "evidence" / "mutants.py")
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tests" / "proofs" / "mutants.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

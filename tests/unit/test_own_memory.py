@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "evidence"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "proofs"))
 
 from own_memory import OwnMemory, is_possible
 

@@ -45,8 +45,7 @@ def test_rounds_begin_with_the_two_sides_in_turn(peers):
     assert [peers.order(number)[0] for number in range(4)] == ["trl", "mrl", "trl", "mrl"]
 
 
-def test_goals_of_both_cases_are_those_of_the_table_of_claims(peers):
-    """As fast at 3 tokens, twice as fast at 300 (docs/source/claims.yaml)."""
+def test_goals_of_both_cases_are_as_fast_at_3_tokens_and_twice_as_fast_at_300(peers):
     assert {case.name: case.goal for case in peers.CASES} == {"short": 1.0, "long": 2.0}
 
 

@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
-import profiles  # noqa: E402
 from step_profile import CORE, PARTS, RANK, Look, in_order, read  # noqa: E402
 
 STACKS = """\
@@ -65,13 +64,3 @@ def defined(package: str, files: set[str]) -> set[tuple[str, str]]:
                     case ast.ClassDef(name=owner, body=body):
                         found |= {(path.name, f"{owner}.{n.name}") for n in body if isinstance(n, ast.FunctionDef)}
     return found
-
-
-def test_a_page_of_profiles_tells_goals_that_are_missed_alone(monkeypatch):
-    """One that is met by a later result leaves the page, or it cannot be made."""
-    claim = {"claim": "A step in a minute", "bound": "60 s"}
-    monkeypatch.setattr(profiles, "load", lambda: {"measured": [claim | {"missed": "it takes two"}]})
-    assert profiles._goal("A step") == "A step (60 s)"
-    monkeypatch.setattr(profiles, "load", lambda: {"measured": [claim]})
-    with pytest.raises(ValueError, match="0 missed goals begin with 'A step'"):
-        profiles._goal("A step")
