@@ -143,7 +143,7 @@ ROWS = (
     Row("quickstart", "Does it install and learn?", "8 minutes", "bash scripts/quickstart.sh", 6, _quickstart),
     Row("trl", "How fast is a step beside TRL's?", "1 and 2 times",
         "python scripts/bench/peers.py --json OUT", 16, _peers,
-        why="many short requests go to the engine one by one; of long ones most is vLLM's and BLAS's time on both sides"),
+        why="many short requests go to the engine one by one; of long ones most is vLLM's and BLAS's time"),
     Row("sync_seconds", "What does a verified sync of 0.44 GB cost, of the bridge's export alone?",
         "0.12, and the least bytes",
         "python scripts/bench/reshard.py --json", 5, _reshard,

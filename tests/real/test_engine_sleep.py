@@ -4,7 +4,6 @@ is nobody's.
 One start at TP1 and one at TP2 go through everything in turn (engine_sleep.walk); the tests look at what came of it.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -133,14 +132,12 @@ def slope(values: list[float]) -> float:
 
 @pytest.fixture(scope="module")
 def cycled(tmp_path_factory) -> dict:
-    """SLEEP_CYCLES makes it longer, SLEEP_ROWS keeps what was measured: scripts/evidence/sleep_cycles.sh."""
+    """SLEEP_CYCLES makes it longer."""
     folder = tmp_path_factory.mktemp("cycles")
     model, other = checkpoints(folder, tiny_moe(), torch.float32)
     found = start(
         folder, "cycles", model, other, 1, limit_s=560, cycles=int(os.environ.get("SLEEP_CYCLES", "45")), seconds=400
     )
-    if kept := os.environ.get("SLEEP_ROWS"):
-        Path(kept, "tiny.json").write_text(json.dumps(found))
     return found
 
 
@@ -169,8 +166,6 @@ def wide(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("wide")
     model = save(wide_moe(request.param), folder / "model")
     found = start(folder, "cycles", model, model, 1, limit_s=500, budget_bytes=BUDGET, cycles=3, seconds=300)
-    if kept := os.environ.get("SLEEP_ROWS"):
-        Path(kept, f"wide-{request.param}.json").write_text(json.dumps(found))
     return found | {"bytes": (model / "model.safetensors").stat().st_size}
 
 

@@ -6,11 +6,10 @@ against what the plan gives the process, on the device and on the host: on a CPU
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -123,10 +122,7 @@ def of(moments: list[Moment], kind: str, phase: str) -> list[Moment]:
 
 @pytest.fixture(scope="module", params=CASES)
 def moments(request, tmp_path_factory) -> list[Moment]:
-    """Of a run in which each process was asked, of which nothing is kept besides: its handles must not outlive Ray.
-
-    TURNS_ROWS keeps what they said: scripts/evidence/turns.sh.
-    """
+    """Of a run in which each process was asked, of which nothing is kept besides: its handles must not outlive Ray."""
     layers, ranks, degrees = CASES[request.param]
     folder = tmp_path_factory.mktemp("turns")
     save_wide(make_world(folder) / "model", layers)
@@ -135,8 +131,6 @@ def moments(request, tmp_path_factory) -> list[Moment]:
     shutil.rmtree(folder)  # checkpoints of some GB
     for moment in found:
         print(request.param, moment)
-    if kept := os.environ.get("TURNS_ROWS"):
-        Path(kept, f"{ranks}-ranks.json").write_text(json.dumps([asdict(moment) for moment in found]))
     return found
 
 

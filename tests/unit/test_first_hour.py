@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("first_hour", ROOT / "scripts" / "evidence" / "first_hour.py")
+_spec = importlib.util.spec_from_file_location("first_hour", ROOT / "tests" / "proofs" / "first_hour.py")
 hour = sys.modules["first_hour"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(hour)
 MISTAKE = hour.Mistake("a port in use", "true", 4, ["is in use"])

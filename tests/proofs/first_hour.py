@@ -1,6 +1,6 @@
 """The first hour of somebody who comes from verl: what is done, and what goes wrong, each with its seconds.
 
-    scripts/evidence/first_hour.sh [--work FOLDER] [--part steps|mistakes] [--skip STEP ...]
+    python tests/proofs/first_hour.py [--work FOLDER] [--part steps|mistakes] [--skip STEP ...]
 
 Steps are a newcomer's, in an empty HOME: a script of verl's, a first configuration, a rehearsal, own data and reward, a
 resume, a second run beside it, runs without a HOME, Ctrl-C, a conversion, and the commands of launch/ as
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "evidence"))
 import stamp
 
 from mrl.process.free_ports import free_port
@@ -408,7 +408,7 @@ def main() -> None:
         raise SystemExit(f"commit these first, results name a commit:\n{changed}")
     if not work.exists():
         make_work(work)
-    command = "scripts/evidence/first_hour.sh --part"
+    command = "python tests/proofs/first_hour.py --part"
     if options.part != "mistakes":
         done = list(do_steps(work, options.skip))
         told = [step for step in steps() if step.name not in options.skip]
