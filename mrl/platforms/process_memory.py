@@ -34,11 +34,6 @@ class ProcessMemory:
     resident_bytes: int  # the process's resident set, with libraries and heap
     baseline_bytes: int  # the same after imports, before there was a model; 0 if nobody recorded it
 
-    @property
-    def grown_bytes(self) -> int:
-        """Resident set minus the baseline, which compares with planned device and host bytes."""
-        return self.resident_bytes - self.baseline_bytes
-
 
 def note_baseline() -> None:
     """Records the resident set. Call it after the imports, before the first large tensor.
