@@ -1,7 +1,7 @@
 """A real engine sleeps, wakes and is synced: the same bits as before, memory given away, and nothing sampled from what
 is nobody's.
 
-One start at TP1 and one at TP2 go through everything in turn (engine_sleep.walk); the tests look at what came of it.
+One start at TP2, and one at TP1 among the long ones, go through everything in turn (engine_sleep.walk); the tests look at what came of it.
 """
 
 import os
@@ -47,7 +47,7 @@ def start(
     return run_engine("engine_sleep.py", folder, job, tensor, limit_s)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2], ids=["TP1", "TP2"])
 def walked(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("sleep")
     model, other = checkpoints(folder, tiny_moe(), torch.float32)

@@ -5,6 +5,7 @@ The reference is the Hugging Face model with autograd, GSPO written in its seque
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,6 +82,12 @@ LAYOUTS = {
     "moe-cp2-dp2": ("moe", 4, {CP: 2}),
     "moe-tp2-pp2-cp2-ep2": ("moe", 8, {TP: 2, PP: 2, CP: 2, EP: 2}),
 }
+# Long: of each degree and family there is another among the rest.
+SELDOM = {
+    "dense-tp2", "glm-pp2", "kinds-moe-ep2", "kinds-pp2", "latent-ep2", "latent-pp2", "latent-tp2", "mixed-pp2",
+    "moe-cp2", "moe-ep2", "moe-pp2", "moe-pp2-cp2", "moe-tp2", "next-ep2", "next-pp2", "next-tp2", "shared-mixed-ep2",
+    "shared-mixed-pp2",
+}  # fmt: skip
 # Megatron's plain optimizer keeps references to gradients that the distributed one does not.
 DDP_OVERRIDES = {"moe-tp2-whole-optimizer": {"use_distributed_optimizer": False}}
 # Families that are held to 1e-5 of Hugging Face's gradients in every layout. Measured, worst tensor of all layouts:
@@ -102,6 +109,12 @@ ADVANTAGES = np.array([1.0, 1.0, 1.0, -1.0, -1.0, 1.0, -1.0, -1.0, -0.5, -0.5, 0
 REJECTED = 3  # this sample is rejected, and counts in no denominator
 WEIGHTS = np.linspace(0.5, 2.0, 13)  # of an off-policy correction
 LR, EPS, WEIGHT_DECAY, CLIP_GRAD = 1e-3, 1e-4, 0.1, 0.5
+
+
+def layouts(chosen: Callable[[str, int], bool] = lambda *_: True) -> list:
+    """Parameters of a test: names of layouts whose model and number of ranks are chosen."""
+    names = [name for name, (model, world, _) in LAYOUTS.items() if chosen(model, world)]
+    return [pytest.param(name, marks=pytest.mark.long) if name in SELDOM else name for name in names]
 
 
 @dataclass(frozen=True)
@@ -129,12 +142,15 @@ def references(tmp_path_factory) -> dict[str, Reference]:
 
 
 @pytest.fixture(scope="module")
-def results(references, tmp_path_factory) -> dict[str, Path]:
-    """Runs every layout once; layouts with equally many ranks share their processes."""
+def results(references, tmp_path_factory, request) -> dict[str, Path]:
+    """Runs every layout that is asked for once; layouts with equally many ranks share their processes."""
     folders = {}
-    for world_size in sorted({world for _, world, _ in LAYOUTS.values()}):
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    chosen = {case.params["layout"] for case in asked if case and "layout" in case.params}
+    chosen |= {f"{model}-tp1" for model in MODELS}
+    for world_size in sorted({LAYOUTS[name][1] for name in chosen & LAYOUTS.keys()}):
         out = tmp_path_factory.mktemp(f"ranks{world_size}")
-        names = [name for name, (_, world, _) in LAYOUTS.items() if world == world_size]
+        names = [name for name, (_, world, _) in LAYOUTS.items() if world == world_size and name in chosen]
         cases = out / "cases.json"
         cases.write_text(json.dumps([_case(name, references) for name in names]))
         run_ranks(Path(__file__).with_name("parity_worker.py"), world_size, out, [str(cases)])
@@ -142,13 +158,13 @@ def results(references, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_every_cut_cuts_the_batch_in_another_way(layout, results):
     cuts = json.loads((results[layout] / "report-0.json").read_text())["cuts"]
     assert len({json.dumps(cut) for cut in cuts.values()}) == len(CUTS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_log_probs_and_entropy_are_those_of_hugging_face(layout, references, results):
     reference = references[LAYOUTS[layout][0]]
     parts = [np.load(file) for file in results[layout].glob("log_probs-*.npz")]
@@ -162,7 +178,7 @@ def test_log_probs_and_entropy_are_those_of_hugging_face(layout, references, res
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("layout", [n for n, case in LAYOUTS.items() if case[1] == 1 or case[0] in TO_HUGGING_FACE])
+@pytest.mark.parametrize("layout", layouts(lambda model, world: world == 1 or model in TO_HUGGING_FACE))
 def test_gradients_are_those_of_hugging_face(layout, cut, references, results):
     model = LAYOUTS[layout][0]
     gradients = load_file(results[layout] / f"gradients-{cut}.safetensors")
@@ -170,7 +186,7 @@ def test_gradients_are_those_of_hugging_face(layout, cut, references, results):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_the_padding_tokens_row_has_the_output_layers_gradient_alone(layout, cut, references, results):
     """As in transformers, whose embeddings have a padding_idx. Without an output layer of its weight it has none."""
     reference = references[LAYOUTS[layout][0]]
@@ -183,14 +199,14 @@ def test_the_padding_tokens_row_has_the_output_layers_gradient_alone(layout, cut
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("layout", [name for name, (_, world, _) in LAYOUTS.items() if world > 1])
+@pytest.mark.parametrize("layout", layouts(lambda model, world: world > 1))
 def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(layout, cut, references, results):
     one_rank = load_file(results[f"{LAYOUTS[layout][0]}-tp1"] / "gradients-packed-5.safetensors")
     gradients = load_file(results[layout] / f"gradients-{cut}.safetensors")
     assert _worst(gradients, one_rank) < 1e-5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_clipping_and_loss_are_counted_once_over_the_whole_mini_batch(layout, references, results):
     for cut in CUTS:
         files = list(results[layout].glob(f"metrics-{cut}-*.json"))
@@ -202,7 +218,7 @@ def test_clipping_and_loss_are_counted_once_over_the_whole_mini_batch(layout, re
         assert sum(part["actor/pg_loss"][1] for part in parts) == len(references[LAYOUTS[layout][0]].batch) - 1
 
 
-@pytest.mark.parametrize("layout", [name for name, (_, world, _) in LAYOUTS.items() if world > 1])
+@pytest.mark.parametrize("layout", layouts(lambda model, world: world > 1))
 def test_the_loss_and_the_gradient_norm_do_not_depend_on_the_layout_or_the_micro_batches(layout, results):
     one_rank = results[f"{LAYOUTS[layout][0]}-tp1"]
     for cut in CUTS:
@@ -215,7 +231,7 @@ def test_the_loss_of_one_rank_is_that_of_hugging_face(model, references, results
     assert _loss(results[f"{model}-tp1"], "packed-5") == pytest.approx(references[model].loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_two_updates_are_those_of_adamw(layout, references, results):
     reference = references[LAYOUTS[layout][0]]
     updated = load_file(results[layout] / "updated.safetensors")
@@ -228,7 +244,7 @@ def test_two_updates_are_those_of_adamw(layout, references, results):
     assert [update[0]["actor/skipped_updates"][0] for update in reported] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_export_returns_the_loaded_bits_on_every_rank(layout, results):
     reports = [json.loads(file.read_text()) for file in results[layout].glob("report-*.json")]
     assert len(reports) == LAYOUTS[layout][1]

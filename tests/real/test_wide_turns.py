@@ -111,7 +111,8 @@ class Watch:
             for number, memory in enumerate(answer if isinstance(answer, list) else [answer]):
                 self.moments.append(
                     Moment(kind, f"{name} worker {number}" if kind == ENGINE else name, phases[kind],
-                           memory.live_bytes, memory.resident_bytes - memory.baseline_bytes, planned.holders[kind] + planned.host[kind])
+                           memory.live_bytes, memory.resident_bytes - memory.baseline_bytes,
+                           planned.holders[kind] + planned.host[kind])
                 )  # fmt: skip
 
 
