@@ -1,7 +1,8 @@
 """A real engine sleeps, wakes and is synced: the same bits as before, memory given away, and nothing sampled from what
 is nobody's.
 
-One start at TP2, and one at TP1 among the long ones, go through everything in turn (engine_sleep.walk); the tests look at what came of it.
+One start at TP2, and one at TP1 among the long tests, go through everything in turn (engine_sleep.walk); the tests look
+at what came of it.
 """
 
 import os
