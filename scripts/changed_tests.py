@@ -3,9 +3,9 @@
 Changed is what differs from the commit at which this branch left COMMIT (`main` where none is given), committed or not.
 A file of tests is concerned if it changed, or if a changed module is in its import closure: the modules of `mrl` and
 helpers that it imports or names in a string, what these import at once, and, of those that the test names itself, what
-their functions import too; of the commands that `mrl` has, those whose word is in the test. A changed file that is no
-module (a preset, a table, a page) concerns the tests that have its name in their text. What all tests share concerns
-all.
+their functions import too; of the commands that `mrl` has, those whose word is in the test. A changed file
+that is no module concerns the tests that have its name in their text, or the name of its top folder if that is one of
+presets, pages or starters; a table of `mrl` concerns those of the modules beside it. What all tests share concerns all.
 """
 
 import ast
@@ -23,6 +23,7 @@ FOLDERS = ("tests/unit", "tests/outside")
 SHARED = re.compile(r"tests/\w+/conftest\.py|tests/unit/small_model\.py|pyproject\.toml|setup\.py")
 WHOLE_TREE = "tests/unit/test_house.py"  # reads every module
 COMMANDS = "mrl.cli.main"  # imports every command, and a test runs one
+READ_AS_A_FOLDER = ("parallel_configs", "docs", "launch")
 MODULE = re.compile(r"mrl(?:\.\w+)+")
 
 
@@ -50,20 +51,35 @@ def concerned(changed: Iterable[str], root: Path = ROOT) -> list[str]:
     house = House.of_folder(root)
     named = {path: _named(text) for path, text in texts.items()}
     helpers = {Path(path).stem: path for path in texts}
-    modules = {_module(path) for path in changed}
-    others = [path for path in changed if not path.startswith(("mrl/", *FOLDERS)) or not path.endswith(".py")]
+    modules = {module for path in changed for module in _modules(path, house)}
+    words = {word for path in changed for word in _words(path)}
     found = [WHOLE_TREE] if changed and WHOLE_TREE in tests else []
     for test in tests:
         own = _with_helpers(test, named, helpers)
         text = "\n".join(texts[path] for path in own)
         reached = _reached(house, set().union(*(named[path] for path in own)), text)
-        if own & changed or reached & modules or any(_is_word(Path(path).name, text) for path in others):
+        if own & changed or reached & modules or any(_is_word(word, text) for word in words):
             found.append(test)
     return sorted(set(found))
 
 
-def _module(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+def _modules(path: str, house: House) -> set[str]:
+    """Modules of `mrl` that a file is, or that stand beside a table."""
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    if path.endswith(".py") or not path.startswith("mrl/"):
+        return {module}
+    beside = {name for name in house.modules if name.rpartition(".")[0] == str(Path(path).parent).replace("/", ".")}
+    return beside or {str(Path(path).parent.parent).replace("/", ".")}
+
+
+def _words(path: str) -> set[str]:
+    """By what the text of a test names a file that is no module."""
+    if path.endswith(".py") and path.startswith(("mrl/", *FOLDERS)):
+        return set()
+    name, top = Path(path).name, path.split("/")[0]
+    if path.startswith("tests/outside/golden/"):
+        return {f"""{quote}{name.split(".")[0]}{quote}""" for quote in "'\""}
+    return {name, top} if top in READ_AS_A_FOLDER else {name}
 
 
 def _named(text: str) -> set[str]:
