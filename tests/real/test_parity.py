@@ -82,12 +82,8 @@ LAYOUTS = {
     "moe-cp2-dp2": ("moe", 4, {CP: 2}),
     "moe-tp2-pp2-cp2-ep2": ("moe", 8, {TP: 2, PP: 2, CP: 2, EP: 2}),
 }
-# Long: of each degree and family there is another among the rest.
-SELDOM = {
-    "dense-tp2", "glm-pp2", "kinds-moe-ep2", "kinds-pp2", "latent-ep2", "latent-pp2", "latent-tp2", "mixed-pp2",
-    "moe-cp2", "moe-ep2", "moe-pp2", "moe-pp2-cp2", "moe-tp2", "next-ep2", "next-pp2", "next-tp2", "shared-mixed-ep2",
-    "shared-mixed-pp2",
-}  # fmt: skip
+# Long: of each degree there is another among the rest.
+SELDOM = {"dense-tp2", "moe-cp2", "moe-ep2", "moe-pp2", "moe-pp2-cp2", "moe-tp2"}
 # Megatron's plain optimizer keeps references to gradients that the distributed one does not.
 DDP_OVERRIDES = {"moe-tp2-whole-optimizer": {"use_distributed_optimizer": False}}
 # Families that are held to 1e-5 of Hugging Face's gradients in every layout. Measured, worst tensor of all layouts:
