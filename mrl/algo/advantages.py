@@ -19,7 +19,8 @@ import numpy as np
 
 from mrl.algo.own_functions import load_registered, unload
 from mrl.algo.rows import RowValues, on_tokens, second_moment, total
-from mrl.algo.spec import ADVANTAGES
+from mrl.algo.spec import ADVANTAGES, BY_TURN
+from mrl.algo.turn_credit import SESSION, TurnAdvantages, TurnNumbers, compared, paired, turn_returns
 from mrl.errors import ConfigError, DataError
 from mrl.exercised import exercised
 
@@ -46,6 +47,20 @@ class AdvantageInputs:
     # gdpo: weight of each part; a part without one weighs 1
     part_weights: Mapping[str, float] = field(default_factory=dict)
     custom: Mapping[str, float] = field(default_factory=dict)  # constants of a user's advantage
+    # estimators by turn: the turns of all responses, and how they are credited
+    turns: TurnNumbers | None = None
+    gamma: float = 1.0
+    step_advantage_weight: float = 1.0
+    branch_rewards: str = SESSION
+
+    @property
+    def of_turns(self) -> TurnNumbers:
+        """The turns of all responses. Where none are given, each response is one."""
+        if self.turns is not None:
+            return self.turns
+        count = len(self.scores)
+        nothing = np.zeros(count, np.int64)
+        return TurnNumbers(nothing + 1, nothing, np.zeros(count), nothing.astype(np.uint64), nothing == 0)
 
     @property
     def totals(self) -> np.ndarray:
@@ -64,18 +79,29 @@ class TokenAdvantages:
     to_come: bool = False  # the penalties of a token and of all later ones are taken off
     shift: float = 0.0
     scale: float = 1.0
+    per_turn: TurnAdvantages | None = None  # instead of `per_response`, which is then 0
+
+    @property
+    def differ(self) -> bool:
+        """Whether tokens of one response may have different advantages."""
+        return self.to_come or self.per_turn is not None
 
     def rows(self, index: np.ndarray) -> "TokenAdvantages":
         """Keeps the advantages of the given responses only."""
-        return replace(self, per_response=self.per_response[index])
+        of_turns = None if self.per_turn is None else self.per_turn.taken(index)
+        return replace(self, per_response=self.per_response[index], per_turn=of_turns)
 
-    def among(self, counted: np.ndarray) -> "TokenAdvantages":
+    def among(self, counted: np.ndarray, turns: TurnNumbers | None = None) -> "TokenAdvantages":
         """Spreads these advantages over all responses. `per_response` has one number for each `counted` response;
-        others get 0.
+        others get 0. `turns` are those of all responses, where advantages differ by turn.
         """
         every = np.zeros(len(counted))
         every[counted] = self.per_response
-        return replace(self, per_response=every)
+        of_turns = None
+        if self.per_turn is not None:
+            every_turn = turns or AdvantageInputs(every, every, every).of_turns
+            of_turns = self.per_turn.among(counted, every_turn)
+        return replace(self, per_response=every, per_turn=of_turns)
 
     def values(
         self, lengths: np.ndarray, penalties: np.ndarray | None, estimates: np.ndarray | None = None
@@ -85,6 +111,8 @@ class TokenAdvantages:
         `penalties` [tokens] are needed where `to_come` is set. `estimates` [tokens] come from a critic and are added.
         """
         values = on_tokens(self.per_response, lengths)
+        if self.per_turn is not None:
+            values = self.per_turn.on_tokens(lengths)
         if estimates is not None:
             values = values + estimates
         if self.to_come:
@@ -316,6 +344,48 @@ def gae(inputs: AdvantageInputs) -> np.ndarray:
     return np.zeros(len(inputs.scores))
 
 
+@_advantage("grpo_turn")
+def grpo_turn(inputs: AdvantageInputs) -> np.ndarray:
+    """Compares the return of a turn with those of the group's responses at the same turn, float64 [turns].
+
+    A_(i,t) = (R_(i,t) - mean_j R_(j,t)) / (std_j R_(j,t) + 1e-6), over the responses j of the group that have a turn t:
+    GRPO (arXiv:2402.03300) on returns to go, turn by turn (as in arXiv:2505.11821, of rewards of turns).
+    """
+    turns = inputs.of_turns
+    same_turn = paired(np.asarray(inputs.group_ids)[turns.rows], turns.places)
+    return compared(_returns(inputs), same_turn, inputs.norm_adv_by_std_in_grpo)
+
+
+@_advantage("gigpo")
+def gigpo(inputs: AdvantageInputs) -> np.ndarray:
+    """Returns GiGPO's advantage of each turn, float64 [turns] (arXiv:2505.10978, eq. 3, 6 and 8).
+
+    A(t) = A_E + step_advantage_weight A_S(t). A_E compares the response's score with its group's, each response once.
+    A_S compares the turn's return with those of all turns of the group that were taken in the same anchor state:
+    behind the same text, which the environment replied.
+    """
+    turns = inputs.of_turns
+    group_ids = np.asarray(inputs.group_ids)
+    by_std = inputs.norm_adv_by_std_in_grpo
+    of_episodes = _grpo(inputs.totals, Groups.of(group_ids), by_std)[turns.rows]
+    same_state = paired(group_ids[turns.rows], turns.states)
+    of_steps = compared(_returns(inputs), same_state, by_std)
+    return of_episodes + inputs.step_advantage_weight * of_steps
+
+
+@_advantage("turn_return", whitened=True)
+def turn_return(inputs: AdvantageInputs) -> np.ndarray:
+    """Returns the discounted return to go of each turn, whitened over the tokens of the batch, float64 [turns].
+
+    REINFORCE (Williams, 1992) with rewards to go (Sutton and Barto, 2018, 13.3); a turn is a step of the episode.
+    """
+    return _returns(inputs)
+
+
+def _returns(inputs: AdvantageInputs) -> np.ndarray:
+    return turn_returns(inputs.of_turns, inputs.totals, inputs.gamma, inputs.branch_rewards)
+
+
 def whitened(advantages: TokenAdvantages, of_rows: RowValues) -> TokenAdvantages:
     """Sets shift and scale so that values become (values - mean) / sqrt(variance + 1e-8).
 
@@ -324,7 +394,7 @@ def whitened(advantages: TokenAdvantages, of_rows: RowValues) -> TokenAdvantages
     """
     count = int(of_rows["count"].sum())
     if count == 0:
-        return TokenAdvantages(np.zeros_like(advantages.per_response))
+        return replace(advantages, per_response=np.zeros_like(advantages.per_response), per_turn=None)
     low = float(of_rows["low"].min())
     if count < 2 or low == of_rows["high"].max():
         return replace(advantages, shift=low)
@@ -348,16 +418,25 @@ def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdv
     """
     values = numbers_of(adv_estimator, inputs)
     exercised(f"algorithm.adv_estimator={adv_estimator}")
+    if adv_estimator in BY_TURN:
+        turns = inputs.of_turns
+        of_turns = TurnAdvantages(turns.counts, turns.starts, values)
+        return TokenAdvantages(np.zeros(len(turns.counts)), per_turn=of_turns)
     to_come = adv_estimator in PENALTIES_TO_COME and inputs.penalties is not None
     return TokenAdvantages(values, to_come)
 
 
 def numbers_of(adv_estimator: str, inputs: AdvantageInputs) -> np.ndarray:
-    """float64 [batch]: what the estimator's function gives. Raises ConfigError as `response_advantages`."""
+    """float64 [batch], by turn [turns]: what the estimator's function gives.
+
+    Raises ConfigError as `response_advantages`.
+    """
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
     values = np.asarray(function(inputs), dtype=np.float64)
+    if adv_estimator in BY_TURN:
+        return values
     if values.shape != np.shape(inputs.scores):
         raise ConfigError(
             f"algorithm.adv_estimator {adv_estimator}: gives an array of shape {values.shape}, and there are "

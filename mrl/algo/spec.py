@@ -13,13 +13,14 @@ class AdvantageSpec:
     """An advantage estimator.
 
     `needs_group`: it compares responses to one prompt, so it needs several of them. `needs_parts`: it reads the parts
-    of the reward that algorithm.gdpo_reward_keys names.
+    of the reward that algorithm.gdpo_reward_keys names. `by_turn`: turns of a response differ in it.
     """
 
     name: str
     needs_group: bool
     needs_parts: bool
     summary: str
+    by_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,10 @@ def _table(*specs):
     return {spec.name: spec for spec in specs}
 
 
-def _advantage(name: str, summary: str, needs_group: bool = True, needs_parts: bool = False) -> AdvantageSpec:
-    return AdvantageSpec(name, needs_group, needs_parts, summary)
+def _advantage(
+    name: str, summary: str, needs_group: bool = True, needs_parts: bool = False, by_turn: bool = False
+) -> AdvantageSpec:
+    return AdvantageSpec(name, needs_group, needs_parts, summary, by_turn)
 
 
 ADVANTAGES: dict[str, AdvantageSpec] = _table(
@@ -121,7 +124,25 @@ ADVANTAGES: dict[str, AdvantageSpec] = _table(
         "(PPO, arXiv:1506.02438)",
         needs_group=False,
     ),
+    _advantage(
+        "grpo_turn",
+        "a turn's discounted return to go against the group's at the same turn (arXiv:2402.03300, by turn)",
+        by_turn=True,
+    ),
+    _advantage(
+        "gigpo",
+        "grpo's, plus a turn's discounted return against all turns of the group behind the same reply "
+        "(GiGPO, arXiv:2505.10978)",
+        by_turn=True,
+    ),
+    _advantage(
+        "turn_return",
+        "a turn's discounted return to go, whitened over all tokens of the batch (REINFORCE, by turn)",
+        needs_group=False,
+        by_turn=True,
+    ),
 )
+BY_TURN = tuple(name for name, spec in ADVANTAGES.items() if spec.by_turn)
 
 AGGREGATIONS: dict[str, AggregationSpec] = _table(
     AggregationSpec(

@@ -28,6 +28,8 @@ def _unread(config: RunConfig) -> Iterator[str]:
     if config.trainer.critic_warmup:
         yield "trainer.critic_warmup"
     for name in ("gamma", "lam"):
+        if name == "gamma" and config.algorithm.by_turn:
+            continue
         if getattr(config.algorithm, name) != getattr(AlgorithmConfig(), name):
             yield f"algorithm.{name}"
 

@@ -16,7 +16,7 @@ from mrl.algo.spec import (
     LossSpec,
 )
 from mrl.config.rule_row import Rule, RuleRow, on_only_where
-from mrl.config.schema import PolicyLossConfig, RolloutCorrectionConfig, RunConfig
+from mrl.config.schema import AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig, RunConfig
 from mrl.config.section import unknown_name
 from mrl.errors import Violation
 from mrl.model import ModelSpec
@@ -126,6 +126,33 @@ def _parts_with_penalty(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(
             "algorithm.gdpo_reward_keys", f"must name {_PENALISED} with algorithm.overlong_buffer.enable", why
         )
+
+
+def _by_turn(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Checks that turns' own advantages are not lost, and that keys of theirs are read."""
+    algorithm = config.algorithm
+    name = algorithm.adv_estimator
+    if not algorithm.by_turn:
+        usual = AlgorithmConfig()
+        names = ("step_advantage_weight", "branch_rewards")
+        given = [each for each in names if getattr(algorithm, each) != getattr(usual, each)]
+        if given and algorithm.custom_advantage is None:
+            why = f"{name} gives a response one advantage, and {given[0]} would not be read"
+            yield Violation(f"algorithm.{given[0]}", f"does not go with adv_estimator {name}", why)
+        return
+    loss = algorithm.policy_loss.loss_mode
+    if loss in ("gspo", "geo_mean"):
+        why = (
+            f"{name} gives each turn of a response its own advantage, and {loss} is the loss of one advantage for all "
+            "of a response's tokens; gspo-token has the same ratio and takes advantages by token"
+        )
+        rule = f"must not be {loss} with adv_estimator {name}"
+        yield Violation(
+            f"{_LOSS}.loss_mode", rule, why, tuple(each for each in LOSSES if each not in (loss, "gspo", "geo_mean"))
+        )
+    if config.rollout.turns is None:
+        why = "a response of one turn has nothing that is credited by turn"
+        yield Violation("rollout.turns", f"must be given with adv_estimator {name}", why)
 
 
 def _loss_name(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -288,6 +315,14 @@ LOSS_RULES = (
         "algorithm.use_kl_loss works with it",
     ),
     _parts_with_penalty,
+    _by_turn,
+    on_only_where(
+        "algorithm.use_kl_in_reward",
+        lambda c, m: not c.algorithm.by_turn,
+        "does not go with adv_estimator {c.algorithm.adv_estimator}",
+        "{c.algorithm.adv_estimator} credits turns, and the KL is a reward of each token; algorithm.use_kl_loss works "
+        "with it",
+    ),
     _loss_name,
     _group,
     on_only_where(

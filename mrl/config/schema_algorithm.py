@@ -2,7 +2,17 @@
 
 from typing import Literal
 
-from mrl.algo.spec import ADVANTAGES, AGGREGATIONS, ALIASES, ANCHORS, KL_TYPES, LEVELS, NEEDS_CRITIC, ON_POLICY
+from mrl.algo.spec import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    ALIASES,
+    ANCHORS,
+    BY_TURN,
+    KL_TYPES,
+    LEVELS,
+    NEEDS_CRITIC,
+    ON_POLICY,
+)
 from mrl.config.section import Section, key, known_name
 
 
@@ -220,10 +230,22 @@ class AlgorithmConfig(Section):
     )
     gamma: float = key(
         1.0,
-        "gae: discount of a reward per token of distance.",
+        "gae: discount of a reward per token of distance. grpo_turn, gigpo and turn_return: per turn of distance.",
         gt=0,
         le=1,
-        advice="1, because the reward stands at the end of a response.",
+        advice="1 for gae, because the reward stands at the end of a response. 0.95 for gigpo, as in its paper.",
+    )
+    step_advantage_weight: float = key(
+        1.0,
+        "gigpo: weight of the advantage among turns of the same state, beside that among responses.",
+        ge=0,
+        advice="1, as in its paper.",
+    )
+    branch_rewards: Literal["session", "own"] = key(
+        "session",
+        "grpo_turn, gigpo and turn_return, where an agent's response has several branches: whether each branch ends "
+        "with the reward of the response's last turn (session), or has the rewards of its own answers alone (own).",
+        advice="own where the agent gives each sub-agent's answers a reward.",
     )
     lam: float = key(
         1.0,
@@ -300,6 +322,11 @@ class AlgorithmConfig(Section):
     def needs_critic(self) -> bool:
         """Whether advantages are estimated from a critic's values."""
         return self.adv_estimator in NEEDS_CRITIC
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether the turns of a response have advantages of their own."""
+        return self.adv_estimator in BY_TURN
 
     @property
     def needs_group(self) -> bool:

@@ -117,7 +117,7 @@ def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns
         return None
     if which.name == "routes":
         return with_missing_routes(arrays, [int(part.counts()["token"].sum()) for part in parts])
-    usual = {**ONE_TURN, **ONE_BRANCH}
+    usual = {**ONE_TURN, **ONE_BRANCH, "turn_states": lambda rows: np.zeros(len(rows), np.uint64)}
     if which.name in usual:
         pairs = zip(parts, arrays, strict=True)
         arrays = [usual[which.name](part) if array is None else array for part, array in pairs]

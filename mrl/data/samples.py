@@ -36,6 +36,7 @@ was generated (`packed`). The same columns travel to training and stand in the f
 (mrl.record.sample_files).
 """
 
+import hashlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -193,6 +194,10 @@ class SampleRows(Columns):
     call_names: np.ndarray | None = field(default=None, kw_only=True, **of("call", NAME))  # as in TurnCall
     call_reasons: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.uint8))  # index: CALL_REASONS
     call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
+    turn_starts: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))  # as in Turn
+    turn_rewards: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
+    # digest of what was read since the turn before, or in a branch since its beginning; 0: nothing. `numbers` fills it
+    turn_states: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.uint64))
     # None: 1 each
     branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))
     # first response token of the branch
@@ -204,6 +209,8 @@ class SampleRows(Columns):
         counts = super().counts() | {"span": self.span_counts.astype(np.int64)}
         if self.call_counts is not None:
             counts["call"] = self.call_counts.astype(np.int64)
+        if self.turn_counts is not None:
+            counts["turn"] = self.turn_counts.astype(np.int64)
         return counts
 
     @property
@@ -275,11 +282,9 @@ class SampleRows(Columns):
 class Samples(Sequences, SampleRows):
     """Whole responses. The columns of turns are all there, or none is."""
 
-    turn_starts: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))  # as in Turn
     turn_stops: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.uint8))  # index: STOP_REASONS
     turn_calls: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))
     turn_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
-    turn_rewards: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
     call_replies: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.uint64))  # as in TurnCall
     part_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 0 each
     part_names: np.ndarray | None = field(default=None, kw_only=True, **of("part", NAME))
@@ -287,8 +292,6 @@ class Samples(Sequences, SampleRows):
 
     def counts(self) -> dict[str, np.ndarray]:
         counts = super().counts()
-        if self.turn_counts is not None:
-            counts["turn"] = self.turn_counts.astype(np.int64)
         if self.part_counts is not None:
             counts["part"] = self.part_counts.astype(np.int64)
         return counts
@@ -302,7 +305,29 @@ class Samples(Sequences, SampleRows):
     @property
     def numbers(self) -> SampleRows:
         """The rows without their tokens."""
-        return SampleRows(**{f.name: getattr(self, f.name) for f in fields(SampleRows)})
+        given = {f.name: getattr(self, f.name) for f in fields(SampleRows)}
+        if self.turn_starts is not None:
+            given["turn_states"] = _states(self)
+        return SampleRows(**given)
+
+
+def _states(samples: Samples) -> np.ndarray:
+    """Digests the context in front of each turn's sampled tokens, uint64 [turns]; 0 where there is none."""
+    states = []
+    starts = iter(np.split(samples.turn_starts, np.cumsum(samples.turn_counts)[:-1]))
+    masks = np.split(samples.is_sampled, np.cumsum(samples.response_lengths)[:-1])
+    for response, sampled, of_row in zip(samples.responses(), masks, starts, strict=True):
+        own = np.flatnonzero(sampled)
+        for start in of_row.tolist():
+            before = own[own < start]
+            context = response[int(before[-1]) + 1 if len(before) else 0 : start]
+            states.append(_digest(context) if len(context) else 0)
+    return np.array(states, np.uint64)
+
+
+def _digest(ids: np.ndarray) -> int:
+    content = np.ascontiguousarray(ids, np.int32).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") | 1
 
 
 def with_turns(samples: Samples) -> Samples:

@@ -19,8 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.algo.plain import FloatParts
+from mrl.algo.turn_credit import TurnNumbers, turn_numbers
 from mrl.config.schema import RunConfig
 from mrl.config.teacher_model import TeacherModel
+from mrl.data.samples import SampleRows
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.rank.batching import RowLengths
@@ -151,6 +153,7 @@ class StepBatch:
             slices=self.cut.slices,
             critic_slices=critic_slices,
             by_reference=by_reference,
+            turns=_turns(rows) if self._actor.config.algorithm.by_turn else None,
         )
 
     def _score(self, rows: StepRows) -> Scored:
@@ -225,6 +228,20 @@ class StepBatch:
     def sample_ids(self) -> list[np.ndarray]:
         """Returns the ids of the rows of each mini-batch."""
         return [self.rows.sample_id[rows] for rows in self.cut.slices]
+
+
+def _turns(rows: SampleRows) -> TurnNumbers | None:
+    """Returns the turns of all rows; None where each is one turn."""
+    if rows.turn_starts is None:
+        return None
+    return turn_numbers(
+        rows.turn_counts,
+        rows.turn_starts,
+        rows.turn_rewards,
+        rows.turn_states,
+        rows.branch_counts,
+        rows.branch_starts,
+    )
 
 
 def _by_rank(layout: TrainLayout, of_replicas: Sequence[Any]) -> list[Any]:

@@ -350,14 +350,12 @@ class AgentSession:
         return max(0.0, end - self._agents.clock())
 
     async def _end_open(self) -> None:
-        """Ends what is sampled for an agent that has ended."""
-        open_now = list(self._sampling)
-        for task in open_now:
+        """Ends what is sampled for an agent that has ended, and takes nothing more of what it left behind."""
+        self._is_closed = True
+        for task in self._sampling:
             task.cancel()
-        if open_now:
-            await asyncio.wait(open_now)
-        while self._talk.open:  # their handlers have still to note it
-            await asyncio.sleep(0)
+        while self._talk.open:  # an engine takes a moment, and handlers have still to note it
+            await asyncio.sleep(0.01)
 
     def _agent_has_ended(self, ended: CallAnswer) -> None:
         idle_s = self._talk.idle_s(self._agents.clock())

@@ -38,6 +38,7 @@ from mrl.algo.gae import ERRORS, RETURNS, VALUES
 from mrl.algo.plain import Denominators, FloatParts
 from mrl.algo.rows import RowValues, second_moment, total
 from mrl.algo.selection import SELECTIONS, least_chosen, means_of
+from mrl.algo.turn_credit import TurnNumbers
 from mrl.config.schema import AlgorithmConfig
 from mrl.crash_points import crash_point
 from mrl.errors import NumericAbort
@@ -78,6 +79,7 @@ class StepRows:
     slices: tuple[slice, ...]  # rows of each mini-batch of the actor
     critic_slices: tuple[slice, ...] = ()  # and of the critic
     by_reference: bool = False  # the reference scores the rows, too
+    turns: TurnNumbers | None = None  # of all rows, where an estimator credits turns
     only_gaps: bool = False  # old log-probs alone are wanted; then the rows are dropped
 
     def __len__(self) -> int:
@@ -253,10 +255,14 @@ class RankStep:
             parts={key: values[counted] for key, values in rows.parts.items()},
             part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
             custom=custom.parameters if custom else {},
+            turns=None if rows.turns is None else rows.turns.taken(counted),
+            gamma=algorithm.gamma,
+            step_advantage_weight=algorithm.step_advantage_weight,
+            branch_rewards=algorithm.branch_rewards,
         )
         if custom is None:
             of_counted = response_advantages(algorithm.adv_estimator, inputs)
-            return of_counted.among(counted), algorithm.adv_estimator in WHITENED
+            return of_counted.among(counted, rows.turns), algorithm.adv_estimator in WHITENED
         given = None
         if self._actor.rank == 0:  # a user's function may draw numbers, or keep some
             load_custom_advantage(custom.path, algorithm.adv_estimator)
@@ -283,9 +289,9 @@ class RankStep:
     def _moments(self, of_responses: TokenAdvantages) -> RowValues:
         """Returns moments of each response's advantages.
 
-        They are equal on all its tokens, unless penalties or a critic make them differ.
+        They are equal on all its tokens, unless turns, penalties or a critic make them differ.
         """
-        if of_responses.to_come or self._actor.config.algorithm.needs_critic:
+        if of_responses.differ or self._actor.config.algorithm.needs_critic:
             return self._of_all(self._tokens.moments, of_responses.rows(self._numbers))
         values = of_responses.per_response
         some = self._trained > 0

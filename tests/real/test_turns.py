@@ -157,8 +157,11 @@ def world(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(world, tmp_path_factory) -> Path:
+    """Turns are credited one by one, which changes nothing of what is sampled in a first step."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    succeeded("train", str(PRESET), *given(world, folder))
+    by_turn = {"algorithm__adv_estimator": "gigpo", "algorithm__gamma": 0.9}
+    by_turn["algorithm__policy_loss__loss_mode"] = "gspo-token"
+    succeeded("train", str(PRESET), *given(world, folder, **by_turn))
     return folder
 
 
@@ -182,6 +185,7 @@ def test_it_trains_on_responses_of_several_turns(run):
         assert row["turns/mean"] > 1.2 and row["turns/context_tokens"] > 4
         assert row["training/rollout_log_probs_abs_diff_max"] < 1e-3
         assert row["actor/updates"] == 1 or row["critic/score/max"] == row["critic/score/min"]
+        assert row["critic/advantages/max"] > 0 > row["critic/advantages/min"]
 
 
 def test_each_answer_is_the_calculators_and_stands_where_it_was_called(run, world):

@@ -968,6 +968,15 @@ def hung_up(tmp_path, engine: Slow, program: str, **more) -> Samples:
     return whole(engine, name=None, command=(sys.executable, str(tmp_path / "agent.py")), **more)
 
 
+def test_what_is_left_behind_by_an_agent_that_has_ended_is_sampled_no_further(tmp_path):
+    """A process of its own that still asks when the agent ends; the engine would be at it for a minute."""
+    engine = Slow(60.0, "Never.")
+    program = "if os.fork():\n    until_sampled()\n    os._exit(0)\nos.setsid()\nask().getresponse()\n"
+    began = time.monotonic()
+    made = hung_up(tmp_path, engine, program)
+    assert time.monotonic() - began < 30 and len(engine.ended) == 1 and stop_of(made) == Stop.ENVIRONMENT
+
+
 def test_what_a_client_that_is_gone_asked_for_is_sampled_no_further(tmp_path):
     """Without that the engine would be at it for a minute; the client asks again, as if it had not asked before."""
     engine = Slow(60.0, "Never.", "Four.")

@@ -173,7 +173,7 @@ def test_the_only_judged_response_of_a_group_counts_where_an_advantage_compares_
     config = load_config(TINY, None, [f"algorithm.adv_estimator={estimator}", own]).config
     results = with_one_judged(rollouts_of(stored(samples()))).results
     counted = compared(np.arange(len(results)) // N, results, config.algorithm.needs_group)
-    assert counted[1] == (estimator in ("reinforce_plus_plus", "gae"))
+    assert counted[1] == (estimator in ("reinforce_plus_plus", "gae", "turn_return"))
     assert counted[4:8].tolist() == [True, False, True, True] and counted[8:].all()
 
 

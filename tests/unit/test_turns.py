@@ -62,9 +62,35 @@ def test_without_turns_there_is_no_column_of_theirs_and_no_byte_more():
     rows = packed([ONE])
     assert not rows.arrays.keys() & ONE_TURN.keys() and rows.is_sampled.all()
     assert rows.sampled_lengths is rows.response_lengths
-    mandatory = [f for f in fields(SampleRows) if f.name not in {**ONE_TURN, **ONE_BRANCH}]
+    mandatory = [f for f in fields(SampleRows) if f.name not in {**ONE_TURN, **ONE_BRANCH, "turn_states": None}]
     size = sum(np.dtype(f.metadata["dtype"]).itemsize for f in mandatory)
     assert len(zlib.decompress(rows.numbers.to_bytes())) == 16 + size
+
+
+def test_numbers_of_rows_say_behind_what_each_turn_was_sampled():
+    """Equal where the same context stands in front, whatever the model said before; nothing is 0."""
+    given = [[1, 2, 5, 6, 3, 7, 4], [9, 5, 6, 3, 8, 8, 4], [1]]
+    masks = [[1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 1, 0, 0, 1], [1]]
+    starts = [(0, 4, 6), (0, 3, 6), (0,)]
+    made = packed(
+        [
+            replace(ONE, response_ids=ids, rollout_log_probs=[0.0] * len(ids), sampled=np.array(mask, bool),
+                turns=tuple(Turn(start, "stop") for start in begins))
+            for ids, mask, begins in zip(given, masks, starts, strict=True)
+        ]
+    )  # fmt: skip
+    states = made.numbers.turn_states.tolist()
+    assert [state == 0 for state in states] == [True, False, False] * 2 + [True]
+    assert states[1] == states[4] and len(set(states)) == 4
+    assert made.numbers.turn_rewards.tolist() == [0.0] * 7 and made.numbers.turn_starts.tolist() == [
+        0,
+        4,
+        6,
+        0,
+        3,
+        6,
+        0,
+    ]
 
 
 def test_parts_join_as_they_would_have_been_packed():

@@ -38,7 +38,24 @@ FILTERED = "algorithm.filter_groups={{enable: true, metric: {}}}"
 READ = ("reward.function", "algorithm.filter_groups.metric", "algorithm.gdpo_reward_keys")
 KEYS = "algorithm.gdpo_reward_keys=[{}]"
 HELD = ["trainer.schedule=bounded", "trainer.max_staleness=2", "trainer.partial_rollouts=true"]
+GIGPO = "algorithm.adv_estimator=gigpo"
+BY_TOKEN = "algorithm.policy_loss.loss_mode=gspo-token"
+_LOSS = "algorithm.policy_loss.loss_mode"
 BROKEN = {
+    "credit by turn averaged": ([CALCULATOR, GIGPO], _LOSS, "must not be gspo with adv_estimator gigpo"),
+    "credit by turn in a mean": ([CALCULATOR, GIGPO, f"{_LOSS}=geo_mean"], _LOSS, "must not be geo_mean"),
+    "credit by turn of one turn": ([GIGPO, BY_TOKEN], "rollout.turns", "must be given with adv_estimator gigpo"),
+    "credit of a response by branch": (
+        [CALCULATOR, "algorithm.branch_rewards=own"],
+        "algorithm.branch_rewards",
+        "does not go with adv_estimator grpo",
+    ),
+    "credit by turn less a KL": (
+        [CALCULATOR, GIGPO, BY_TOKEN, "algorithm.use_kl_in_reward=true"],
+        "algorithm.use_kl_in_reward",
+        "does not go with adv_estimator gigpo",
+    ),
+    "a discount of nothing": ([CALCULATOR, "algorithm.gamma=0.9"], "algorithm.adv_estimator", "must be gae where"),
     "no tools": (["rollout.turns={tools: []}"], "rollout.turns.tools", "must name a tool"),
     "two of one name": (["rollout.turns={tools: [calculator, calculator]}"], "rollout.turns.tools", "calculator twice"),
     "not shipped": (["rollout.turns={tools: [compass]}"], "rollout.turns.tools", "must name shipped ones"),
@@ -69,6 +86,7 @@ def test_what_cannot_be_is_refused_by_key(overrides, field, rule):
         [CALCULATOR, *HELD],
         [CALCULATOR, *HELD, "trainer.order=ready_first"],
         [GAMES, REWARDED],
+        [GAMES, REWARDED, GIGPO, BY_TOKEN, "algorithm.gamma=0.9", "algorithm.branch_rewards=own"],
         [GAMES, REWARDED, FILTERED.format("won"), KEYS.format("won, guesses, acc, reward")],
         [GAMES, REWARDED, "reward.bonus_rules={think_format: 0.1}", KEYS.format("main, think_format")],
         [f"rollout.turns={{environments: [Stairs], path: {FILE}}}", REWARDED, KEYS.format("left")],
