@@ -198,4 +198,4 @@ def build(out: Path, seed: int, plan: Calling) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(__doc__, "repair-world", Calling(steps=250, label_smoothing=0.02, share=1.0), build)
+    main(__doc__, "repair-world", Calling(steps=80, batch=32, label_smoothing=0.02, share=1.0), build)

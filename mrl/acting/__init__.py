@@ -16,6 +16,9 @@ them.
     verl_environment.py      the built-in environment verl_tools: such classes, with one action for each tool, and
                              replacements of verl's own classes
     environment_worker.py    the process: JSON lines in, JSON lines out
+    warm.py                  a process that has loaded an agent, and forks one for each response
+    kept_output.py           the beginning and the end of a program's output
+    sandboxes/               commands in a root of their own, by bubblewrap, Docker and others; tasks with tests
     environment_pool.py      EnvironmentPool: calls and sessions from any thread or event loop, a deadline for each step
     offer.py                 what may be called in a run, and for one row
     answering.py             answers the calls of one response

@@ -8,11 +8,17 @@ Its home is an empty folder of its own. It has no rights to look into other sess
 their keys; where the kernel has Landlock it cannot.
 """
 
+import atexit
 import inspect
 import json
 import os
+import runpy
+import shutil
 import signal
 import subprocess
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +34,8 @@ CLOSED = (
     "an agent writes into its own HOME, temporary folders and rollout.turns.folders, and sees few variables beside "
     "those that rollout.turns.environment names"
 )
+_LONGEST_LINE = 4096  # bytes of a program's first line
+_MOST_FILES = 65536
 Run = Callable[..., Any]
 
 
@@ -103,22 +111,116 @@ def agent_fault(run: Run) -> str:
 
 
 def command_of(words: Sequence[str]) -> Run:
-    """Returns a function that runs a command. Everything but the key comes as JSON on its standard input."""
+    """Returns a function that runs a command. Everything but the key comes as JSON on its standard input.
+
+    A program of this interpreter's is not started but forked, with what it imports loaded already: loading is what
+    takes time. That is done here.
+    """
+    script = script_of(words)
+    if script is not None:
+        _import_ahead(script[0])
 
     def run(url: str, key: str, row: Mapping[str, Any], seconds: float, reward_key: str) -> None:
         told = {"url": url, "row": row, "seconds": seconds, REWARD_KEY: reward_key}
         content = json.dumps(told).encode()
-        process = subprocess.Popen(list(words), stdin=subprocess.PIPE, start_new_session=True)
-        with suppress(BrokenPipeError), process.stdin as pipe:  # the command need not read it
-            pipe.write(content)
+        asked, pipe = os.pipe()
+        if script is None:
+            process = subprocess.Popen(list(words), stdin=asked, start_new_session=True).pid
+        elif (process := os.fork()) == 0:
+            _become(script, asked)
+        os.close(asked)
+        with suppress(BrokenPipeError), os.fdopen(pipe, "wb") as file:  # the command need not read it
+            file.write(content)
         # without reaping, so that the number of its group is not reused
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if status := process.wait():
+            os.killpg(process, signal.SIGKILL)
+        if status := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
             raise RuntimeError(f"it ended with exit status {status} ({CLOSED})")
 
     return run
+
+
+def script_of(words: Sequence[str]) -> list[str] | None:
+    """Returns file and arguments of a command that is a Python program of this interpreter: `python FILE ...`, or a
+    program that names the interpreter in its first line. None for any other command.
+    """
+    program = shutil.which(words[0])
+    if program is None:
+        return None
+    if _is_own_interpreter(program):
+        if len(words) > 1 and words[1].endswith(".py") and Path(words[1]).is_file():
+            return list(words[1:])
+        return None
+    with suppress(OSError), open(program, "rb") as file:
+        line = file.readline(_LONGEST_LINE)
+        named = line[2:].split()
+        if line.startswith(b"#!") and len(named) == 1 and _is_own_interpreter(os.fsdecode(named[0])):
+            return [program, *words[1:]]
+    return None
+
+
+def _is_own_interpreter(program: str) -> bool:
+    """Whether a path is of this interpreter: another environment's is a link to the same program elsewhere."""
+    own = Path(sys.executable)
+    path = Path(program)
+    return path.name.startswith("python") and path.parent.resolve() == own.parent.resolve() and path.exists()
+
+
+def _import_ahead(script: str) -> None:
+    """Imports what the program will import at its top. What cannot be imported it will say itself."""
+    import ast
+
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    with _path_of(script), suppress(SystemExit):
+        for node in tree.body:
+            with suppress(Exception):
+                if isinstance(node, ast.Import):
+                    for each in node.names:
+                        __import__(each.name)
+                elif isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
+                    __import__(node.module, fromlist=[each.name for each in node.names])
+
+
+@contextmanager
+def _path_of(script: str):
+    """Seeks modules beside the program first, as its interpreter would."""
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.path.pop(0)
+
+
+def _become(script: Sequence[str], asked: int) -> None:
+    """Runs the program in this process, which was forked for it, and ends as it ends."""
+    status = 1
+    try:
+        os.setsid()
+        os.dup2(asked, 0)
+        os.closerange(3, _MOST_FILES)
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+        sys.argv[:] = script
+        with _path_of(script[0]):
+            runpy.run_path(script[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            threading._shutdown()  # as an interpreter does at its end
+            atexit._run_exitfuncs()
+        with suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status & 0xFF)
 
 
 def variables(url: str, key: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ process begins in the same way.
 import hashlib
 import json
 import secrets
+import sys
 import threading
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from weakref import WeakSet
 from mrl.acting.environment_worker import REFUSED
 from mrl.acting.offer import Offer, UnknownChoice
 from mrl.acting.tool import ToolsSpec
+from mrl.acting.warm import WarmProcess
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.reward.items import DIED, FELL, OK
 from mrl.reward.process import ForeignLine, WorkerFailure, WorkerProcess, parsed
@@ -252,6 +254,8 @@ class EnvironmentPool:
             of_sessions = num_workers
         self._slots = [_Slot(number < of_sessions) for number in range(of_sessions + num_workers)]
         self._described: Mapping[str, Any] = {}
+        self._warm: WarmProcess | None = None  # of agents
+        self._warming = threading.Lock()
         self._threads = [
             threading.Thread(target=self._serve, args=(slot,), name=f"tools {number}", daemon=True)
             for number, slot in enumerate(self._slots)
@@ -409,10 +413,15 @@ class EnvironmentPool:
             with self._changed:
                 if self._closed:
                     raise EnvironmentFault("the pool of tools is closed")
-                slot.process = process = WorkerProcess(
-                    self.spec, self._log, self._environment, self._folder, module=MODULE
-                )
             try:
+                if (forked := self._forked(slot)) is not None:
+                    return forked
+                with self._changed:
+                    if self._closed:
+                        raise EnvironmentFault("the pool of tools is closed")
+                    slot.process = process = WorkerProcess(
+                        self.spec, self._log, self._environment, self._folder, module=MODULE
+                    )
                 self._described = process.wait_ready(self.start_timeout_s)
                 return process
             except ConfigError:
@@ -422,6 +431,31 @@ class EnvironmentPool:
                 self.end_process(slot)
                 problem = failure
         raise EnvironmentFault(f"no process for tools starts, tried {START_ATTEMPTS} times: {problem.detail}")
+
+    def _forked(self, slot: _Slot) -> WorkerProcess | None:
+        """Returns a process for one agent, forked from one that has loaded it; None where agents are not forked.
+
+        Raises as WarmProcess.
+        """
+        if not (self.spec.has_agent and sys.platform == "linux"):
+            return None
+        with self._warming:
+            try:
+                if self._warm is None:
+                    self._warm = WarmProcess(self.spec, self._log, self._environment, self._folder)
+                    self._described = self._warm.wait_ready(self.start_timeout_s)
+                forked = self._warm.fork()
+            except BaseException:
+                self._warm.close()
+                self._warm = None
+                raise
+        with self._changed:
+            if not self._closed:
+                slot.process = forked
+                return forked
+        if forked is not None:
+            forked.close()
+        raise EnvironmentFault("the pool of tools is closed")
 
     def end_process(self, slot: _Slot) -> None:
         """Kills the slot's process and all its sessions. Called by the slot's thread."""
@@ -457,10 +491,16 @@ class EnvironmentPool:
                 if slot.process is not None:
                     slot.process.kill()  # whoever waits for it gets an answer, and its thread ends the process
             self._changed.notify_all()
+            if self._warm is not None:
+                self._warm.kill()
         for _, future in left:
             future.cancel()
         for thread in self._threads:
             thread.join()
+        with self._warming:
+            if self._warm is not None:
+                self._warm.close()
+                self._warm = None
         with self._changed:
             if self._log is not None:
                 self._log.close()

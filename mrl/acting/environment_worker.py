@@ -38,7 +38,7 @@ CallAnswer = tuple[str, str, float, dict[str, float], bool]  # reason, text, rew
 
 def main(requests_fd: int, results_fd: int) -> None:
     """Serves until the requests end."""
-    serve(requests_fd, results_fd, ToolsSpec, _loaded, _broker)
+    serve(requests_fd, results_fd, ToolsSpec, load, _broker)
 
 
 def _broker(spec: ToolsSpec) -> Any:
@@ -51,7 +51,8 @@ def _broker(spec: ToolsSpec) -> Any:
     return Broker(SandboxSpec(**spec.sandbox))
 
 
-def _loaded(spec: ToolsSpec, broker: Any) -> tuple[dict[str, Any], Callable[..., CallAnswer]]:
+def load(spec: ToolsSpec, broker: Any) -> tuple[dict[str, Any], Callable[..., CallAnswer]]:
+    """Returns what may be called, and what answers a request. Raises ConfigError."""
     tools = resolve_agent(spec) if spec.has_agent else resolve_tools(spec)
     sessions = Sessions(tools, resolve_environments(spec, broker))
     return sessions.described, sessions.answer

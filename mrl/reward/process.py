@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,40 @@ class ForeignLine(WorkerFailure):
         super().__init__(DIED, f"the function wrote into the worker's result channel: {bytes(line[:200])!r}")
 
 
+class _Followed:
+    """A process of somebody else's, in the form of subprocess.Popen, by a descriptor of it (pidfd_open(2))."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def poll(self) -> int | None:
+        """Returns 0 once it has ended; its status is its parent's to know."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return 0 if poll.poll(0) else None
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self) -> None:
+        """Kills it."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end. Raises subprocess.TimeoutExpired."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        if not poll.poll(None if timeout is None else timeout * 1000):
+            raise subprocess.TimeoutExpired("a forked process", timeout)
+        return 0
+
+    def close(self) -> None:
+        """Closes the descriptor."""
+        os.close(self._descriptor)
+
+
 class WorkerProcess:
     """A keeper and the scoring process below it. Ending the keeper ends everything that the user's function started.
 
@@ -54,11 +89,13 @@ class WorkerProcess:
         environment: Mapping[str, str] | None = None,
         folder: str | None = None,
         module: str = "mrl.reward.worker",
+        pass_fds: Sequence[int] = (),
     ):
         """Starts it without waiting. Output of the user's function goes to `log`, by default to standard error.
 
         `environment`, and `folder` as the working directory if it exists, are by default those of this process. `spec`
         is a dataclass, the first line that `main` of `module` reads. Its `environment` names further variables.
+        `pass_fds` are further descriptors that it inherits.
         """
         requests, self._requests = os.pipe()
         self._results, results = os.pipe()
@@ -69,7 +106,7 @@ class WorkerProcess:
         command = [sys.executable, "-P", "-m", KEEPER, str(requests), str(results), module]
         self._process = subprocess.Popen(
             command,
-            pass_fds=(requests, results),
+            pass_fds=(requests, results, *pass_fds),
             stdin=subprocess.DEVNULL,
             stdout=log or 2,
             stderr=log or 2,
@@ -181,6 +218,26 @@ class WorkerProcess:
         if status < 0:
             return f"the scoring process was killed by {signal.Signals(-status).name}"
         return f"the scoring process ended with exit status {status}"
+
+
+class ForkedProcess(WorkerProcess):
+    """A keeper and a worker that were forked from a process that had loaded everything, instead of started."""
+
+    def __init__(self, descriptor: int, requests: int, results: int):
+        """`descriptor` is the keeper's; `requests` and `results` are this side's ends of its pipes."""
+        self._requests = requests
+        self._results = results
+        os.set_blocking(self._requests, False)
+        self._buffer = bytearray()
+        self._process = _Followed(descriptor)
+
+    def close(self) -> None:
+        """As WorkerProcess.close."""
+        super().close()
+        self._process.close()
+
+    def _last_words(self) -> str:
+        return "the process ended, and had not answered"
 
 
 def parsed(line: bytes) -> Any:

@@ -13,7 +13,7 @@ import os
 import resource
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 from mrl.errors import ConfigError
 from mrl.reward.builtin_rules import RewardFunction
@@ -47,11 +47,13 @@ def serve(
     kind: type,
     load: Callable[[Any, Any], tuple[Any, Callable[..., Any]]],
     prepare: Callable[[Any], Any] = lambda spec: None,
+    then: Callable[[BinaryIO, int, Callable[..., Any]], None] | None = None,
 ) -> None:
     """Applies the limits of the spec in the first line, loads what it names, and answers until requests end.
 
     `kind` is the spec's dataclass. `prepare` is called before any limit holds. With what it returns, `load` returns
     the first output line and the function that answers a request. If it raises, the first output line has the reason.
+    `then` is called instead of answer_all.
     """
     requests = os.fdopen(requests_fd, "rb")
     first = requests.readline()
@@ -73,6 +75,11 @@ def serve(
         _send(results_fd, {"error": f"what it names cannot be loaded: {_describe(error)}"})
         return
     _send(results_fd, ready)
+    (then or answer_all)(requests, results_fd, answer)
+
+
+def answer_all(requests: BinaryIO, results_fd: int, answer: Callable[..., Any]) -> None:
+    """Answers requests until they end."""
     for line in requests:
         ticket, *request = json.loads(line)
         _send(results_fd, [ticket, *answer(*request)])
