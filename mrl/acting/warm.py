@@ -21,7 +21,7 @@ from mrl.acting.environment_worker import load
 from mrl.acting.tool import ToolsSpec
 from mrl.reward import keeper
 from mrl.reward.confine import without_writing
-from mrl.reward.process import ForkedProcess, WorkerFailure, WorkerProcess
+from mrl.reward.process import ForkedWorker, WorkerFailure, WorkerProcess
 from mrl.reward.worker import answer_all, serve
 
 MODULE = "mrl.acting.warm"
@@ -48,7 +48,7 @@ class WarmProcess:
         """As WorkerProcess.wait_ready."""
         return self._process.wait_ready(timeout_s)
 
-    def fork(self) -> ForkedProcess | None:
+    def fork(self) -> ForkedWorker | None:
         """Returns a new process; None where it does not fork. Raises WorkerFailure where it has died."""
         asked, requests = os.pipe()
         results, answered = os.pipe()
@@ -62,7 +62,7 @@ class WarmProcess:
                 os.close(asked)
                 os.close(answered)
         if descriptors:
-            return ForkedProcess(descriptors[0], requests, results)
+            return ForkedWorker(descriptors[0], requests, results)
         os.close(requests)
         os.close(results)
         if told == _NO:

@@ -220,7 +220,7 @@ class WorkerProcess:
         return f"the scoring process ended with exit status {status}"
 
 
-class ForkedProcess(WorkerProcess):
+class ForkedWorker(WorkerProcess):
     """A keeper and a worker that were forked from a process that had loaded everything, instead of started."""
 
     def __init__(self, descriptor: int, requests: int, results: int):
