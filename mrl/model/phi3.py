@@ -1,7 +1,16 @@
 """Phi-3 and Phi-4: Llama's layers. Queries, keys and values are one tensor of the checkpoint, gate and up another."""
 
 from mrl.model.decoder_weights import layer_norms
-from mrl.model.hf_config import LLAMA_PLAIN, HfConfig, ModelSpec, common, refuse_uneven_heads, refuse_unless, required
+from mrl.model.hf_config import (
+    LLAMA_PLAIN,
+    HfConfig,
+    ModelSpec,
+    common,
+    own_head_dim,
+    refuse_uneven_heads,
+    refuse_unless,
+    required,
+)
 from mrl.model.rotation import DEFAULT, LongRope, settings
 from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
 
@@ -17,6 +26,7 @@ def read(config: HfConfig) -> ModelSpec:
     refuse_uneven_heads(config)
     heads = required(config, "num_attention_heads")
     size = required(config, "hidden_size") // heads
+    refuse_unless("head_dim", own_head_dim(config), size)  # vLLM's class would read another
     return ModelSpec(
         **common(config, kv_heads=heads, head_dim=size, rotary_share=1.0, **LLAMA_PLAIN),
         head_dim=size,

@@ -35,7 +35,9 @@ from mrl.tools.own_command import run_mrl
 
 DEADLINE_S = 900.0  # for one group of processes
 LOG_PROBS = 1e-5  # largest difference from transformers
-GRADIENTS = 1e-5  # largest share of a tensor's norm
+# Largest share of a tensor's norm. Measured: up to 4e-6, and 1.9e-5 for routers and gates beside gated delta attention,
+# of which transformers' own float32 is 1.1e-5 from its float64 (tests/real/test_parity.py).
+GRADIENTS = 3e-5
 _SHOWN = 10
 _TP, _PP, _EP, _ETP, _CP = (
     "tensor_model_parallel_size",
@@ -279,8 +281,9 @@ def _nothing(cases: list[dict[str, Any]]) -> list[str]:
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a configuration with transformers' value of every key, as an official file may spell it out."""
     known = as_transformers(config)
-    rotation = ("rope_parameters", "rope_theta", "rope_scaling")
-    return {key: value for key, value in known.items() if key not in rotation} | config
+    # lists with an entry a layer follow from other keys
+    left_out = ("rope_parameters", "rope_theta", "rope_scaling", "layer_types", "mlp_layer_types")
+    return {key: value for key, value in known.items() if key not in left_out} | config
 
 
 def _other_names(model: ModelSpec, folder: Path) -> list[str]:
