@@ -98,11 +98,6 @@ def test_the_words_of_the_house_are_few_and_stand_once():
     assert len(words) == len(set(words)) <= 25
 
 
-def test_the_front_page_is_short_and_narrow():
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 100 and max(map(len, lines)) <= 120
-
-
 def test_what_stands_side_by_side_is_short_and_names_what_was_read():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Side by side\n", 1)[1]
     assert len(re.findall(r"^\* \[.*\) at `[0-9a-f]{12}`$", text, re.M)) == 3
