@@ -30,7 +30,7 @@ from mrl.record.redact import HIDDEN, command_without_secrets, without_secrets
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
-PROMISES = 12
+PROMISES = 15
 
 
 def test_every_promise_names_attacks_by_their_functions():
