@@ -63,14 +63,14 @@ def _config(machine: Machine, layers: int, settings: Figures) -> dict[str, Any]:
     config = RunConfig.model_validate({
         "model": {"path": "", "dtype": dtype, "allow_torch_layers": True},
         "actor": {"layout": layout, "lora": {"rank": 16}, "ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 4},
-        "rollout": {"n": 1, "prompt_length": 32, "response_length": _LENGTH, "max_num_seqs": 16},
+        "rollout": {"n": 1, "max_num_seqs": 16},
         "data": {"train_batch_size": 4, "max_prompt_length": 32, "max_response_length": _LENGTH},
         "cluster": {"device": machine.device, "placement": "colocated", "n_gpus_per_node": 1},
     })  # fmt: skip
     sizes = actor_bench().sizes(machine.device)
     sizes |= {"num_hidden_layers": machine.size(layers, 2, "layers"), "torch_dtype": dtype}
     if machine.small:  # whole blocks of 128
-        sizes |= {"head_dim": 64, "moe_intermediate_size": 128}
+        sizes |= {"head_dim": 128, "moe_intermediate_size": 128}
     return {"config": with_values(config, settings).model_dump(), "sizes": sizes}
 
 

@@ -34,8 +34,11 @@ for wheel in $(python -c "import sys; sys.path.insert(0, 'scripts/hardware'); im
 done
 if [ "$piece" = B ]; then
     mv "$work"/large/*.whl "$folder/wheels"
-    python -m pip --disable-pip-version-check -q download --no-deps --no-binary=:all: --no-build-isolation -d "$folder/sources" \
-        transformer-engine-torch==2.11.0
+    # its setup.py, which pip asks for the name, reads torch's CUDA, and this machine's torch may have none
+    mkdir "$work/site"
+    echo 'import torch; torch.version.cuda = torch.version.cuda or "13.0"' >"$work/site/sitecustomize.py"
+    PYTHONPATH="$work/site" python -m pip --disable-pip-version-check -q download --no-deps --no-binary=:all: \
+        --no-build-isolation -d "$folder/sources" transformer-engine-torch==2.11.0
 elif [ "$piece" = C ]; then
     python scripts/hardware/hopper_subset.py "$work"/large/vllm-*.whl "$folder/wheels"
 fi

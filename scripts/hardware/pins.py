@@ -37,6 +37,11 @@ LEFT_OUT = (
     "datasets",
     "pandas",
     "accelerate",
+    # of vLLM's requirements: large, and on such machines already, or for its CPU build alone
+    "opencv",
+    "llvmlite",
+    "numba",
+    "intel-",
 )
 
 
