@@ -1,10 +1,13 @@
-"""Makes rows of data without end, as JSON lines: problems of `reasoning-gym`, or games of `textarena`.
+"""Makes rows of data, as JSON lines: problems of `reasoning-gym` and games of `textarena` without end, and tasks.
 
     python scripts/make_rows.py reasoning-gym countdown --count 1000 --seed 0 --out countdown.jsonl
     python scripts/make_rows.py textarena GuessTheNumber-v0-raw --count 1000 --seed 0 --out games.jsonl
+    python scripts/make_rows.py swe-bench verified.parquet --out tasks.jsonl        # rows of SWE-bench; r2e-gym too
+    python scripts/make_rows.py harbor tasks/hello --image hello:1 --out hello.jsonl
 
-Both packages come with `pip install 'mrl[games]'`. Problems are judged by the rule reasoning_gym, which `auto` finds by
-the rows' data_source; games are played in the environment textarena and rewarded by reward.function: environment.
+Tasks are for the environment repository; a row that cannot be read is left out, by name. Both packages come with
+`pip install 'mrl[games]'`. Problems are judged by the rule reasoning_gym, which `auto` finds by the rows' data_source;
+games are played in the environment textarena and rewarded by reward.function: environment.
 """
 
 import argparse
@@ -14,12 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
+from mrl.acting.sandboxes.task_rows import harbor, r2e_gym, swe_bench
 from mrl.acting.text_arena import TEXTARENA, TextArena
 from mrl.errors import ConfigError
 from mrl.reward.reasoning_rule import SOURCE, rows_of
 from mrl.whole_file import appears_whole
 
 ASKED = "\nGive the final answer in <answer></answer>."
+TASKS = {"swe-bench": swe_bench, "r2e-gym": r2e_gym}
 TOLD = "\n\nMake each move by calling act with it."
 
 
@@ -39,6 +46,22 @@ def games(game: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
         yield row(f"{TEXTARENA}/{game}", begun.opening + TOLD, "", given)
 
 
+def tasks(kind: str, path: Path, count: int, image: str | None) -> Iterator[dict[str, Any]]:
+    """Rows of tasks. Says on standard error which are left out, and why."""
+    if kind == "harbor":
+        yield harbor(path, image)
+        return
+    if path.suffix == ".parquet":
+        given = pq.read_table(path).to_pylist()
+    else:
+        given = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for number, each in enumerate(given[:count]):
+        try:
+            yield TASKS[kind](each)
+        except ValueError as error:
+            print(f"{path}: row {number} is left out: {error}", file=sys.stderr)
+
+
 def row(source: str, prompt: str, truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
     """A row of verl's schema."""
     return {
@@ -52,23 +75,30 @@ def row(source: str, prompt: str, truth: Any, extra_info: dict[str, Any]) -> dic
 def main() -> None:
     """Prints how many rows there are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("reasoning-gym", "textarena"))
-    parser.add_argument("name", help="data set, or game")
+    parser.add_argument("kind", choices=("reasoning-gym", "textarena", "harbor", *TASKS))
+    parser.add_argument("name", help="data set, game, file of rows, or folder of a task")
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", default="{}", help="of a data set: further options, as JSON")
+    parser.add_argument("--image", help="of a task of Harbor's that names none")
     parser.add_argument("--out", type=Path, required=True, help="must not exist")
     options = parser.parse_args()
     if options.out.exists():
         sys.exit(f"--out {options.out} is there already")
     given = (options.name, options.count, options.seed)
-    rows = games(*given) if options.kind == "textarena" else problems(*given, options.config)
+    if options.kind == "textarena":
+        rows = games(*given)
+    elif options.kind == "reasoning-gym":
+        rows = problems(*given, options.config)
+    else:
+        rows = tasks(options.kind, Path(options.name), options.count, options.image)
     try:
         with appears_whole(options.out) as work:
-            work.write_text("".join(f"{json.dumps(each)}\n" for each in rows), encoding="utf-8")
+            lines = [f"{json.dumps(each)}\n" for each in rows]
+            work.write_text("".join(lines), encoding="utf-8")
     except (ConfigError, ImportError, LookupError, OSError, TypeError, ValueError) as error:
         sys.exit(f"{options.kind} {options.name}: {error}")
-    print(f"{options.out}: {options.count} rows")
+    print(f"{options.out}: {len(lines)} rows")
 
 
 if __name__ == "__main__":

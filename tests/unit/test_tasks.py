@@ -11,6 +11,7 @@ from mrl.acting.environment_pool import EnvironmentPool
 from mrl.acting.offer import UnknownChoice
 from mrl.acting.sandboxes.broker import Broker
 from mrl.acting.sandboxes.sandbox import SandboxError, SandboxSpec
+from mrl.acting.sandboxes.task_rows import harbor, r2e_gym, swe_bench
 from mrl.acting.sandboxes.tasks import Task, carried, statuses
 from mrl.acting.tool import ToolsSpec
 
@@ -178,3 +179,72 @@ def test_a_response_acts_on_its_task_and_is_judged_by_it(image):
         lost = pool.session("repository", {**row, "extra_info": {"task": {"test": TEST, "image": "/not/there"}}}, 0)
         assert lost.judge().result().failed and "no root folder" in lost.ready.result().text
         assert replace(spec, sandbox=None).judge_s == 0
+
+
+# of the forms that swebench 5.0.2 and R2E-Gym have
+SWE_BENCH = {
+    "instance_id": "a__b-1",
+    "repo": "a/b",
+    "problem_statement": "It adds wrongly.",
+    "image": "swebench/sweb.eval.x86_64.a__b-1:latest",
+    "eval_script": "git apply -v - <<'EOF'\nEOF\npytest -rA t.py",
+    "test_patch": "--- a/t.py\n+++ b/t.py\n@@\n",
+    "FAIL_TO_PASS": '["t.py::test_a[x"]',
+    "PASS_TO_PASS": '["t.py::test_b", "t.py::test_c"]',
+    "log_parser": "parse_log_pytest",
+    "eval_type": "pass_and_fail",
+}
+R2E_GYM = {
+    "docker_image": "namanjain12/x:1",
+    "repo_name": "x",
+    "problem_statement": "Read [ISSUE]\nIt adds wrongly.\n[/ISSUE]",
+    "expected_output_json": '{"C.test_a": "PASSED", "test_b - why": "FAILED"}',
+}
+
+
+def test_rows_of_others_data_sets_are_tasks():
+    made = swe_bench(SWE_BENCH)
+    task = Task.of(made["extra_info"])
+    assert (task.image, task.folder) == (SWE_BENCH["image"], "/testbed")
+    assert made["prompt"][0]["content"] == "It adds wrongly."
+    assert task.expected == {
+        "t.py::test_a[x": "PASSED|XFAIL",
+        "t.py::test_b": "PASSED|XFAIL|SKIPPED",
+        "t.py::test_c": "PASSED|XFAIL|SKIPPED",
+    }
+    assert task.is_own("t.py", set()) and task.is_own("conftest.py", set()) and not task.is_own("src/a.py", set())
+    r2e = r2e_gym(R2E_GYM)
+    task = Task.of(r2e["extra_info"])
+    assert r2e["prompt"][0]["content"] == "It adds wrongly." and task.hidden == ("/r2e_tests",)
+    assert task.expected == {"C.test_a": "PASSED", "test_b": "FAILED"}
+
+
+@pytest.mark.parametrize(
+    ("reads", "given", "missing", "why"),
+    [(swe_bench, SWE_BENCH, name, name) for name in ("image", "eval_script", "FAIL_TO_PASS", "problem_statement")]
+    + [(r2e_gym, R2E_GYM, name, name) for name in R2E_GYM if name != "repo_name"]
+    + [(swe_bench, SWE_BENCH, "log_parser", "those of pytest are")],
+)
+def test_rows_of_others_without_what_they_need_are_told(reads, given, missing, why):
+    with pytest.raises(ValueError, match=why):
+        reads({**given, missing: ""})
+
+
+@BWRAP
+def test_a_task_of_harbors_is_judged_by_the_number_that_its_tests_write(image, broker, tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "instruction.md").write_text("Mend it.\n")
+    (tmp_path / "task.toml").write_text('schema_version = "1.4"\n[environment]\nworkdir = "/repo"\n')
+    with pytest.raises(ValueError, match=r"tests/test\.sh"):
+        harbor(tmp_path, image)
+    script = 'sh tests/check && n=1 || n=0\necho "{\\"reward\\": 0.$n}" > /logs/verifier/reward.json\n'
+    (tmp_path / "tests" / "test.sh").write_text(script)
+    with pytest.raises(ValueError, match="names no docker_image"):
+        harbor(tmp_path)
+    task = Task.of(harbor(tmp_path, image)["extra_info"])
+    task = replace(task, test=task.test.replace("bash", "sh"))  # busybox has no bash
+    for does, reward in (("true", 0.0), (MENDED, 0.1)):
+        with task.begin(broker) as sandbox:
+            assert sandbox.shell("ls /tests").text == ""
+            sandbox.shell(does)
+            assert task.judged(broker, sandbox)[0] == reward

@@ -11,5 +11,6 @@ forwarder.py     leads a port inside to the chat endpoint outside
 broker.py        the process that starts them, since the processes of tools are confined themselves
 trial.py         tries each backend, for `mrl doctor`
 tasks.py         a row's task: image, setup, tests; and its reward
+task_rows.py     reads rows of SWE-bench, R2E-Gym and Harbor
 repository.py    the built-in environment `repository`: a task with a shell
 """

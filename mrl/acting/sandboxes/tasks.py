@@ -9,9 +9,11 @@
         "tests": {path: text},             # files of the tests' sandbox alone
         "hidden": [folder, ...],           # the image's, and empty in the agent's sandbox
         "places": [folder, ...],           # further folders that are written
-        "expected": {name: status},        # of pytest -rA, instead of the script's exit status
+        "expected": {name: status},        # of pytest -rA (several: PASSED|XFAIL), instead of the script's exit status
         "reward_file": path,               # a number, instead of both
     }
+
+`files`, `tests` and `expected` may be texts of JSON, since a column of mappings has the keys of all rows.
 
 The tests run in a fresh sandbox once the agent has ended. Of the agent's there is nothing in it but its files, without
 those that `own` names: tests, their configuration, what runs them, and modules that would stand in for it.
@@ -87,8 +89,7 @@ class Task:
         values = {name: value for name, value in given.items() if value is not None}
         for name, value in values.items():
             if name in ("files", "tests", "expected"):
-                # a column of mappings with different keys is read with all keys, and None where a row has none
-                values[name] = {key: text for key, text in value.items() if text is not None}
+                values[name] = _mapping(name, value)
             elif name in ("own", "hidden", "places"):
                 values[name] = tuple(value)
             elif not isinstance(value, str):
@@ -176,10 +177,21 @@ class Task:
         if not self.expected:
             return min(1.0, max(0.0, reward))
         found = statuses(ran.text)
-        met = [
-            found.get(name) == status or found.get(_dotted(name)) == status for name, status in self.expected.items()
-        ]
+        met = [found.get(name, found.get(_dotted(name))) in ends.split("|") for name, ends in self.expected.items()]
         return sum(met) / len(met)
+
+
+def _mapping(name: str, value: Any) -> dict[str, str]:
+    """Returns a mapping of texts, which may be written as JSON. Raises ValueError for anything else."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"extra_info.{TASK}.{name} is {str(value)[:60]!r}, expected a mapping, or one as JSON")
+    # a column of mappings with different keys is read with all keys, and None where a row has none
+    found = {key: text for key, text in value.items() if text is not None}
+    if not all(isinstance(text, str) for text in found.values()):
+        raise ValueError(f"extra_info.{TASK}.{name} has values that are no texts")
+    return found
 
 
 def _names(archive: bytes) -> dict[str, bool]:
@@ -229,6 +241,7 @@ def statuses(output: str) -> dict[str, str]:
             name = name.split(" - ")[0].strip()
             found[name] = status
             found[_dotted(name)] = status
+            found.setdefault(name.split()[0], status)  # SWE-bench's names end at the first space
     return found
 
 
