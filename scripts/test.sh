@@ -17,9 +17,10 @@ report() { [ -z "${MRL_REPORTS:-}" ] || echo "--junitxml=$MRL_REPORTS/$1.xml"; }
 light() { python -m pytest -m "not long" -n 3 --dist worksteal "$@"; }
 unit() { light tests/unit tests/outside $(report unit) "$@"; }
 changed() {
-    local files
-    files=$(python scripts/changed_tests.py "${1:-main}")
-    [ -z "$files" ] || light $files "${@:2}"
+    local since=main files
+    case "${1:-}" in "" | -*) ;; *) since=$1; shift ;; esac
+    files=$(python scripts/changed_tests.py "$since")
+    [ -z "$files" ] || light $files "$@"
 }
 docs() { bash scripts/docs.sh build; }
 browser() { python -m pytest tests/browser -rs $(report browser) "$@"; }
