@@ -7,7 +7,7 @@ from mrl.config.rule_row import RuleRow
 from mrl.config.schema import LoraConfig, RunConfig
 from mrl.errors import MrlError, Violation
 from mrl.model import ModelSpec
-from mrl.model.adapters import smallest_side
+from mrl.model.adapters import adapted_modules, smallest_side
 from mrl.model.layout import TrainLayout
 from mrl.model.peft_files import check_base, read_peft
 
@@ -33,7 +33,12 @@ def _with(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig
 
 
 def _is_covered(model: ModelSpec) -> bool:
-    return not (model.is_latent or model.is_hybrid)
+    return not (model.is_hybrid or model.is_fp8)
+
+
+def _has_no_target(config: RunConfig, model: ModelSpec) -> bool:
+    lora = config.actor.lora.adapters
+    return lora is not None and bool(lora.targets) and not adapted_modules(model, lora)
 
 
 def _has_an_empty_stage(config: RunConfig, model: ModelSpec) -> bool:
@@ -46,7 +51,7 @@ def _has_an_empty_stage(config: RunConfig, model: ModelSpec) -> bool:
 
 def _rank(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     lora = config.actor.lora.adapters
-    if lora is None or not lora.targets or not _is_covered(model):
+    if lora is None or not _is_covered(model) or not adapted_modules(model, lora):
         return
     side, weight = smallest_side(model, lora)
     if lora.rank > side:
@@ -105,10 +110,25 @@ LORA_RULES = (
         ("all-linear",),
     ),
     RuleRow(
+        "actor.lora.target_modules",
+        _with(_has_no_target),
+        "names no module of a {m.family} model",
+        "nothing would be trained",
+        ("all-linear",),
+    ),
+    RuleRow(
         _RANK,
-        _with(lambda c, m: not _is_covered(m)),
+        _with(lambda c, m: m.is_hybrid),
         "must be 0 for a model of the {m.family} family",
-        "adapters are built for layers of grouped-query attention, and not for latent and gated delta attention",
+        "adapters are built for grouped-query and latent attention, and not for gated delta attention",
+        (0,),
+    ),
+    RuleRow(
+        _RANK,
+        _with(lambda c, m: m.is_fp8),
+        "must be 0 for a checkpoint in FP8",
+        "a step of adapters is merged into the checkpoint's own files, which are read as bfloat16 and are not that; "
+        "write the model in bfloat16 first (mrl convert hf-to-megatron, then megatron-to-hf)",
         (0,),
     ),
     RuleRow(
@@ -128,7 +148,7 @@ LORA_RULES = (
     ),
     RuleRow(
         "actor.layout.tensor_model_parallel_size",
-        _with(lambda c, m: _is_covered(m) and _cuts_heads(c, m)),
+        _with(lambda c, m: _is_covered(m) and not m.is_latent and _cuts_heads(c, m)),
         "must divide num_key_value_heads = {m.num_key_value_heads} with adapters on q_proj, k_proj or v_proj",
         "a rank has whole heads of the factor B",
     ),

@@ -22,6 +22,7 @@ from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
 from mrl.generate.sampled_by import new_name
 from mrl.generate.train_state import TrainState
 from mrl.model import load_model_spec, model_spec
+from mrl.model.adapters import adapted_modules
 from mrl.model.peft_files import WEIGHTS, adapter_digest, base_digest
 from mrl.model.vocabularies import TOKENIZER, differing_tokens, vocabulary
 from mrl.record.attempts import AttemptNotes, generated_after
@@ -98,7 +99,7 @@ def _adapters_of(given: LoraConfig, model: str) -> dict[str, Any]:
     return {
         "rank": lora.rank,
         "alpha": lora.alpha,
-        "target_modules": list(lora.targets),
+        "target_modules": list(adapted_modules(load_model_spec(model), lora)),
         "dropout": given.dropout,
         "base": base,
         "start": _start_of(given.path),

@@ -9,6 +9,9 @@ Factors are cut like the weight:
     gate, up)                   tensor rank                 the weight's
     columns cut (o, down)       columns cut, as             whole on every
                                 the weight's                tensor rank
+    whole on every tensor       whole on every              whole on every
+    rank (down projections      tensor rank                 tensor rank
+    of latent attention)
 
 The factors of a rank's experts are stacked in one parameter. Names are PEFT's without the model's prefix:
 model.layers.0.self_attn.q_proj.lora_A.weight.
@@ -29,8 +32,12 @@ from mrl.units import MIB
 
 ALL_LINEAR = "all-linear"
 # the last part of a module's name in the checkpoint, in the order in which a layer computes the modules
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = (
+    "q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj",
+    "up_proj", "down_proj",
+)  # fmt: skip
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 FIRST = "lora_A"
 SECOND = "lora_B"
 FACTORS = (FIRST, SECOND)
@@ -96,6 +103,13 @@ def adapter_shapes(model: ModelSpec, lora: Lora) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+@cache
+def adapted_modules(model: ModelSpec, lora: Lora) -> tuple[str, ...]:
+    """Returns the targets that a model has, in their order."""
+    found = {target_of(spec.name) for spec in adapted_tensors(model, lora)}
+    return tuple(target for target in lora.targets if target in found)
+
+
 def adapter_count(model: ModelSpec, lora: Lora) -> int:
     """Returns the number of elements of all factors."""
     return sum(rows * columns for rows, columns in adapter_shapes(model, lora).values())
@@ -126,6 +140,11 @@ class Adapted:
     def is_cut_by_columns(self) -> bool:
         """Tells whether tensor parallelism cuts the weight's columns instead of its rows."""
         return self.target in _CUT_BY_COLUMNS
+
+    @property
+    def is_whole(self) -> bool:
+        """Tells whether every tensor rank has the whole weight, for tokens of its own."""
+        return self.target in _WHOLE
 
     def shape(self, factor: str, rank: int) -> tuple[int, int]:
         """Returns the shape of the parameter that holds this factor of all `weights`."""
@@ -208,7 +227,8 @@ def adapter_shards(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora)
             for factor in FACTORS:
                 shape = adapted.shape(factor, lora.rank)
                 replicas = layer.replicas
-                if (factor == FIRST) != adapted.is_cut_by_columns:  # whole on every tensor-parallel rank
+                is_whole = adapted.is_whole or (factor == FIRST) != adapted.is_cut_by_columns
+                if is_whole:  # on every tensor-parallel rank
                     replicas = layout.dense_group(rank, "tp", "cp", "dp")
                     if layer.is_expert:
                         replicas = layout.expert_group(rank, "etp", "edp")

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mrl.model import ModelSpec
-from mrl.model.adapters import Lora
+from mrl.model.adapters import Lora, adapted_modules
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout
 
 _F32 = 4
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
+_OF_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")  # whole on every rank
+_TO_HEADS = ("q_b_proj", "kv_b_proj")
 _GATED = ("gate_proj", "up_proj")
 _DOWN = ("down_proj",)
 
@@ -43,8 +45,8 @@ class AdapterActivations:
         """Returns the bytes of a layer by term, without recomputation."""
         m = self.model
         tensor = self.layout.tensor
-        heads = m.num_attention_heads * m.head_dim // tensor
-        attention = self._before(_ATTENTION, self.tokens, self.sharded, again=True)
+        heads = m.num_attention_heads * m.value_head_dim // tensor
+        attention = self._latent() if m.is_latent else self._before(_ATTENTION, self.tokens, self.sharded, again=True)
         attention += self._kept(("o_proj",), self.sharded) + self._dropped(("o_proj",), self.tokens * heads)
         if kind.has_experts:
             return {"attention adapters": attention} | self._of_experts()
@@ -52,6 +54,18 @@ class AdapterActivations:
         mlp = self._before(_GATED, self.tokens, self.sharded, again=True)
         mlp += self._kept(_DOWN, self.sharded) + self._dropped(_DOWN, self.tokens * width)
         return {"attention adapters": attention, "mlp adapters": mlp}
+
+    def _latent(self) -> int:
+        """Returns the bytes of the projections of latent attention, each of which has an input of its own."""
+        m = self.model
+        kept = self._kept(_OF_LATENTS, self.sharded) + self._kept((*_TO_HEADS, "q_proj"), self.tokens)
+        inputs = dict.fromkeys((*_OF_LATENTS, "q_proj"), m.hidden_size)
+        latents = dict(zip(_TO_HEADS, (m.q_lora_rank, m.kv_lora_rank), strict=True))
+        for name, width in (inputs | latents).items():
+            kept += self._dropped((name,), self.sharded * width)
+            if name in latents and self._targets((name,)):
+                kept += self.sharded * (width * self._of_a_norm + _F32)
+        return kept
 
     def _of_experts(self) -> dict[str, int]:
         m = self.model
@@ -97,7 +111,7 @@ class AdapterActivations:
         return elements * (self.bytes + mask)
 
     def _targets(self, names: Sequence[str]) -> int:
-        return len(set(names) & set(self.lora.targets))
+        return len(set(names) & set(adapted_modules(self.model, self.lora)))
 
     @property
     def _of_a_norm(self) -> int:

@@ -20,7 +20,7 @@ from functools import cache
 from mrl.config.lora_rules import reference_is_the_base
 from mrl.config.schema import RunConfig
 from mrl.model import ModelSpec, forward_flops_per_token, module_flops_per_token
-from mrl.model.adapters import Lora
+from mrl.model.adapters import Lora, adapted_modules
 from mrl.model.computed_sizes import delta_float32
 from mrl.model.layout import TrainLayout
 from mrl.model.precision import Precision
@@ -43,6 +43,7 @@ _LAUNCHES = 30  # kernel launches of a dense layer in a forward pass
 _GROUPED_PRODUCTS = 2  # of a layer of experts in a forward pass: gate and up in one, down
 # modules that share an input
 _QKV = ("q_proj", "k_proj", "v_proj")
+_LATENT = (("q_proj",), ("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), ("kv_b_proj",))  # no two in one layer
 _OUT = ("o_proj",)
 _GATED = ("gate_proj", "up_proj")
 _DOWN = ("down_proj",)
@@ -428,8 +429,10 @@ def adapter_launches(work: PassWork, layout: TrainLayout) -> int:
     if work.model.is_moe:
         experts = work.model.num_experts // layout.expert
     total = 0
-    for names, copies in ((_QKV, 1), (_OUT, 1), (_GATED, experts), (_DOWN, experts)):
-        targets = len(set(names) & set(work.lora.targets))
+    attention = _LATENT if work.model.is_latent else (_QKV,)
+    found = set(adapted_modules(work.model, work.lora))
+    for names, copies in (*((names, 1) for names in (*attention, _OUT)), (_GATED, experts), (_DOWN, experts)):
+        targets = len(found.intersection(names))
         if targets:
             total += copies * (targets + 2 + 2 * (targets > 1)) + 2
     return total

@@ -7,6 +7,7 @@ only the adapters' rank:
 
     cut by rows        x, the same or a part of the tokens     A whole, B cut     A x is shared, then B
     cut by columns     x, a part of each token                 A cut, B whole     A x is summed, then B
+    whole              x, a part of the tokens                 both whole         nothing
     experts, and shared experts that overlap: other modules exchange their inputs and outputs, so an output is a
     part or a summand, and the gradient of the whole factor is summed over tensor ranks by itself
 
@@ -68,6 +69,7 @@ class Adapter(Module):
         self._lora = lora
         self._is_outside = is_outside
         self._by_columns = layer.targets[0].is_cut_by_columns
+        self._is_whole = layer.targets[0].is_whole
         self._sequence_parallel = config.sequence_parallel
         for adapted in layer.targets:
             for factor in FACTORS:
@@ -76,7 +78,7 @@ class Adapter(Module):
 
     def _parameter(self, shape: tuple[int, int], factor: str, config: TransformerConfig) -> Parameter:
         parameter = Parameter(torch.zeros(shape, dtype=config.params_dtype))
-        if (factor == FIRST) == self._by_columns:
+        if (factor == FIRST) == self._by_columns and not self._is_whole:
             set_tensor_model_parallel_attributes(parameter, True, int(self._by_columns), 1)
         elif not self._is_outside:
             # then each tensor rank has its own tokens, and the factor's gradients must be summed
@@ -126,7 +128,7 @@ class Adapter(Module):
 
     def _exchanged(self, low: Tensor) -> Tensor:
         """Returns the complete A x for all tokens of the layer's output."""
-        if self._is_outside:
+        if self._is_outside or self._is_whole:
             return low
         if self._by_columns:
             if self._sequence_parallel:
@@ -239,9 +241,9 @@ def attach(
 def _is_outside(module: Module, layer: AdaptedLayer) -> bool:
     """Tells whether tokens are exchanged over tensor ranks before and after the layer.
 
-    Dispatchers do so, and shared experts that overlap with them.
+    Dispatchers do so, and shared experts that overlap with them. Down projections of latent attention exchange nothing.
     """
-    return (
+    return not layer.targets[0].is_whole and (
         layer.is_expert
         or getattr(module, "explicit_expert_comm", False)
         or getattr(module, "parallel_mode", "") is None

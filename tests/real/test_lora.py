@@ -4,6 +4,7 @@ computes, in every layout: log-probs, gradients of both factors, two updates; an
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from padded import PaddedBatch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_parity import CP, EP, ETP, PP, TP
-from tiny_models import save, tiny_dense, tiny_glm, tiny_moe, tiny_shared
+from tiny_models import save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_shared
 from torch import Tensor
 
 from mrl.model import load_model_spec
@@ -24,9 +25,11 @@ from mrl.model.peft_files import CONFIG, PREFIX, WEIGHTS, peft_config
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 MODELS = {
-    "moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm,
+    "moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm, "latent": tiny_latent,
+    "direct": partial(tiny_latent, q_lora_rank=None),
 }  # fmt: skip
 ATTENTION, EXPERTS, SOME = ("q_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj"), ("k_proj", "o_proj", "up_proj")
+DOWNS = ("q_a_proj", "kv_a_proj_with_mqa")
 VPP = "virtual_pipeline_model_parallel_size"
 # name -> (model, targets, ranks, degrees, fields of Megatron's transformer config)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -54,6 +57,11 @@ LAYOUTS = {
     "dense-cp2": ("dense", TARGETS, 2, {CP: 2}, {}),
     "shared-tp2-ep2": ("shared", TARGETS, 2, {TP: 2, EP: 2}, {}),
     "glm-tp2-ep2": ("glm", TARGETS, 2, {TP: 2, EP: 2}, {}),
+    "latent-tp1": ("latent", TARGETS, 1, {}, {}),
+    "latent-tp2": ("latent", TARGETS, 2, {TP: 2}, {}),
+    "latent-pp2": ("latent", TARGETS, 2, {PP: 2}, {}),
+    "latent-downs": ("latent", DOWNS, 2, {TP: 2}, {}),
+    "direct-tp2": ("direct", TARGETS, 2, {TP: 2}, {}),
     "moe-tp2-pp2-ep2": ("moe", TARGETS, 4, {TP: 2, PP: 2, EP: 2}, {}),
 }  # fmt: skip
 # the same with dropout of the adapters' inputs, which no other program draws alike

@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not OWN and not importlib.util.find_spec("peft"), reason="peft is not installed"),
 ]
+LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 CASES = {
     "dense": ("dense", TARGETS),
     "dense-attention": ("dense", ATTENTION),
@@ -41,8 +42,11 @@ CASES = {
     "shared": ("shared", TARGETS),
     "shared-some": ("shared", SOME),
     "glm": ("glm", TARGETS),
+    "latent": ("latent", TARGETS),
+    "latent-attention": ("latent", LATENT),
+    "direct-attention": ("direct", LATENT),
 }
-IN_TRANSFORMERS_5 = ("dense", "dense-attention", "moe")
+IN_TRANSFORMERS_5 = ("dense", "dense-attention", "moe", "latent-attention", "direct-attention")
 
 
 @dataclass(frozen=True)

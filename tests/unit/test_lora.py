@@ -34,13 +34,14 @@ from mrl.config.load import load_config
 from mrl.config.schema_actor import LoraConfig
 from mrl.driver.resume import RunIdentity, _check_same_adapters
 from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault
-from mrl.model import model_spec
+from mrl.model import ModelSpec, model_spec
 from mrl.model.adapters import (
     ALL_LINEAR,
     FIRST,
     SECOND,
     TARGETS,
     Lora,
+    adapted_modules,
     adapted_tensors,
     adapter_count,
     adapter_shapes,
@@ -556,14 +557,34 @@ def test_what_adapters_cannot_be_is_refused_in_one_message(overrides, field, sai
     assert violation.field == field and said in str(violation)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "DeepSeek-V3"])
-def test_families_whose_layers_have_no_adapters_are_refused_by_name(name):
+def _of_rules(model: ModelSpec, *overrides: str) -> list:
     from mrl.config.lora_rules import LORA_RULES
 
-    model = known_spec(name)
-    config = load_config(TINY, None, ["actor.lora.rank=4"]).config
-    (violation,) = [v for rule in LORA_RULES for v in rule(config, model)]
-    assert violation.field == "actor.lora.rank" and model.family in str(violation)
+    config = load_config(TINY, None, ["actor.lora.rank=4", *overrides]).config
+    return [violation for rule in LORA_RULES for violation in rule(config, model)]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (known_spec("Qwen3-Next-80B-A3B"), "qwen3_next family"),
+        (replace(known_spec("DeepSeek-V3"), fp8_block=(128, 128)), "a checkpoint in FP8"),
+    ],
+)
+def test_families_whose_layers_have_no_adapters_are_refused_by_name(model, words):
+    (violation,) = _of_rules(model)
+    assert violation.field == "actor.lora.rank" and words in str(violation)
+
+
+def test_latent_attention_has_adapters_on_its_own_modules():
+    kimi = replace(known_spec("Kimi-K2-Instruct"), fp8_block=None)
+    for model, own in ((kimi, ("q_a_proj", "q_b_proj")), (known_spec("Moonlight-16B-A3B"), ("q_proj",))):
+        assert not _of_rules(model)
+        found = adapted_modules(model, Lora.of(4, 8, ["all-linear"]))
+        rest = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        assert found == (*own, *rest)
+        (violation,) = _of_rules(model, "actor.lora.target_modules=[k_proj]")
+        assert "names no module of a deepseek_v3 model" in str(violation)
 
 
 def test_the_smallest_side_is_that_of_the_targets():
@@ -575,13 +596,47 @@ def test_the_smallest_side_is_that_of_the_targets():
 # --- what a plan counts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degrees", LAYOUTS)
-def test_a_plan_counts_the_adapters_of_a_stage_as_ranks_hold_them(degrees):
-    layout = TrainLayout.build(degrees, SMALL)
+LATENT = model_spec({
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 31, "intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "q_lora_rank": 6, "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "max_position_embeddings": 64, "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("degrees", [{"world_size": 1}, {"world_size": 2, TP: 2}, {"world_size": 4, TP: 2, EP: 2}])
+def test_a_rank_holds_the_factors_of_down_projections_whole_and_of_up_projections_by_heads(degrees):
+    lora = Lora.of(3, 6, ["all-linear"])
+    layout = TrainLayout.build(degrees, LATENT)
+    shapes = adapter_shapes(LATENT, lora)
+    held = [adapter_shards(LATENT, layout, rank, lora) for rank in range(layout.world_size)]
+    for name, shape in shapes.items():
+        boxes = [p.hf_box for shards in held for s in shards for p in s.pieces if p.hf_name == name]
+        assert cover_fault(Box.whole(shape), list(dict.fromkeys(boxes))) is None, name
+        is_whole = "_a_proj" in name or ("lora_A" in name) != ("o_proj" in name or "down_proj" in name)
+        if ".experts." not in name:
+            assert (set(boxes) == {Box.whole(shape)}) == (is_whole or layout.tensor == 1), name
+    for rank, shards in enumerate(held):
+        whole = [s for s in shards if "_a_proj" in s.megatron_name]
+        assert len(whole) == 16 and all(s.replicas == layout.dense_group(rank, "tp", "cp", "dp") for s in whole)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "model"),
+    [
+        *((degrees, SMALL) for degrees in LAYOUTS),
+        ({"world_size": 2, TP: 2}, LATENT),
+        ({"world_size": 2, PP: 2}, LATENT),
+    ],
+)
+def test_a_plan_counts_the_adapters_of_a_stage_as_ranks_hold_them(degrees, model):
+    layout = TrainLayout.build(degrees, model)
     for rank in range(layout.world_size):
         pp = layout.dense_coords(rank).pp
-        counted = adapter_numel(SMALL, layout, pp, LORA)
-        shards = adapter_shards(SMALL, layout, rank, LORA)
+        counted = adapter_numel(model, layout, pp, LORA)
+        shards = adapter_shards(model, layout, rank, LORA)
         sizes = {
             is_expert: sum(
                 round_up(s.local_shape[0] * s.local_shape[1], 64) for s in shards if s.is_expert == is_expert

@@ -19,6 +19,7 @@ from mrl.model.adapters import (
     TARGETS,
     Lora,
     adapted_layers,
+    adapted_modules,
     adapter_shapes,
     adapter_shards,
     factor_name,
@@ -181,7 +182,7 @@ RANKS = [(name, rank) for name, degrees in LAYOUTS.items() for rank in range(deg
 @pytest.mark.parametrize(("layout", "number"), RANKS)
 def test_each_layer_adds_the_factors_product(layout, number):
     rank = Rank(LAYOUTS[layout], number)
-    assert {adapted.target for layer in rank.layers for adapted in layer.targets} == set(TARGETS)
+    assert {adapted.target for layer in rank.layers for adapted in layer.targets} == set(adapted_modules(MODEL, LORA))
     for layer in rank.layers:
         x, tokens = rank.given(layer)
         expected = rank.expected(layer, x, tokens, rank.merged)

@@ -18,6 +18,11 @@ _NO_ADAPTERS = "there are no adapters"
 _OF_MEGATRON = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_q": ("q_proj",),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
     "linear_k": ("k_proj",),
     "linear_v": ("v_proj",),
     "linear_proj": ("o_proj",),
