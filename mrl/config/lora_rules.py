@@ -125,14 +125,6 @@ LORA_RULES = (
     ),
     RuleRow(
         _RANK,
-        _with(lambda c, m: m.is_fp8),
-        "must be 0 for a checkpoint in FP8",
-        "a step of adapters is merged into the checkpoint's own files, which are read as bfloat16 and are not that; "
-        "write the model in bfloat16 first (mrl convert hf-to-megatron, then megatron-to-hf)",
-        (0,),
-    ),
-    RuleRow(
-        _RANK,
         _with(lambda c, m: m.family in _OTHERWISE_NAMED),
         "must be 0 for a model of the {m.family} family",
         "its files join or name projections in another way, and adapters are built for q_proj, gate_proj and their kin",
