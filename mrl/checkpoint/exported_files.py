@@ -51,6 +51,11 @@ class ExportedFiles:
         """Raises ConfigError for an unsupported model, EnvironmentFault for files that are missing or damaged."""
         self.folder = folder
         self.model = _model(folder)
+        if self.model.int4_group:
+            raise ConfigError(
+                f"{folder}: a checkpoint of 4-bit integers, which is not compared: write it in bfloat16 first (mrl "
+                "convert hf-to-megatron, megatron-to-hf)"
+            )
         self.places: dict[str, StoredPlace] = {}
         self.faults: list[tuple[str, str]] = []  # tensor, what is wrong with its place
         self._files: dict[str, str] = {}  # stored key -> name of its file

@@ -33,7 +33,7 @@ def _with(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig
 
 
 def _is_covered(model: ModelSpec) -> bool:
-    return not (model.is_hybrid or model.is_fp8)
+    return not (model.is_hybrid or model.is_quantised)
 
 
 def _has_no_target(config: RunConfig, model: ModelSpec) -> bool:

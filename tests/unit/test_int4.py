@@ -16,6 +16,7 @@ from tiny_models import in_dtype, save, tiny_latent
 import mrl.checkpoint.stored_boxes
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.export_check import check_export
 from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.engine.requests import _of_model
 from mrl.errors import ConfigError, EnvironmentFault
@@ -85,6 +86,11 @@ def test_ranks_read_it_too_and_engines_wait_for_their_first_sync(stored):
     assert all(torch.equal(found[name], meant[name]) for name in meant)
     arguments = _of_model(load_model_spec(folder), "cpu")
     assert arguments["hf_overrides"]["quantization_config"] is None and "load_format" in arguments
+
+
+def test_an_export_is_not_checked_in_it(stored):
+    with pytest.raises(ConfigError, match="4-bit integers, which is not compared"):
+        check_export(stored[0])
 
 
 def _without(name: str, tensors: dict) -> dict:
