@@ -361,3 +361,34 @@ def test_ranks_with_the_same_input_drop_the_same_and_others_do_not(monkeypatch):
         assert (seen[0][name] == seen[1][name]) == ("same True" in name)
         assert seen[0][name] != seen[5][name]
     assert len(set(seen[1].values())) == 4
+
+
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 31, "intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "q_lora_rank": 6, "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "max_position_embeddings": 64, "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def test_factors_of_a_whole_down_projection_are_summed_over_tensor_ranks_as_its_weight_is():
+    """Each tensor rank has its own tokens there, and nothing is exchanged. Transformer Engine's layer has no mode."""
+    model = model_spec(LATENT)
+    layout = TrainLayout.build({"world_size": 2, "tensor_model_parallel_size": 2}, model)
+    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=True)
+    downs = [layer for layer in adapted_layers(model, layout, 1, LORA) if "_down_proj" in layer.module]
+    assert len(downs) == 4
+    for layer in downs:
+        module = torch.nn.Module()
+        module.parallel_mode = None
+        adapter = Adapter(layer, LORA, config, lora_layers._is_outside(module, layer))
+        (adapted,) = layer.targets
+        for parameter in adapter.parameters():
+            torch.nn.init.normal_(parameter)
+            assert parameter.sequence_parallel and not getattr(parameter, "tensor_model_parallel", False)
+        first, second = (getattr(adapter, f"{adapted.target}_{name}") for name in (FIRST, SECOND))
+        x = torch.randn(5, 1, 24)
+        out = adapter(x, torch.zeros(5, 1, layer.rows), None)
+        torch.testing.assert_close(out, LORA.scale * x @ first.T @ second.T)
