@@ -211,7 +211,7 @@ def test_a_wide_gspo_clip_is_legal_and_noted():
         (POLICY + "loss_mode=gpso", "did you mean gspo?"),
         (POLICY + "loss_mode=ppo", "it is called vanilla here"),
         (POLICY + "loss_mode=gmpo", "it is called geo_mean here"),
-        (POLICY + "loss_mode=xyz", "known: "),
+        (POLICY + "loss_mode=xyz", "unknown name"),
         (POLICY + "loss_agg_mode=token_mean", "did you mean token-mean?"),
         ("algorithm.adv_estimator=grop", "did you mean grpo?"),
         ("algorithm.kl_loss_type=low_var_k", "did you mean low_var_kl?"),
