@@ -18,7 +18,11 @@ EXTRAS = {
     # The same row with CUDA builds, run on one H100 with an older torch. Transformer Engine is the newest that
     # megatron-core 0.16.1 asks for (its dev extra: below 2.12); its part for torch, transformer-engine-torch, is
     # compiled against the torch that is there: scripts/install.sh does it.
-    "cuda": ["torch==2.13.0", "vllm==0.32.0", "transformer-engine[core_cu13]==2.11.0", TRANSFORMERS, *TRAIN, *MATH],
+    # fla-core has the kernel of model.gated_delta: fla, which was never run here.
+    "cuda": [
+        "torch==2.13.0", "vllm==0.32.0", "transformer-engine[core_cu13]==2.11.0", "fla-core[cuda]==0.6.0", TRANSFORMERS,
+        *TRAIN, *MATH,
+    ],
     # Never run. vLLM 0.23.0 is built from source without a device, and MindSpeed is on no index: the Dockerfile's npu
     # target does both. vllm-ascend's wheel is built for A2: on A3 install it before, from the sdist, as the Dockerfile
     # does (`mrl doctor` compares). It takes exactly one transformers. On x86-64 torch_npu wants torch's build for CPUs,
@@ -59,6 +63,7 @@ setup(
             "config/recipes/*.yaml",
             "model/known/*.json",
             "plan/devices.json",
+            "platforms/tuned_experts.json",
             "record/metrics.yaml",
             "tools/import_verl/verl_keys.txt",
             "tools/report/assets/*",

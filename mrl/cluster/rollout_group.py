@@ -32,6 +32,7 @@ from mrl.engine.requests import EngineSettings, VersionServed, engine_settings
 from mrl.errors import LostProcess
 from mrl.model import ModelSpec
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.tuned_experts import FOLDER
 from mrl.process.ray_places import on_node
 from mrl.process.same_software import check_same
 from mrl.schedule.engine_loads import request_limit_of
@@ -135,6 +136,8 @@ class RolloutGroup:
         own = get_hosting(self.cluster.device).engine_environment(
             number, len(self.names), self.rollout.tensor_model_parallel_size, self.rollout.cpu_kvcache_gib
         )
+        if self.rollout.tuned_experts is not None:
+            own[FOLDER] = str(Path(self.rollout.tuned_experts).absolute())
         kind = ray.remote(EngineWorker).options(
             runtime_env={"env_vars": SMALL_OBJECTS | seat.environment | own}, **seat.options
         )

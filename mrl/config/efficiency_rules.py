@@ -4,7 +4,7 @@ They refuse switches that fail only after the model is built, or have no effect:
 are Megatron-core 0.16.1, and 0.17.0 has the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RunConfig
@@ -62,7 +62,98 @@ def scales_are_delayed(config: RunConfig) -> bool:
     return bool(given.get("fp8")) and given.get("fp8_recipe") in (None, "delayed")
 
 
+_GROUPED = "model.grouped_gemm"
+_DELTA = "model.gated_delta"
+_INNER = 128  # CUTLASS' kernel in Transformer Engine wants inner sizes that are multiples of it
+_WIDEST_KEY = 256  # of flash-linear-attention's kernel (ops/common/chunk_delta_h.py)
+_BY_CUBLAS = "Transformer Engine would multiply by cuBLAS all the same, without a word"
+
+
+def _by_cutlass(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
+    return lambda config, model: config.model.grouped_gemm == "cutlass" and broken(config, model)
+
+
+def _by_fla(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
+    return lambda config, model: config.model.gated_delta == "fla" and broken(config, model)
+
+
+def _is_split_unevenly(config: RunConfig, model: ModelSpec) -> bool:
+    """Tells whether an inner size of the experts' products does not suit CUTLASS' kernel."""
+    width = model.moe_intermediate_size // config.actor.layout.expert_tensor
+    return bool(model.hidden_size % _INNER or width % _INNER)
+
+
 EFFICIENCY_RULES = (
+    RuleRow(
+        _GROUPED,
+        _by_cutlass(lambda c, m: not m.is_moe),
+        "must be cublas, and the model is dense",
+        "there are no experts whose products it could join",
+        ("cublas",),
+    ),
+    RuleRow(
+        _GROUPED,
+        _by_cutlass(lambda c, m: "cutlass" not in get_hosting(c.cluster.device).grouped_gemms),
+        "must be cublas on {c.cluster.device}",
+        "it names a kernel of Transformer Engine on NVIDIA devices; others have products of their own",
+        ("cublas",),
+    ),
+    RuleRow(
+        _GROUPED,
+        _by_cutlass(lambda c, m: (c.cluster.accelerator or "").startswith("a100")),
+        "must be cublas on {c.cluster.accelerator}",
+        f"CUTLASS' kernel is for Hopper; {_BY_CUBLAS}",
+        ("cublas",),
+    ),
+    RuleRow(
+        _GROUPED,
+        _by_cutlass(lambda c, m: c.model.dtype == "float32" or bool(c.model.override_transformer_config.get("fp8"))),
+        "must be cublas with float32 and FP8",
+        f"CUTLASS' kernel is for 16 bits; {_BY_CUBLAS}",
+        ("cublas",),
+    ),
+    RuleRow(
+        _GROUPED,
+        _by_cutlass(lambda c, m: m.is_moe and _is_split_unevenly(c, m)),
+        "must be cublas: hidden_size and a tensor rank's part of moe_intermediate_size must be multiples of 128",
+        f"CUTLASS' kernel takes no other inner sizes; {_BY_CUBLAS}",
+        ("cublas",),
+    ),
+    RuleRow(
+        _DELTA,
+        _by_fla(lambda c, m: not m.is_hybrid),
+        "must be torch: the model has no gated delta layers",
+        "it would be ignored",
+        ("torch",),
+    ),
+    RuleRow(
+        _DELTA,
+        _by_fla(lambda c, m: "fla" not in get_hosting(c.cluster.device).delta_kernels),
+        "must be torch on {c.cluster.device}",
+        "flash-linear-attention's kernels are made for NVIDIA devices here",
+        ("torch",),
+    ),
+    RuleRow(
+        _DELTA,
+        _by_fla(lambda c, m: c.model.dtype == "float32"),
+        "must be torch with model.dtype: float32",
+        "flash-linear-attention's kernel would round float32 to the 10 bits of TF32",
+        ("torch",),
+    ),
+    RuleRow(
+        _DELTA,
+        _by_fla(lambda c, m: c.trainer.deterministic),
+        "must be torch with trainer.deterministic",
+        "flash-linear-attention times variants of a kernel at each start, and each of them rounds differently",
+        ("torch",),
+    ),
+    RuleRow(
+        _DELTA,
+        _by_fla(lambda c, m: m.is_hybrid and m.linear_key_head_dim > _WIDEST_KEY),
+        "must be torch with linear_key_head_dim above 256",
+        "flash-linear-attention's kernel asserts that it is not",
+        ("torch",),
+    ),
     RuleRow(
         f"{_TRANSFORMER}.recompute_modules",
         lambda c, m: _recomputes(c, "moe_act") and not m.is_moe,

@@ -1,6 +1,7 @@
 """Rules of rollout engines: their layout on model and cluster, limits of vLLM's CPU build, and the weight sync."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from mrl.config.places import Deployment
 from mrl.config.rule_row import RuleRow, on_only_where
@@ -10,12 +11,14 @@ from mrl.model import ModelSpec
 from mrl.model.device_grid import ClusterShape, engine_places
 from mrl.model.layout import RolloutLayout
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.tuned_experts import lacking, shape_of_worker
 from mrl.reward.builtin_rules import ENVIRONMENT
 from mrl.reward.items import ACC
 
 _TP = "rollout.tensor_model_parallel_size"
 _DP = "rollout.data_parallel_size"
 _EP = "rollout.expert_parallel_size"
+_TUNED = "rollout.tuned_experts"
 _VLLM = "rollout.engine_kwargs.vllm"
 _CPU_MULTIPLE = 32  # block size of vLLM's CPU kernels
 _CPU_TENSOR = (1, 2)
@@ -109,6 +112,22 @@ def _dense_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if size % tp:
         legal = nearest(tp, heads, lambda v: size % v == 0)
         yield Violation(_TP, f"must divide intermediate_size = {size}", "projections are cut into equal slices", legal)
+
+
+def _tuned_experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    folder = config.rollout.tuned_experts
+    if folder is None:
+        return
+    if not model.is_moe or "moe_backend" not in get_hosting(config.cluster.device).engine_arguments(1, None):
+        why = "its files are for vLLM's Triton kernel of fused experts on NVIDIA devices"
+        yield Violation(_TUNED, f"must be null for {config.cluster.device} and this model", why, (None,))
+        return
+    rollout = config.rollout
+    workers, ep = rollout.workers_per_engine, rollout.expert_parallel_size
+    shape = shape_of_worker(model.num_experts, model.moe_intermediate_size, ep, workers)
+    if Path(folder).is_dir() and (name := lacking(folder, *shape, rollout.quantization == "fp8")):
+        why = "engines would take vLLM's own or its default without a word: python scripts/tune_experts.py CONFIG"
+        yield Violation(_TUNED, f"has no file {name}, with the device's name in place of *", why)
 
 
 def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -383,6 +402,7 @@ ROLLOUT_RULES = (
         (1,),
     ),
     _experts,
+    _tuned_experts,
     _cluster,
     _placement,
     RuleRow(

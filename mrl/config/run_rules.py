@@ -233,6 +233,11 @@ def _adapter_folder(config: RunConfig) -> tuple[str, ...]:
     return (lora.path,)
 
 
+def _tuned_folder(config: RunConfig) -> tuple[str, ...]:
+    folder = config.rollout.tuned_experts
+    return () if folder is None else (folder,)
+
+
 def _first_checkpoint(config: RunConfig) -> tuple[str, ...]:
     folder = config.trainer.resume_from_path
     if folder is None:
@@ -258,6 +263,7 @@ _FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "distillation.teacher_model.model_path": _teacher_folder,
     "critic.path": _critic_folder,
     "actor.lora.path": _adapter_folder,
+    "rollout.tuned_experts": _tuned_folder,
     "trainer.resume_from_path": _first_checkpoint,
 }
 _PATHS = _FILES | _FOLDERS

@@ -53,6 +53,21 @@ class ModelConfig(Section):
         advice="false: without Transformer Engine a run ends at its start. Plain torch computes experts one by one, "
         "fuses nothing and takes more memory. On a CPU it is always used.",
     )
+    grouped_gemm: Literal["cublas", "cutlass"] = key(
+        "cublas",
+        "How Transformer Engine multiplies the tokens of a rank's experts. cublas: one product an expert. cutlass: "
+        "one kernel for all, on Hopper; gradients of weights stay products of cublas, summed in float32.",
+        advice="cublas, until the ladder of `scripts/hardware` has held cutlass against Hugging Face on your device "
+        "(`layers_cutlass`). It made an update of small micro-batches 1.55 times as fast on one H100. "
+        "NVTE_USE_CUTLASS_GROUPED_GEMM of a process's environment overrides the key.",
+    )
+    gated_delta: Literal["torch", "fla"] = key(
+        "torch",
+        "Kernel of gated delta layers (Qwen3-Next, Qwen3.5). torch: mrl's own, in plain torch. fla: the chunked kernel "
+        "of flash-linear-attention, which the cuda row brings.",
+        advice="fla where the package is installed and a check on your device held it against torch: plain torch "
+        "launches every 64 tokens of a sequence by themselves, which `mrl plan` counts.",
+    )
 
 
 class LayoutConfig(section_from(LayoutDegrees)):

@@ -273,6 +273,14 @@ class RolloutConfig(Section):
         "metrics under rollout_corr.",
         verl="actor_rollout_ref.rollout.quantization",
     )
+    tuned_experts: str | None = key(
+        None,
+        "Folder with configurations of vLLM's kernel of fused experts, which scripts/tune_experts.py measures on your "
+        "device. Engines read it before vLLM's own.",
+        is_path=True,
+        advice="Give one where `mrl plan` says that vLLM has no configuration for the experts of a worker: it then "
+        "takes a default, which is slower in decode steps.",
+    )
     quantization_block: int = key(
         BLOCK,
         "Rows and columns of the block that shares one scale.",

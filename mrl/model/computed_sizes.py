@@ -23,3 +23,13 @@ def delta_float32(m: ModelSpec) -> int:
     values = m.linear_value_head_dim
     of_head = 7 * keys + 3 * values + 5 * DELTA_CHUNK + -(-keys * values // DELTA_CHUNK)
     return m.linear_num_value_heads * of_head
+
+
+def delta_of_fla(m: ModelSpec) -> int:
+    """Returns the 16-bit elements that flash-linear-attention's gated delta kernel keeps a token in one layer, over all
+    tensor ranks, beside what goes in and out.
+
+    A value head has normalised queries and keys, a row of the solved matrix between the chunk's tokens, and the running
+    sum of its decay in float32 (fla-core 0.6, ops/gated_delta_rule/chunk.py: ctx.save_for_backward).
+    """
+    return m.linear_num_value_heads * (2 * m.linear_key_head_dim + DELTA_CHUNK + 2)

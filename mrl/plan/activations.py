@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mrl.model import ModelSpec
 from mrl.model.adapters import Lora
-from mrl.model.computed_sizes import ATTENTION_LENGTHS, DELTA_CHUNK, LOGIT_CHUNK, delta_float32
+from mrl.model.computed_sizes import ATTENTION_LENGTHS, DELTA_CHUNK, LOGIT_CHUNK, delta_float32, delta_of_fla
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
@@ -109,6 +109,7 @@ class Activations:
     recompute: Recompute = field(default_factory=Recompute)
     expert_load: float = 1.0  # tokens of the busiest expert rank, divided by the mean
     gradient_bytes: int = 4  # per element of the gradient buffers
+    gated_delta: str = "torch"  # model.gated_delta
     lora: Lora | None = None  # trained adapters
     dropout: bool = False  # the adapters' inputs have dropout
 
@@ -211,8 +212,8 @@ class Activations:
         return {"output gate": self.tokens * queries * self.model.head_dim * (_F32 + self.bytes)}
 
     def _linear_attention(self) -> dict[str, int]:
-        """Returns the terms of gated delta attention, which is plain torch with all kernels
-        (mrl/rank/gated_delta.py).
+        """Returns the terms of gated delta attention, plain torch or flash-linear-attention's kernel
+        (mrl/rank/gated_delta.py). The latter's are read from its sources, and not measured.
 
         The convolution keeps its input once a position of its kernel, and its output before silu. Queries, keys, gates
         and outputs are float32. So are the results of chunks, to which each sequence is padded.
@@ -224,12 +225,17 @@ class Activations:
         of_head = 2 * m.linear_key_head_dim * _F32 + m.linear_value_head_dim * 3 * (_F32 + self.bytes)
         chunks = -(-self.micro.length // DELTA_CHUNK)
         chunked = self.micro.rows * chunks * DELTA_CHUNK
+        states = chunked * delta_float32(m) * _F32
+        if self.gated_delta == "fla":
+            # queries, keys and values as they came, in 16 bits; no state is kept
+            of_head -= m.linear_value_head_dim * _F32 + 2 * m.linear_key_head_dim * (_F32 - self.bytes)
+            states = self.tokens * delta_of_fla(m) * self.bytes
         return {
             "input norm": self._norm(),
             "attention input": self._hidden(),
             "convolution": convolution,
             "linear heads": self.tokens * heads * (of_head + _OF_A_RATE),
-            "linear states": chunked * delta_float32(m) // self.layout.tensor * _F32,
+            "linear states": states // self.layout.tensor,
         }
 
     def _latent_attention(self) -> dict[str, int]:

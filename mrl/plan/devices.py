@@ -72,6 +72,7 @@ class Device:
     collective: float  # seconds of an exchange of few bytes inside a node
     network_collective: float  # the same between nodes
     starts: "Starts"
+    vllm_name: str = ""  # in the names of vLLM's tuned configurations; empty where it has none
     communicators: int = 0  # bytes of a configuration's weight syncs: `pair` for each pair of processes
     communicators_of_ranks: int = 0  # bytes of its models' ranks: `group` for each process group
 
@@ -157,6 +158,7 @@ def _device(name: str, row: dict) -> Device:
         collective=row["collective_us"] * 1e-6,
         network_collective=row["network_collective_us"] * 1e-6,
         starts=Starts(row["launch_us"] * 1e-6, row["wait_us"] * 1e-6),
+        vllm_name=row.get("vllm_name", ""),
     )
 
 
@@ -164,10 +166,10 @@ def _device(name: str, row: dict) -> Device:
 class Assumptions:
     """Inputs of a plan that are unknown: reached shares of peak rates, mean lengths, imbalance."""
 
-    # Share of the peak that a matrix product reaches. Memory traffic between products, exchanges and waits are counted
-    # beside it. One value fits all published updates (docs/predictions.md): pre-training on H100 and H800, 176 to 302
-    # TFLOP/s. The ladder's rung `grouped_products` measures it.
-    compute_share: float = 0.45
+    # Share of the peak that a matrix product reaches. Memory traffic between products, exchanges, launches and waits
+    # are counted beside it. One H100 with micro-batches of 32,768 tokens, which wait for no host, gives it: forward and
+    # update alike (actor_32k). The ladder's rung `grouped_products` measures it by itself.
+    compute_share: float = 0.6
     # Share of the peak that the output layer reaches, one large product.
     head_share: float = 0.65
     # How often mrl's output layer reads or writes its logits in float32, in a forward pass (mrl/rank/logprob.py).
@@ -182,19 +184,30 @@ class Assumptions:
     # Factor on a device's `decode_layer`. On NVIDIA that is what one H100 took with vLLM 0.32, 87 us; published
     # single-sequence steps on A100 and H20 leave room for 60 (docs/predictions.md).
     decode_layers: float = 1.0
+    # Factor on reading experts where vLLM's kernel of fused experts has no tuned configuration of their shape:
+    # vllm-project/vllm#35457 has 1.20 to 1.24 for 16 to 64 tokens on H200, less for fewer.
+    untuned_experts: float = 1.2
     # Seconds of vLLM's host for a decode step, and for each of its sequences: scheduler, sampler's rows, output. They
     # fit steps with many and with few sequences (docs/predictions.md). The ladder's rung `decode` measures the first.
     step_host: float = 2e-3
     sequence_host: float = 60e-6
     # Seconds of a step beside its phases: rewards, batches, advantages. NVIDIA-NeMo/RL#959 has 3, 3, 4 and 8 s.
     rest: float = 3.0
-    # Least seconds of the host for one layer of experts in one forward pass, beside its grouped products: a hundred-odd
-    # launches and a wait for the experts' counts. One H100's host took 4.5e-3 with 16 experts: log_prob_s of actor_16k
-    # without the head's (docs/results/hardware/h100.jsonl).
-    moe_launch: float = 1.3e-3
+    # Host of a rank: seconds that it takes for what follows, over those of the one that was measured, a virtual machine
+    # with an H100 that takes 8.4 us for the smallest launch. Servers take less (docs/predictions.md).
+    host: float = 1.0
+    # Least seconds of the host for one layer of experts in one forward pass, beside its grouped products: launches from
+    # Python, and a wait for the experts' counts. With the two below it gives what one H100 took for log-probs and
+    # updates with 16 and 128 experts (actor lines of docs/results/hardware/h100.jsonl; tests/unit/test_predictions.py).
+    moe_launch: float = 5.0e-3
     # Seconds of the host for one expert's part of a grouped product: Transformer Engine's default launches one cuBLASLt
-    # product an expert and asks its heuristic each time. One H100's host took 1.6e-3 for a product of 16 experts.
-    expert_launch: float = 0.1e-3
+    # product an expert and asks its heuristic each time.
+    expert_launch: float = 0.062e-3
+    # What a layer's backward takes of the host beside its products, over its forward: autograd's nodes launch more and
+    # smaller kernels, and each expert's weight has a gradient to hand over.
+    backward_launches: float = 3.0
+    # The same where one kernel computes a grouped product (actor.grouped_gemm: cutlass), as measured.
+    backward_launches_grouped: float = 1.4
     dense_launch: float = 0.3e-3
     # A 400 Gb/s adapter reaches 46 of 50 GB/s.
     link_share: float = 0.92
@@ -218,29 +231,32 @@ class Assumptions:
 USUAL = Assumptions()
 # Low and high predictions use the better and the worse end of what published runs leave open, for every assumption.
 _FASTER = {
-    "compute_share": 0.55,
+    "compute_share": 0.65,
     "head_share": 0.75,
     "prefill_mfu": 0.4,
     "decode_memory_share": 0.85,
     "decode_layers": 0.69,
+    "untuned_experts": 1.05,
     "step_host": 1e-3,
     "sequence_host": 30e-6,
-    "moe_launch": 1e-3,
+    "host": 0.6,
     "expert_launch": 0.0,  # one launch for all experts: CUTLASS' or torch's grouped product
+    "backward_launches": 1.4,
     "link_share": 0.95,
     "expert_load": 1.1,
     "rest": 1.0,
 }
 _SLOWER = {
-    "compute_share": 0.3,
+    "compute_share": 0.45,
     "head_share": 0.5,
     "logit_passes": 13.0,
     "prefill_mfu": 0.15,
     "decode_memory_share": 0.55,
+    "untuned_experts": 1.4,
     "step_host": 3e-3,
     "sequence_host": 90e-6,
-    "moe_launch": 2e-3,
-    "expert_launch": 0.15e-3,
+    "host": 1.25,
+    "expert_launch": 0.1e-3,
     "link_share": 0.7,
     "expert_load": 1.5,
     "rest": 8.0,

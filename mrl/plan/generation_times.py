@@ -17,6 +17,7 @@ from mrl.model import expert_share
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token, state_bytes_per_sequence
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
+from mrl.platforms.tuned_experts import is_tuned, shape_of_worker
 
 _BF16 = 2  # bytes
 
@@ -114,14 +115,31 @@ def _busiest(inputs: PlanInputs) -> float:
 def _weights_read(inputs: PlanInputs, sequences: float) -> float:
     """Returns the share of the weights that one decode step of a data-parallel rank reads.
 
-    An expert that no token chose is not read.
+    An expert that no token chose is not read. Where vLLM's kernel of experts is not tuned for their shape, reading them
+    takes longer, which is counted as reading more.
     """
     model = inputs.model
     if not model.is_moe:
         return 1.0
     tokens = sequences * (inputs.rollout.data if inputs.rollout.workers_per_engine > inputs.rollout.tensor else 1)
     chosen = 1 - (1 - model.num_experts_per_tok / model.num_experts) ** tokens
-    return 1 - expert_share(model) * (1 - chosen)
+    slower = 1.0 if experts_are_tuned(inputs) else inputs.assumptions.untuned_experts
+    return 1 - expert_share(model) * (1 - chosen * slower)
+
+
+def experts_are_tuned(inputs: PlanInputs) -> bool:
+    """Tells whether engines find a configuration of vLLM's kernel of fused experts; true where they use another one."""
+    device = inputs.device.vllm_name
+    if not (inputs.model.is_moe and device):
+        return True
+    rollout = inputs.config.rollout
+    return is_tuned(*expert_shape(inputs), device, rollout.quantization == "fp8", rollout.tuned_experts)
+
+
+def expert_shape(inputs: PlanInputs) -> tuple[int, int]:
+    """Returns the experts of one worker of an engine, and the inner width of each."""
+    model, rollout = inputs.model, inputs.rollout
+    return shape_of_worker(model.num_experts, model.moe_intermediate_size, rollout.expert, rollout.workers_per_engine)
 
 
 def _exchange(inputs: PlanInputs, sequences: float) -> float:

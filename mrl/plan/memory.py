@@ -178,6 +178,7 @@ def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
         gradient_bytes=precision_of(inputs.config, inputs.element_bytes).gradients,
         lora=inputs.lora,
         dropout=inputs.config.actor.lora.dropout > 0,
+        gated_delta=inputs.config.model.gated_delta,
     )
 
 

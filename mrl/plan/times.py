@@ -21,7 +21,7 @@ from mrl.config.lora_rules import reference_is_the_base
 from mrl.config.schema import RunConfig
 from mrl.model import ModelSpec, forward_flops_per_token, module_flops_per_token
 from mrl.model.adapters import Lora, adapted_modules
-from mrl.model.computed_sizes import delta_float32
+from mrl.model.computed_sizes import DELTA_CHUNK, delta_float32, delta_of_fla
 from mrl.model.layout import TrainLayout
 from mrl.model.precision import Precision
 from mrl.plan.activations import MicroBatchShape, Recompute
@@ -32,6 +32,7 @@ from mrl.plan.model_state import StateBytes, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, of_reference, precision_of, recompute_of
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
 from mrl.plan.teacher_costs import teacher_inputs, teacher_parameters
+from mrl.platforms.layers import has_grouped_product
 from mrl.units import round_up
 
 # bytes
@@ -39,6 +40,12 @@ _BF16 = 2
 _F32 = 4
 # Memory traffic a byte of a 16-bit parameter, once a micro-batch: its gradient is written and read, then added in 32.
 _GRADIENT_TRAFFIC = 6
+# What attention's backward computes, in forward passes: five products of queries and keys where the forward has two
+# (arXiv 2307.08691, algorithm 2). Of any other product it is two.
+_ATTENTION_BACKWARD = 2.5
+# Kernel launches of mrl's gated delta layer for one chunk of the longest sequence, forward and backward
+# (mrl/rank/gated_delta.py, _stepwise).
+_DELTA_STEP = (12, 16)
 _LAUNCHES = 30  # kernel launches of a dense layer in a forward pass
 _GROUPED_PRODUCTS = 2  # of a layer of experts in a forward pass: gate and up in one, down
 # modules that share an input
@@ -59,6 +66,7 @@ class Passes:
     compute: float = 1.0
     experts: float = 1.0  # sending tokens to experts and back
     others: float = 1.0  # all other exchanges
+    backwards: int = 0  # backward passes among them, each of which counts as two above
 
 
 def update_passes(recompute: Recompute, again: float = 0.0) -> Passes:
@@ -68,10 +76,10 @@ def update_passes(recompute: Recompute, again: float = 0.0) -> Passes:
     """
     match recompute.granularity:
         case None:
-            return Passes(3, 3, 3)
+            return Passes(3, 3, 3, 1)
         case "full":
-            return Passes(4, 4, 4)
-    return Passes(3 + again, 3 + ("moe" in recompute.modules), 3)
+            return Passes(4, 4, 4, 1)
+    return Passes(3 + again, 3 + ("moe" in recompute.modules), 3, 1)
 
 
 def share_again(recompute: Recompute, model: ModelSpec, flops_per_token: float) -> float:
@@ -275,6 +283,14 @@ class PassWork:
     flops_per_token: float  # of a forward pass
     once_a_node: bool = False  # DeepEP or HybridEP send a token to each node once
     lora: Lora | None = None  # trained adapters
+    longest: float = 0.0  # tokens of a sample, which gated delta layers of torch pass chunk by chunk
+    grouped_gemm: str = "cublas"  # model.grouped_gemm
+    gated_delta: str = "torch"  # model.gated_delta
+
+    @property
+    def predicted_share(self) -> float:
+        """Share of the tokens whose log-prob is computed."""
+        return self.micro.response / self.micro.length
 
 
 def sample_work(
@@ -284,7 +300,9 @@ def sample_work(
     lengths = mean_lengths(config, assumed)
     once = config.model.override_transformer_config.get("moe_token_dispatcher_type") == "flex"
     flops = mean_flops_per_token(model, lengths)
-    return PassWork(model, micro, samples * lengths.total, flops, once, config.actor.lora.adapters)
+    kernels = {"grouped_gemm": config.model.grouped_gemm, "gated_delta": config.model.gated_delta}
+    tokens = samples * lengths.total
+    return PassWork(model, micro, tokens, flops, once, config.actor.lora.adapters, lengths.total, **kernels)
 
 
 @dataclass(frozen=True)
@@ -385,7 +403,7 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     """Predicts one micro-batch on the slowest stage. The last one has the output layer, which recomputes by itself.
 
     These are matrix products and the memory traffic between them. The busiest expert rank has more of both than the
-    mean. Where the host's launches take longer, they count instead.
+    mean. Where the host's launches take longer, they count instead. Only tokens whose log-prob is computed have logits.
     """
     m = work.model
     load = assumed.expert_load_in(layout)
@@ -394,39 +412,75 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     through = tokens / (device.memory_rate * assumed.decode_memory_share)
     experts = module_flops_per_token(m, 0)["moe"]
     head = 2.0 * m.hidden_size * m.vocab_size
-    beside, inside = _traffic(m, layout.expert_tensor)
+    attention = work.flops_per_token - forward_flops_per_token(m, 0)
+    beside, inside = _traffic(m, layout.expert_tensor, work.gated_delta)
     body = products * (passes.compute * (work.flops_per_token - head) + (load - 1) * passes.experts * experts)
+    body += products * passes.backwards * (_ATTENTION_BACKWARD - 2) * attention
     body += through * (passes.others * beside + load * passes.experts * inside)
-    output = min(passes.others, 3) * (
-        products * head * assumed.compute_share / assumed.head_share
-        + through * assumed.logit_passes * _F32 * m.vocab_size
+    output = (
+        min(passes.others, 3)
+        * work.predicted_share
+        * (
+            products * head * assumed.compute_share / assumed.head_share
+            + through * assumed.logit_passes * _F32 * m.vocab_size
+        )
     )
     stages = [sum(chunks) for chunks in layout.chunk_layers]
-    launch = passes.others * _layer_launches(m, layout, assumed)
-    launch += passes.others * adapter_launches(work, layout) * assumed.dense_launch / _LAUNCHES
+    launch = _layer_launches(work, layout, passes, assumed)
+    single = passes.others * adapter_launches(work, layout, device) + delta_launches(work, passes)
+    launch = assumed.host * (launch + single * assumed.dense_launch / _LAUNCHES)
     seconds = [max(body * layers / m.num_layers, layers * launch) for layers in stages]
     if len(seconds) > 1:
         return max(*seconds[:-1], seconds[-1] + output)
     return seconds[0] + output
 
 
-def _layer_launches(model: ModelSpec, layout: TrainLayout, assumed: Assumptions) -> float:
-    """Returns the host's least seconds for one layer in one forward pass."""
-    if not model.is_moe:
-        return assumed.dense_launch
-    return assumed.moe_launch + _GROUPED_PRODUCTS * (model.num_experts // layout.expert) * assumed.expert_launch
+def _layer_launches(work: PassWork, layout: TrainLayout, passes: Passes, assumed: Assumptions) -> float:
+    """Returns the host's least seconds for one layer in all `passes`.
+
+    A backward launches `backward_launches` times what a forward does. In it each grouped product becomes two: of its
+    input's gradient, and of its weights' unless they are frozen. Only the latter are products of single experts where
+    CUTLASS has the others.
+    """
+    forwards = passes.others - 2 * passes.backwards
+    if not work.model.is_moe:
+        return assumed.dense_launch * (forwards + passes.backwards * assumed.backward_launches)
+    with_experts = passes.experts - 2 * passes.backwards  # a forward that recomputes experts alone has nothing else
+    of_weights = passes.backwards * (work.lora is None)
+    backward, products = assumed.backward_launches, with_experts + passes.backwards + of_weights
+    if work.grouped_gemm == "cutlass":
+        backward, products = min(backward, assumed.backward_launches_grouped), of_weights
+    launches = forwards * assumed.dense_launch + with_experts * (assumed.moe_launch - assumed.dense_launch)
+    launches += passes.backwards * backward * assumed.moe_launch
+    experts = work.model.num_experts // layout.expert
+    return launches + products * _GROUPED_PRODUCTS * experts * assumed.expert_launch
 
 
-def adapter_launches(work: PassWork, layout: TrainLayout) -> int:
-    """Returns the kernel launches of a layer's adapters in a forward pass; every expert of a rank has its own.
+def delta_launches(work: PassWork, passes: Passes) -> float:
+    """Returns the kernel launches that a layer has on average for passing states from chunk to chunk, in all `passes`.
+
+    Sequences of a micro-batch pass together, so the longest one counts. flash-linear-attention has one kernel for it.
+    """
+    if work.gated_delta == "fla" or not work.model.is_hybrid:
+        return 0.0
+    steps = -(-work.longest // DELTA_CHUNK)
+    forward, backward = _DELTA_STEP
+    forwards = passes.others - 2 * passes.backwards
+    share = len(work.model.linear_layers) / work.model.num_layers
+    return share * steps * (forwards * forward + passes.backwards * backward)
+
+
+def adapter_launches(work: PassWork, layout: TrainLayout, device: Device) -> int:
+    """Returns the kernel launches of a layer's adapters in a forward pass.
 
     Modules that share an input join their factors A. Each pair has two products and a scale, and its result is placed.
-    All experts together add a norm, or a join and a sum.
+    All together add a norm, or the experts' ends and a sum. Where torch has no product of several experts, each expert
+    has products of its own.
     """
     if work.lora is None:
         return 0
     experts = 1
-    if work.model.is_moe:
+    if work.model.is_moe and not has_grouped_product(device.platform, _BF16):
         experts = work.model.num_experts // layout.expert
     total = 0
     attention = _LATENT if work.model.is_latent else (_QKV,)
@@ -439,16 +493,19 @@ def adapter_launches(work: PassWork, layout: TrainLayout) -> int:
 
 
 @cache
-def _traffic(m: ModelSpec, expert_tensor: int) -> tuple[float, float]:
+def _traffic(m: ModelSpec, expert_tensor: int, gated_delta: str) -> tuple[float, float]:
     """Returns the bytes that a token moves through memory in a forward pass: beside experts, and in experts.
 
     Reads and writes of what layers store separately are counted. Norms and residuals are sixteen times the hidden size.
-    Queries, keys, values and attention's output count six times. Float32 results of gated delta layers are written and
+    Queries, keys, values and attention's output count six times. Results of gated delta layers are written and
     read. Tokens of an expert are sorted, read, written and put back. The halves of its gate are written and read.
     """
     heads = (2 * m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
     attending = m.attending_layers * 6 * heads
-    linear = len(m.linear_layers) * (3 * m.linear_channels + 2 * delta_float32(m) * _F32 // _BF16)
+    chunks = delta_float32(m) * _F32
+    if gated_delta == "fla":
+        chunks = delta_of_fla(m) * _BF16
+    linear = len(m.linear_layers) * (3 * m.linear_channels + 2 * chunks // _BF16)
     sparse = len(m.moe_layers)
     dense = (m.num_layers - sparse) * 6 * m.intermediate_size
     beside = _BF16 * (m.num_layers * 16 * m.hidden_size + attending + linear + dense)

@@ -52,8 +52,31 @@ _NPU_ACTOR = _NPU_SHARED_DEVICE | {
     "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers 5 loads in threads, which is not stable on torch_npu
 }
 
-# one queue for each device keeps the order in which Megatron overlaps communication with computation
-_CUDA_ACTOR = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+# Read by Transformer Engine 2.11 at every grouped product (common/gemm/cublaslt_gemm.cu). It takes cuBLAS all the same
+# without a word for other devices than Hopper, float32, FP8, and inner sizes that are no multiples of 128.
+_CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
+
+
+def set_rank_defaults(device: str, cuts_layers: bool, grouped_gemm: str) -> None:
+    """Sets variables of a rank's process that its device and layers read. What is set already stays.
+
+    Call it before the device's first use. `cuts_layers`: tensor or context ranks share a layer. Then one queue keeps
+    the order in which Megatron overlaps communication with computation, and Megatron demands it (training/arguments.py;
+    not from Blackwell on, where it does no harm). Otherwise copies and exchanges have queues of their own.
+    """
+    if device != "cuda":
+        return
+    if cuts_layers:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault(_CUTLASS, str(int(grouped_gemm == "cutlass")))
+
+
+def grouped_gemm_in_words() -> str:
+    """Says how Transformer Engine multiplies the tokens of experts in this process."""
+    if os.environ.get(_CUTLASS, "0") == "1":
+        return "experts multiplied by CUTLASS, their weights' gradients by cuBLAS"
+    return "experts multiplied one by one by cuBLAS"
+
 
 # What each process with communicators gets where the user has set nothing, in the job's environment or a node's. HCCL
 # has no such sums in switches, and reports errors without being told.
@@ -124,6 +147,8 @@ class Hosting:
     # Megatron's switches of fused MoE kernels that the update can use there. Transformer Engine brings them. MindSpeed
     # core_r0.16.0 has a permutation of its own under that name (core/fusions/fused_moe_permute.py), but no router.
     moe_fusions: tuple[str, ...] = ()
+    grouped_gemms: tuple[str, ...] = ("cublas",)  # values of model.grouped_gemm
+    delta_kernels: tuple[str, ...] = ("torch",)  # values of model.gated_delta
     # What `mrl init` writes, presets have, and `mrl plan --search` counts with (mrl/tools/switches.py). A CPU has none:
     # there are no such kernels, and exchanges beside computing would take its cores.
     switches: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -152,7 +177,7 @@ class Hosting:
         """Returns the environment of one Megatron rank."""
         if self.device == "cpu":
             return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | _CPU_EAGER
-        own = _NPU_ACTOR if self.device == "npu" else _CUDA_ACTOR
+        own = _NPU_ACTOR if self.device == "npu" else {}
         return own | _segments(self.device, expandable=True)
 
     def engine_environment(self, engine_id: int, engines: int, workers: int, kvcache_gib: int) -> dict[str, str]:
@@ -228,6 +253,8 @@ _HOSTING = {
         checks_batch_order=False,
         memory_reach="node",
         moe_fusions=("moe_permute_fusion", "moe_router_fusion"),
+        grouped_gemms=("cublas", "cutlass"),
+        delta_kernels=("torch", "fla"),
         switches=_CUDA_SWITCHES,
         counts_graphs=True,
         has_flex_dispatcher=True,

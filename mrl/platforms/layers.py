@@ -33,6 +33,14 @@ def engine_attention(device: str) -> str:
     return _ENGINE_ATTENTION[device]
 
 
+def has_grouped_product(device: str, element_bytes: int) -> bool:
+    """Tells whether torch multiplies the rows of several experts with their own weights in one call on that device.
+
+    On NVIDIA's it is one kernel, for 16 bits (torch.nn.functional.grouped_mm). torch_npu 2.10 has none under that name.
+    """
+    return device == "cpu" or (device == "cuda" and element_bytes == 2)
+
+
 def layers() -> Layers:
     """Returns Megatron's own answer. A Transformer Engine that is installed but cannot be imported does not count.
 
@@ -68,4 +76,13 @@ def check_dispatcher(overrides: Mapping[str, Any]) -> None:
             "model.override_transformer_config.moe_token_dispatcher_type: flex needs the package deep_ep (DeepEP; its "
             "branch hybrid-ep for HybridEP), which is built against the cluster's network: install it on every node, "
             "or leave the key out for alltoall"
+        )
+
+
+def check_gated_delta(kernel: str) -> None:
+    """Raises EnvironmentFault if the chosen kernel of gated delta layers is missing in this process."""
+    if kernel == "fla" and find_spec("fla") is None:
+        raise EnvironmentFault(
+            "model.gated_delta: fla needs the package fla-core (flash-linear-attention), which this process does not "
+            "find: pip install fla-core==0.6.0 on every node, or set model.gated_delta: torch"
         )

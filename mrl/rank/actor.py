@@ -27,7 +27,7 @@ from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Shard, source_shards
 from mrl.model.peft_files import read_peft
 from mrl.platforms import get_platform
-from mrl.platforms.layers import check_dispatcher, check_layers, layers
+from mrl.platforms.layers import check_dispatcher, check_gated_delta, check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
 from mrl.platforms.speed import product_rate
 from mrl.rank import parallel
@@ -86,6 +86,7 @@ class MegatronActor:
         parallel.count_collectives(rank)
         check_layers(config.cluster.device, layers(), config.model.allow_torch_layers)
         check_dispatcher(config.model.override_transformer_config)
+        check_gated_delta(config.model.gated_delta)
         if config.trainer.deterministic:
             self.platform.deterministic()
         self.model = load_model_spec(config.model.path)

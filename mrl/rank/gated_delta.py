@@ -13,6 +13,7 @@ their sequence, so that no chunk has two sequences. Sequences are computed toget
                                               step 0               step 1         step 2
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -57,6 +58,7 @@ class GatedDelta(MegatronModule):
         """`by_kind`: whether projections are ordered by kind instead of by key head."""
         super().__init__(config)
         self.by_kind = by_kind
+        self.rule = gated_delta
         ranks = pg_collection.tp.size()
         self.key_dim = config.linear_key_head_dim
         self.value_dim = config.linear_value_head_dim
@@ -105,7 +107,7 @@ class GatedDelta(MegatronModule):
         query, key = (x.unflatten(1, (-1, self.key_dim)) for x in (query, key))
         query, key = (x.repeat_interleave(self.values_a_key, dim=1) for x in (query, key))
         decay = -self.A_log.float().exp() * F.softplus(step.float() + self.dt_bias)
-        out = gated_delta(query, key, value, decay, rate.sigmoid(), lengths)
+        out = self.rule(query, key, value, decay, rate.sigmoid(), lengths)
         return self.norm(out, gate).flatten(1)
 
     def _by_kind(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
@@ -170,6 +172,14 @@ def _of_heads(values: Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
     return parameter
 
 
+def set_delta_kernel(chunks: Iterable[torch.nn.Module], kernel: str) -> None:
+    """Makes all gated delta layers compute with this kernel, a value of `model.gated_delta`."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, GatedDelta):
+                module.rule = _RULES[kernel]
+
+
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, lengths: tuple[int, ...]
 ) -> Tensor:
@@ -197,6 +207,33 @@ def gated_delta(
     end = decay[:, :, -1:]
     out = _stepwise(chunks.counts, query * decay.exp(), scores, new, read, key * (end - decay).exp(), end.exp())
     return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places).to(value.dtype)
+
+
+def gated_delta_of_fla(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, lengths: tuple[int, ...]
+) -> Tensor:
+    """Returns what `gated_delta` returns, computed by flash-linear-attention's chunked kernel (fla-core 0.6)."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    out, _ = chunk_gated_delta_rule(
+        *(x[None] for x in (query, key, value, decay, rate)),
+        use_qk_l2norm_in_kernel=True,
+        **_bounds(lengths, query.device),
+    )
+    return out[0].to(value.dtype)
+
+
+_RULES = {"torch": gated_delta, "fla": gated_delta_of_fla}
+
+
+@lru_cache(maxsize=64)
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """Returns the first token of each sequence and the end, int64 [sequences + 1], there and on the host.
+
+    Without those of the host, the kernel would wait for the device.
+    """
+    bounds = np.cumsum([0, *lengths])
+    return {"cu_seqlens": brought(bounds, device), "cu_seqlens_cpu": torch.from_numpy(bounds)}
 
 
 def _stepwise(

@@ -9,6 +9,7 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
 
+from mrl.platforms.hosting import grouped_gemm_in_words
 from mrl.platforms.layers import layers
 from mrl.rank.gradient_sums import added_within_products
 from mrl.rank.logprob import head_gradient_in_words
@@ -23,6 +24,8 @@ def kernels_in_words(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) 
     """
     chunks = list(chunks)
     parts = [f"{part} {kind}" for part, kind in _classes(chunks).items()]
+    if any("TE" in part and "GroupedLinear" in part for part in parts):
+        parts.append(grouped_gemm_in_words())
     return ", ".join([f"layers of {layers()}", *parts, *_gradient_sums(chunks), f"optimizer {_adam(optimizer)}"])
 
 

@@ -48,6 +48,7 @@ from mrl.model.adapters import ADAPTER, FACTORS, FIRST, SECOND, Adapted, Adapted
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Shard
 from mrl.model.peft_files import PREFIX, WEIGHTS
+from mrl.rank.grouped_linear import grouped_linear
 from mrl.rank.local_parameters import LocalParameters
 from mrl.rank.torch_spec import normed
 
@@ -91,15 +92,18 @@ class Adapter(Module):
         `tokens`: number of each local expert's tokens, which `x` has in order; None for a layer without experts.
         """
         x = self._dropped(x)
-        groups = (x,) if tokens is None else x.split(list(tokens))
-        firsts = self._of_experts(FIRST)
-        seconds = zip(*self._of_experts(SECOND), strict=True)
-        made = []
-        for group, first, second in zip(groups, zip(*firsts, strict=True), seconds, strict=True):
-            # Megatron only sums contiguous tensors
-            low = self._exchanged((F.linear(group, torch.cat(first)) * self._lora.scale).contiguous())
-            made.append(self._placed(low.split(self._lora.rank, -1), second))
-        return output + _joined(made, 0)
+        first = torch.cat(self._of_experts(FIRST), 1)
+        low = self._product(x, first, tokens) * self._lora.scale
+        # Megatron only sums contiguous tensors
+        parts = self._exchanged(low.contiguous()).split(self._lora.rank, -1)
+        seconds = self._of_experts(SECOND)
+        return output + self._placed([self._product(*pair, tokens) for pair in zip(parts, seconds, strict=True)])
+
+    def _product(self, x: Tensor, factors: Tensor, tokens: Sequence[int] | None) -> Tensor:
+        """Returns x times `factors` [experts, out, in], of all experts at once."""
+        if tokens is None:
+            return F.linear(x, factors[0])
+        return grouped_linear(x, factors, tokens)
 
     def _dropped(self, x: Tensor) -> Tensor:
         if not (self.training and self._dropout):
@@ -112,13 +116,13 @@ class Adapter(Module):
         """Tells whether all tensor ranks get the same input."""
         return not self._by_columns and (self._is_outside or not self._sequence_parallel)
 
-    def _of_experts(self, factor: str) -> list[tuple[Tensor, ...]]:
-        """Returns each target's factor, split by experts."""
+    def _of_experts(self, factor: str) -> list[Tensor]:
+        """Returns each target's factor, [experts, out, in]."""
         experts = len(self._layer.targets[0].weights)
         parameters = [getattr(self, f"{adapted.target}_{factor}") for adapted in self._layer.targets]
         if self._is_outside and (factor == FIRST) != self._by_columns:
             parameters = [copy_to_tensor_model_parallel_region(p, group=self._group) for p in parameters]
-        return [parameter.view(experts, -1, parameter.shape[1]).unbind() for parameter in parameters]
+        return [parameter.view(experts, -1, parameter.shape[1]) for parameter in parameters]
 
     @property
     def _group(self) -> torch.distributed.ProcessGroup:
@@ -138,9 +142,8 @@ class Adapter(Module):
             return gather_from_sequence_parallel_region(low)
         return copy_to_tensor_model_parallel_region(low)
 
-    def _placed(self, low: Sequence[Tensor], seconds: Sequence[Tensor]) -> Tensor:
+    def _placed(self, products: Sequence[Tensor]) -> Tensor:
         """Returns B A x of each target at its rows of the layer's output, and zero at rows without target."""
-        products = [F.linear(part, second) for part, second in zip(low, seconds, strict=True)]
         segments = [
             (at, product.narrow(-1, first, rows))
             for product, adapted in zip(products, self._layer.targets, strict=True)
@@ -154,7 +157,7 @@ class Adapter(Module):
             if segment is not None:
                 parts.append(segment)
                 end = at + segment.shape[-1]
-        return _joined(parts, -1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
@@ -172,12 +175,6 @@ class Adapter(Module):
             names = [self._layer.parameter(adapted.target, factor) for factor in FACTORS]
             for number, weight in enumerate(adapted.weights):
                 yield weight, WeightFactors(*names, self._layer.vp_chunk, number, rank, adapted)
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(list(parts), dim)
 
 
 def _begun(weight: str, seed: int, rank: int, adapted: Adapted) -> np.ndarray:

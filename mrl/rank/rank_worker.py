@@ -23,7 +23,7 @@ from mrl.config.schema import RunConfig, with_values
 from mrl.crash_points import crash_point
 from mrl.platforms import prepare_process
 from mrl.platforms.collective_trail import Trail, trail
-from mrl.platforms.hosting import set_communicator_defaults
+from mrl.platforms.hosting import set_communicator_defaults, set_rank_defaults
 from mrl.platforms.imports import many_imports
 from mrl.platforms.inventory import host_identity
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
@@ -41,6 +41,12 @@ LOOKING = "looking"  # and of those that it answers while it trains or writes
 MODEL_VERBS = ("kernels", "offload", "bring", "prefetch")  # methods of MegatronActor that the driver calls
 
 
+def _cuts_layers(config: RunConfig) -> bool:
+    """Tells whether tensor or context ranks share a layer of any model that this process has."""
+    layouts = (config.actor.layout, config.critic.layout, config.distillation.teacher_model.layout)
+    return any(each.tensor_model_parallel_size * each.context_parallel_size > 1 for each in layouts if each is not None)
+
+
 class ActorWorker:
     """One rank of the trained model.
 
@@ -54,6 +60,7 @@ class ActorWorker:
         self._log = Path(log_path)
         self._places = places
         self.config = RunConfig.model_validate(config)
+        set_rank_defaults(self.config.cluster.device, _cuts_layers(self.config), self.config.model.grouped_gemm)
         self.rank = rank
         self.step = None  # the current one
         self.is_stopped = False  # it is to end before its update

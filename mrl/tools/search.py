@@ -327,6 +327,7 @@ def _phases(
         expert_load=load,
         lora=problem.lora,
         dropout=problem.dropout,
+        gated_delta=work.gated_delta,
     ).beside(problem.activations)
     count = micro_batch_count(work, layout)
     for pp, state in states.items():

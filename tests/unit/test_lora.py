@@ -681,20 +681,28 @@ def test_the_reference_of_adapters_takes_no_memory():
     assert "'reference'" in terms("actor.lora.rank=4", "ref.path=/another")
 
 
-@pytest.mark.parametrize(("degrees", "experts"), [({}, 128), ({EP: 8}, 16)])
-def test_a_plan_launches_the_adapters_of_every_expert_by_themselves(degrees, experts):
+@pytest.mark.parametrize(
+    ("device", "degrees", "experts"),
+    [("h100-80g", {}, 1), ("h100-80g", {EP: 8}, 1), ("ascend-910b-64g", {}, 128), ("ascend-910b-64g", {EP: 8}, 16)],
+)
+def test_a_plan_launches_adapters_of_all_experts_at_once_where_torch_can(device, degrees, experts):
     """Of gate and up: A joined, A x, its scale, two of B, their place. Then what a layer does for all of them."""
+    device = find_device(device)
     model = known_spec("Qwen3-30B-A3B")
     layout = TrainLayout.build({"world_size": 8} | degrees, model)
     work = PassWork(model, MicroBatchShape(1, 10240, 8192), 1e6, 1e9)
-    assert adapter_launches(work, layout) == 0
+    assert adapter_launches(work, layout, device) == 0
     every = replace(work, lora=Lora.of(32, 64.0, [ALL_LINEAR]))
-    assert adapter_launches(every, layout) == experts * 6 + 2 + experts * 3 + 2 + 7 + 2 + 3 + 2
+    assert adapter_launches(every, layout, device) == experts * 6 + 2 + experts * 3 + 2 + 7 + 2 + 3 + 2
     attention = replace(work, lora=Lora.of(32, 64.0, ["q_proj", "v_proj"]))
-    assert adapter_launches(attention, layout) == 6 + 2
+    assert adapter_launches(attention, layout, device) == 6 + 2
 
 
-def test_adapters_of_many_experts_on_a_rank_make_its_updates_longer():
+def test_adapters_of_many_experts_on_a_rank_take_no_more_launches_than_frozen_weights_spare():
+    """A layer's adapters launch 31 kernels at 10 us, 0.3 ms a pass; its 128 experts' weights have no gradients, whose
+    256 products take 16 ms.
+    """
+
     def update(*overrides: str) -> float:
         preset = TINY.parents[1] / "qwen3-30b-a3b" / "h200-1x8.yaml"
         config = load_config(preset, None, list(overrides)).config
@@ -702,9 +710,7 @@ def test_adapters_of_many_experts_on_a_rank_make_its_updates_longer():
         return actor_seconds(inputs, batch_plan(config, inputs.train))[1].compute
 
     whole = ["actor.layout.tensor_model_parallel_size=1", "actor.layout.expert_model_parallel_size=1"]
-    assert update("actor.lora.rank=32") < update(*whole, "actor.lora.rank=32")
-    # a layer's host: 1.3 ms and 0.2 ms an expert, 26.9 ms; adapters launch 9 times an expert at 10 us, 11.7 ms: 1.43
-    assert 1.35 < update(*whole, "actor.lora.rank=32") / update(*whole) < 1.5
+    assert 0.7 < update(*whole, "actor.lora.rank=32") / update(*whole) < 0.95
 
 
 # --- verl's keys ------------------------------------------------------------------------------------------------------
