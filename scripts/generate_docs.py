@@ -300,16 +300,18 @@ def _switches_of_devices() -> str:
 
 _TOKENS = (
     "**Few tokens a micro-batch wait for the host.** On the H100 that was measured, with the 16 experts that a rank of "
-    "EP8 has, a layer of 30B took the host as long to launch for 8,192 tokens as for 16,384. So tokens a second rose "
-    "with `actor.ppo_max_token_len_per_gpu` up to 32,768, and computing activations again for room may be cheaper "
-    "than small micro-batches. That host is the one of a plan's high prediction; the expected one has half of its "
-    "seconds. Presets have micro-batches of one longest sample. By the plan two gain at most 1.5 % of an update where "
-    "they fit as they are (`--set actor.ppo_max_token_len_per_gpu=20480`), and lose where pipelines get fewer of them. "
-    "With more recomputation they mostly lose, but with a slow host they may win: try both. Slow hosts launch slowly: "
-    "`launch_us` of "
-    '`scripts/hardware/run.sh cuda actor_8k` tells. `NVTE_USE_CUTLASS_GROUPED_GEMM: "1"` among `env_vars` of '
-    "the runtime environment makes grouped products one kernel on Hopper; no preset sets it, because its numbers were "
-    "not yet held against Hugging Face's."
+    "EP8 has, a layer of 30B took the host as long to launch for 8,192 tokens as for 16,384: 7 ms forward, and 19 ms "
+    "more for its backward. So tokens a second rose with `actor.ppo_max_token_len_per_gpu` up to 32,768, and computing "
+    "activations again for room may be cheaper than small micro-batches. The plan expects that host, and holds its "
+    "formulas against all those lines; servers of others need 0.6 of it ([predictions](predictions.md)). By the plan "
+    "two longest samples at once spare a third of an update of 30B on 32 H100 where they fit as they are "
+    "(`--set actor.ppo_max_token_len_per_gpu=20480`), and lose where pipelines get fewer of them. `launch_us` of "
+    "`scripts/hardware/run.sh cuda actor_8k` tells how fast your host is.\n\n"
+    "**CUTLASS' products are off by default.** `model.grouped_gemm: cutlass` makes grouped products one kernel on "
+    "Hopper, 1.55 times as fast an update of 8,192 tokens on one H100. No preset sets it, because a device has not yet "
+    "held its numbers against Hugging Face's: a rung of the ladder decides. `torch.nn.functional.grouped_mm` reached "
+    "598 and 681 TFLOP/s of 128 and 16 experts on that H100 (`grouped_products`), where Transformer Engine's default "
+    "reached 73 and 454; Megatron-core 0.16.1 has no layer that calls it, so mrl uses it for adapters alone."
 )
 
 _DEEPEP = (

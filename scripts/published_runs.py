@@ -32,8 +32,8 @@ _ENDS = {f"actor.layout.num_layers_in_{end}_pipeline_stage": 11 for end in ("fir
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _OFFLOADED = dict.fromkeys(("actor.param_offload", "actor.grad_offload", "actor.optimizer_offload"), True)
 _OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-# Hosts of others' servers, over the virtual machine's that was measured: one value for all their runs. NeMo-RL's run with
-# one step behind has at most 0.8, since its 16 training devices are done in 152 s.
+# Hosts of others' servers, over the virtual machine's that was measured: one value for all their runs. NeMo-RL's run
+# with one step behind has at most 0.8, since its 16 training devices are done in 152 s.
 _SERVERS = 0.6
 # H800: an H100 with NVLink of 400 GB/s both ways
 _H800 = replace(find_device("h100-80g"), name="H800", node_rate=200e9)

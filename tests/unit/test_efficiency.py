@@ -23,7 +23,7 @@ from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for
 from mrl.plan.times import actor_seconds
 from mrl.platforms import layers
 from mrl.platforms.hosting import get_hosting
-from mrl.platforms.layers import check_dispatcher
+from mrl.platforms.layers import check_dispatcher, check_gated_delta
 from mrl.platforms.versions import MEGATRON
 from mrl.tools.search_report import search_problem, search_report
 from mrl.tools.switches import missing_switches
@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 PRESETS = ROOT / "parallel_configs"
 MOE, DENSE = PRESETS / "qwen3-30b-a3b" / "h100-4x8.yaml", PRESETS / "qwen3-8b" / "h100-1x8.yaml"
 A2 = PRESETS / "qwen3-30b-a3b" / "a2-4x8.yaml"
+NEXT = PRESETS / "qwen3-next-80b-a3b" / "h100-4x8.yaml"
+CUTLASS, FLA, TUNED = "model.grouped_gemm=cutlass", "model.gated_delta=fla", f"rollout.tuned_experts={PRESETS}"
 TRANSFORMER = "model.override_transformer_config."
 DISPATCHER = TRANSFORMER + "moe_token_dispatcher_type=flex"
 DEEPEP_SET = f"--set {DISPATCHER}"
@@ -55,6 +57,18 @@ def refused(preset: Path, *overrides: str) -> dict[str, str]:
         (MOE, [DISPATCHER, TRANSFORMER + "moe_flex_dispatcher_backend=hybridep",
                TRANSFORMER + "moe_enable_deepep=true"], "moe_flex_dispatcher_backend", "must be deepep"),
         (A2, [TRANSFORMER + "moe_router_fusion=true"], "moe_router_fusion", "false on npu"),
+        (DENSE, [CUTLASS], "model.grouped_gemm", "the model is dense"),
+        (A2, [CUTLASS], "model.grouped_gemm", "cublas on npu"),
+        (MOE, [CUTLASS, "cluster.accelerator=a100-80g"], "model.grouped_gemm", "cublas on a100-80g"),
+        (MOE, [CUTLASS, "model.dtype=float32"], "model.grouped_gemm", "float32"),
+        (MOE, [CUTLASS, "actor.layout.tensor_model_parallel_size=4", "actor.layout.expert_tensor_parallel_size=4",
+               "actor.layout.expert_model_parallel_size=2"], "model.grouped_gemm", "multiples of 128"),
+        (MOE, [FLA], "model.gated_delta", "no gated delta layers"),
+        (NEXT, [FLA, "model.dtype=float32"], "model.gated_delta", "float32"),
+        (NEXT, [FLA, "trainer.deterministic=true"], "model.gated_delta", "deterministic"),
+        (MOE, [TUNED], "rollout.tuned_experts", "has no file E=16,N=768,device_name=*.json"),
+        (A2, [TUNED], "rollout.tuned_experts", "must be null for npu"),
+        (DENSE, [TUNED], "rollout.tuned_experts", "must be null for cuda and this model"),
         (MOE, [TRANSFORMER + "cuda_graph_impl=local"], "cuda_graph_impl", "must be none"),
         (MOE, [TRANSFORMER + "cuda_graph_scope=[attn]"], "cuda_graph_scope", "left out"),
         (MOE, [TRANSFORMER + "enable_cuda_graph=true"], "enable_cuda_graph", "must be false"),
@@ -74,6 +88,7 @@ def test_a_switch_that_would_fail_or_do_nothing_is_refused_before_the_run(preset
         [DISPATCHER, TRANSFORMER + "moe_enable_deepep=true"],
         [TRANSFORMER + "moe_router_fusion=true"],
         [TRANSFORMER + "cuda_graph_impl=none"],
+        [CUTLASS],
     ],
 )
 def test_what_the_device_can_do_is_taken(overrides):
@@ -95,6 +110,24 @@ def test_a_rank_without_the_dispatchers_package_says_so_before_it_builds_a_model
         check_dispatcher({"moe_token_dispatcher_type": "flex"})
     check_dispatcher({"moe_token_dispatcher_type": "alltoall"})
     check_dispatcher({})
+
+
+def test_a_rank_without_the_package_of_its_gated_delta_kernel_says_so(monkeypatch):
+    assert refused(NEXT, FLA) == {}
+    monkeypatch.setattr(layers, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentFault, match="needs the package fla-core"):
+        check_gated_delta("fla")
+    check_gated_delta("torch")
+
+
+@pytest.mark.parametrize(("preset", "setting"), [(MOE, CUTLASS), (NEXT, FLA)])
+def test_the_plan_counts_the_kernels_that_are_chosen(preset, setting):
+    def update(*overrides: str) -> float:
+        config = load_config(preset, None, overrides).config
+        inputs = PlanInputs.of(config, planning_model_spec(config.model.path)[0], device_for(config))
+        return actor_seconds(inputs, batch_plan(config, inputs.train))[1].compute
+
+    assert update(setting) < 0.85 * update()
 
 
 # --- what mrl init writes and mrl plan --search counts with -----------------------------------------------------------
@@ -185,9 +218,9 @@ def overrides_of(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
-def planned(settings: dict[str, Any]) -> dict[str, Any]:
+def planned(settings: dict[str, Any], preset: str) -> dict[str, Any]:
     """Seconds of an update, and bytes of the phases, of a preset with these settings."""
-    config = load_config(PRESETS / "qwen3-30b-a3b" / "h200-4x8.yaml", None, overrides_of(settings)).config
+    config = load_config(PRESETS / f"{preset}.yaml", None, overrides_of(settings)).config
     inputs = PlanInputs.of(config, planning_model_spec(config.model.path)[0], device_for(config))
     seconds = actor_seconds(inputs, batch_plan(config, inputs.train))[1]
     return {"time": seconds, "memory": memory_section(inputs)["phases"]}
@@ -211,7 +244,7 @@ def test_what_a_row_says_is_refused_is(row):
 def test_the_plan_counts_what_a_row_says_and_nothing_else(row):
     if "set" not in row:
         return
-    on, off = planned(row["set"]), planned(row["unset"])
+    on, off = (planned(row[way], row.get("of", "qwen3-30b-a3b/h200-4x8")) for way in ("set", "unset"))
     assert [what for what in ("time", "memory") if on[what] != off[what]] == row["plan"]
 
 

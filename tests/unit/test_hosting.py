@@ -17,7 +17,7 @@ from mrl.config.load import load_config
 from mrl.engine import vllm_engine as engine
 from mrl.engine.handshake import _KEEPING
 from mrl.engine.requests import _arguments
-from mrl.platforms.hosting import get_hosting
+from mrl.platforms.hosting import get_hosting, grouped_gemm_in_words
 from mrl.platforms.inventory import device_number
 from mrl.platforms.torch_platforms import CudaPlatform
 from mrl.process import own
@@ -120,6 +120,43 @@ def test_sums_in_switches_are_off_and_errors_said_however_a_run_is_started_unles
                 monkeypatch.delenv(name)
         workers.ActorWorker(config, 0, str(tmp_path / "log"))
         assert [os.environ[name] for name in names] == wanted
+
+
+CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
+
+
+@pytest.mark.parametrize(
+    ("device", "degrees", "grouped_gemm", "queues", "cutlass"),
+    [
+        ("cuda", {}, "cublas", None, "0"),  # Megatron asks for one queue with tensor or context parallelism alone
+        ("cuda", {"tensor_model_parallel_size": 2}, "cutlass", "1", "1"),
+        ("cuda", {"context_parallel_size": 2}, "cublas", "1", "0"),
+        ("cuda", {"pipeline_model_parallel_size": 2}, "cublas", None, "0"),
+        ("cpu", {"tensor_model_parallel_size": 2}, "cublas", None, None),
+    ],
+)
+@pytest.mark.parametrize("user", [None, "8"])
+def test_a_rank_has_the_queues_and_products_that_its_layout_needs_unless_the_user_says_otherwise(
+    device, degrees, grouped_gemm, queues, cutlass, user, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(own, "log_to", lambda path: None)
+    config = load_config(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml").config.model_dump()
+    config["cluster"]["device"] = device
+    config["model"]["grouped_gemm"] = grouped_gemm
+    config["actor"]["layout"] |= {"world_size": 4, "tensor_model_parallel_size": 1} | degrees
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", CUTLASS):
+        monkeypatch.setenv(name, user or "")
+        if user is None:
+            monkeypatch.delenv(name)
+    workers.ActorWorker(config, 0, str(tmp_path / "log"))
+    found = [os.environ.get(name) for name in ("CUDA_DEVICE_MAX_CONNECTIONS", CUTLASS)]
+    assert found == [user or queues, user or cutlass]
+
+
+def test_the_kernels_of_a_run_say_who_multiplies_experts(monkeypatch):
+    for value, said in (("1", "CUTLASS"), ("0", "one by one by cuBLAS")):
+        monkeypatch.setenv(CUTLASS, value)
+        assert said in grouped_gemm_in_words()
 
 
 def test_an_engine_has_them_before_it_makes_a_process(monkeypatch):

@@ -12,13 +12,18 @@ import yaml
 from test_memory_host import inputs_of
 
 from mrl.cli.plan import plan_lines
+from mrl.model import forward_flops, model_spec
+from mrl.model.layout import TrainLayout
+from mrl.model.registry import known_hf_config
+from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, faster, find_device, slower
 from mrl.plan.generation_times import decode_step, generation_seconds, sequences_together
 from mrl.plan.memory import memory_section
+from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.run_plan import make_plan, slow_generation, step_seconds
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
-from mrl.plan.times import PassWork, phase_seconds, step_flops
+from mrl.plan.times import Passes, PassWork, pass_seconds, phase_seconds, step_flops, update_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -238,6 +243,47 @@ def test_what_an_actor_brings_to_the_host_and_back_takes_time():
     inputs = inputs_of(MIXTURE)
     kept = inputs_of(MIXTURE, "actor.optimizer_offload=false")
     assert seconds_of(inputs)["rest"] > seconds_of(kept)["rest"] > USUAL.rest
+
+
+# ---------------------------------------------------------------- one H100's own updates
+
+
+def own_lines() -> list[dict]:
+    """Updates and log-probs of slices of Qwen3-30B-A3B that one H100 took (scripts/bench/actor.py)."""
+    return [line for line in stored() if line["check"].startswith("actor") and "H100" in line["device"]]
+
+
+def predicted(line: dict) -> tuple[float, float]:
+    """Seconds of a pass of log-probs and of an update, of four micro-batches with all layers computed twice."""
+    experts = {"num_experts": 128 if line["check"] == "actor" else 16}
+    model = model_spec(
+        dict(known_hf_config("Qwen3-30B-A3B")) | experts | {"num_hidden_layers": line["layers_computed"]}
+    )
+    tokens = line["tokens"]
+    lengths = [tokens // part for part in (4, 4, 8, 8, 16, 16, 16, 16)]
+    layout = replace(TrainLayout.grids({"world_size": 1}), chunk_layers=((model.num_layers,),))
+    micro = MicroBatchShape(1, tokens, sum(length - length // 3 for length in lengths))
+    kernel = "cutlass" if line.get("cutlass") == "1" else "cublas"
+    flops = forward_flops(model, lengths, tokens) / tokens
+    work, device = PassWork(model, micro, 4 * tokens, flops, grouped_gemm=kernel), find_device("h100-80g")
+    scored = pass_seconds(work, layout, device, 8, Passes(), USUAL)
+    state = stage_state(model, layout, 0)
+    return scored.total, update_seconds(work, layout, device, 8, state, Recompute("full"), USUAL).total
+
+
+@pytest.mark.parametrize("line", own_lines(), ids=lambda line: f"{line['check']}-{line.get('cutlass', 0)}")
+def test_what_one_h100_took_is_predicted(line):
+    """With 16 and 128 experts, 8,192 to 32,768 tokens, 4 to 32 layers, cuBLAS' products and CUTLASS'."""
+    scored, updated = predicted(line)
+    assert updated == pytest.approx(line["update_s"], rel=0.15)
+    assert scored == pytest.approx(line["log_prob_s"], rel=0.15 if line.get("cutlass") != "1" else 0.25)
+
+
+def test_the_lines_that_are_held_are_of_every_kind():
+    assert {(line["check"], line.get("cutlass", "0")) for line in own_lines()} >= {
+        ("actor", "0"), ("actor_of_eight", "0"), ("actor_8k", "0"), ("actor_8k", "1"), ("actor_16k", "0"),
+        ("actor_32k", "0"),
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- a reference

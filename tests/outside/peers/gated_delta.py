@@ -1,5 +1,5 @@
-"""flash-linear-attention's gated delta rule over packs of sequences: its chunked Triton kernel, forward and backward, in
-Triton's interpreter on the CPU, and its two references in torch.
+"""flash-linear-attention's gated delta rule over packs of sequences: its chunked Triton kernel, forward and backward,
+in Triton's interpreter on the CPU, and its two references in torch.
 """
 
 import builtins
