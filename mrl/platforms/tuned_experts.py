@@ -25,6 +25,12 @@ def config_name(experts: int, width: int, device: str, fp8: bool = False) -> str
     return f"E={experts},N={width},device_name={device}{_FP8 * fp8}.json"
 
 
+def vllm_name(device: str) -> str:
+    """Returns vLLM's name of a device in its files, from the one that torch and the driver give it."""
+    name = device.replace(" ", "_")
+    return "NVIDIA_H200" if "H200" in name.split("_") else name
+
+
 def shape_of_worker(num_experts: int, width: int, expert_parallel: int, workers: int) -> tuple[int, int]:
     """Returns the experts of one worker and the inner width of each: whole experts are spread, or all are cut."""
     if expert_parallel > 1:

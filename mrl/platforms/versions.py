@@ -71,7 +71,7 @@ ROWS = (
         "cuda",
         "on one H100, with torch 2.11.0 and transformers 5.17.0",
         {"torch": "2.13.0", "vllm": "0.32.0", "transformer-engine": "2.11.0", **_MEGATRON},
-        _LOOSE | {"fla-core": "0.6.0"},
+        _LOOSE,
         compiled={"transformer-engine-torch": "2.11.0"},
     ),
     VersionRow(

@@ -160,7 +160,7 @@ THREE = ["qwen3-8b/h100-1x8", "qwen3-30b-a3b/h100-1x8", "qwen3-8b/a3-1x16"]  # d
 
 @pytest.mark.parametrize("name", seldom(THREE, THREE[1]))
 def test_init_plan_and_search_say_the_same_of_a_presets_model_and_devices(name, tmp_path, capsys):
-    """Seconds of a step and of an update, and the fullest phase; printed figures have three digits."""
+    """Seconds of a step and of an update, and the fullest phase; printed seconds are whole above ten."""
     config = load_config(ROOT / "parallel_configs" / f"{name}.yaml").config
     world, file = config.actor.layout.world_size, tmp_path / "first.yaml"
     devices = f"{world} x {config.cluster.accelerator}"
@@ -172,7 +172,8 @@ def test_init_plan_and_search_say_the_same_of_a_presets_model_and_devices(name, 
     assert searched["run"]["seconds"] == pytest.approx(sum(phases.values()))
     assert searched["run"]["best_seconds"] == pytest.approx(sum(phases.values()), rel=0.02)  # init wrote the best
     said = re.search(r"a step about (\S+) s.*update (\S+) s,.*\nlayout: (\S+) of \S+ GiB in (\w+)", printed)
-    step, update, gib = (pytest.approx(float(said[place]), rel=0.006) for place in (1, 2, 3))
+    step, update = (pytest.approx(float(said[place]), abs=0.5) for place in (1, 2))
+    gib = pytest.approx(float(said[3]), rel=0.006)
     assert (sum(phases.values()), phases["update"]) == (step, update)
     assert (most["bytes"] / GIB, plan["memory"]["phases"][said[4]]) == (gib, most)
     (own,) = [row for row in searched["layouts"] if _has(load_config(file).config, row["degrees"])]

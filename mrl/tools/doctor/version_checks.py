@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from mrl.model.registry import known_models, known_spec
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.layers import engine_attention, kernels_of_row
+from mrl.platforms.tuned_experts import FOLDER, config_name, is_tuned, shape_of_worker, vllm_name
 from mrl.platforms.versions import (
     MIN_PYTHON,
     TORCH_NPU,
@@ -18,6 +20,7 @@ from mrl.platforms.versions import (
 )
 from mrl.tools.doctor.host_facts import Finding, HostFacts, failure, ok, warning
 
+_SPREAD = 8  # devices of a node
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -189,10 +192,28 @@ def engine_checks(host: HostFacts) -> Iterator[Finding]:
     yield _seed_with_chunked_prefill(host)
     yield _expert_parallel_on_cpu(host)
     yield _expert_gradients(host)
+    if host.state.gpus:
+        yield _tuned_experts(host)
 
 
 def _generation(version: str) -> str:
     return ".".join(version.split(".")[:2])
+
+
+def _tuned_experts(host: HostFacts) -> Finding:
+    """Tells for which known models the engines of one node, with whole experts spread over it, take a default."""
+    device = vllm_name(host.state.gpus[0].name)
+    folder = host.environment.get(FOLDER)
+    lacked = {}
+    for model in map(known_spec, known_models()):
+        if model.is_moe and model.num_experts % _SPREAD == 0:
+            shape = shape_of_worker(model.num_experts, model.moe_intermediate_size, _SPREAD, _SPREAD)
+            if not is_tuned(*shape, device, fp8=False, folder=folder):
+                lacked[config_name(*shape, device)] = None
+    if not lacked:
+        return ok("tuned experts", f"of known models over {_SPREAD} devices, for {device}")
+    cure = "python scripts/tune_experts.py CONFIG --out FOLDER, then rollout.tuned_experts: FOLDER"
+    return warning("tuned experts", f"engines over {_SPREAD} devices take vLLM's default for {', '.join(lacked)}", cure)
 
 
 def _weight_transfer(host: HostFacts, name: str, version: str) -> Finding:
