@@ -212,8 +212,8 @@ def _tuned_experts(host: HostFacts) -> Finding:
                 lacked[config_name(*shape, device)] = None
     if not lacked:
         return ok("tuned experts", f"of known models over {_SPREAD} devices, for {device}")
-    cure = "python scripts/tune_experts.py CONFIG --out FOLDER, then rollout.tuned_experts: FOLDER"
-    return warning("tuned experts", f"engines over {_SPREAD} devices take vLLM's default for {', '.join(lacked)}", cure)
+    missing = f"engines over {_SPREAD} devices take vLLM's default, which is slower, for {', '.join(lacked)}"
+    return ok("tuned experts", f"{missing}; python scripts/tune_experts.py CONFIG --out FOLDER makes them")
 
 
 def _weight_transfer(host: HostFacts, name: str, version: str) -> Finding:
