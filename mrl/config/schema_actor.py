@@ -58,8 +58,8 @@ class ModelConfig(Section):
         "How Transformer Engine multiplies the tokens of a rank's experts. cublas: one product an expert. cutlass: "
         "one kernel for all, on Hopper; gradients of weights stay products of cublas, summed in float32.",
         advice="cublas, until the check `grouped_parity` of `scripts/hardware` has held cutlass against Hugging Face "
-        "on your device, also where no expert of a rank gets a token. It made an update of small micro-batches 1.55 times "
-        "as fast on one H100. NVTE_USE_CUTLASS_GROUPED_GEMM of a process's environment overrides the key.",
+        "on your device, also where no expert of a rank gets a token. It made an update of small micro-batches 1.55 "
+        "times as fast on one H100. NVTE_USE_CUTLASS_GROUPED_GEMM of a process's environment overrides the key.",
     )
     gated_delta: Literal["torch", "fla"] = key(
         "torch",

@@ -29,7 +29,6 @@ from mrl.model.hf_files import check_checkpoint
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
 from mrl.platforms.layers import layers
-from mrl.platforms.versions import OWN_BRIDGES
 from mrl.rank.gated_delta import set_delta_kernel
 from mrl.rank.gradient_sums import add_within_products, for_megatron, is_wanted
 from mrl.rank.lora_layers import attach, hidden
@@ -134,8 +133,7 @@ class MBridge:
                 data_parallel_random_init=False,
                 post_model_creation_callbacks=callbacks,
             )
-        if self.model.is_hybrid:
-            set_delta_kernel(self._chunks, self.model_config.gated_delta)
+        set_delta_kernel(self._chunks, self.model_config.gated_delta)
         # Megatron's wrapper of a bfloat16 model rounds routers' constants, and would make them float32 only when loaded
         for router in chain.from_iterable(map(_routers_with_constants, self._chunks)):
             router.expert_bias.data = router.expert_bias.data.float()

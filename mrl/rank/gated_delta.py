@@ -54,11 +54,12 @@ class GatedDelta(MegatronModule):
     convolution's channels are queries, keys, then values.
     """
 
+    kernel = "torch"  # model.gated_delta
+
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection=None, by_kind: bool = False, **_):
         """`by_kind`: whether projections are ordered by kind instead of by key head."""
         super().__init__(config)
         self.by_kind = by_kind
-        self.rule = gated_delta
         ranks = pg_collection.tp.size()
         self.key_dim = config.linear_key_head_dim
         self.value_dim = config.linear_value_head_dim
@@ -107,7 +108,7 @@ class GatedDelta(MegatronModule):
         query, key = (x.unflatten(1, (-1, self.key_dim)) for x in (query, key))
         query, key = (x.repeat_interleave(self.values_a_key, dim=1) for x in (query, key))
         decay = -self.A_log.float().exp() * F.softplus(step.float() + self.dt_bias)
-        out = self.rule(query, key, value, decay, rate.sigmoid(), lengths)
+        out = _RULES[self.kernel](query, key, value, decay, rate.sigmoid(), lengths)
         return self.norm(out, gate).flatten(1)
 
     def _by_kind(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
@@ -177,7 +178,7 @@ def set_delta_kernel(chunks: Iterable[torch.nn.Module], kernel: str) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, GatedDelta):
-                module.rule = _RULES[kernel]
+                module.kernel = kernel
 
 
 def gated_delta(

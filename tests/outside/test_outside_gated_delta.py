@@ -9,7 +9,7 @@ import pytest
 import torch
 from golden import golden
 
-from mrl.rank.gated_delta import GatedDelta, gated_delta, gated_delta_of_fla, set_delta_kernel
+from mrl.rank.gated_delta import _RULES, GatedDelta, gated_delta, gated_delta_of_fla, set_delta_kernel
 
 NAMES = ("query", "key", "value", "decay", "rate")
 PARAMETERS, *CASES = golden("gated_delta")
@@ -69,4 +69,4 @@ def test_the_chosen_kernel_is_that_of_every_layer():
     for layer in layers:
         torch.nn.Module.__init__(layer)
     set_delta_kernel([torch.nn.Sequential(torch.nn.Identity(), layer) for layer in layers], "fla")
-    assert all(layer.rule is gated_delta_of_fla for layer in layers)
+    assert all(_RULES[layer.kernel] is gated_delta_of_fla for layer in layers)
