@@ -193,6 +193,7 @@ def test_decays_and_rates_of_a_bfloat16_layer_have_transformers_bits(monkeypatch
         layer(x)
 
     own = torch.nn.Module()
+    own.kernel = "torch"
     for name, size in (("key_heads", 4), ("values_a_key", 2), ("value_heads", 8), ("key_dim", 16), ("value_dim", 24)):
         setattr(own, name, size)
     own.by_kind = False
