@@ -1,6 +1,7 @@
-"""One rank that judges a family with faults in its rows, one after another, as `mrl family check` does on one rank.
+"""Judges a family with faults in its rows, one after another, as `mrl family check` does: by vLLM's loader or on one
+rank.
 
-python family_mutants.py JOB.json
+python family_mutants.py loader|ranks JOB.json
 
 Each mutant changes the family as a slip of its author would. What names it is written: a tensor, a parameter, a
 log-prob, a gradient, or an error that the trainer itself raises.
@@ -16,14 +17,10 @@ from pathlib import Path
 
 import mrl.model.registry as registry
 from mrl.config.schema import RunConfig
-from mrl.engine.loader_check import differences
-from mrl.errors import MrlError
 from mrl.model.layout import RolloutLayout
 from mrl.model.tensors import tensor_specs
 from mrl.model.weight_map import Family, Weight
 from mrl.process.free_ports import free_port
-from mrl.rank.actor import MegatronActor
-from mrl.rank.family_ranks import compared
 from mrl.tools.family.check import GRADIENTS, LOG_PROBS, run_config
 
 Rows = tuple[Weight, ...]
@@ -76,31 +73,46 @@ def spec_mutants(model) -> Iterator[tuple[str, dict]]:
         yield "a dense first layer", {"moe_layers": model.moe_layers[1:]}
 
 
-def judged(folder: Path, words: int) -> str:
-    """What is wrong with the present rows; empty if nothing is."""
+def by_loader(folder: Path, words: int) -> str:
+    """What vLLM's loader has otherwise with the present rows; empty if nothing."""
+    from mrl.engine.loader_check import differences
+
     try:
-        faults = differences(folder, RolloutLayout(1, 1))
-        if faults:
-            return faults[0]
+        return next(iter(differences(folder, RolloutLayout(1, 1))), "")
     except Exception as error:  # of vLLM or of the description: it is noticed
         return f"{type(error).__name__}: {error}"
+
+
+def by_ranks(folder: Path, words: int) -> str:
+    """What transformers has otherwise than Megatron with the present rows; empty if nothing."""
+    import torch
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    from mrl.rank.actor import MegatronActor
+    from mrl.rank.family_ranks import compared
+
+    config = RunConfig.model_validate(run_config(str(folder), {"world_size": 1}))
+    actor = None
     try:
-        config = RunConfig.model_validate(run_config(str(folder), {"world_size": 1}))
         actor = MegatronActor(config, 0, 1, "127.0.0.1", free_port())
-    except (MrlError, ValueError, RuntimeError, KeyError, AssertionError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    try:
         found = compared(actor, folder, words)
-    except (MrlError, ValueError, RuntimeError, KeyError, AssertionError) as error:
+    except Exception as error:  # of Megatron or of the trainer's own checks: it is noticed
         return f"{type(error).__name__}: {error}"
     finally:
-        actor.close()
+        if actor is not None:
+            actor.close()
+        if torch.distributed.is_initialized():  # by one that could not be made
+            destroy_model_parallel()
+            torch.distributed.destroy_process_group()
         gc.collect()
     faults = [*found["parameters"], *found["names"], *found["bits"]]
     if not found["log_probs"] < LOG_PROBS:
         faults.append(f"log-probs: {found['log_probs']:.1e}")
     faults += [f"{name}: {off:.1e}" for name, off in found["gradients"].items() if not off < GRADIENTS]
     return faults[0] if faults else ""
+
+
+JUDGES = {"loader": by_loader, "ranks": by_ranks}  # each in a process of its own, as their packages want it
 
 
 def mutants(family: Family, config: dict, rng: random.Random) -> Iterator[tuple[str, Family]]:
@@ -113,7 +125,7 @@ def mutants(family: Family, config: dict, rng: random.Random) -> Iterator[tuple[
         yield name, replace(family, read=lambda c, fields=fields: replace(family.read(c), **fields))
 
 
-def main(job: Path) -> None:
+def main(judge: str, job: Path) -> None:
     described = json.loads(job.read_text())
     found = {}
     for case in described["cases"]:
@@ -128,10 +140,10 @@ def main(job: Path) -> None:
             registry.FAMILIES[architecture] = wrong
             registry.weight_map.cache_clear()
             tensor_specs.cache_clear()
-            found[f"{right.model_type}: {name}"] = judged(folder, case["words"])
-            job.with_suffix(".out").write_text(json.dumps(found, indent=1))
+            found[f"{right.model_type}: {name}"] = JUDGES[judge](folder, case["words"])
+            job.with_suffix(f".{judge}").write_text(json.dumps(found, indent=1))
         registry.FAMILIES[architecture] = right
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

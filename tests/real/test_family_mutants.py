@@ -19,13 +19,13 @@ MODELS = ("Qwen2.5-0.5B", "Llama-3.1-8B", "Qwen3-30B-A3B", "GLM-4.6", "Mixtral-8
 EACH = 15  # mutants of a family, of those that there are
 
 
-def run(program: list[str], job: Path) -> dict:
+def run(program: list[str], job: Path, suffix: str) -> dict:
     environment = os.environ | get_hosting("cpu").actor_environment() | {"VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, *program, str(job)], env=environment, capture_output=True, text=True, timeout=4 * RUN_S
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(job.with_suffix(".out").read_text())
+    return json.loads(job.with_suffix(suffix).read_text())
 
 
 def test_a_hundred_slips_are_named(tmp_path):
@@ -36,10 +36,11 @@ def test_a_hundred_slips_are_named(tmp_path):
         cases.append(case | {"mutants": EACH})
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"cases": cases}))
-    run(["-m", "mrl.rank.family_reference"], job)
-    found = run([str(HERE / "family_mutants.py")], job)
-    plain = {name: fault for name, fault in found.items() if name.endswith(": none")}
-    assert set(plain.values()) == {""} and len(plain) == len(MODELS)
-    named = {name: fault for name, fault in found.items() if name not in plain}
-    assert [name for name, fault in named.items() if not fault] == []
+    run(["-m", "mrl.rank.family_reference"], job, ".out")
+    judges = [run([str(HERE / "family_mutants.py"), judge], job, f".{judge}") for judge in ("loader", "ranks")]
+    found = {name: [said for judge in judges if (said := judge[name])] for name in judges[0]}
+    plain = {name: faults for name, faults in found.items() if name.endswith(": none")}
+    assert list(plain.values()) == [[]] * len(MODELS)
+    named = {name: faults for name, faults in found.items() if name not in plain}
+    assert [name for name, faults in named.items() if not faults] == []
     assert len(named) >= 90
