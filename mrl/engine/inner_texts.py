@@ -4,6 +4,7 @@ The text model's configuration lies inside that of the whole. The engine believe
 text's three are equal, and then multimodal rotation is the plain one.
 """
 
+import copy
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,7 +22,9 @@ class _InsideWhole:
     own: ClassVar[str]
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        text = vllm_config.model_config.hf_text_config
+        whole = vllm_config.model_config.hf_config
+        text = copy.deepcopy(vllm_config.model_config.hf_text_config)
+        text.tie_word_embeddings = whole.tie_word_embeddings  # the inner configuration may lack it (Qwen3-VL)
         super().__init__(vllm_config=vllm_config.with_hf_config(text, [self.own]), prefix=prefix)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
