@@ -33,6 +33,7 @@ _PRIVATE = 1 << 18
 _NO_SUID_NO_DEVICES = 2 | 4
 _SYS_ADMIN = 21
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _FLAGS_OF_INTERFACE = 0x8914  # SIOCSIFFLAGS
 _UP = 1
 BYTES_PER_FILE = 4096  # one file for each of these bytes of the disk limit
@@ -79,6 +80,12 @@ class NamespaceHolder:
                 os.setgroups([])
                 os.setresgid(NOBODY, NOBODY, NOBODY)
                 os.setresuid(NOBODY, NOBODY, NOBODY)
+                libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the files below are root's
+                # The kernel counts processes by user and namespace: without one of its own, commands of all sandboxes
+                # would share one limit.
+                if libc.unshare(_NEW_USER):
+                    raise OSError(ctypes.get_errno(), "unshare")
+                _map_own(NOBODY, NOBODY)
 
         return enter
 
@@ -147,9 +154,7 @@ def _made(
         kinds |= _NEW_USER
     _call("unshare", kinds)
     if not is_root:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user[0]} {user[0]} 1")
-        Path("/proc/self/gid_map").write_text(f"{user[1]} {user[1]} 1")
+        _map_own(*user)
     _call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
     image = os.open(root, os.O_PATH | os.O_DIRECTORY)
     options = f"size={disk_bytes},nr_inodes={max(1024, disk_bytes // BYTES_PER_FILE)},mode=755"
@@ -167,6 +172,13 @@ def _made(
     if port is None:
         return None
     return _listening(port)
+
+
+def _map_own(user: int, group: int) -> None:
+    """Gives a new user namespace of this process the one user that it may have without rights: its own."""
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
 def listener_of(process: int, port: int) -> socket.socket:
