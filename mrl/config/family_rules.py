@@ -66,7 +66,17 @@ ROTATION_RULES = (
     ),
 )
 
+# families that vLLM's CPU build cannot generate with -> why
+NOT_ON_CPU = {"minimax_m2": "vLLM's CPU router chooses by a sigmoid among groups of experts alone, and it has none"}
+
 LATENT_RULES = (
+    RuleRow(
+        "cluster.device",
+        lambda c, m: m.family in NOT_ON_CPU and on_device(c, "cpu"),
+        "cannot be cpu for a model of the {m.family} family",
+        "vLLM's CPU router chooses by a sigmoid among groups of experts alone, and this family has none",
+        ("cuda",),
+    ),
     RuleRow(
         f"{_VLLM}.load_format",
         lambda c, m: m.loads_by_sync and "load_format" in c.rollout.vllm_kwargs,

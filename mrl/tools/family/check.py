@@ -21,6 +21,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mrl.config.family_rules import NOT_ON_CPU
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, model_spec, tensor_specs
 from mrl.model.hf_config import HfConfig
@@ -255,6 +256,8 @@ class FamilyCheck:
 
     def step(self) -> Check:
         """Checks one training step with an engine."""
+        if why := NOT_ON_CPU.get(self.model.family):
+            return Check("step", f"not run on a CPU: {why}")
         cure = "see the log of the run; rules are in mrl/config/family_rules.py"
         found = train_step(self.configs[PLAIN], {}, self.work / "step", DEADLINE_S)
         if WHOLE not in self.configs or found.faults:
