@@ -89,6 +89,7 @@ class ActorGroup:
         if config.cluster.nnodes > 1:  # so long a rank may wait in a sync for an engine that was lost there
             least_s += config.reshard.timeout_s
         self._deadlines = Deadlines.of_steps(config.cluster, least_s)
+        self._scores = 0  # calls of `score`
         self.pids: list[int] = []  # of ranks that have started
         self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node, see mrl/store/routes.py
         self.seats = seats
@@ -180,7 +181,8 @@ class ActorGroup:
 
         The deadline of each of its phases is that phase's, and begins with it.
         """
-        refs = self.refs_each("score", arguments)
+        self._scores += 1
+        refs = self.refs_each("score", [(self._scores, *of_rank) for of_rank in arguments])
         scored = self._in_phases({name: of_rank[0] for name, of_rank in refs.items()})
         return scored, [second for _, second in refs.values()]
 
@@ -205,7 +207,7 @@ class ActorGroup:
         try:
             self.poll()
         except BaseException:
-            self.refs("stop_scoring")  # nobody waits for it
+            self.refs("stop_scoring", self._scores)  # nobody waits for it
             raise
 
     def _left_s(self, error: Late, so_far_s: float) -> float:

@@ -156,6 +156,7 @@ class RankStep:
         return self._told(metrics, gaps), returns
 
     def _told(self, metrics: dict[str, float], gaps: RowValues | None) -> Scored:
+        self.phase = ("", 0.0)
         if self._actor.rank:
             return Scored(self._seconds)
         return Scored(self._seconds, metrics, gaps and {name: gaps[name] for name in _TOLD_GAPS})

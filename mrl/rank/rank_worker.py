@@ -63,7 +63,7 @@ class ActorWorker:
         set_rank_defaults(self.config.cluster.device, _cuts_layers(self.config), self.config.model.grouped_gemm)
         self.rank = rank
         self.step = None  # the current one
-        self.is_stopped = False  # it is to end before its update
+        self.stopped = 0  # number of the newest call of `score` that is to end early
         self.critic_rows = None  # rows of the critic's replica
         self.sync_setups = []  # of weight syncs, one for each connection that is to be opened
         self.sender = None  # of weight syncs, after connecting
@@ -156,20 +156,22 @@ class ActorWorker:
 
     @ray.method(num_returns=2)
     def score(
-        self, rows: StepRows, own: ReplicaRows, samples: ResponseStore, *handed: HandedRows
+        self, number: int, rows: StepRows, own: ReplicaRows, samples: ResponseStore, *handed: HandedRows
     ) -> tuple[Scored, HandedRows | None]:
-        """Computes what an update needs of a step: see RankStep.score."""
+        """Computes what an update needs of a step: see RankStep.score. `number` counts the calls, from 1."""
         self.step = None  # the former step's rows are released first
-        self.is_stopped = False
-        self.step = RankStep(self.actor, rows, lambda: self.is_stopped)
+        self.step = RankStep(self.actor, rows, lambda: self.stopped >= number)
         here = ray.get_runtime_context().get_node_id()  # the rank itself reads what is on this node
         elsewhere = {node: reader for node, reader in own.readers.items() if node != here}
         return self.step.score(replace(own, readers=elsewhere), samples, handed)
 
     @ray.method(concurrency_group=LOOKING)
-    def stop_scoring(self) -> None:
-        """Lets `score` end, on all ranks together, where they exchange numbers next."""
-        self.is_stopped = True
+    def stop_scoring(self, number: int) -> None:
+        """Lets a call of `score` end, on all ranks together, where they exchange numbers next.
+
+        It runs beside `score`, and may come before it.
+        """
+        self.stopped = number
 
     @ray.method(concurrency_group=LOOKING)
     def phase(self) -> tuple[str, float]:

@@ -6,6 +6,7 @@ Ray's answers are played.
 import errno
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ray
 
@@ -16,7 +17,8 @@ from mrl.cluster.process_logs import concerning
 from mrl.config.load import load_config
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostProcess
 from mrl.platforms.collective_trail import Entry, RankGroup, Trail
-from mrl.rank.rank_step import FETCHING, LOG_PROBS, PHASES, WEIGHING, Scored
+from mrl.rank import rank_worker
+from mrl.rank.rank_step import FETCHING, LOG_PROBS, PHASES, WEIGHING, ReplicaRows, Scored
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 DEAD = ray.exceptions.ActorDiedError()
@@ -360,7 +362,7 @@ class Scoring(ActorGroup):
     """Two ranks of which only the first has answered; where the second is, at each look."""
 
     def __init__(self, monkeypatch, looks, deadlines, poll=lambda: None):
-        self._deadlines, self.poll, self.waited, self.asked = deadlines, poll, [], []
+        self._deadlines, self.poll, self.waited, self.asked, self._scores = deadlines, poll, [], [], 0
         looks = iter(looks)
         done = [Scored({FETCHING: 1.0, LOG_PROBS: 90.0}), Scored({FETCHING: 2.0, LOG_PROBS: 80.0, WEIGHING: 0.5})]
 
@@ -380,7 +382,7 @@ class Scoring(ActorGroup):
         return {f"rank {number}": [method, f"kept {number}"] for number in range(2)}
 
     def refs(self, method, *arguments, ranks=None):
-        self.asked.append(method)
+        self.asked.append((method, *arguments))
 
 
 def test_each_phase_of_a_step_has_its_own_deadline_from_where_it_begins(monkeypatch):
@@ -410,4 +412,27 @@ def test_a_signal_while_ranks_score_has_them_stop_too(monkeypatch):
     group = Scoring(monkeypatch, [], Deadlines(100.0, is_set=True), stopped)
     with pytest.raises(Interrupted, match="SIGTERM"):
         group.score([(), ()])
-    assert group.asked == ["stop_scoring"]
+    assert group.asked == [("stop_scoring", 1)]
+
+
+def test_a_rank_that_is_asked_to_stop_before_it_begins_does_not_score(monkeypatch):
+    worker = object.__new__(rank_worker.ActorWorker)
+    worker.stopped = 0
+    worker.actor = None
+    asked = []
+
+    class Step:
+        def __init__(self, actor, rows, stops):
+            self.stops = stops
+
+        def score(self, own, samples, handed):
+            asked.append(self.stops())
+
+    monkeypatch.setattr(rank_worker, "RankStep", Step)
+    monkeypatch.setattr(rank_worker.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    own = ReplicaRows(np.zeros(0, np.int64), np.zeros(0, bool), None)
+    for number, stopped in ((1, None), (2, 2), (3, None)):
+        if stopped:
+            worker.stop_scoring(stopped)
+        worker.score(number, None, own, None)
+    assert asked == [False, True, False]
