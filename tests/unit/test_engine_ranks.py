@@ -132,7 +132,8 @@ def test_tools_and_agents_that_end_are_no_loss_of_the_engine(core):
     """Their keeper is below the engine's process before vLLM is, and ends with a tool that hangs, or an agent."""
     below = "'mrl.reward.keeper'; import subprocess; subprocess.run(['sleep', '50'])"
     keeper = subprocess.Popen([sys.executable, "-c", below], start_new_session=True)
-    while not psutil.Process(keeper.pid).children() or not psutil.Process(keeper.pid).children()[0].cmdline():
+    # until it executes `sleep`, the child has the command line of the keeper, which waits and cannot be stopped
+    while [child.cmdline()[:1] for child in psutil.Process(keeper.pid).children()] != [["sleep"]]:
         time.sleep(0.01)
     watch = ProcessWatch(lambda: False)
     os.killpg(keeper.pid, signal.SIGSTOP)  # as a program of a model's may do to itself
