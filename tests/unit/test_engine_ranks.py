@@ -510,7 +510,7 @@ def test_engines_with_turns_are_told_where_the_users_command_was_given(monkeypat
     group._settings = [SimpleNamespace(name="engine 0", turns=turns) for turns in (None, "some")]
     group.seats = SimpleNamespace(seats=[SimpleNamespace(environment={}, options={}, places=None)] * 2)
     group.cluster, group.names, group._logs = SimpleNamespace(device="cpu"), ["engine 0", "engine 1"], tmp_path
-    group.rollout = SimpleNamespace(tensor_model_parallel_size=1, cpu_kvcache_gib=1)
+    group.rollout = SimpleNamespace(tensor_model_parallel_size=1, cpu_kvcache_gib=1, tuned_experts=None)
     group._worker(0)
     group._worker(1)
     assert len(made[0]) == 3 and made[1][3:] == (dict(os.environ), str(tmp_path))

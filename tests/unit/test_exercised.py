@@ -86,7 +86,7 @@ def test_the_loss_and_the_advantages_say_to_a_rehearsal_alone_who_they_are(folde
     assert loss_metrics(None).keys() == loss_metrics(torch.zeros(2, 3)).keys()
     assert all(metric_spec(name).name == name for name in loss_metrics(None))
     found = response_advantages("rloo", AdvantageInputs(np.array([0.0, 1.0]), np.zeros(2), np.ones(2, np.int64)))
-    assert {field.name for field in fields(found)} == {"per_response", "to_come", "shift", "scale"}
+    assert {field.name for field in fields(found)} == {"per_response", "per_turn", "to_come", "shift", "scale"}
     assert isinstance(found, TokenAdvantages)
     assert names(folder)[str(os.getpid())] == [
         "algorithm.policy_loss.loss_mode=vanilla", "algorithm.anchor=on_policy", "algorithm.adv_estimator=rloo",

@@ -118,7 +118,7 @@ def test_a_failure_for_want_of_a_permission_says_which_key_gives_it(tmp_path):
         "    if solution_str == 'key':\n        return os.environ['NO_SUCH_KEY']\n"
         "    raise OSError('[Errno -3] Temporary failure in name resolution')\n"
     )
-    _, answer = _loaded(RewardSpec(path=str(file)))
+    _, answer = _loaded(RewardSpec(path=str(file)), None)
     assert "name this one under reward.environment" in answer("s", "key", "5", {})[3]
     assert "reward.network: true" in answer("s", "net", "5", {})[3]
 
