@@ -228,6 +228,7 @@ class AgentSession:
             if is_cut and added < most:
                 self._failed("the engine gave the request back, and an agent cannot go on elsewhere")
                 raise BadRequest(OVER.format(self._talk.stop))
+            return self._said(chat, place, number, made, added, is_full=is_cut and added == room)
         except BaseException:
             self._spoken.drop(number)
             if self._talk.stop is Stop.CONTEXT:
@@ -235,7 +236,6 @@ class AgentSession:
             else:
                 self._talk = self._talk.left(self._agents.clock())
             raise
-        return self._said(chat, place, number, made, added, is_full=is_cut and added == room)
 
     def _take(self) -> None:
         """Takes a turn of the budget. What the agent has done until now is a call of the turn before."""
@@ -285,14 +285,12 @@ class AgentSession:
         if place.move is Move.BRANCHES:
             marks.append(TurnCall(place.why, "branch"))
         marks += [TurnCall(name, "overridden") for name in text.overridden(chat, said, self._sampled_by)]
-        self._spoken.add(number, said, made, marks)
         has_call = bool(said.calls) or (not chat.wants_calls and text.has_call(turn))
+        prompt = made.token_ids[: int(made.lengths[0]) - added].tolist()
+        answer = ChatAnswer(number, said, bool(made.truncated[0]), len(prompt), added, tuple(prompt), tuple(turn))
+        self._spoken.add(number, said, made, marks)  # nothing from here on may fail: the place is taken
         self._talk = self._talk.answered(self._agents.clock(), has_call, is_full)
-        end = int(made.lengths[0])
-        prompt = made.token_ids[: end - added]
-        return ChatAnswer(
-            number, said, bool(made.truncated[0]), len(prompt), added, tuple(prompt.tolist()), tuple(turn)
-        )
+        return answer
 
     # --- the response's side
 
