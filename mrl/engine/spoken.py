@@ -74,7 +74,7 @@ class SpokenTurns:
         ids = np.array(asked.ids, np.int64)
         begins = [
             number
-            for number, turn in self._turns.items()
+            for number, turn in list(self._turns.items())  # others are answered meanwhile, in another thread
             if np.array_equal(turn.row.token_ids, ids[: len(turn.row.token_ids)])
         ]
         if not begins:

@@ -1,0 +1,84 @@
+"""What a session of an agent keeps of its answers, with an engine and an agent that are told what to do."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mrl.acting.chat_api import ChatMessage, ChatRequest
+from mrl.acting.environment import Reply
+from mrl.acting.tool import TurnsSpec
+from mrl.data.samples import Sample, Samples, packed
+from mrl.engine.agents import AgentSession
+from mrl.engine.requests import Request, Sampling
+from mrl.engine.spoken import SpokenTurns
+
+USER = ChatMessage("user", "q")
+
+
+def row(response: list[int], prompt: tuple[int, ...] = (7, 8)) -> Samples:
+    return packed([Sample(0, 0, 0, 0, prompt, response, [-0.1] * len(response), "stop", 0)])
+
+
+def asked_and_answered(spoken: SpokenTurns, *messages: ChatMessage, ids: list[int], said: str = "a") -> int:
+    request, place = spoken.place(ChatRequest(messages))
+    number = spoken.open(request, place)
+    spoken.add(number, ChatMessage("assistant", said), row(ids), [])
+    return number
+
+
+class Text:
+    """Reads nothing and cannot tell what was said."""
+
+    def begun(self, chat):
+        return []
+
+    def prompt(self, chat):
+        return [7, 8]
+
+    def said(self, turn, chat, number):
+        raise RuntimeError("no words")
+
+
+class Turns:
+    async def added(self, asked, line, is_first):
+        return SimpleNamespace(made=row([1, 2]))
+
+
+def session(**more) -> AgentSession:
+    """A session whose agent has ended."""
+    spec = TurnsSpec(None, 9, 9, 9.0, 99, 1.0, 1, max_prompt_length=9, **more)
+    agents = SimpleNamespace(
+        spec=spec, text=Text(), clock=lambda: 0.0, pool=SimpleNamespace(log=lambda line: None)
+    )
+    made = AgentSession(agents, Request(0, (7, 8), 0), Sampling(1.0, 50, ()), Turns())
+    made._keys = SimpleNamespace(chat="c", reward="r")
+    made._run = asyncio.get_running_loop().create_future()
+    made._run.set_result(None)
+    return made
+
+
+def test_answers_come_while_tokens_are_sought_among_those_before(monkeypatch):
+    """Looking through the turns happens in a thread of its own."""
+    spoken = SpokenTurns()
+    asked_and_answered(spoken, USER, ids=[1])
+    equal = np.array_equal
+
+    def slow(first, second):
+        asked_and_answered(spoken, USER, ids=[2])  # as the loop does it meanwhile
+        return equal(first, second)
+
+    monkeypatch.setattr("mrl.engine.spoken.np.array_equal", slow)
+    request, _ = spoken.place(ChatRequest((), ids=(7, 8, 1, 5)))
+    assert request.messages[-1].content == "5"
+
+
+def test_an_answer_that_cannot_be_told_leaves_no_request_open():
+    async def run():
+        made = session()
+        with pytest.raises(RuntimeError, match="no words"):
+            await made.ask(ChatRequest((USER,)))
+        return made.is_sampling, made.row()
+
+    assert asyncio.run(run()) == (False, None)
