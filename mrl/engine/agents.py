@@ -393,9 +393,10 @@ class AgentSession:
         """
         if self._spoken.last is None:
             return None
-        spoken = self._spoken.row(self._most)
         if self._talk.stop is Stop.ENVIRONMENT:
             spoken = self._spoken.last_row()
+        else:
+            spoken = self._spoken.row(self._most)
         given = [self._rewards.get(number) for number in spoken.numbers]
         rewards = [0.0 if reply is None else reply.reward for reply in given]
         parts = {name: value for reply in given if reply is not None for name, value in reply.parts.items()}

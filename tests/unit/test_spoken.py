@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from mrl.acting.chat_api import ChatMessage, ChatRequest
-from mrl.acting.environment import Reply
 from mrl.acting.tool import TurnsSpec
 from mrl.data.samples import Sample, Samples, packed
 from mrl.engine.agents import AgentSession
@@ -49,9 +48,7 @@ class Turns:
 def session(**more) -> AgentSession:
     """A session whose agent has ended."""
     spec = TurnsSpec(None, 9, 9, 9.0, 99, 1.0, 1, max_prompt_length=9, **more)
-    agents = SimpleNamespace(
-        spec=spec, text=Text(), clock=lambda: 0.0, pool=SimpleNamespace(log=lambda line: None)
-    )
+    agents = SimpleNamespace(spec=spec, text=Text(), clock=lambda: 0.0, pool=SimpleNamespace(log=lambda line: None))
     made = AgentSession(agents, Request(0, (7, 8), 0), Sampling(1.0, 50, ()), Turns())
     made._keys = SimpleNamespace(chat="c", reward="r")
     made._run = asyncio.get_running_loop().create_future()
@@ -82,3 +79,36 @@ def test_an_answer_that_cannot_be_told_leaves_no_request_open():
         return made.is_sampling, made.row()
 
     assert asyncio.run(run()) == (False, None)
+
+
+def calls_of(made) -> list[list[tuple[str, str, float]]]:
+    return [[(call.name, call.reason, call.seconds) for call in of_turn] for of_turn in made.calls]
+
+
+def test_what_the_agent_did_after_an_answer_that_is_passed_over_is_a_call_of_the_one_that_stays():
+    """So no second of the agent is lost, also where the answer passed over was the last to come."""
+    spoken = SpokenTurns()
+    for ids in ([1, 2], [3, 4]):
+        asked_and_answered(spoken, USER, ids=ids)
+        spoken.acted("ok", 2.0)
+    made = spoken.row(50)
+    assert calls_of(made) == [[("agent", "ok", 2.0), ("agent", "retry", 0.0), ("agent", "ok", 2.0)]]
+    assert made.made.turn_seconds.tolist() == [4.0]
+
+
+def test_what_the_agent_did_in_a_branch_without_room_is_a_call_of_the_last_turn():
+    spoken = SpokenTurns()
+    for text in "qr":
+        asked_and_answered(spoken, ChatMessage("user", text), ids=[1, 2])
+        spoken.acted("ok", 2.0)
+    made = spoken.row(3)
+    assert calls_of(made) == [[("agent", "ok", 2.0)] * 2 + [("agent", "untrained", 0.0)]]
+    assert made.made.turn_seconds.tolist() == [4.0]
+
+
+def test_a_request_that_nobody_waited_for_divides_no_call():
+    spoken = SpokenTurns()
+    asked_and_answered(spoken, USER, ids=[1, 2])
+    spoken.acted("ok", 1.0)
+    spoken.acted("timeout", 2.0)
+    assert calls_of(spoken.row(50)) == [[("agent", "timeout", 3.0)]] == calls_of(spoken.last_row())
