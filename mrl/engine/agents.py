@@ -384,8 +384,12 @@ class AgentSession:
                 timeout=self._agents.spec.timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-        if needed and not self._given.done() and not self._rewards:
-            self._failed("it gave no reward, and reward.function: environment takes one")
+        if not needed or self._given.done():
+            return
+        in_row = set() if self._spoken.last is None else self._spoken.numbers(self._most)
+        if not self._rewards.keys() & in_row:
+            lost = f"; {len(self._rewards)} it gave for answers that are in no row" if self._rewards else ""
+            self._failed(f"it gave no reward, and reward.function: environment takes one{lost}")
 
     def row(self) -> Samples | None:
         """Returns the row of all branches; None where nothing was said. A failed response is not trained on and has the
@@ -393,16 +397,16 @@ class AgentSession:
         """
         if self._spoken.last is None:
             return None
-        if self._talk.stop is Stop.ENVIRONMENT:
-            spoken = self._spoken.last_row()
-        else:
-            spoken = self._spoken.row(self._most)
+        has_failed = self._talk.stop is Stop.ENVIRONMENT
+        spoken = self._spoken.last_row() if has_failed else self._spoken.row(self._most)
         given = [self._rewards.get(number) for number in spoken.numbers]
         rewards = [0.0 if reply is None else reply.reward for reply in given]
         parts = {name: value for reply in given if reply is not None for name, value in reply.parts.items()}
         if self._given.done():
             rewards[-1] += self._given.result().reward
             parts |= self._given.result().parts
+        lost = len(self._rewards.keys() - set(spoken.numbers))
+        spoken.calls[-1].extend([TurnCall(AGENT, "lost_reward")] * lost)
         last_s = float(with_turns(spoken.made).turn_seconds[-1])
         made = with_outcome(spoken.made, spoken.calls, rewards, parts, last_s)
         return replace(made, stop_reason=_as_column(made, self._talk.stop))

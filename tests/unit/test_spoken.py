@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from mrl.acting.chat_api import ChatMessage, ChatRequest
+from mrl.acting.environment import Reply
 from mrl.acting.tool import TurnsSpec
-from mrl.data.samples import Sample, Samples, packed
+from mrl.data.samples import CALL_REASONS, Sample, Samples, packed
 from mrl.engine.agents import AgentSession
 from mrl.engine.requests import Request, Sampling
 from mrl.engine.spoken import SpokenTurns
+from mrl.schedule.conversation import Stop
 
 USER = ChatMessage("user", "q")
 
@@ -112,3 +114,29 @@ def test_a_request_that_nobody_waited_for_divides_no_call():
     spoken.acted("ok", 1.0)
     spoken.acted("timeout", 2.0)
     assert calls_of(spoken.row(50)) == [[("agent", "timeout", 3.0)]] == calls_of(spoken.last_row())
+
+
+@pytest.mark.parametrize(
+    "answer, more, rewards, parts, lost, stop",
+    [
+        (1, {}, [0.0], [], 1, Stop.ENVIRONMENT),
+        (2, {}, [1.0], [b"won"], 0, Stop.CLOSED),
+        (1, {"keeps_all_answers": True}, [1.0, 0.0], [b"won"], 0, Stop.CLOSED),
+        (None, {}, [1.0], [b"won"], 0, Stop.CLOSED),
+    ],
+)
+def test_a_reward_of_an_answer_that_is_not_in_the_row_is_none_and_is_counted(answer, more, rewards, parts, lost, stop):
+    """A question is asked twice, and the first answer is passed over unless all are kept."""
+
+    async def run():
+        made = session(needs_reward=True, **more)
+        for ids in ([1, 2], [3, 4]):
+            asked_and_answered(made._spoken, USER, ids=ids)
+        made.reward(Reply("", 1.0, {"won": 1.0}), answer and f"chatcmpl-{answer}")
+        made._talk = made._talk.ended(Stop.CLOSED)
+        await made._rewarded()
+        return made._talk.stop, made.row()
+
+    found, whole = asyncio.run(run())
+    assert (found, whole.turn_rewards.tolist(), whole.part_names.tolist()) == (stop, rewards, parts)
+    assert whole.call_reasons.tolist().count(CALL_REASONS.index("lost_reward")) == lost
