@@ -175,7 +175,7 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
     return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
 
 
-_NO_FAILURES = (OK, "refused", "unread", "not_called", "overridden", "retry", "branch", "untrained")
+_NO_FAILURES = (OK, "refused", "unread", "not_called", "overridden", "retry", "branch", "untrained", "lost_reward")
 
 
 def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:

@@ -61,6 +61,7 @@ CALL_REASONS = (
     "not_called", "unanswered", "fell",
     "overridden", "retry", "branch",  # an agent asked for other sampling, for a turn again, for another branch
     "untrained",  # an agent left a branch, which does not fit into the row
+    "lost_reward",  # an agent gave a reward for an answer that is not in the row
 )  # fmt: skip
 
 

@@ -228,6 +228,7 @@ class AgentSession:
             if is_cut and added < most:
                 self._failed("the engine gave the request back, and an agent cannot go on elsewhere")
                 raise BadRequest(OVER.format(self._talk.stop))
+            return self._said(chat, place, number, made, added, is_full=is_cut and added == room)
         except BaseException:
             self._spoken.drop(number)
             if self._talk.stop is Stop.CONTEXT:
@@ -235,7 +236,6 @@ class AgentSession:
             else:
                 self._talk = self._talk.left(self._agents.clock())
             raise
-        return self._said(chat, place, number, made, added, is_full=is_cut and added == room)
 
     def _take(self) -> None:
         """Takes a turn of the budget. What the agent has done until now is a call of the turn before."""
@@ -285,14 +285,12 @@ class AgentSession:
         if place.move is Move.BRANCHES:
             marks.append(TurnCall(place.why, "branch"))
         marks += [TurnCall(name, "overridden") for name in text.overridden(chat, said, self._sampled_by)]
-        self._spoken.add(number, said, made, marks)
         has_call = bool(said.calls) or (not chat.wants_calls and text.has_call(turn))
+        prompt = made.token_ids[: int(made.lengths[0]) - added].tolist()
+        answer = ChatAnswer(number, said, bool(made.truncated[0]), len(prompt), added, tuple(prompt), tuple(turn))
+        self._spoken.add(number, said, made, marks)  # nothing from here on may fail: the place is taken
         self._talk = self._talk.answered(self._agents.clock(), has_call, is_full)
-        end = int(made.lengths[0])
-        prompt = made.token_ids[: end - added]
-        return ChatAnswer(
-            number, said, bool(made.truncated[0]), len(prompt), added, tuple(prompt.tolist()), tuple(turn)
-        )
+        return answer
 
     # --- the response's side
 
@@ -386,8 +384,12 @@ class AgentSession:
                 timeout=self._agents.spec.timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-        if needed and not self._given.done() and not self._rewards:
-            self._failed("it gave no reward, and reward.function: environment takes one")
+        if not needed or self._given.done():
+            return
+        in_row = set() if self._spoken.last is None else self._spoken.numbers(self._most)
+        if not self._rewards.keys() & in_row:
+            lost = f"; {len(self._rewards)} it gave for answers that are in no row" if self._rewards else ""
+            self._failed(f"it gave no reward, and reward.function: environment takes one{lost}")
 
     def row(self) -> Samples | None:
         """Returns the row of all branches; None where nothing was said. A failed response is not trained on and has the
@@ -395,15 +397,16 @@ class AgentSession:
         """
         if self._spoken.last is None:
             return None
-        spoken = self._spoken.row(self._most)
-        if self._talk.stop is Stop.ENVIRONMENT:
-            spoken = self._spoken.last_row()
+        has_failed = self._talk.stop is Stop.ENVIRONMENT
+        spoken = self._spoken.last_row() if has_failed else self._spoken.row(self._most)
         given = [self._rewards.get(number) for number in spoken.numbers]
         rewards = [0.0 if reply is None else reply.reward for reply in given]
         parts = {name: value for reply in given if reply is not None for name, value in reply.parts.items()}
         if self._given.done():
             rewards[-1] += self._given.result().reward
             parts |= self._given.result().parts
+        lost = len(self._rewards.keys() - set(spoken.numbers))
+        spoken.calls[-1].extend([TurnCall(AGENT, "lost_reward")] * lost)
         last_s = float(with_turns(spoken.made).turn_seconds[-1])
         made = with_outcome(spoken.made, spoken.calls, rewards, parts, last_s)
         return replace(made, stop_reason=_as_column(made, self._talk.stop))

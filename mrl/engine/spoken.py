@@ -1,6 +1,5 @@
 """The turns of an agent's session with their tokens: where a request belongs, and the row that is trained."""
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +21,18 @@ class SpokenTurn:
     """A turn that was answered."""
 
     row: Samples  # the branch up to and with this turn
-    calls: list[TurnCall] = field(default_factory=list)  # what is recorded of the turn
-    seconds: float = 0.0  # time that the agent took after it
+    marks: list[TurnCall] = field(default_factory=list)  # what is recorded of its request
+    acted: TurnCall | None = None  # all that the agent did after it
+
+    @property
+    def calls(self) -> list[TurnCall]:
+        """All that is recorded of the turn."""
+        return [*self.marks, *([] if self.acted is None else [self.acted])]
+
+    @property
+    def seconds(self) -> float:
+        """Time that the agent took after it."""
+        return 0.0 if self.acted is None else self.acted.seconds
 
 
 class SpokenRow(NamedTuple):
@@ -74,7 +83,7 @@ class SpokenTurns:
         ids = np.array(asked.ids, np.int64)
         begins = [
             number
-            for number, turn in self._turns.items()
+            for number, turn in list(self._turns.items())  # others are answered meanwhile, in another thread
             if np.array_equal(turn.row.token_ids, ids[: len(turn.row.token_ids)])
         ]
         if not begins:
@@ -102,17 +111,46 @@ class SpokenTurns:
         self._turns[number] = self.last = SpokenTurn(row, list(marks))
 
     def acted(self, reason: str, seconds: float) -> None:
-        """Records what the agent did after the turn that was answered last."""
+        """Records what the agent did after the turn that was answered last: one call, whose reason is the newest, also
+        where a request that nobody waited for divides it.
+        """
         if self.last is not None:
-            self.last.calls.append(TurnCall(AGENT, reason, seconds))
-            self.last.seconds += seconds
+            self.last.acted = TurnCall(AGENT, reason, self.last.seconds + seconds)
 
     def row(self, most: int) -> "SpokenRow":
-        """Returns all branches that fit as one row.
+        """Returns all branches that fit as one row, as `numbers` has them."""
+        ends, leaves = self._ends(most)
+        known: set[int] = set()
+        branches = []
+        numbers: list[int] = []
+        for end in ends:
+            path = self._kept.path(end)
+            shared = sum(number in known for number in path)
+            known |= set(path)
+            numbers += path[shared:]
+            branches.append(Branch(self._turns[end].row, shared))
+        calls, seconds = self._recorded(numbers)
+        calls[-1] += [TurnCall(AGENT, "untrained")] * (len(leaves) - len(ends))
+        return SpokenRow(_after(as_one_row(branches), seconds), numbers, calls)
 
-        Together the branches have at most `most` tokens of one response. The last is taken, then the newest of the
+    def numbers(self, most: int) -> set[int]:
+        """Returns the numbers of the turns that are in the row of `row`.
+
+        Together its branches have at most `most` tokens of one response. The last is taken, then the newest of the
         others; they stand in the order in which the agent left them. What is still to be answered is in none.
         """
+        return set().union(*(self._kept.path(end) for end in self._ends(most)[0]))
+
+    def last_row(self) -> "SpokenRow":
+        """Returns the branch of the turn that was answered last."""
+        number = next(number for number, turn in self._turns.items() if turn is self.last)
+        path = self._kept.path(number)
+        turns = [self._turns[each] for each in path]
+        made = _after(with_turns(self.last.row), [turn.seconds for turn in turns])
+        return SpokenRow(made, path, [turn.calls for turn in turns])
+
+    def _ends(self, most: int) -> tuple[list[int], list[int]]:
+        """Returns the ends of the branches that fit into a row, and of all."""
         self._kept = self._kept.all_answered
         leaves = self._kept.all_leaves if self._keeps_all else self._kept.leaves
         *earlier, last = leaves
@@ -123,43 +161,34 @@ class SpokenTurns:
             if taken + in_front <= most:
                 taken += in_front
                 ends.insert(0, end)
-        return self._joined(ends, untrained=len(leaves) - len(ends))
+        return ends, leaves
 
-    def last_row(self) -> "SpokenRow":
-        """Returns the branch of the turn that was answered last."""
-        number = next(number for number, turn in self._turns.items() if turn is self.last)
-        path = self._kept.path(number)
-        return SpokenRow(self.last.row, path, [self._turns[each].calls for each in path])
+    def _recorded(self, numbers: Sequence[int]) -> tuple[list[list[TurnCall]], list[float]]:
+        """Returns the calls, and the agent's seconds, of the turns of a row.
 
-    def _joined(self, ends: Sequence[int], untrained: int) -> "SpokenRow":
-        passed_over: dict[int, list[TurnCall]] = defaultdict(list)  # what is recorded of such answers, by what stays
-        if not self._keeps_all:
-            for number, stays in self._kept.passed_over.items():
-                overridden = (call for call in self._turns[number].calls if call.reason == "overridden")
-                passed_over[stays] += [*overridden, TurnCall(AGENT, "retry")]
-        known: set[int] = set()
-        branches = []
-        numbers: list[int] = []
-        calls: list[list[TurnCall]] = []
-        for end in ends:
-            path = self._kept.path(end)
-            shared = sum(number in known for number in path)
-            known |= set(path)
-            numbers += path[shared:]
-            calls += [[*passed_over.pop(number, ()), *self._turns[number].calls] for number in path[shared:]]
-            branches.append(Branch(_after(self._turns[end]), shared))
-        calls[-1].extend(itertools.chain.from_iterable(passed_over.values()))  # of branches without room
-        calls[-1] += [TurnCall(AGENT, "untrained")] * untrained
-        return SpokenRow(as_one_row(branches), numbers, calls)
+        Those of an answer that was passed over are of the one that stays instead, and of what has no room of the last
+        turn. That such answers began a branch is left out.
+        """
+        own = set(numbers)
+        stays = {} if self._keeps_all else self._kept.passed_over
+        carried: dict[int, list[TurnCall]] = defaultdict(list)
+        for number, turn in self._turns.items():
+            if number in own:
+                continue
+            to = stays.get(number, number)
+            carried[to if to in own else numbers[-1]] += [
+                *(call for call in turn.calls if call.reason != "branch"),
+                *([TurnCall(AGENT, "retry")] if number in stays else []),
+            ]
+        calls = [[*carried[number], *self._turns[number].calls] for number in numbers]
+        seconds = [self._turns[number].seconds + sum(call.seconds for call in carried[number]) for number in numbers]
+        return calls, seconds
 
 
 def _tokens(ids: np.ndarray) -> ChatMessage:
     return ChatMessage(TOKENS, " ".join(map(str, ids.tolist())))
 
 
-def _after(turn: SpokenTurn) -> Samples:
-    """Adds to the row the seconds that the agent took after its last turn."""
-    row = with_turns(turn.row)
-    times = row.turn_seconds.copy()
-    times[-1] = turn.seconds
-    return replace(row, turn_seconds=times)
+def _after(made: Samples, seconds: Sequence[float]) -> Samples:
+    """Sets the seconds that the agent took after each turn."""
+    return replace(made, turn_seconds=np.array(seconds, made.turn_seconds.dtype))

@@ -19,7 +19,8 @@ GENERATING = "gen"  # its time is divided by sampled tokens, that of other phase
 _FELL = CALL_REASONS.index("fell")
 # what an agent asked for, which is not a call, and its metrics
 _ASKED = {CALL_REASONS.index("overridden"): "overridden", CALL_REASONS.index("retry"): "retries",
-    CALL_REASONS.index("branch"): "branches", CALL_REASONS.index("untrained"): "untrained_branches"}  # fmt: skip
+    CALL_REASONS.index("branch"): "branches", CALL_REASONS.index("untrained"): "untrained_branches",
+    CALL_REASONS.index("lost_reward"): "lost_rewards"}  # fmt: skip
 _RIGHT = (*map(CALL_REASONS.index, ("ok", "refused", "not_called")), _FELL)  # the tool is not at fault
 PER_TOKEN_PHASES = (GENERATING, "ref", "teacher", "old_log_prob", "values", "adv", "update_critic", "update_actor")
 

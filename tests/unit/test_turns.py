@@ -195,12 +195,13 @@ def test_what_calls_came_to_is_a_column_each_and_is_measured():
 def test_what_an_agent_asked_for_is_no_call_and_is_measured_apart():
     asked = (TurnCall("temperature", "overridden"), TurnCall("top_p", "overridden"), TurnCall("edited", "branch"))
     calls = (*asked, TurnCall("agent", "retry"), TurnCall("agent", "ok", 2.0), *[TurnCall("agent", "untrained")] * 2)
+    calls = (*calls, TurnCall("agent", "lost_reward"))
     rows = packed([replace(TWO, calls=calls), ONE])
     metrics = turn_metrics(SampleRows.from_bytes(rows.numbers.to_bytes()))
     assert {name: value for name, value in metrics.items() if name.startswith(("tools/", "endpoint/"))} == {
         "tools/agent/calls": 1.0, "tools/agent/failed": 0.0, "tools/agent/seconds": 2.0,
         "endpoint/overridden": 2.0, "endpoint/retries": 1.0, "endpoint/branches": 1.0,
-        "endpoint/untrained_branches": 2.0,
+        "endpoint/untrained_branches": 2.0, "endpoint/lost_rewards": 1.0,
     }  # fmt: skip
     assert metrics["turns/calls"] == 0.5
     for name in metrics:
