@@ -7,6 +7,10 @@
 # Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case "${1:-all}" in
+    all | changed | unit | docs | browser | real | long) ;;
+    *) echo "usage: scripts/test.sh [all|changed|unit|docs|browser|real|long] [pytest arguments]" >&2; exit 2 ;;
+esac
 source scripts/install.sh cpu
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE  # containers tend to set it, and each of some thousand processes would compile mrl again
@@ -33,7 +37,6 @@ long() {
 }
 
 case "${1:-all}" in
-    changed | unit | docs | browser | real | long) "$@" ;;
     all) ruff check . && ruff format --check . && docs && unit && browser && real ;;
-    *) echo "usage: scripts/test.sh [all|changed|unit|docs|browser|real|long] [pytest arguments]" >&2; exit 2 ;;
+    *) "$@" ;;
 esac
