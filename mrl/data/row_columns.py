@@ -117,6 +117,7 @@ def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns
         return None
     if which.name == "routes":
         return with_missing_routes(arrays, [int(part.counts()["token"].sum()) for part in parts])
+    # a conversation's rows all have columns of turns: where these are missing, no row of the group has a state
     usual = {**ONE_TURN, **ONE_BRANCH, "turn_states": lambda rows: np.zeros(len(rows), np.uint64)}
     if which.name in usual:
         pairs = zip(parts, arrays, strict=True)

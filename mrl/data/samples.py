@@ -197,7 +197,7 @@ class SampleRows(Columns):
     call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
     turn_starts: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))  # as in Turn
     turn_rewards: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
-    # digest of what was read since the turn before, or in a branch since its beginning; 0: nothing. `numbers` fills it
+    # digest of what was read since the turn before, in a first turn with the prompt; 0: nothing. `numbers` fills it
     turn_states: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.uint64))
     # None: 1 each
     branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))
@@ -313,22 +313,45 @@ class Samples(Sequences, SampleRows):
 
 
 def _states(samples: Samples) -> np.ndarray:
-    """Digests the context in front of each turn's sampled tokens, uint64 [turns]; 0 where there is none."""
+    """Digests what was read before each turn, uint64 [turns]; 0 where it was nothing.
+
+    That is the context since the turn before. Before the first turn of a branch it is what follows the last turn that
+    the branch shares with an earlier one, and where it shares none, all of it with its prompt.
+    """
+    whole = with_branches(samples)
     states = []
-    starts = iter(np.split(samples.turn_starts, np.cumsum(samples.turn_counts)[:-1]))
-    masks = np.split(samples.is_sampled, np.cumsum(samples.response_lengths)[:-1])
-    for response, sampled, of_row in zip(samples.responses(), masks, starts, strict=True):
-        own = np.flatnonzero(sampled)
-        for start in of_row.tolist():
-            before = own[own < start]
-            context = response[int(before[-1]) + 1 if len(before) else 0 : start]
-            states.append(_digest(context) if len(context) else 0)
+    turns = iter(np.split(whole.turn_starts, np.cumsum(whole.turn_counts)[:-1]))
+    masks = iter(np.split(whole.is_sampled, np.cumsum(whole.response_lengths)[:-1]))
+    begins = iter(np.split(whole.branch_starts, np.cumsum(whole.branch_counts)[:-1]))
+    for prompt, response in zip(whole.prompts(), whole.responses(), strict=True):
+        ids = np.concatenate([prompt, response])
+        sampled = np.flatnonzero(next(masks)) + len(prompt)
+        starts = (next(turns) + len(prompt)).tolist()
+        first, *others = next(begins).tolist()
+        branches = [first, *(other + len(prompt) for other in others)]
+        said: list[np.ndarray] = []  # each turn with all before it
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            branch = max(begin for begin in branches if begin <= start)
+            before = ids[branch:start]
+            own = sampled[(sampled >= branch) & (sampled < start)]
+            known = int(own[-1]) + 1 - branch if len(own) else max(map(len, _begins(said, before)), default=0)
+            states.append(_digest(before[known:], bool(known)) if known < len(before) else 0)
+            of_turn = sampled[(sampled >= start) & (sampled < end)]
+            if len(of_turn):
+                said.append(ids[branch : int(of_turn[-1]) + 1])
     return np.array(states, np.uint64)
 
 
-def _digest(ids: np.ndarray) -> int:
+def _begins(lines: Sequence[np.ndarray], whole: np.ndarray) -> list[np.ndarray]:
+    """Returns the lines that `whole` begins with."""
+    return [line for line in lines if np.array_equal(line, whole[: len(line)])]
+
+
+def _digest(ids: np.ndarray, is_reply: bool) -> int:
+    """Digests a reply, or a prompt with what follows it: the two are never equal."""
     content = np.ascontiguousarray(ids, np.int32).tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") | 1
+    digest = hashlib.blake2b(content, digest_size=8, person=b"" if is_reply else b"prompt")
+    return int.from_bytes(digest.digest(), "big") | 1
 
 
 def with_turns(samples: Samples) -> Samples:
