@@ -199,6 +199,8 @@ class SampleRows(Columns):
     turn_rewards: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
     # digest of what was read since the turn before, in a first turn with the prompt; 0: nothing. `numbers` fills it
     turn_states: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.uint64))
+    # the turn of the row that it follows, also in another branch; -1: none. `numbers` fills it
+    turn_parents: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))
     # None: 1 each
     branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))
     # first response token of the branch
@@ -308,18 +310,21 @@ class Samples(Sequences, SampleRows):
         """The rows without their tokens."""
         given = {f.name: getattr(self, f.name) for f in fields(SampleRows)}
         if self.turn_starts is not None:
-            given["turn_states"] = _states(self)
+            given["turn_states"], given["turn_parents"] = _read_before(self)
         return SampleRows(**given)
 
 
-def _states(samples: Samples) -> np.ndarray:
-    """Digests what was read before each turn, uint64 [turns]; 0 where it was nothing.
+def _read_before(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
+    """Digests what was read before each turn, uint64 [turns], 0 where it was nothing; and says which turn of its row
+    it follows, int32 [turns], -1 where none.
 
-    That is the context since the turn before. Before the first turn of a branch it is what follows the last turn that
-    the branch shares with an earlier one, and where it shares none, all of it with its prompt.
+    What was read is the context since the turn before. Before the first turn of a branch it is what follows the last
+    turn that the branch shares with an earlier one, and where it shares none, all of it with its prompt. Turns are
+    shared where all tokens up to their end are the same.
     """
     whole = with_branches(samples)
-    states = []
+    states: list[int] = []
+    parents: list[int] = []
     turns = iter(np.split(whole.turn_starts, np.cumsum(whole.turn_counts)[:-1]))
     masks = iter(np.split(whole.is_sampled, np.cumsum(whole.response_lengths)[:-1]))
     begins = iter(np.split(whole.branch_starts, np.cumsum(whole.branch_counts)[:-1]))
@@ -329,22 +334,27 @@ def _states(samples: Samples) -> np.ndarray:
         starts = (next(turns) + len(prompt)).tolist()
         first, *others = next(begins).tolist()
         branches = [first, *(other + len(prompt) for other in others)]
-        said: list[np.ndarray] = []  # each turn with all before it
-        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        said: list[np.ndarray] = []  # each turn with all before it in its branch
+        of_branch = -1
+        for turn, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
             branch = max(begin for begin in branches if begin <= start)
             before = ids[branch:start]
-            own = sampled[(sampled >= branch) & (sampled < start)]
-            known = int(own[-1]) + 1 - branch if len(own) else max(map(len, _begins(said, before)), default=0)
-            states.append(_digest(before[known:], bool(known)) if known < len(before) else 0)
-            of_turn = sampled[(sampled >= start) & (sampled < end)]
-            if len(of_turn):
-                said.append(ids[branch : int(of_turn[-1]) + 1])
-    return np.array(states, np.uint64)
+            if branch == of_branch:
+                parent = turn - 1
+            else:
+                parent = max(_begins(said, before), key=[*map(len, said)].__getitem__, default=-1)
+            known = len(said[parent]) if parent >= 0 else 0
+            states.append(_digest(before[known:], parent >= 0) if known < len(before) else 0)
+            parents.append(parent)
+            own = sampled[(sampled >= start) & (sampled < end)]
+            said.append(ids[branch : int(own[-1]) + 1 if len(own) else start])
+            of_branch = branch
+    return np.array(states, np.uint64), np.array(parents, np.int32)
 
 
-def _begins(lines: Sequence[np.ndarray], whole: np.ndarray) -> list[np.ndarray]:
-    """Returns the lines that `whole` begins with."""
-    return [line for line in lines if np.array_equal(line, whole[: len(line)])]
+def _begins(lines: Sequence[np.ndarray], whole: np.ndarray) -> list[int]:
+    """Returns the places of the lines that `whole` begins with."""
+    return [place for place, line in enumerate(lines) if np.array_equal(line, whole[: len(line)])]
 
 
 def _digest(ids: np.ndarray, is_reply: bool) -> int:

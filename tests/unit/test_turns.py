@@ -63,7 +63,11 @@ def test_without_turns_there_is_no_column_of_theirs_and_no_byte_more():
     rows = packed([ONE])
     assert not rows.arrays.keys() & ONE_TURN.keys() and rows.is_sampled.all()
     assert rows.sampled_lengths is rows.response_lengths
-    mandatory = [f for f in fields(SampleRows) if f.name not in {**ONE_TURN, **ONE_BRANCH, "turn_states": None}]
+    mandatory = [
+        f
+        for f in fields(SampleRows)
+        if f.name not in {**ONE_TURN, **ONE_BRANCH, "turn_states": None, "turn_parents": None}
+    ]
     size = sum(np.dtype(f.metadata["dtype"]).itemsize for f in mandatory)
     assert len(zlib.decompress(rows.numbers.to_bytes())) == 16 + size
 
@@ -105,6 +109,7 @@ def test_a_turn_is_known_by_all_that_it_read_whichever_branch_it_begins():
     plan, solve, *of_both, first, reply, again, other = Samples.joined(rows).numbers.turn_states.tolist()
     assert plan != solve and of_both == [plan, solve, solve, plan]
     assert first == plan and reply == again and len({plan, solve, reply, other}) == 4
+    assert rows[-1].numbers.turn_parents.tolist() == [-1, 0, 0, 0] and rows[2].numbers.turn_parents.tolist() == [-1, -1]
 
 
 def test_parts_join_as_they_would_have_been_packed():
