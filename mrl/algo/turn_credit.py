@@ -4,12 +4,14 @@ A turn has the reward that its environment, or its agent, gave for it. What a re
 such as that of a reward function, stands at its last turn. So the rewards of a response's turns add up to its score.
 
     r_t    reward of turn t
-    R_t  = r_t + gamma R_(t+1)          its discounted return to go, within its branch
+    R_t  = r_t + gamma R_(t+1)          its discounted return to go
 
 An example with gamma 0.5: rewards 0, 1 and 0, and a score of 3, are r = 0 1 2 and R = 1 2 2.
 
 A response of an agent may have several branches. Each has the rewards of its own answers; with `session` every branch
-ends with the reward of the response's last turn too, with `own` the last branch alone does.
+ends with the reward of the response's last turn too, with `own` the last branch alone does. Behind a turn that branches
+share stands the mean of what they return: each is one sample of what comes after it. A sum would make a turn worth more
+for having been gone back to.
 
 A turn that is compared with no other one has advantage 0 in that comparison, so a long response is not judged where the
 others have ended.
@@ -33,6 +35,7 @@ class TurnNumbers:
     rewards: np.ndarray  # float64 [turns]
     states: np.ndarray  # uint64 [turns]: equal where the same was read before the turn
     ends_branch: np.ndarray  # bool [turns]: the last turn of its branch
+    parents: np.ndarray  # int64 [turns]: the turn of its response that it follows, by its number there; -1: none
 
     def __post_init__(self) -> None:
         if not (self.counts >= 1).all():
@@ -57,7 +60,9 @@ class TurnNumbers:
         """Keeps the given responses: bool [rows], or their numbers."""
         rows = np.arange(len(self.counts))[rows]
         turns = turns_of(self.counts, rows)
-        columns = {name: getattr(self, name)[turns] for name in ("starts", "rewards", "states", "ends_branch")}
+        columns = {
+            name: getattr(self, name)[turns] for name in ("starts", "rewards", "states", "ends_branch", "parents")
+        }
         return TurnNumbers(self.counts[rows], **columns)
 
 
@@ -76,8 +81,11 @@ def turn_numbers(
     states: np.ndarray,
     branch_counts: np.ndarray | None = None,
     branch_starts: np.ndarray | None = None,
+    parents: np.ndarray | None = None,
 ) -> TurnNumbers:
-    """Makes the turns of columns of `mrl.data.samples.SampleRows`. Without columns of branches each row is one."""
+    """Makes the turns of columns of `mrl.data.samples.SampleRows`. Without columns of branches each row is one, and
+    without parents no branch shares a turn.
+    """
     counts = counts.astype(np.int64)
     starts = starts.astype(np.int64)
     rows = np.repeat(np.arange(len(counts)), counts)
@@ -88,7 +96,11 @@ def turn_numbers(
         of_branches = np.repeat(np.arange(len(counts)), branch_counts) * apart + branch_starts
         branch = np.searchsorted(of_branches, rows * apart + starts, side="right")
     changes = (rows[1:] != rows[:-1]) | (branch[1:] != branch[:-1])
-    return TurnNumbers(counts, starts, rewards.astype(np.float64), states, np.append(changes, True))
+    if parents is None:
+        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        parents = np.where(np.append(True, changes)[: len(rows)], -1, places - 1)
+    ends = np.append(changes, True)
+    return TurnNumbers(counts, starts, rewards.astype(np.float64), states, ends, parents.astype(np.int64))
 
 
 def turn_returns(turns: TurnNumbers, scores: np.ndarray, gamma: float, branch_rewards: str) -> np.ndarray:
@@ -103,10 +115,13 @@ def turn_returns(turns: TurnNumbers, scores: np.ndarray, gamma: float, branch_re
         is_last[turns.last] = True
         of_response = rewards[turns.last][turns.rows]
         rewards = np.where(turns.ends_branch & ~is_last, rewards + of_response, rewards)
+    first = np.cumsum(turns.counts) - turns.counts
+    parents = np.where(turns.parents < 0, -1, turns.parents + first[turns.rows])
+    followers = np.bincount(parents[parents >= 0], minlength=len(rewards)).tolist()
     returns = rewards.tolist()
-    for turn in range(len(returns) - 2, -1, -1):
-        if not turns.ends_branch[turn]:
-            returns[turn] += gamma * returns[turn + 1]
+    for turn, parent in reversed(list(enumerate(parents.tolist()))):  # a turn stands behind the one that it follows
+        if parent >= 0:
+            returns[parent] += gamma * returns[turn] / followers[parent]
     return np.array(returns)
 
 

@@ -117,7 +117,12 @@ def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns
         return None
     if which.name == "routes":
         return with_missing_routes(arrays, [int(part.counts()["token"].sum()) for part in parts])
-    usual = {**ONE_TURN, **ONE_BRANCH, "turn_states": lambda rows: np.zeros(len(rows), np.uint64)}
+    # a conversation's rows all have columns of turns: where these are missing, no row of the group has a state
+    states = {
+        "turn_states": lambda rows: np.zeros(len(rows), np.uint64),
+        "turn_parents": lambda rows: np.full(len(rows), -1, np.int32),
+    }
+    usual = {**ONE_TURN, **ONE_BRANCH, **states}
     if which.name in usual:
         pairs = zip(parts, arrays, strict=True)
         arrays = [usual[which.name](part) if array is None else array for part, array in pairs]

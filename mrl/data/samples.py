@@ -197,8 +197,10 @@ class SampleRows(Columns):
     call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
     turn_starts: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))  # as in Turn
     turn_rewards: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
-    # digest of what was read since the turn before, or in a branch since its beginning; 0: nothing. `numbers` fills it
+    # digest of what was read since the turn before, in a first turn with the prompt; 0: nothing. `numbers` fills it
     turn_states: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.uint64))
+    # the turn of the row that it follows, also in another branch; -1: none. `numbers` fills it
+    turn_parents: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))
     # None: 1 each
     branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))
     # first response token of the branch
@@ -308,27 +310,58 @@ class Samples(Sequences, SampleRows):
         """The rows without their tokens."""
         given = {f.name: getattr(self, f.name) for f in fields(SampleRows)}
         if self.turn_starts is not None:
-            given["turn_states"] = _states(self)
+            given["turn_states"], given["turn_parents"] = _read_before(self)
         return SampleRows(**given)
 
 
-def _states(samples: Samples) -> np.ndarray:
-    """Digests the context in front of each turn's sampled tokens, uint64 [turns]; 0 where there is none."""
-    states = []
-    starts = iter(np.split(samples.turn_starts, np.cumsum(samples.turn_counts)[:-1]))
-    masks = np.split(samples.is_sampled, np.cumsum(samples.response_lengths)[:-1])
-    for response, sampled, of_row in zip(samples.responses(), masks, starts, strict=True):
-        own = np.flatnonzero(sampled)
-        for start in of_row.tolist():
-            before = own[own < start]
-            context = response[int(before[-1]) + 1 if len(before) else 0 : start]
-            states.append(_digest(context) if len(context) else 0)
-    return np.array(states, np.uint64)
+def _read_before(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
+    """Digests what was read before each turn, uint64 [turns], 0 where it was nothing; and says which turn of its row
+    it follows, int32 [turns], -1 where none.
+
+    What was read is the context since the turn before. Before the first turn of a branch it is what follows the last
+    turn that the branch shares with an earlier one, and where it shares none, all of it with its prompt. Turns are
+    shared where all tokens up to their end are the same.
+    """
+    whole = with_branches(samples)
+    states: list[int] = []
+    parents: list[int] = []
+    turns = iter(np.split(whole.turn_starts, np.cumsum(whole.turn_counts)[:-1]))
+    masks = iter(np.split(whole.is_sampled, np.cumsum(whole.response_lengths)[:-1]))
+    begins = iter(np.split(whole.branch_starts, np.cumsum(whole.branch_counts)[:-1]))
+    for prompt, response in zip(whole.prompts(), whole.responses(), strict=True):
+        ids = np.concatenate([prompt, response])
+        sampled = np.flatnonzero(next(masks)) + len(prompt)
+        starts = (next(turns) + len(prompt)).tolist()
+        first, *others = next(begins).tolist()
+        branches = [first, *(other + len(prompt) for other in others)]
+        said: list[np.ndarray] = []  # each turn with all before it in its branch
+        of_branch = -1
+        for turn, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
+            branch = max(begin for begin in branches if begin <= start)
+            before = ids[branch:start]
+            if branch == of_branch:
+                parent = turn - 1
+            else:
+                parent = max(_begins(said, before), key=[*map(len, said)].__getitem__, default=-1)
+            known = len(said[parent]) if parent >= 0 else 0
+            states.append(_digest(before[known:], parent >= 0) if known < len(before) else 0)
+            parents.append(parent)
+            own = sampled[(sampled >= start) & (sampled < end)]
+            said.append(ids[branch : int(own[-1]) + 1 if len(own) else start])
+            of_branch = branch
+    return np.array(states, np.uint64), np.array(parents, np.int32)
 
 
-def _digest(ids: np.ndarray) -> int:
+def _begins(lines: Sequence[np.ndarray], whole: np.ndarray) -> list[int]:
+    """Returns the places of the lines that `whole` begins with."""
+    return [place for place, line in enumerate(lines) if np.array_equal(line, whole[: len(line)])]
+
+
+def _digest(ids: np.ndarray, is_reply: bool) -> int:
+    """Digests a reply, or a prompt with what follows it: the two are never equal."""
     content = np.ascontiguousarray(ids, np.int32).tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") | 1
+    digest = hashlib.blake2b(content, digest_size=8, person=b"" if is_reply else b"prompt")
+    return int.from_bytes(digest.digest(), "big") | 1
 
 
 def with_turns(samples: Samples) -> Samples:

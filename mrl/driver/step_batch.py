@@ -241,6 +241,7 @@ def _turns(rows: SampleRows) -> TurnNumbers | None:
         rows.turn_states,
         rows.branch_counts,
         rows.branch_starts,
+        rows.turn_parents,
     )
 
 

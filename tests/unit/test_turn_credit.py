@@ -47,6 +47,22 @@ def test_branches_have_their_own_rewards_and_by_session_the_responses_last_too()
     assert turn_returns(numbers, np.array([7.0]), 0.5, "session").tolist() == [3.0, 4.0, 6.0, 4.0]
 
 
+@pytest.mark.parametrize(
+    "branch_rewards, gamma, wanted",
+    [("own", 1.0, [0.5, 0, 1]), ("own", 0.5, [0.25, 0, 1]), ("session", 1.0, [1, 1, 1])],
+)
+def test_a_turn_that_branches_share_has_the_mean_of_what_they_return(branch_rewards, gamma, wanted):
+    """By hand: turns 1 and 2 both follow 0, and 2 has the reward of 1. A response before it changes nothing."""
+    numbers = turn_numbers(
+        np.array([1, 3]), np.array([0, 0, 10, 30]), np.array([0.0, 0, 0, 1]), np.zeros(4, np.uint64),
+        np.array([1, 2]), np.array([0, 0, 20]), np.array([-1, -1, 0, 0]),
+    )  # fmt: skip
+    found = turn_returns(numbers, np.array([4.0, 1.0]), gamma, branch_rewards)
+    assert found.tolist() == [4.0, *wanted]
+    only = turn_returns(numbers.taken(np.array([1])), np.array([1.0]), gamma, branch_rewards)
+    assert only.tolist() == wanted
+
+
 def test_branches_of_several_rows_do_not_mix():
     numbers = turn_numbers(
         np.array([1, 3, 2]), np.array([0, 0, 9, 30, 0, 5]), np.zeros(6), np.zeros(6, np.uint64),

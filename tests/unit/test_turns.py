@@ -30,6 +30,7 @@ from mrl.record.metrics import turn_metrics
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec
 from mrl.reward.items import ONE_TURN as REWARD_ONE_TURN
+from mrl.schedule.branches import Branch, as_one_row
 from mrl.schedule.segments import continuation, continuation_seed, joined, with_context
 from mrl.tools.report.samples import PartHead, looked_at
 
@@ -62,13 +63,17 @@ def test_without_turns_there_is_no_column_of_theirs_and_no_byte_more():
     rows = packed([ONE])
     assert not rows.arrays.keys() & ONE_TURN.keys() and rows.is_sampled.all()
     assert rows.sampled_lengths is rows.response_lengths
-    mandatory = [f for f in fields(SampleRows) if f.name not in {**ONE_TURN, **ONE_BRANCH, "turn_states": None}]
+    mandatory = [
+        f
+        for f in fields(SampleRows)
+        if f.name not in {**ONE_TURN, **ONE_BRANCH, "turn_states": None, "turn_parents": None}
+    ]
     size = sum(np.dtype(f.metadata["dtype"]).itemsize for f in mandatory)
     assert len(zlib.decompress(rows.numbers.to_bytes())) == 16 + size
 
 
 def test_numbers_of_rows_say_behind_what_each_turn_was_sampled():
-    """Equal where the same context stands in front, whatever the model said before; nothing is 0."""
+    """Equal where the same context stands in front, whatever the model said before; first turns by their prompts."""
     given = [[1, 2, 5, 6, 3, 7, 4], [9, 5, 6, 3, 8, 8, 4], [1]]
     masks = [[1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 1, 0, 0, 1], [1]]
     starts = [(0, 4, 6), (0, 3, 6), (0,)]
@@ -80,17 +85,31 @@ def test_numbers_of_rows_say_behind_what_each_turn_was_sampled():
         ]
     )  # fmt: skip
     states = made.numbers.turn_states.tolist()
-    assert [state == 0 for state in states] == [True, False, False] * 2 + [True]
+    assert 0 not in states and states[0] == states[3] == states[6]
     assert states[1] == states[4] and len(set(states)) == 4
-    assert made.numbers.turn_rewards.tolist() == [0.0] * 7 and made.numbers.turn_starts.tolist() == [
-        0,
-        4,
-        6,
-        0,
-        3,
-        6,
-        0,
-    ]
+    assert made.numbers.turn_rewards.tolist() == [0.0] * 7
+    assert made.numbers.turn_starts.tolist() == [0, 4, 6, 0, 3, 6, 0]
+
+
+def test_a_turn_is_known_by_all_that_it_read_whichever_branch_it_begins():
+    """A planner's first turn and a solver's are two states. A reply behind a shared turn is one, in its fork too."""
+
+    def of(prompt, response, sampled, starts) -> Samples:
+        turns = tuple(Turn(start, "stop") for start in starts)
+        return packed([replace(ONE, prompt_ids=prompt, response_ids=response, rollout_log_probs=[0.0] * len(response),
+            sampled=np.array(sampled, bool), turns=turns)])  # fmt: skip
+
+    planner, solver = of([7, 8], [1, 2], [1, 1], [0]), of([9], [3], [1], [0])
+    main, fork = (of([7, 8], [1, 2, 5, 6, said], [1, 1, 0, 0, 1], [0, 4]) for said in (3, 4))
+    edited = of([7, 8], [1, 2, 5, 5, 3], [1, 1, 0, 0, 1], [0, 4])
+    rows = [
+        planner, solver, as_one_row([Branch(planner), Branch(solver)]), as_one_row([Branch(solver), Branch(planner)]),
+        as_one_row([Branch(main), Branch(fork, 1), Branch(edited, 1)]),
+    ]  # fmt: skip
+    plan, solve, *of_both, first, reply, again, other = Samples.joined(rows).numbers.turn_states.tolist()
+    assert plan != solve and of_both == [plan, solve, solve, plan]
+    assert first == plan and reply == again and len({plan, solve, reply, other}) == 4
+    assert rows[-1].numbers.turn_parents.tolist() == [-1, 0, 0, 0] and rows[2].numbers.turn_parents.tolist() == [-1, -1]
 
 
 def test_parts_join_as_they_would_have_been_packed():
@@ -98,7 +117,9 @@ def test_parts_join_as_they_would_have_been_packed():
     whole = packed([*every, ONE])
     assert same(Samples.joined([packed([]), packed(every[:5]), packed(every[5:]), packed([ONE])]), whole)
     numbers = SampleRows.joined([packed(every).numbers, packed([ONE]).numbers])
-    for name, column in whole.numbers.arrays.items():
+    *states, alone = whole.numbers.turn_states.tolist()
+    assert alone and numbers.turn_states.tolist() == [*states, 0], "of rows without turns no prompt is left to digest"
+    for name, column in replace(whole.numbers, turn_states=numbers.turn_states).arrays.items():
         np.testing.assert_array_equal(numbers.arrays[name], column, err_msg=name)
 
 
