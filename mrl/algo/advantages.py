@@ -60,7 +60,7 @@ class AdvantageInputs:
             return self.turns
         count = len(self.scores)
         nothing = np.zeros(count, np.int64)
-        return TurnNumbers(nothing + 1, nothing, np.zeros(count), nothing.astype(np.uint64), nothing == 0, nothing - 1)
+        return TurnNumbers(nothing + 1, nothing, np.zeros(count), nothing.astype(np.uint64), nothing - 1)
 
     @property
     def totals(self) -> np.ndarray:

@@ -34,7 +34,6 @@ class TurnNumbers:
     starts: np.ndarray  # int64 [turns]: first response token
     rewards: np.ndarray  # float64 [turns]
     states: np.ndarray  # uint64 [turns]: equal where the same was read before the turn
-    ends_branch: np.ndarray  # bool [turns]: the last turn of its branch
     parents: np.ndarray  # int64 [turns]: the turn of its response that it follows, by its number there; -1: none
 
     def __post_init__(self) -> None:
@@ -60,9 +59,7 @@ class TurnNumbers:
         """Keeps the given responses: bool [rows], or their numbers."""
         rows = np.arange(len(self.counts))[rows]
         turns = turns_of(self.counts, rows)
-        columns = {
-            name: getattr(self, name)[turns] for name in ("starts", "rewards", "states", "ends_branch", "parents")
-        }
+        columns = {name: getattr(self, name)[turns] for name in ("starts", "rewards", "states", "parents")}
         return TurnNumbers(self.counts[rows], **columns)
 
 
@@ -89,18 +86,17 @@ def turn_numbers(
     counts = counts.astype(np.int64)
     starts = starts.astype(np.int64)
     rows = np.repeat(np.arange(len(counts)), counts)
-    branch = np.zeros(len(starts), np.int64)
-    if branch_counts is not None:
-        # response tokens are counted from 0 in each row; far apart, all rows have one order
-        apart = int(max(starts.max(initial=0), branch_starts.max(initial=0))) + 1
-        of_branches = np.repeat(np.arange(len(counts)), branch_counts) * apart + branch_starts
-        branch = np.searchsorted(of_branches, rows * apart + starts, side="right")
-    changes = (rows[1:] != rows[:-1]) | (branch[1:] != branch[:-1])
     if parents is None:
+        branch = np.zeros(len(starts), np.int64)
+        if branch_counts is not None:
+            # response tokens are counted from 0 in each row; far apart, all rows have one order
+            apart = int(max(starts.max(initial=0), branch_starts.max(initial=0))) + 1
+            of_branches = np.repeat(np.arange(len(counts)), branch_counts) * apart + branch_starts
+            branch = np.searchsorted(of_branches, rows * apart + starts, side="right")
+        is_first = np.append(True, (rows[1:] != rows[:-1]) | (branch[1:] != branch[:-1]))[: len(rows)]
         places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        parents = np.where(np.append(True, changes)[: len(rows)], -1, places - 1)
-    ends = np.append(changes, True)
-    return TurnNumbers(counts, starts, rewards.astype(np.float64), states, ends, parents.astype(np.int64))
+        parents = np.where(is_first, -1, places - 1)
+    return TurnNumbers(counts, starts, rewards.astype(np.float64), states, parents.astype(np.int64))
 
 
 def turn_returns(turns: TurnNumbers, scores: np.ndarray, gamma: float, branch_rewards: str) -> np.ndarray:
@@ -110,14 +106,13 @@ def turn_returns(turns: TurnNumbers, scores: np.ndarray, gamma: float, branch_re
     """
     rewards = turns.rewards.copy()
     rewards[turns.last] += scores - np.bincount(turns.rows, turns.rewards, len(turns.counts))
-    if branch_rewards == SESSION:
-        is_last = np.zeros(len(rewards), bool)
-        is_last[turns.last] = True
-        of_response = rewards[turns.last][turns.rows]
-        rewards = np.where(turns.ends_branch & ~is_last, rewards + of_response, rewards)
     first = np.cumsum(turns.counts) - turns.counts
     parents = np.where(turns.parents < 0, -1, turns.parents + first[turns.rows])
-    followers = np.bincount(parents[parents >= 0], minlength=len(rewards)).tolist()
+    followers = np.bincount(parents[parents >= 0], minlength=len(rewards))
+    if branch_rewards == SESSION:
+        is_end = followers == 0
+        is_end[turns.last] = False  # it has the reward already
+        rewards = np.where(is_end, rewards + rewards[turns.last][turns.rows], rewards)
     returns = rewards.tolist()
     for turn, parent in reversed(list(enumerate(parents.tolist()))):  # a turn stands behind the one that it follows
         if parent >= 0:

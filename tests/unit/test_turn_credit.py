@@ -42,7 +42,7 @@ def test_branches_have_their_own_rewards_and_by_session_the_responses_last_too()
         np.array([4]), np.array([0, 3, 8, 14]), np.array([1.0, 0, 2, 0]), np.zeros(4, np.uint64),
         np.array([3]), np.array([0, 6, 12]),
     )  # fmt: skip
-    assert numbers.ends_branch.tolist() == [False, True, True, True]
+    assert numbers.parents.tolist() == [-1, 0, -1, -1]
     assert turn_returns(numbers, np.array([7.0]), 0.5, "own").tolist() == [1.0, 0.0, 2.0, 4.0]
     assert turn_returns(numbers, np.array([7.0]), 0.5, "session").tolist() == [3.0, 4.0, 6.0, 4.0]
 
@@ -68,7 +68,7 @@ def test_branches_of_several_rows_do_not_mix():
         np.array([1, 3, 2]), np.array([0, 0, 9, 30, 0, 5]), np.zeros(6), np.zeros(6, np.uint64),
         np.array([1, 2, 1]), np.array([0, 0, 20, 0]),
     )  # fmt: skip
-    assert numbers.ends_branch.tolist() == [True, False, True, True, False, True]
+    assert numbers.parents.tolist() == [-1, -1, 0, -1, -1, 0]
 
 
 def test_turns_are_compared_with_the_groups_at_the_same_turn():
