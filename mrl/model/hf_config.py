@@ -280,6 +280,22 @@ def refuse_other_names(config: HfConfig, spec: ModelSpec) -> None:
                 )
 
 
+def refuse_router(spec: ModelSpec) -> None:
+    """Raises ConfigError for a number of experts per token that Megatron's routers cannot choose."""
+    chosen, experts = spec.num_experts_per_tok, spec.num_experts
+    if not spec.is_moe:
+        return
+    if chosen > experts:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok = {chosen} must be at most {experts}, the number of experts of a layer"
+        )
+    if chosen == 1 and spec.norm_topk_prob and spec.router_score == "softmax":
+        raise ConfigError(
+            "config.json: num_experts_per_tok = 1 must be 2 or more, because the weights of a token's experts sum to "
+            f"one here ({spec.family}): a single weight is constant, and Megatron refuses such a router"
+        )
+
+
 def refuse_quantised(config: HfConfig) -> None:
     """Raises ConfigError for weights in a format that the family is not read in."""
     if quantization := config.get(QUANTIZATION):
@@ -512,6 +528,18 @@ def own_head_dim(config: HfConfig) -> int:
     if config.get("head_dim") is None:
         return required(config, "hidden_size") // required(config, "num_attention_heads")
     return config["head_dim"]
+
+
+def derived_head_dim(config: HfConfig) -> int:
+    """Returns hidden size over heads. Raises ConfigError for another `head_dim`: vLLM's class does not read it."""
+    heads, hidden = required(config, "num_attention_heads"), required(config, "hidden_size")
+    size = hidden // heads
+    if or_default(config, "head_dim", size) != size:
+        raise ConfigError(
+            f"config.json: head_dim = {config['head_dim']} must be hidden_size / num_attention_heads = {hidden} / "
+            f"{heads} = {size}, or left out: vLLM's class of {config.get('model_type')} does not read head_dim"
+        )
+    return size
 
 
 def refuse_uneven_heads(config: HfConfig) -> None:

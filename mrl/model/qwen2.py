@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mrl.model.decoder_weights import dense_layer
-from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, head_dim_from_hidden
+from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, derived_head_dim
 from mrl.model.weight_map import Family
 from mrl.model.wrapped import VISION_TOWER
 
@@ -14,7 +14,7 @@ from mrl.model.wrapped import VISION_TOWER
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
         **common(config, kv_heads=32, sliding_window=ANY),
-        head_dim=head_dim_from_hidden(config),
+        head_dim=derived_head_dim(config),
         qkv_bias=True,
         qk_norm=False,
     )

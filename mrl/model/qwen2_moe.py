@@ -1,7 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE: routed experts, and one shared expert with a scalar gate on its output."""
 
 from mrl.model.decoder_weights import dense_layer, expert_layer, gated_mlp
-from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, experts, head_dim_from_hidden, refuse_unless, required
+from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, derived_head_dim, experts, refuse_unless, required
 from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Weight, copied
 
 
@@ -10,7 +10,7 @@ def read(config: HfConfig) -> ModelSpec:
         # vLLM's class has the biases whatever the key says
         **common(config, kv_heads=16, sliding_window=ANY, qkv_bias=True),
         **experts(config),
-        head_dim=head_dim_from_hidden(config),
+        head_dim=derived_head_dim(config),
         qkv_bias=True,
         qk_norm=False,
         shared_expert_intermediate_size=shared_size(config),

@@ -42,6 +42,7 @@ from mrl.model.hf_config import (
     pad_token_id,
     refuse_impossible,
     refuse_other_names,
+    refuse_router,
     refuse_unless,
 )
 from mrl.model.refused import REFUSED
@@ -205,6 +206,7 @@ def _read(family: Family, config: HfConfig) -> ModelSpec:
     model = family.read(config)
     refuse_unless("model_type", model.family, family.model_type)
     refuse_other_names(config, model)
+    refuse_router(model)
     return replace(model, pad_token_id=pad_token_id({"pad_token_id": family.pad_token_id, **config}))
 
 

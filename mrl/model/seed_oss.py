@@ -1,6 +1,6 @@
 """Seed-OSS: Llama's layers with biases on queries, keys and values.
 
-vLLM has no class of it; that of Qwen2 has these layers.
+vLLM has no class of it; that of Llama has these layers, and reads the size of a head and the biases.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from mrl.model.decoder_weights import dense_layer
 from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, or_default
 from mrl.model.weight_map import Family
 
-_ENGINE = "Qwen2ForCausalLM"
+_ENGINE = "LlamaForCausalLM"
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -23,8 +23,8 @@ def read(config: HfConfig) -> ModelSpec:
 
 
 def engine_keys(m: ModelSpec) -> dict[str, Any]:
-    """Returns the class that engines use, and its name of the biases."""
-    return {"architectures": [_ENGINE], "qkv_bias": m.qkv_bias}
+    """Returns the class that engines use, and its names of the biases: `attention_bias` alone would add one more."""
+    return {"architectures": [_ENGINE], "attention_bias": False, "qkv_bias": m.qkv_bias}
 
 
 FAMILY = Family(

@@ -49,7 +49,7 @@ _SOURCES = {
     "MistralForCausalLM": ("mistral", ["llama", "mistral"], {"sliding_window": None}),
     "MixtralForCausalLM": ("mixtral", ["mixtral"], {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "Phi3ForCausalLM": ("phi3", ["llama", "phi3"], {"pad_token_id": 3}),
-    "SeedOssForCausalLM": ("seed_oss", ["qwen2"], {"head_dim": 8, "pad_token_id": 3}),
+    "SeedOssForCausalLM": ("seed_oss", ["llama"], {"head_dim": 8, "pad_token_id": 3}),
     "OlmoeForCausalLM": ("olmoe", ["olmoe"], {**TINY_WIDE, "rms_norm_eps": 1e-5, "pad_token_id": 3}),
     "MiniMaxM2ForCausalLM": ("minimax_m2", ["minimax_m2"], TINY_MINIMAX),
     "Qwen3NextForCausalLM": ("qwen3_next", ["qwen3_next"], TINY_NEXT),

@@ -30,7 +30,7 @@ from mrl.model.layout import LayoutDegrees, RolloutLayout, is_legal_layout
 from mrl.model.registry import family_of, own_config
 from mrl.platforms.hosting import get_hosting
 from mrl.tools.family.config_keys import unread_keys
-from mrl.tools.family.drawn import MIXED, ODD, PLAIN, WHOLE, as_transformers, drawn_configs
+from mrl.tools.family.drawn import APART, BIASES, MIXED, ODD, PLAIN, WHOLE, as_transformers, drawn_configs
 from mrl.tools.family.step import train_step
 from mrl.tools.own_command import run_mrl
 
@@ -62,6 +62,7 @@ _ROLLOUTS = (
     RolloutLayout(1, 2, 1, 2),
     RolloutLayout(1, 1, 3, 3),
 )
+_IN_ENGINES = (PLAIN, ODD, APART, WHOLE)
 _CONVERSION = ("tp=2,pp=2,ep=2", "tp=2,pp=2")
 
 
@@ -180,7 +181,7 @@ class FamilyCheck:
     def vllm(self) -> Check:
         """Checks the weight map's view of vLLM against vLLM's own loader."""
         cases = []
-        for name in [name for name in (PLAIN, ODD, WHOLE) if name in self.usable()]:
+        for name in [name for name in self.usable() if name in _IN_ENGINES or name.startswith(BIASES)]:
             folder = self.folder(name)
             model = model_spec(json.loads((folder / "config.json").read_text(encoding="utf-8")))
             for rollout in _ROLLOUTS:

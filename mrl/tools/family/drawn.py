@@ -8,11 +8,13 @@ from mrl.model import ModelSpec, model_spec
 from mrl.model.hf_config import HfConfig
 from mrl.model.registry import family_of
 from mrl.model.weight_map import Family
-from mrl.tools.rehearse.small_model import small_hf_config
+from mrl.tools.rehearse.small_model import HEAD_DIM, small_hf_config
 
 PLAIN = "plain"
 ODD = "odd sizes"
+BIASES = "attention_bias = "  # how the name of that switch begins
 MIXED = ("mlp_only_layers", "decoder_sparse_step")
+APART = "heads of another size"  # than hidden_size over heads
 WHOLE = "inside a model that reads images"
 _LAYERS = 4
 _WORDS = 127  # divides by no tensor degree
@@ -61,6 +63,10 @@ def drawn_configs(config: HfConfig) -> dict[str, dict[str, Any]]:
     drawn = {PLAIN: plain, ODD: _odd(plain)}
     seen = [model_spec(plain)]
     family = family_of(seen[0])
+    apart = {**plain, "head_dim": 2 * HEAD_DIM}
+    if not seen[0].is_latent and (model := _accepted(apart)) is not None:
+        seen.append(model)
+        drawn[APART] = apart
     if family.wrapper:
         drawn[WHOLE] = whole_config(plain, family)
     for change in _changes(plain):
