@@ -12,7 +12,8 @@ Tensors are read in chunks, so memory does not grow with the model.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf, sqrt
@@ -206,10 +207,14 @@ def _dtypes(check: _Check, specs: list[TensorSpec]) -> None:
     """Says which tensors have another dtype than config.json and the family say, once if all have."""
     model = check.export.model
     precise = family_of(model).rounded
+    usual = CODES.get(model.dtype, model.dtype)
+    if not check.export.says_dtype and specs:
+        usual = Counter(check.export.places[spec.name].dtype for spec in specs).most_common(1)[0][0]
+        check.notes.append(f"config.json has no dtype: {usual} of the files is taken as the export's")
     wrong: dict[str, list[str]] = {}
     for spec in specs:
         stored = check.export.places[spec.name].dtype
-        allowed = {CODES.get(spec.dtype, spec.dtype)} | ({"F32"} if spec.name.endswith(precise) else set())
+        allowed = {_dtype_of(check, spec, usual)} | ({"F32"} if spec.name.endswith(precise) else set())
         if model.fp8_block is not None:
             allowed.add(FP8)
         if stored not in allowed:
@@ -220,11 +225,13 @@ def _dtypes(check: _Check, specs: list[TensorSpec]) -> None:
             check.say("", f"all tensors are {stored}, and config.json says {model.dtype}{why}")
             continue
         for name in names:
-            check.say(name, f"is {stored}, not {_dtype_of(specs, name)}{why}")
+            spec = next(spec for spec in specs if spec.name == name)
+            check.say(name, f"is {stored}, not {_dtype_of(check, spec, usual)}{why}")
 
 
-def _dtype_of(specs: Iterable[TensorSpec], name: str) -> str:
-    return next(spec.dtype for spec in specs if spec.name == name)
+def _dtype_of(check: _Check, spec: TensorSpec, usual: str) -> str:
+    """Returns safetensors' name of the dtype that a tensor should have."""
+    return usual if spec.dtype == check.export.model.dtype else CODES.get(spec.dtype, spec.dtype)
 
 
 # ---------------------------------------------------------------- values

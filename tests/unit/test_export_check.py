@@ -15,6 +15,7 @@ from mrl.checkpoint.export_check import check_export
 from mrl.cli.main import main
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import model_spec, tensor_specs
+from mrl.model.hf_files import INDEX
 
 QWEN3_MOE = {**SIZES, "hidden_size": 48, "torch_dtype": "bfloat16"}
 QWEN2 = {
@@ -209,7 +210,8 @@ def test_a_trained_model_is_sound_and_moved(origin, tmp_path, capsys):
     assert answer["ok"] and answer["faults"] == [] and len(answer["moved"]["farthest"]) == 10
     assert 0.008 < answer["moved"]["median"] < 0.012
     main(["convert", "--check", str(folder), "--against", str(folder)])
-    assert "all tensors are the origin's, unmoved" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "all tensors are the origin's, unmoved" in said and "moved from" not in said
     main(["convert", "--check", str(export)])
     said = capsys.readouterr().out
     assert ": sound" in said and "without --against, tensors in each other's place cannot be seen" in said
@@ -272,6 +274,24 @@ def test_all_in_another_dtype_is_said_once(tmp_path):
         assert fault.tensor == "" and all(word in fault.what for word in words)
 
 
+def test_without_a_dtype_in_the_configuration_that_of_the_files_is_taken(tmp_path):
+    config = {key: value for key, value in QWEN2.items() if key != "torch_dtype"}
+    tensors = weights(QWEN2)
+    report = check_export(write(tmp_path / "a", tensors, config))
+    assert report.is_sound and "config.json has no dtype: BF16 of the files is taken" in report.notes[0]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].half()
+    (fault,) = check_export(write(tmp_path / "b", tensors, config)).faults
+    assert fault.tensor == "lm_head.weight" and "is F16, not BF16" in fault.what
+
+
+def test_one_fault_is_one(tmp_path, capsys):
+    tensors = weights(QWEN2)
+    tensors.pop("model.norm.weight")
+    with pytest.raises(SystemExit):
+        main(["convert", "--check", str(write(tmp_path / "a", tensors, QWEN2))])
+    assert ": 1 fault\n" in capsys.readouterr().out
+
+
 def test_experts_of_a_model_that_reads_images_are_told_apart(tmp_path):
     before = weights(STACKED)
     folder = write(tmp_path / "o", before, STACKED)
@@ -308,6 +328,11 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (lambda f: (f / "config.json").write_text(json.dumps({**QWEN2, "architectures": ["Owl"]})), ConfigError, "Owl"),
         (lambda f: next(f.glob("*.safetensors")).write_bytes(b"\xff" * 64), EnvironmentFault, "read as safetensors"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), EnvironmentFault, "cannot be read"),
+        (lambda f: (f / INDEX).write_text("[]"), EnvironmentFault, "holds no JSON object, but a list"),
+        (lambda f: (f / INDEX).write_text('{"metadata": {}}'), EnvironmentFault, "has no weight_map"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": [1]}'), EnvironmentFault, "weight_map must be .* not a list"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {}}'), EnvironmentFault, "weight_map is empty"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 1}}'), EnvironmentFault, "file's name for a, not"),
         (lambda f: [file.unlink() for file in f.glob("*model*")], EnvironmentFault, "no safetensors files"),
     ],
 )
