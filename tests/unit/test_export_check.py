@@ -202,6 +202,101 @@ def test_a_hundred_drawn_faults_are_named_with_what_they_are(origin, tmp_path):
     assert named >= 65
 
 
+def step_of(
+    kind: str, name: str, tensor: Tensor, size: float, rng: random.Random, generator: torch.Generator
+) -> Tensor:
+    """A change as training makes it. `size`: of an element's step, or of a low-rank product."""
+    signs = torch.randn(tensor.shape, generator=generator).sign()
+    if kind == "LoRA":
+        if tensor.ndim < 2 or not ("q_proj" in name or "v_proj" in name or "down_proj" in name):
+            return torch.zeros(tensor.shape)
+        left = torch.randn(tensor.shape[0], 2, generator=generator)
+        return size * left @ torch.randn(2, tensor.shape[1], generator=generator)
+    if kind == "some layers" and ".layers.1." not in name:
+        return torch.zeros(tensor.shape)
+    if name.endswith("mlp.gate.weight"):  # a frozen router
+        return torch.zeros(tensor.shape)
+    if kind == "rare tokens" and ("embed" in name or "lm_head" in name):
+        steps = torch.rand(len(tensor), 1, generator=generator)
+        return size * signs * torch.where(steps < 0.8, 0.0, steps)
+    if kind == "drawn steps":
+        return size * torch.randn(tensor.shape, generator=generator) * rng.choice([0.5, 1, 2])
+    return size * signs
+
+
+TRAININGS = ("all alike", "LoRA", "some layers", "rare tokens", "drawn steps")
+
+
+def test_what_training_does_is_no_fault(origin, tmp_path):
+    _, config = origin
+    rng = random.Random(7)
+    generator = torch.Generator().manual_seed(7)
+    for number in range(25):
+        before = weights(config)
+        for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight"):
+            before[name][3:7] *= 0.02  # short rows, for which a step is long
+            before[name][9] = 0
+        folder = write(tmp_path / f"{number}-before", before, config)
+        kind, size = TRAININGS[number % 5], (1e-6, 2e-5, 1e-4, 5e-4, 2e-3)[number // 5]
+        after = {n: (t.float() + step_of(kind, n, t, size, rng, generator)).to(t.dtype) for n, t in before.items()}
+        report = check_export(write(tmp_path / f"{number}-after", after, config), folder)
+        assert report.is_sound, (kind, size, report.faults[:3])
+
+
+E, H, K, D, OUT = (
+    "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.o_proj.weight",
+)  # fmt: skip
+
+
+def with_zeros(tensor: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+    made = tensor.clone()
+    made[rows, columns] = 0
+    return made
+
+
+PARTS = [  # tensor, damage, words
+    (E, lambda t: with_zeros(t, slice(-4, None)), "rows 56-59 of 60 are zero, and are not in the origin"),
+    (H, lambda t: with_zeros(t, slice(-4, None)), "rows 56-59 of 60 are zero, and are not in the origin"),
+    (E, lambda t: torch.cat([t[:-3], 0.02 * torch.randn(3, t.shape[1]).bfloat16()]), "rows 57-59 of 60 moved by up"),
+    (E, lambda t: t[[1, 0, *range(2, 60)]], "in other places: row 0 is the origin's row 1"),
+    (H, lambda t: torch.cat([t[:56], t[52:56]]), "in other places: row 56 is the origin's row 52"),
+    (D, lambda t: with_zeros(t, columns=slice(-3, None)), "columns 45-47 of 48 are zero"),
+    (D, lambda t: t[:, [1, 0, *range(2, 48)]], "in other places: column 0 is the origin's column 1"),
+    (K, lambda t: with_zeros(t, slice(-2, None)), "rows 14-15 of 16 are zero"),
+    (OUT, lambda t: t * 1.29, "it is 1.29 times the origin's"),
+    (OUT, lambda t: t * 2, "it is 2.00 times the origin's"),
+    ("model.norm.weight", lambda t: t * 1.25, "it is 1.25 times the origin's"),
+    ("model.norm.weight", lambda t: t.flip(0), "half of the tensors that moved by"),
+]
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_damage_of_a_part_is_named(is_trained, tmp_path):
+    before = weights(QWEN2)
+    before["model.norm.weight"] = 1 + 0.5 * (before["model.norm.weight"] - 1)
+    folder = write(tmp_path / "before", before, QWEN2)
+    generator = torch.Generator().manual_seed(3)
+    after = dict(before)
+    if is_trained:
+        after = {n: (t + 2e-5 * torch.randn(t.shape, generator=generator)).bfloat16() for n, t in before.items()}
+    for number, (name, damage, words) in enumerate(PARTS):
+        if not is_trained and ("1.29" in words or "1.25" in words or "half of" in words):
+            continue  # nothing is usual
+        export = write(tmp_path / str(number), {**after, name: damage(after[name])}, QWEN2)
+        said = [fault for fault in check_export(export, folder).faults if fault.tensor == name]
+        assert len(said) == 1 and words in said[0].what, (number, said)
+
+
+def test_zero_rows_without_an_origin_are_a_fault_of_projections_and_a_note_of_tokens(tmp_path):
+    tensors = weights(QWEN2)
+    tensors |= {E: with_zeros(tensors[E], slice(-4, None)), D: with_zeros(tensors[D], slice(2, 7, 2))}
+    report = check_export(write(tmp_path / "a", tensors, QWEN2))
+    assert [(fault.tensor, fault.what) for fault in report.faults] == [(D, "rows 2, 4, 6 of 32 are zero")]
+    assert any(note.startswith(f"{E}: rows 56-59 of 60 are zero: unused tokens") for note in report.notes)
+    assert check_export(tmp_path / "a", tmp_path / "a").is_sound  # they are in the origin, too
+
+
 def test_a_trained_model_is_sound_and_moved(origin, tmp_path, capsys):
     folder, config = origin
     export = write(tmp_path / "export", trained(weights(config)), config, shards=3)
