@@ -1,21 +1,25 @@
 """Checks a Hugging Face export that any trainer wrote, alone or against the model from which training began.
 
 Alone: names, shapes and dtypes against config.json, the index, NaN and infinity, tied embeddings, tensors that are
-constant or have another's bytes. A tensor that took another's place keeps name and shape, so it shows only against the
-origin. Training moves a tensor by a small part of its length. One that moved by more is looked for: among the origin's
-tensors of its shape, transposed, and with its rows or columns in another order.
+constant or have another's bytes, rows and columns that are zero. A tensor that took another's place keeps name and
+shape, so it shows only against the origin. Training moves a tensor by a small part of its length. One that moved by
+more is looked for: among the origin's tensors of its shape, transposed, and with its rows or columns in another order.
 
     gate_proj of the export, rows    a b c     moved by 140 % from gate_proj of the origin, and by 0.1 % from up_proj:
                                                it "holds up_proj"
+
+A row, a column or a tensor whose step is many times that of the others is named, too: a part that was left out,
+exchanged or scaled. Steps are compared, and not shares alone: a step is alike for short rows and long ones.
 
 Tensors are read in chunks, so memory does not grow with the model.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from math import inf, sqrt
+from math import inf, prod, sqrt
 from pathlib import Path
 from statistics import median
 
@@ -29,8 +33,13 @@ from mrl.model.hf_files import EMBEDDING, FP8, HEAD, check_checkpoint, is_spare,
 from mrl.model.registry import family_of
 
 MOVED = 0.3  # of a tensor's length; training moves far less
+FAR = 8  # times the usual step, by which a tensor, a row or a column is out of the others
+_FAR_TENSOR = 0.05  # of its length: a tensor that moved by less is never called out of the others
+_ROW_LENGTH = 0.1  # of the usual row's: rows of rare tokens may be short, and then a step is long beside them
+_ENOUGH = 3  # tensors that moved, below which none is usual
 _NEAR = 0.3  # two rows or tensors that are the same one, before and after training
 _SAMPLED = 16  # rows or columns by which a tensor is recognised
+_RUNS = 4  # runs of rows that are listed
 _EXPLAINED = 30  # faults whose tensors are looked for in the origin
 _FEW = 0.5  # share of the model's names below which the files are another model's
 _NORM = "norm.weight"
@@ -87,6 +96,11 @@ class _Values:
     moved: float = 0.0
     digest: str = ""
     shape: tuple[int, ...] = ()
+    own: float = 0.0  # length
+    unexplained: float = 0.0  # of `moved`, without rows and columns that are newly zero
+    is_named: bool = False
+    rows: "_Lines" = field(default_factory=lambda: _Lines())  # dropped after the tensor
+    columns: "_Lines" = field(default_factory=lambda: _Lines())
 
     @property
     def is_constant(self) -> bool:
@@ -97,6 +111,20 @@ class _Values:
         if self.moved == 0:
             return 0.0
         return self.moved / self.length if self.length else inf
+
+    @property
+    def step(self) -> float:
+        """The root of the mean square over elements. Adam's is alike in all tensors, whatever their values are."""
+        return self.moved / sqrt(max(1, prod(self.shape)))
+
+
+@dataclass
+class _Lines:
+    """Rows or columns of a matrix: which have another value than zero, squared lengths and movements."""
+
+    used: np.ndarray | float = 0.0
+    theirs: np.ndarray | float = 0.0
+    moved: np.ndarray | float = 0.0
 
 
 @dataclass
@@ -140,6 +168,7 @@ def check_export(
         _look_at(check, spec)
     _constant(check)
     _repeated(check)
+    _far(check)
     moved = _moved(check, specs)
     size = sum(place.file.stat().st_size for place in {p.file: p for p in export.places.values()}.values())
     return ExportReport(
@@ -206,10 +235,14 @@ def _dtypes(check: _Check, specs: list[TensorSpec]) -> None:
     """Says which tensors have another dtype than config.json and the family say, once if all have."""
     model = check.export.model
     precise = family_of(model).rounded
+    usual = CODES.get(model.dtype, model.dtype)
+    if not check.export.says_dtype and specs:
+        usual = Counter(check.export.places[spec.name].dtype for spec in specs).most_common(1)[0][0]
+        check.notes.append(f"config.json has no dtype: {usual} of the files is taken as the export's")
     wrong: dict[str, list[str]] = {}
     for spec in specs:
         stored = check.export.places[spec.name].dtype
-        allowed = {CODES.get(spec.dtype, spec.dtype)} | ({"F32"} if spec.name.endswith(precise) else set())
+        allowed = {_dtype_of(check, spec, usual)} | ({"F32"} if spec.name.endswith(precise) else set())
         if model.fp8_block is not None:
             allowed.add(FP8)
         if stored not in allowed:
@@ -220,11 +253,13 @@ def _dtypes(check: _Check, specs: list[TensorSpec]) -> None:
             check.say("", f"all tensors are {stored}, and config.json says {model.dtype}{why}")
             continue
         for name in names:
-            check.say(name, f"is {stored}, not {_dtype_of(specs, name)}{why}")
+            spec = next(spec for spec in specs if spec.name == name)
+            check.say(name, f"is {stored}, not {_dtype_of(check, spec, usual)}{why}")
 
 
-def _dtype_of(specs: Iterable[TensorSpec], name: str) -> str:
-    return next(spec.dtype for spec in specs if spec.name == name)
+def _dtype_of(check: _Check, spec: TensorSpec, usual: str) -> str:
+    """Returns safetensors' name of the dtype that a tensor should have."""
+    return usual if spec.dtype == check.export.model.dtype else CODES.get(spec.dtype, spec.dtype)
 
 
 # ---------------------------------------------------------------- values
@@ -238,16 +273,120 @@ def _look_at(check: _Check, spec: TensorSpec) -> None:
     if found.bad:
         check.say(name, f"has {found.bad} elements that are NaN or infinite")
         return
-    if check.origin is None or found.is_constant:
+    rows, columns = found.rows, found.columns
+    found.rows, found.columns = _Lines(), _Lines()
+    if found.is_constant:
+        return
+    if len(spec.shape) > 1:
+        _zero(check, name, found, "rows", rows)
+        _zero(check, name, found, "columns", columns)
+    if check.origin is None:
         return
     if len(spec.shape) == 1 and found.share > _NEAR / 100 and (other := _nearer_vector(check, name, found)):
+        found.is_named = True
         check.say(name, f"holds {other} of the origin")
-    elif found.share > MOVED:
-        said = f"moved by {_percent(found.share)} of its length, more than training moves"
-        if check.explained < _EXPLAINED and len(spec.shape) > 1:
+    elif found.unexplained > MOVED * found.length:
+        said = _outlying(check, name, rows, columns) if len(spec.shape) > 1 else ""
+        if not said and check.explained < _EXPLAINED and len(spec.shape) > 1:
             check.explained += 1
-            said = _explained(check, name) or said
+            said = _explained(check, name)
+        if not said:
+            why = _scaled(found)
+            said = f"moved by {_percent(found.share)} of its length, more than training moves{why}"
+        found.is_named = True
         check.say(name, said)
+    elif len(spec.shape) > 1 and (said := _outlying(check, name, rows, columns)):
+        found.is_named = True
+        check.say(name, said)
+
+
+def _zero(check: _Check, name: str, found: _Values, kind: str, lines: _Lines) -> None:
+    """Says which rows or columns are zero, and were not in the origin. Unused tokens may have zeros: a note."""
+    is_zero = ~lines.used
+    if check.origin is not None:
+        is_zero &= lines.theirs > 0
+    if not is_zero.any():
+        return
+    said = f"{kind} {_listed(np.flatnonzero(is_zero))} of {len(is_zero)} are zero"
+    if check.origin is not None:
+        left = found.unexplained**2 - float(lines.theirs[is_zero].sum(dtype=np.float64))
+        found.unexplained = sqrt(max(0.0, left))
+        found.is_named = True
+        check.say(name, f"{said}, and are not in the origin")
+    elif name in (EMBEDDING, HEAD) and kind == "rows":
+        check.notes.append(f"{name}: {said}: unused tokens, or a part that was left out; --against tells")
+    else:
+        found.is_named = True
+        check.say(name, said)
+
+
+def _listed(numbers: np.ndarray) -> str:
+    """Returns "3, 7-9" for rising numbers, of the first runs."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:_RUNS]]
+    more = sum(len(run) for run in runs[_RUNS:])
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _outlying(check: _Check, name: str, rows: _Lines, columns: _Lines) -> str:
+    """Returns which rows or columns moved far out of the others of their tensor; empty if none did.
+
+    Steps of elements are compared, as the same step is long beside a short row. Lines that did not move, as those of
+    rare tokens, have no part in what is usual.
+    """
+    for kind, lines in (("rows", rows), ("columns", columns)):
+        moved, lengths = np.sqrt(lines.moved), np.sqrt(lines.theirs)
+        length = float(np.median(lengths))
+        usual = float(np.median(moved[moved > 0])) if moved.any() else 0.0
+        if usual > MOVED * length and 2 * np.count_nonzero(moved) < len(moved):
+            usual = 0.0  # the lines that moved are the wrong ones
+        floor = np.maximum(MOVED * lengths, _ROW_LENGTH * length)
+        is_far = lines.used & (moved > np.maximum(floor, FAR * usual))
+        numbers = np.flatnonzero(is_far)
+        if not len(numbers) or 2 * len(numbers) > len(moved):
+            continue
+        why = ""
+        if check.explained < _EXPLAINED:
+            check.explained += 1
+            some = numbers[_sample(len(numbers))]
+            why = _rows(check, name, some) if kind == "rows" else _columns(check, name, some)
+        share = float((moved[numbers] / np.maximum(lengths[numbers], 1e-30)).max())
+        far = "more than their length" if share > 10 else f"up to {share:.0%} of their length"
+        times = (
+            f"{moved[numbers].min() / usual:.0f} times the usual step or more" if usual else "most others not at all"
+        )
+        return f"{kind} {_listed(numbers)} of {len(moved)} moved by {far}, {times}" + (f": {why}" if why else "")
+    return ""
+
+
+def _far(check: _Check) -> None:
+    """Says which tensors moved far out of the others: their step is many times the usual, and so is their share.
+
+    Both, as the same step is a large share of small weights, and the same share a large step of large weights.
+    """
+    moved = {name: found for name, found in check.values.items() if found.moved and not found.bad}
+    if check.origin is None or len(moved) < _ENOUGH:
+        return
+    step = median(found.step for found in moved.values())
+    share = median(found.share for found in moved.values())
+    for name, found in moved.items():
+        is_far = found.share > max(_FAR_TENSOR, FAR * share) and found.step > FAR * step
+        if found.is_named or found.is_constant or not is_far:
+            continue
+        why = _scaled(found)
+        check.say(
+            name,
+            f"moved by {found.share:.1%} of its length, and half of the tensors that moved by {share:.2%} or less{why}",
+        )
+
+
+def _scaled(found: _Values) -> str:
+    """Returns by which factor a tensor was multiplied, if that is nearly all of its movement."""
+    if not found.length or found.moved == inf:
+        return ""
+    factor = (found.own**2 + found.length**2 - found.moved**2) / (2 * found.length**2)
+    is_it = ((factor - 1) * found.length) ** 2 > 0.9 * found.moved**2
+    return f": it is {factor:.2f} times the origin's" if is_it else ""
 
 
 def _percent(share: float) -> str:
@@ -260,19 +399,32 @@ def _measure(check: _Check, name: str) -> _Values:
     others = iter(())
     if check.origin is not None:
         others = check.origin.chunks(name)
-    squares = moved = 0.0
+    is_matrix = len(found.shape) > 1
+    used, theirs, moved = [], [], []  # of rows, a chunk each
     for chunk in check.export.chunks(name):
         found.bad += int(chunk.size - np.count_nonzero(np.isfinite(chunk)))
         found.low = min(found.low, float(chunk.min()))
         found.high = max(found.high, float(chunk.max()))
         digest.update(chunk)
+        if is_matrix:
+            used.append(chunk.any(1))
+            found.columns.used = np.logical_or(found.columns.used, chunk.any(0))
         other = next(others, None)
-        if other is not None:
-            squares += _square(other)
-            moved += _square(chunk - other)
+        if other is None:
+            continue
+        found.own += _square(chunk)
+        step = chunk - other
+        theirs.append(np.einsum("ij,ij->i", other, other))
+        moved.append(np.einsum("ij,ij->i", step, step))
+        if is_matrix:
+            found.columns.theirs = found.columns.theirs + np.einsum("ij,ij->j", other, other)
+            found.columns.moved = found.columns.moved + np.einsum("ij,ij->j", step, step)
     found.digest = digest.hexdigest()
-    found.length = sqrt(squares)
-    found.moved = sqrt(moved) if moved == moved else inf
+    found.rows = _Lines(*(np.concatenate(each) if each else 0.0 for each in (used, theirs, moved)))
+    found.own = sqrt(found.own)
+    found.length = sqrt(float(np.sum(found.rows.theirs, dtype=np.float64)))
+    squares = float(np.sum(found.rows.moved, dtype=np.float64))
+    found.moved = found.unexplained = sqrt(squares) if squares == squares else inf
     return found
 
 
@@ -317,6 +469,7 @@ def _repeated(check: _Check) -> None:
             continue
         is_of_origin = check.origin is not None and not found.share and not check.values[other].share
         if not is_of_origin:
+            found.is_named = True
             check.say(name, f"has the same values as {other}")
     has_both = HEAD in check.export.places and EMBEDDING in check.values
     if model.tie_word_embeddings and has_both and not _same(check.export, EMBEDDING, HEAD):
@@ -400,12 +553,12 @@ def _transposed(check: _Check, name: str) -> str:
     return "is transposed" if is_it else ""
 
 
-def _rows(check: _Check, name: str) -> str:
+def _rows(check: _Check, name: str, rows: np.ndarray | None = None) -> str:
     """Looks for rows among those of the layer's matrices with as many columns: joined projections, heads in another
     order.
     """
     place = check.export.places[name]
-    rows = _sample(place.rows)
+    rows = _sample(place.rows) if rows is None else rows
     ours = check.export.some(name, rows)
     layer = _LAYER.search(name)
     nearest = [(inf, "", -1)] * len(rows)
@@ -447,9 +600,9 @@ def _distances(ours: Floats, theirs: Floats) -> Floats:
     return np.sqrt(np.maximum(squares, 0) / np.maximum(lengths, 1e-30)[:, None])
 
 
-def _columns(check: _Check, name: str) -> str:
+def _columns(check: _Check, name: str, columns: np.ndarray | None = None) -> str:
     """Looks for columns in another order, as slices of tensor ranks that were joined wrongly."""
-    columns = _sample(check.export.places[name].columns)
+    columns = _sample(check.export.places[name].columns) if columns is None else columns
     products = theirs = ours = 0.0
     for one, other in zip(check.export.chunks(name), check.origin.chunks(name), strict=True):
         mine = one[:, columns]

@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.fp8 import bfloat16_words
-from mrl.model.hf_files import FP8, INDEX, read_safetensors_header, scale_of, weight_files
+from mrl.model.hf_files import FP8, INDEX, read_index, read_safetensors_header, scale_of, weight_files
 from mrl.model.registry import family_of
 from mrl.model.wrapped import inner_tensors
-from mrl.plain_files import open_regular, read_json
+from mrl.plain_files import JSON_BYTES, open_regular, read_settings
 
 Floats = NDArray[np.float32]
 CHUNK = 1 << 22  # elements that are read at once
 _READ = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8"), "BF16": np.dtype("<u2")}
 READABLE = (*_READ, FP8)
+_DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,20 @@ class ExportedFiles:
     def _compare_index(self) -> None:
         if not (self.folder / INDEX).exists():
             return
-        listed = read_json(self.folder / INDEX)["weight_map"]
+        listed = read_index(self.folder / INDEX)
         for key, file in listed.items():
             if self._files.get(key) != file:
                 self.faults.append((key, f"is not in {file}, where {INDEX} lists it"))
         for key in self._files.keys() - listed.keys():
             self.faults.append((key, f"is in {self._files[key]}, and {INDEX} does not list it"))
+
+    @cached_property
+    def says_dtype(self) -> bool:
+        """Whether config.json says in which dtype the weights are stored."""
+        config = read_settings(self.folder / "config.json", JSON_BYTES)
+        inner = config.get("text_config")
+        parts = (config, inner) if isinstance(inner, dict) else (config,)
+        return self.model.fp8_block is not None or any(part.get(key) for part in parts for key in _DTYPES)
 
     @cached_property
     def scales(self) -> Mapping[str, StoredPlace]:

@@ -119,17 +119,15 @@ def _check_lines(options: argparse.Namespace, report: Any) -> Iterator[str]:
     if report.is_sound:
         yield f"{what}: sound"
     else:
-        yield f"{what}: {len(report.faults)} faults"
+        yield f"{what}: {len(report.faults)} fault{'s' * (len(report.faults) != 1)}"
     for fault in report.faults[:SHOWN_FAULTS]:
         yield f"  {fault.tensor or 'all'}: {fault.what}"
     if len(report.faults) > SHOWN_FAULTS:
         yield f"  and {len(report.faults) - SHOWN_FAULTS} more (--json has all)"
-    if report.moved:
+    if report.moved and report.moved[0].share:
         far = report.moved[0]
-        yield (
-            f"moved from {options.against}: half of the tensors by less than {report.usual_move:.2%} of their length, "
-            f"most {far.tensor} by {far.share:.2%}"
-        )
+        half = f"by less than {max(report.usual_move, 1e-4):.2%} of their length" if report.usual_move else "not at all"
+        yield f"moved from {options.against}: half of the tensors {half}, most {far.tensor} by {far.share:.2%}"
     for note in report.notes:
         yield f"note: {note}"
 

@@ -341,6 +341,32 @@ def _own(file: Path) -> Path:
     return file
 
 
+def read_index(index: Path) -> dict[str, str]:
+    """Returns the file of each tensor that an index lists. Raises EnvironmentFault if it lists none."""
+    try:
+        content = read_json(index)
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault(f"{index} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise EnvironmentFault(f"{index} holds no JSON object, but {_kind(content)}; it must have a weight_map")
+    if "weight_map" not in content:
+        raise EnvironmentFault(f"{index} has no weight_map, which lists the file of each tensor; write the index anew")
+    listed = content["weight_map"]
+    if not isinstance(listed, dict):
+        raise EnvironmentFault(f"{index}: weight_map must be an object of tensors and their files, not {_kind(listed)}")
+    if not listed:
+        raise EnvironmentFault(f"{index}: weight_map is empty; write the index anew")
+    for tensor, file in listed.items():
+        if not isinstance(file, str):
+            raise EnvironmentFault(f"{index}: weight_map must have a file's name for {tensor}, not {_kind(file)}")
+    return listed
+
+
+def _kind(value: object) -> str:
+    kinds = {list: "a list", str: "a string", int: "a number", float: "a number", dict: "an object", bool: "a boolean"}
+    return kinds.get(type(value), "null")
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files of a checkpoint folder.
 
@@ -350,10 +376,10 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists() or index.is_symlink():
         try:
             check_own_file(index)
-            names = sorted(set(read_json(index)["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
             raise EnvironmentFault(f"{index} cannot be read: {error}") from None
-        if outside := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
+        names = sorted(set(read_index(index).values()))
+        if outside := [n for n in names if Path(n).name != n]:
             raise EnvironmentFault(f"{index} names files outside its directory: {outside[:_SHOWN]}")
         if (folder / _SINGLE).exists() and _SINGLE not in names:
             raise EnvironmentFault(

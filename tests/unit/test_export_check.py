@@ -15,6 +15,7 @@ from mrl.checkpoint.export_check import check_export
 from mrl.cli.main import main
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import model_spec, tensor_specs
+from mrl.model.hf_files import INDEX
 
 QWEN3_MOE = {**SIZES, "hidden_size": 48, "torch_dtype": "bfloat16"}
 QWEN2 = {
@@ -201,6 +202,101 @@ def test_a_hundred_drawn_faults_are_named_with_what_they_are(origin, tmp_path):
     assert named >= 65
 
 
+def step_of(
+    kind: str, name: str, tensor: Tensor, size: float, rng: random.Random, generator: torch.Generator
+) -> Tensor:
+    """A change as training makes it. `size`: of an element's step, or of a low-rank product."""
+    signs = torch.randn(tensor.shape, generator=generator).sign()
+    if kind == "LoRA":
+        if tensor.ndim < 2 or not ("q_proj" in name or "v_proj" in name or "down_proj" in name):
+            return torch.zeros(tensor.shape)
+        left = torch.randn(tensor.shape[0], 2, generator=generator)
+        return size * left @ torch.randn(2, tensor.shape[1], generator=generator)
+    if kind == "some layers" and ".layers.1." not in name:
+        return torch.zeros(tensor.shape)
+    if name.endswith("mlp.gate.weight"):  # a frozen router
+        return torch.zeros(tensor.shape)
+    if kind == "rare tokens" and ("embed" in name or "lm_head" in name):
+        steps = torch.rand(len(tensor), 1, generator=generator)
+        return size * signs * torch.where(steps < 0.8, 0.0, steps)
+    if kind == "drawn steps":
+        return size * torch.randn(tensor.shape, generator=generator) * rng.choice([0.5, 1, 2])
+    return size * signs
+
+
+TRAININGS = ("all alike", "LoRA", "some layers", "rare tokens", "drawn steps")
+
+
+def test_what_training_does_is_no_fault(origin, tmp_path):
+    _, config = origin
+    rng = random.Random(7)
+    generator = torch.Generator().manual_seed(7)
+    for number in range(25):
+        before = weights(config)
+        for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight"):
+            before[name][3:7] *= 0.02  # short rows, for which a step is long
+            before[name][9] = 0
+        folder = write(tmp_path / f"{number}-before", before, config)
+        kind, size = TRAININGS[number % 5], (1e-6, 2e-5, 1e-4, 5e-4, 2e-3)[number // 5]
+        after = {n: (t.float() + step_of(kind, n, t, size, rng, generator)).to(t.dtype) for n, t in before.items()}
+        report = check_export(write(tmp_path / f"{number}-after", after, config), folder)
+        assert report.is_sound, (kind, size, report.faults[:3])
+
+
+E, H, K, D, OUT = (
+    "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.o_proj.weight",
+)  # fmt: skip
+
+
+def with_zeros(tensor: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+    made = tensor.clone()
+    made[rows, columns] = 0
+    return made
+
+
+PARTS = [  # tensor, damage, words
+    (E, lambda t: with_zeros(t, slice(-4, None)), "rows 56-59 of 60 are zero, and are not in the origin"),
+    (H, lambda t: with_zeros(t, slice(-4, None)), "rows 56-59 of 60 are zero, and are not in the origin"),
+    (E, lambda t: torch.cat([t[:-3], 0.02 * torch.randn(3, t.shape[1]).bfloat16()]), "rows 57-59 of 60 moved by up"),
+    (E, lambda t: t[[1, 0, *range(2, 60)]], "in other places: row 0 is the origin's row 1"),
+    (H, lambda t: torch.cat([t[:56], t[52:56]]), "in other places: row 56 is the origin's row 52"),
+    (D, lambda t: with_zeros(t, columns=slice(-3, None)), "columns 45-47 of 48 are zero"),
+    (D, lambda t: t[:, [1, 0, *range(2, 48)]], "in other places: column 0 is the origin's column 1"),
+    (K, lambda t: with_zeros(t, slice(-2, None)), "rows 14-15 of 16 are zero"),
+    (OUT, lambda t: t * 1.29, "it is 1.29 times the origin's"),
+    (OUT, lambda t: t * 2, "it is 2.00 times the origin's"),
+    ("model.norm.weight", lambda t: t * 1.25, "it is 1.25 times the origin's"),
+    ("model.norm.weight", lambda t: t.flip(0), "half of the tensors that moved by"),
+]
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_damage_of_a_part_is_named(is_trained, tmp_path):
+    before = weights(QWEN2)
+    before["model.norm.weight"] = 1 + 0.5 * (before["model.norm.weight"] - 1)
+    folder = write(tmp_path / "before", before, QWEN2)
+    generator = torch.Generator().manual_seed(3)
+    after = dict(before)
+    if is_trained:
+        after = {n: (t + 2e-5 * torch.randn(t.shape, generator=generator)).bfloat16() for n, t in before.items()}
+    for number, (name, damage, words) in enumerate(PARTS):
+        if not is_trained and ("1.29" in words or "1.25" in words or "half of" in words):
+            continue  # nothing is usual
+        export = write(tmp_path / str(number), {**after, name: damage(after[name])}, QWEN2)
+        said = [fault for fault in check_export(export, folder).faults if fault.tensor == name]
+        assert len(said) == 1 and words in said[0].what, (number, said)
+
+
+def test_zero_rows_without_an_origin_are_a_fault_of_projections_and_a_note_of_tokens(tmp_path):
+    tensors = weights(QWEN2)
+    tensors |= {E: with_zeros(tensors[E], slice(-4, None)), D: with_zeros(tensors[D], slice(2, 7, 2))}
+    report = check_export(write(tmp_path / "a", tensors, QWEN2))
+    assert [(fault.tensor, fault.what) for fault in report.faults] == [(D, "rows 2, 4, 6 of 32 are zero")]
+    assert any(note.startswith(f"{E}: rows 56-59 of 60 are zero: unused tokens") for note in report.notes)
+    assert check_export(tmp_path / "a", tmp_path / "a").is_sound  # they are in the origin, too
+
+
 def test_a_trained_model_is_sound_and_moved(origin, tmp_path, capsys):
     folder, config = origin
     export = write(tmp_path / "export", trained(weights(config)), config, shards=3)
@@ -209,7 +305,8 @@ def test_a_trained_model_is_sound_and_moved(origin, tmp_path, capsys):
     assert answer["ok"] and answer["faults"] == [] and len(answer["moved"]["farthest"]) == 10
     assert 0.008 < answer["moved"]["median"] < 0.012
     main(["convert", "--check", str(folder), "--against", str(folder)])
-    assert "all tensors are the origin's, unmoved" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "all tensors are the origin's, unmoved" in said and "moved from" not in said
     main(["convert", "--check", str(export)])
     said = capsys.readouterr().out
     assert ": sound" in said and "without --against, tensors in each other's place cannot be seen" in said
@@ -272,6 +369,24 @@ def test_all_in_another_dtype_is_said_once(tmp_path):
         assert fault.tensor == "" and all(word in fault.what for word in words)
 
 
+def test_without_a_dtype_in_the_configuration_that_of_the_files_is_taken(tmp_path):
+    config = {key: value for key, value in QWEN2.items() if key != "torch_dtype"}
+    tensors = weights(QWEN2)
+    report = check_export(write(tmp_path / "a", tensors, config))
+    assert report.is_sound and "config.json has no dtype: BF16 of the files is taken" in report.notes[0]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].half()
+    (fault,) = check_export(write(tmp_path / "b", tensors, config)).faults
+    assert fault.tensor == "lm_head.weight" and "is F16, not BF16" in fault.what
+
+
+def test_one_fault_is_one(tmp_path, capsys):
+    tensors = weights(QWEN2)
+    tensors.pop("model.norm.weight")
+    with pytest.raises(SystemExit):
+        main(["convert", "--check", str(write(tmp_path / "a", tensors, QWEN2))])
+    assert ": 1 fault\n" in capsys.readouterr().out
+
+
 def test_experts_of_a_model_that_reads_images_are_told_apart(tmp_path):
     before = weights(STACKED)
     folder = write(tmp_path / "o", before, STACKED)
@@ -308,6 +423,11 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (lambda f: (f / "config.json").write_text(json.dumps({**QWEN2, "architectures": ["Owl"]})), ConfigError, "Owl"),
         (lambda f: next(f.glob("*.safetensors")).write_bytes(b"\xff" * 64), EnvironmentFault, "read as safetensors"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), EnvironmentFault, "cannot be read"),
+        (lambda f: (f / INDEX).write_text("[]"), EnvironmentFault, "holds no JSON object, but a list"),
+        (lambda f: (f / INDEX).write_text('{"metadata": {}}'), EnvironmentFault, "has no weight_map"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": [1]}'), EnvironmentFault, "weight_map must be .* not a list"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {}}'), EnvironmentFault, "weight_map is empty"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 1}}'), EnvironmentFault, "file's name for a, not"),
         (lambda f: [file.unlink() for file in f.glob("*model*")], EnvironmentFault, "no safetensors files"),
     ],
 )
