@@ -61,7 +61,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.platforms.inventory import detect_kind
     from mrl.platforms.layers import layers
 
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = options.device or detect_kind()
     platform, kind = get_platform(device), "torch"
     if device != "cpu":

@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from checks import Figures, Machine, Skip, check
@@ -18,10 +19,11 @@ def decode(machine: Machine) -> Figures:
     host's, of which each sequence has a share. With 16 experts, for which vLLM has no tuned configuration but one of
     `TUNED`, and at the smaller depth with all 128, for which it has one on an H200.
     """
-    try:
-        import vllm  # noqa: F401
-    except ImportError:
-        raise Skip("vLLM is not installed") from None
+    from engine_sync import engine_environment
+
+    if find_spec("vllm") is None:
+        raise Skip("vLLM is not installed")
+    os.environ.update(engine_environment(machine))
     few, many = (2, 6) if machine.device != "cpu" else (1, 2)
     batches = _BATCHES if machine.device != "cpu" else (1, 4)
     shallow, deep = _steps(machine, few, batches), _steps(machine, many, batches)
