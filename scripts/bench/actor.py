@@ -13,7 +13,6 @@ held them. On a CPU all sizes are small, and only that it runs is worth somethin
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
