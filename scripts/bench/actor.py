@@ -13,7 +13,6 @@ held them. On a CPU all sizes are small, and only that it runs is worth somethin
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -61,7 +60,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.platforms.inventory import detect_kind
     from mrl.platforms.layers import layers
 
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = options.device or detect_kind()
     platform, kind = get_platform(device), "torch"
     if device != "cpu":

@@ -4,11 +4,13 @@ import json
 import os
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from checks import Figures, Machine, Skip, check
 
 _TOKENS, _BATCHES = 32, (1, 32, 256, 512)
+_LENGTH = 512  # of the longest sequence
 TUNED = "VLLM_TUNED_CONFIG_FOLDER"  # of configurations of vLLM's expert kernels that somebody made here
 
 
@@ -18,10 +20,11 @@ def decode(machine: Machine) -> Figures:
     host's, of which each sequence has a share. With 16 experts, for which vLLM has no tuned configuration but one of
     `TUNED`, and at the smaller depth with all 128, for which it has one on an H200.
     """
-    try:
-        import vllm  # noqa: F401
-    except ImportError:
-        raise Skip("vLLM is not installed") from None
+    from engine_sync import engine_environment
+
+    if find_spec("vllm") is None:
+        raise Skip("vLLM is not installed")
+    os.environ.update(engine_environment(machine))
     few, many = (2, 6) if machine.device != "cpu" else (1, 2)
     batches = _BATCHES if machine.device != "cpu" else (1, 4)
     shallow, deep = _steps(machine, few, batches), _steps(machine, many, batches)
@@ -42,17 +45,21 @@ def _steps(machine: Machine, layers: int, batches: tuple[int, ...], experts: int
     """Of an engine with weights that nobody set, by the number of its sequences."""
     from vllm import LLM, SamplingParams
 
+    from mrl.platforms.hosting import get_hosting
+
     with tempfile.TemporaryDirectory() as folder:
-        config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
-                  "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-                  "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": experts,
-                  "num_experts_per_tok": 8,
-                  "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+        config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+                  "hidden_size": machine.size(2048, 256), "num_hidden_layers": layers,
+                  "num_attention_heads": machine.size(32, 8), "num_key_value_heads": 4, "head_dim": 128,
+                  "intermediate_size": 6144, "moe_intermediate_size": machine.size(768, 128),
+                  "num_experts": experts, "num_experts_per_tok": 8, "vocab_size": machine.size(32000, 4096),
+                  "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
                   "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "rope_theta": 1e6,
                   "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False}  # fmt: skip
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        engine = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=512, max_num_seqs=batches[-1],
-                     gpu_memory_utilization=0.5)  # fmt: skip
+        engine = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=_LENGTH,
+                     max_num_seqs=batches[-1], gpu_memory_utilization=0.5,
+                     **get_hosting(machine.device).engine_arguments(_LENGTH, None))  # fmt: skip
         steps = {}
         for batch in batches:
             prompts = [{"prompt_token_ids": [1 + number % 100] * 8} for number in range(batch)]

@@ -6,6 +6,7 @@ which no file holds, under adapters, so that neither gradients nor an optimizer 
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +76,25 @@ def _config(machine: Machine, layers: int, settings: Figures) -> dict[str, Any]:
     return {"config": with_values(config, settings).model_dump(), "sizes": sizes}
 
 
+def engine_environment(machine: Machine) -> dict[str, str]:
+    """What mrl gives an engine's process: the size of its cache on a CPU, where vLLM would take a share of the host's
+    memory, and on a device segments that others can open.
+    """
+    from mrl.platforms.hosting import get_hosting
+
+    return get_hosting(machine.device).engine_environment(0, 1, 1, kvcache_gib=1)
+
+
 async def _walked(machine: Machine, given: dict[str, Any], sleeps: bool = True, routes: bool = False) -> Figures:
-    try:
-        import vllm  # noqa: F401
-    except ImportError:
-        raise Skip("vLLM is not installed") from None
+    if find_spec("vllm") is None:
+        raise Skip("vLLM is not installed")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(given["sizes"]))
         given["config"]["model"]["path"] = folder
         file = Path(folder) / "run.json"
         file.write_text(json.dumps(given["config"]))
         with _rank(machine, file) as rank:
+            os.environ.update(engine_environment(machine))
             pair = _Pair(machine, rank, given["config"], Path(folder))
             try:
                 return await pair.walk(sleeps, routes)
@@ -215,8 +225,11 @@ class _Rank:
 
 @contextmanager
 def _rank(machine: Machine, config: Path) -> Iterator[_Rank]:
+    from mrl.platforms.hosting import get_hosting
+
     command = [sys.executable, __file__, machine.device, str(config)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    own = os.environ | get_hosting(machine.device).actor_environment()
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
     try:
         yield _Rank(process)
     finally:
@@ -232,9 +245,11 @@ class Served:
 
         from mrl.config.schema import RunConfig
         from mrl.platforms import prepare_process
+        from mrl.platforms.hosting import set_rank_defaults
         from mrl.process.free_ports import free_port
 
         self.config = RunConfig.model_validate_json(config.read_text())
+        set_rank_defaults(device, False, self.config.model.grouped_gemm)
         prepare_process(device, self.config.actor.layout.model_dump(), {})
         from mrl.rank import actor as module
 

@@ -55,7 +55,16 @@ FILES = (
 )  # fmt: skip
 # what one device shows in ten minutes each; the first are worth most
 PIECES = {
-    "A": ("devices", "communicators", "sync_order", "layouts", "lost_worker", "ipc_rounds", "gated_delta_time"),
+    "A": (
+        "devices",
+        "communicators",
+        "sync_order",
+        "layouts",
+        "lost_worker",
+        "ipc_rounds",
+        "gated_delta_time",
+        "gated_delta_kernels",
+    ),
     "B": ("devices", "lora_of_30b", "grouped_products", "grouped_parity", "wide_heads", "long_sequence"),
     "C": ("devices", "engine_sync", "decode", "engine_sync_fp8", "engine_routes"),
 }
@@ -63,8 +72,8 @@ BUDGET_S = 570  # of a piece: a device is lent for ten minutes at a time
 _LEAST_S = 15  # a check with less is not begun
 _GRACE_S = 10  # beyond a check's own limit
 _NAMED = (
-    "torch", "nvidia-nccl-cu13", "triton", "transformer-engine", "megatron-core", "mbridge", "vllm", "transformers",
-    "numpy",
+    "torch", "nvidia-nccl-cu13", "triton", "fla-core", "transformer-engine", "megatron-core", "mbridge", "vllm",
+    "transformers", "numpy",
 )  # fmt: skip
 
 

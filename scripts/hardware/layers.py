@@ -194,6 +194,7 @@ def one_rank(
     """
     from mrl.config.schema import RunConfig
     from mrl.platforms import prepare_process
+    from mrl.platforms.hosting import set_rank_defaults
     from mrl.process.free_ports import free_port
 
     layout = {"world_size": 1, "tensor_model_parallel_size": 1} | (layout or {})
@@ -209,7 +210,8 @@ def one_rank(
         "cluster": {"device": machine.device},
         "trainer": {"deterministic": machine.small},
     })  # fmt: skip
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    cuts_layers = max(layout["tensor_model_parallel_size"], layout.get("context_parallel_size", 1)) > 1
+    set_rank_defaults(machine.device, cuts_layers, config.model.grouped_gemm)
     prepare_process(machine.device, layout, overrides or {})
     from mrl.rank.actor import MegatronActor
 
@@ -262,7 +264,9 @@ def _of_hugging_face(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _as_checkpoint(model: Any, gradients: list[Any]) -> dict[str, Any]:
-    """Gradients under the names that weights have in a file, where transformers writes each expert by itself."""
+    """Gradients under the names that weights have in a file, where transformers writes each expert by itself. Buffers
+    have none, as a router's correction.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -270,7 +274,9 @@ def _as_checkpoint(model: Any, gradients: list[Any]) -> dict[str, Any]:
         for parameter, gradient in zip(model.float().parameters(), gradients, strict=True):
             parameter.copy_(gradient)
         model.save_pretrained(folder)
-        return {name: tensor.clone() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
+        buffers = {name for name, _ in model.named_buffers()}
+        written = load_file(Path(folder) / "model.safetensors")
+        return {name: tensor.clone() for name, tensor in written.items() if name not in buffers}
 
 
 def exported_gradients(actor: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ mkdir -p "$folder/wheels" "$out"
 git ls-files mrl scripts parallel_configs launch setup.py pyproject.toml tests/unit/{nccl_like,reshard_world,small_model,sync_simulation}.py |
     tar cf - -T - | tar xf - -C "$folder"
 git rev-parse HEAD >"$folder/COMMIT"
+(cd "$folder" && python setup.py -q egg_info) # vLLM finds mrl's part of its workers by this
 pip=(python -m pip --disable-pip-version-check -q download --no-deps --only-binary=:all:)
 there=()
 if [ -n "${PYTHON_VERSION:-}" ]; then
@@ -32,15 +33,17 @@ python scripts/hardware/pins.py "$piece" >"$work/pins.txt"
 for wheel in $(python -c "import sys; sys.path.insert(0, 'scripts/hardware'); import pins; print(*pins.FOR_DEVICES['$piece'])"); do
     "${pip[@]}" "${there[@]}" -d "$work/large" "$wheel"
 done
-if [ "$piece" = B ]; then
+if [ "$piece" = C ]; then
+    python scripts/hardware/hopper_subset.py "$work"/large/vllm-*.whl "$folder/wheels"
+else
     mv "$work"/large/*.whl "$folder/wheels"
+fi
+if [ "$piece" = B ]; then
     # its setup.py, which pip asks for the name, reads torch's CUDA, and this machine's torch may have none
     mkdir "$work/site"
     echo 'import torch; torch.version.cuda = torch.version.cuda or "13.0"' >"$work/site/sitecustomize.py"
     PYTHONPATH="$work/site" python -m pip --disable-pip-version-check -q download --no-deps --no-binary=:all: \
         --no-build-isolation -d "$folder/sources" transformer-engine-torch==2.11.0
-elif [ "$piece" = C ]; then
-    python scripts/hardware/hopper_subset.py "$work"/large/vllm-*.whl "$folder/wheels"
 fi
 rm -f "$out/mrl-$piece".part-*
 tar czf - -C "$work" mrl-hardware | split -b "$part" -d - "$out/mrl-$piece.part-"

