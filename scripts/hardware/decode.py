@@ -49,10 +49,10 @@ def _steps(machine: Machine, layers: int, batches: tuple[int, ...], experts: int
 
     with tempfile.TemporaryDirectory() as folder:
         config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-                  "hidden_size": machine.size(2048, 256), "num_hidden_layers": layers,
-                  "num_attention_heads": machine.size(32, 8), "num_key_value_heads": 4, "head_dim": 128,
-                  "intermediate_size": 6144, "moe_intermediate_size": machine.size(768, 128),
-                  "num_experts": experts, "num_experts_per_tok": 8, "vocab_size": machine.size(32000, 4096),
+                  "hidden_size": 2048, "num_hidden_layers": layers,
+                  "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                  "intermediate_size": 6144, "moe_intermediate_size": 768,
+                  "num_experts": experts, "num_experts_per_tok": 8, "vocab_size": 32000,
                   "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
                   "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "rope_theta": 1e6,
                   "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False}  # fmt: skip
