@@ -6,7 +6,7 @@ vLLM has no class of it; that of Llama has these layers, and reads the size of a
 from typing import Any
 
 from mrl.model.decoder_weights import dense_layer
-from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, or_default
+from mrl.model.hf_config import ANY, LLAMA_PLAIN, HfConfig, ModelSpec, common, or_default
 from mrl.model.weight_map import Family
 
 _ENGINE = "LlamaForCausalLM"
@@ -15,7 +15,7 @@ _ENGINE = "LlamaForCausalLM"
 def read(config: HfConfig) -> ModelSpec:
     size = or_default(config, "head_dim", 128)
     return ModelSpec(
-        **common(config, kv_heads=8, head_dim=size, attention_bias=ANY, attention_out_bias=False, mlp_bias=False),
+        **common(config, kv_heads=8, head_dim=size, attention_bias=ANY, attention_out_bias=False, **LLAMA_PLAIN),
         head_dim=size,
         qkv_bias=bool(or_default(config, "attention_bias", True)),
         qk_norm=False,
