@@ -23,8 +23,9 @@ def kernels_in_words(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) 
     It also says how gradients of 16-bit weights are summed.
     """
     chunks = list(chunks)
-    parts = [f"{part} {kind}" for part, kind in _classes(chunks).items()]
-    if any("TE" in part and "GroupedLinear" in part for part in parts):
+    classes = _classes(chunks)
+    parts = [f"{part} {kind}" for part, kind in classes.items()]
+    if " of TE" in classes.get("experts", ""):
         parts.append(grouped_gemm_in_words())
     return ", ".join([f"layers of {layers()}", *parts, *_gradient_sums(chunks), f"optimizer {_adam(optimizer)}"])
 

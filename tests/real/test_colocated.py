@@ -104,10 +104,10 @@ class Ledgers:
             self.ranks_resting += self._live(self._actor)
             self.engines_awake += self._live(self._engines)
 
-        def update_watched(trained, corrected, watch):
+        def update_watched(step, watch):
             self.engines_asleep += self._live(self._engines)
             self.ranks_training += self._live(self._actor)
-            answer = update(trained, corrected, watch)
+            answer = update(step, watch)
             self.engines_asleep += self._live(self._engines)
             return answer
 

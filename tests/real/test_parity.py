@@ -91,6 +91,9 @@ DDP_OVERRIDES = {"moe-tp2-whole-optimizer": {"use_distributed_optimizer": False}
 # 5.3e-6, 5.5e-6 and 1.1e-5 (a router), and ours on one rank at 1.9e-6, 6.8e-6, 5.6e-6 and 8.0e-6: what is left is
 # rounding on both sides. The other families are held to 1e-4 on one rank.
 TO_HUGGING_FACE = dict.fromkeys(("latent", "next", "kinds-moe"), 1e-5)
+# How far losses of two layouts may be apart, as a share. That of `next` is -0.278887105 in Hugging Face's float64: one
+# rank is 1.2e-6 off, four ranks 5e-8 and Hugging Face's float32 7e-7, so two of them may differ by twice that.
+LOSS_ROUNDING = {"next": 2.5e-6}
 # 13 rows on two data-parallel ranks: uneven micro-batches, and a filler
 CUTS = {
     "packed-5": {"use_remove_padding": True, "ppo_micro_batch_size_per_gpu": 5},
@@ -216,9 +219,11 @@ def test_clipping_and_loss_are_counted_once_over_the_whole_mini_batch(layout, re
 
 @pytest.mark.parametrize("layout", layouts(lambda model, world: world > 1))
 def test_the_loss_and_the_gradient_norm_do_not_depend_on_the_layout_or_the_micro_batches(layout, results):
-    one_rank = results[f"{LAYOUTS[layout][0]}-tp1"]
+    model = LAYOUTS[layout][0]
+    one_rank = results[f"{model}-tp1"]
+    rounding = LOSS_ROUNDING.get(model, 1e-6)
     for cut in CUTS:
-        assert _loss(results[layout], cut) == pytest.approx(_loss(one_rank, "packed-5"), rel=1e-6)
+        assert _loss(results[layout], cut) == pytest.approx(_loss(one_rank, "packed-5"), rel=rounding)
     assert _gradient_norms(results[layout]) == pytest.approx(_gradient_norms(one_rank), rel=1e-5)
 
 

@@ -90,8 +90,8 @@ class Watch:
         def look() -> None:
             self._note(dict.fromkeys((ACTOR, ENGINE), "rollout"))
 
-        def update_watched(trained, corrected, watch):
-            answer = update(trained, corrected, watch)
+        def update_watched(step, watch):
+            answer = update(step, watch)
             self._note(dict.fromkeys((ACTOR, ENGINE), "train"))
             return answer
 
