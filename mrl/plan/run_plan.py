@@ -291,9 +291,9 @@ def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
 def verdict(plan: dict[str, Any]) -> str:
     """Describes the plan in one line: whether it fits, its fullest phase, and about how long a step takes."""
     phases = plan["times"]["phase_seconds"] | {"sync": plan["reshard"]["predicted_seconds"]}
-    times = ", ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in phases.items())
+    times = ", ".join(f"{phase} {seconds_in_words(seconds)}" for phase, seconds in phases.items())
     low, expected, high = step_seconds(plan)
-    step = f"a step about {_seconds(expected)}, {_seconds(low)} to {_seconds(high)} ({times})"
+    step = f"a step about {seconds_in_words(expected)}, {seconds_in_words(low)} to {seconds_in_words(high)} ({times})"
     return f"{memory_verdict(plan['memory'], plan['device']['name'])}; {step}"
 
 
@@ -348,7 +348,8 @@ def slow_generation(plan: dict[str, Any]) -> str:
     )
 
 
-def _seconds(seconds: float) -> str:
+def seconds_in_words(seconds: float) -> str:
+    """Returns seconds as pages print them: whole from ten on, else with two digits."""
     if seconds >= 10:
         return f"{seconds:.0f} s"
     return f"{seconds:.2g} s"
