@@ -85,22 +85,20 @@ class Norm(torch.nn.Module):
         return normed(x, self.weight, self.eps, self.is_zero_centered)
 
 
-class _WideNorm(torch.nn.Module):
-    """RMSNorm over the queries or the keys of all heads, which lie on several tensor ranks.
+class WideQueryNorm(torch.nn.Module):
+    """RMSNorm over the queries of all heads, which lie on several tensor ranks.
 
     Every rank has the whole weight and multiplies by its heads' part. Megatron sums the weight's gradients over tensor
     ranks, as of all norms of queries and keys (finalize_model_grads.py).
     """
 
+    heads = "num_attention_heads"  # the configuration's number of heads on all ranks
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()
-        self.size = self.heads(config) * hidden_size
+        self.size = getattr(config, self.heads) * hidden_size
         self.weight = torch.nn.Parameter(torch.ones(self.size, dtype=config.params_dtype))
         self.eps = eps
-
-    def heads(self, config: TransformerConfig) -> int:
-        """Returns the number of heads on all ranks."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns this rank's heads, [..., heads, dim]."""
@@ -115,18 +113,10 @@ class _WideNorm(torch.nn.Module):
         return (normal.to(x.dtype) * weight).unflatten(-1, x.shape[-2:])
 
 
-class WideQueryNorm(_WideNorm):
-    """The norm of the queries of all heads."""
-
-    def heads(self, config: TransformerConfig) -> int:
-        return config.num_attention_heads
-
-
-class WideKeyNorm(_WideNorm):
+class WideKeyNorm(WideQueryNorm):
     """The norm of the keys of all heads."""
 
-    def heads(self, config: TransformerConfig) -> int:
-        return config.num_query_groups
+    heads = "num_query_groups"
 
 
 class _SumOverRanks(torch.autograd.Function):
