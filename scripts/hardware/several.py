@@ -171,6 +171,8 @@ def sync_order(machine: Machine) -> Figures:
         found |= machine.part({way: said, f"{way}, s": round(time.monotonic() - began, 2)})
         if "order" not in undone:
             expect(said == "ends", f"a sync {way} {said}: {_errors(answers)}")
+        if machine.small and way == "as before":  # NCCL's waits are played there, so it is known
+            expect(said == "is stuck", f"a sync {way} {said}, so the check would see no deadlock")
     return found
 
 
