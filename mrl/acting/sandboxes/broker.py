@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
-from mrl.acting.sandboxes.sandbox import PLAIN_S, Ran, Sandbox, SandboxError, SandboxSpec
+from mrl.acting.sandboxes.sandbox import Ran, Sandbox, SandboxError, SandboxSpec
 from mrl.acting.sandboxes.starting import start
 from mrl.errors import ConfigError
 
@@ -74,16 +74,8 @@ class _Brokered(Sandbox):
         self._number = number
         self.folder = folder
 
-    def run(
-        self,
-        command: Sequence[str],
-        input: bytes = b"",
-        seconds: float = PLAIN_S,
-        most: int = 80_000,
-        environment: Mapping[str, str] | None = None,
-    ) -> Ran:
-        """As Sandbox.run."""
-        arguments = (list(command), seconds, most, dict(environment or {}))
+    def _run(self, command: list[str], input: bytes, seconds: float, most: int, environment: dict[str, str]) -> Ran:
+        arguments = (command, seconds, most, environment)
         (status, reason, left_out), output = self._broker.ask("run", self._number, arguments, input)
         return Ran(status, output, reason, left_out)
 

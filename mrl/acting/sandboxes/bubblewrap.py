@@ -65,25 +65,14 @@ class Bubblewrap(Sandbox):
         if not ran.is_well:
             raise SandboxError(f"the image's {self.folder} cannot be copied: {ran.reason or ran.text[:300]}")
 
-    def run(
-        self,
-        command: Sequence[str],
-        input: bytes = b"",
-        seconds: float = PLAIN_S,
-        most: int = 80_000,
-        environment: Mapping[str, str] | None = None,
-    ) -> Ran:
-        """As Sandbox.run."""
-        return self._run(command, input, seconds, most, environment or {}, None)
-
     def _run(
         self,
-        command: Sequence[str],
+        command: list[str],
         input: bytes,
         seconds: float,
         most: int,
-        environment: Mapping[str, str],
-        original: str | None,
+        environment: dict[str, str],
+        original: str | None = None,
     ) -> Ran:
         if self._holder is None:
             raise SandboxError("the sandbox has ended")

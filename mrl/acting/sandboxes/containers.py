@@ -15,7 +15,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from mrl.acting.kept_output import KeptOutput
 from mrl.acting.sandboxes.forwarder import start_forwarder
 from mrl.acting.sandboxes.namespaces import BYTES_PER_FILE, listener_of
-from mrl.acting.sandboxes.sandbox import KEY, PLAIN_S, SECONDS, VARIABLES, Ran, Sandbox, SandboxError, SandboxSpec
+from mrl.acting.sandboxes.sandbox import KEY, SECONDS, VARIABLES, Ran, Sandbox, SandboxError, SandboxSpec
 from mrl.errors import ConfigError
 from mrl.reward.keeper import FAREWELL
 
@@ -137,15 +137,7 @@ class ContainerSandbox(Sandbox):
             log_config={"Type": "none", "Config": {}},
         )
 
-    def run(
-        self,
-        command: Sequence[str],
-        input: bytes = b"",
-        seconds: float = PLAIN_S,
-        most: int = 80_000,
-        environment: Mapping[str, str] | None = None,
-    ) -> Ran:
-        """As Sandbox.run."""
+    def _run(self, command: list[str], input: bytes, seconds: float, most: int, environment: dict[str, str]) -> Ran:
         if self._has_ended:
             raise SandboxError("the sandbox has ended")
         with _told():
@@ -153,7 +145,7 @@ class ContainerSandbox(Sandbox):
                 self._name,
                 ["sh", "-c", _WRAPPED, "sh", *command],
                 stdin=bool(input),
-                environment=dict(environment or {}),
+                environment=environment,
                 workdir=self.folder,
             )
             stream = self._client.exec_start(started["Id"], socket=True)

@@ -63,21 +63,13 @@ class _Remote(Sandbox):
     def _store(self, path: str, content: bytes) -> None:
         """Writes a file."""
 
-    def run(
-        self,
-        command: Sequence[str],
-        input: bytes = b"",
-        seconds: float = PLAIN_S,
-        most: int = 80_000,
-        environment: Mapping[str, str] | None = None,
-    ) -> Ran:
-        """As Sandbox.run."""
+    def _run(self, command: list[str], input: bytes, seconds: float, most: int, environment: dict[str, str]) -> Ran:
         script = shlex.join(command)
         if input:
             name = f"/tmp/mrl-{secrets.token_hex(8)}"
             self._store(name, input)
             script = f"{script} < {name}"
-        variables = {"HOME": VARIABLES["HOME"], "LANG": VARIABLES["LANG"], **(environment or {})}
+        variables = {"HOME": VARIABLES["HOME"], "LANG": VARIABLES["LANG"], **environment}
         status, output = self._script(script, self.folder, seconds, variables)
         kept = KeptOutput(most // 2)
         kept.add(output.encode() if isinstance(output, str) else output)

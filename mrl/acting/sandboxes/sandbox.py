@@ -82,7 +82,6 @@ class Sandbox(ABC):
 
     folder: str  # where commands run
 
-    @abstractmethod
     def run(
         self,
         command: Sequence[str],
@@ -95,6 +94,11 @@ class Sandbox(ABC):
 
         Raises SandboxError where the sandbox itself has ended.
         """
+        return self._run(list(command), input, seconds, most, dict(environment or {}))
+
+    @abstractmethod
+    def _run(self, command: list[str], input: bytes, seconds: float, most: int, environment: dict[str, str]) -> Ran:
+        """Does what `run` says."""
 
     @abstractmethod
     def end(self) -> None:
