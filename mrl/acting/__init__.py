@@ -5,6 +5,7 @@ them.
     environment.py           Environment, which begins with a response, acts on calls, and ends; tools are one of them
     builtin.py               the built-in tool calculator and the built-in environment guess_the_number
     search_tool.py           the built-in tool search, over an index in SQLite
+    mcp_tools.py             tools of MCP servers, by the protocol's own client
     python_tool.py           the built-in tool python: a watched program in its own process and folder
     sandbox.py               that process: what it gives up before it runs the program
     system_calls.py          the system calls that it may still make

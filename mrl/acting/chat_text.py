@@ -18,7 +18,7 @@ from typing import Any
 
 from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
 from mrl.acting.dialects import Dialect, ToolTokenizer
-from mrl.data.parameter_types import properties_of, types_of
+from mrl.data.parameter_types import typed_parameters
 
 # characters of one token, as a mean over a text; a longer text is known to be too long without its tokens
 MOST_CHARACTERS = 16
@@ -122,7 +122,7 @@ class ChatText:
             return ChatMessage("assistant", self._dialect.text(turn))
         turn = [*self.begun(asked), *turn]
         functions = {tool["function"]["name"]: tool["function"] for tool in asked.tools}
-        parameters = {name: _read_as(function["parameters"]) for name, function in functions.items()}
+        parameters = {name: typed_parameters(function["parameters"]) for name, function in functions.items()}
         read = self._dialect.said(turn, parameters, asked.wants_calls)
         numbers = count()
         calls = [ChatCall(f"call_{number}_{next(numbers)}", call.name, call.arguments or {}) for call in read.calls]
@@ -194,11 +194,6 @@ def _names(value: Any) -> Iterator[str]:
     if isinstance(value, list | tuple):
         for each in value:
             yield from _names(each)
-
-
-def _read_as(root: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """Returns the types of each parameter of a function's schema, with all references resolved."""
-    return {name: {"type": sorted(types_of(schema, root))} for name, schema in properties_of(root).items()}
 
 
 def _with_stand_ins(value: Any, stand_ins: Mapping[str, str]) -> Any:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -419,10 +419,12 @@ class EnvironmentPool:
                 with self._changed:
                     if self._closed:
                         raise EnvironmentFault("the pool of tools is closed")
+                    spec = replace(self.spec, listed=self._described.get("listed"))
                     slot.process = process = WorkerProcess(
-                        self.spec, self._log, self._environment, self._folder, module=MODULE
+                        spec, self._log, self._environment, self._folder, module=MODULE
                     )
-                self._described = process.wait_ready(self.start_timeout_s)
+                described = process.wait_ready(self.start_timeout_s)
+                self._described = self._described or described
                 return process
             except ConfigError:
                 self.end_process(slot)

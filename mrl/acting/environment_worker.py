@@ -28,6 +28,7 @@ from mrl.acting.environment import (
 )
 from mrl.acting.named import resolve_agent, resolve_environments, resolve_tools
 from mrl.acting.tool import Tool, ToolsSpec
+from mrl.errors import ConfigError
 from mrl.reward.items import NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE
 from mrl.reward.worker import serve
 
@@ -54,8 +55,21 @@ def _broker(spec: ToolsSpec) -> Any:
 def load(spec: ToolsSpec, broker: Any) -> tuple[dict[str, Any], Callable[..., CallAnswer]]:
     """Returns what may be called, and what answers a request. Raises ConfigError."""
     tools = resolve_agent(spec) if spec.has_agent else resolve_tools(spec)
-    sessions = Sessions(tools, resolve_environments(spec, broker))
-    return sessions.described, sessions.answer
+    of_servers, listed = _of_servers(spec, tools)
+    sessions = Sessions(tools | of_servers, resolve_environments(spec, broker))
+    return sessions.described | {"listed": listed}, sessions.answer
+
+
+def _of_servers(spec: ToolsSpec, tools: Mapping[str, Tool]) -> tuple[dict[str, Tool], dict[str, Any]]:
+    """Returns tools of MCP servers, and what each server listed. Raises ConfigError."""
+    if not spec.mcp_servers:
+        return {}, {}
+    from mrl.acting.mcp_tools import KEY, mcp_tools
+
+    found, listed = mcp_tools(spec.mcp_servers, spec.listed)
+    if both := sorted(found.keys() & tools.keys()):
+        raise ConfigError(f"{KEY}: {both[0]!r} is in rollout.turns.tools too; set a `prefix` for the server")
+    return found, listed
 
 
 class Sessions:

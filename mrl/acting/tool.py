@@ -43,6 +43,8 @@ class ToolsSpec:
     python: Mapping[str, Any] = field(default_factory=dict)  # limits of the built-in tool `python`, by name
     tool_config: str | None = None  # verl's file of tools, for the environment `verl_tools`
     sandbox: Mapping[str, Any] | None = None  # of commands, by names of SandboxSpec
+    mcp_servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by names of ServerSpec
+    listed: Mapping[str, Any] | None = None  # schemas of their tools, which the first process of a pool has read
     # an agent instead of both: a command, or a function of that name in the file at `path`
     command: tuple[str, ...] = ()
     agent: str | None = None

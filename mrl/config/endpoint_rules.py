@@ -30,9 +30,9 @@ def _own_tools(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not config.rollout.endpoint or turns is None:
         return
     why = "an agent brings its own tools, and calls them itself"
-    for name in ("tools", "environments"):
+    for name, empty in (("tools", ()), ("environments", ()), ("mcp_servers", {})):
         if getattr(turns, name):
-            yield Violation(f"rollout.turns.{name}", "must be empty with rollout.endpoint: true", why, ((),))
+            yield Violation(f"rollout.turns.{name}", "must be empty with rollout.endpoint: true", why, (empty,))
     for name in ("path", "index", "tool_config_path"):
         if getattr(turns, name) is not None:
             yield Violation(f"rollout.turns.{name}", "must be left out with rollout.endpoint: true", why, (None,))

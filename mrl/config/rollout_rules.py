@@ -13,6 +13,7 @@ from mrl.model.layout import RolloutLayout
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.tuned_experts import lacking, shape_of_worker
 from mrl.reward.builtin_rules import ENVIRONMENT
+from mrl.reward.confine import given_environment
 from mrl.reward.items import ACC
 
 _TP = "rollout.tensor_model_parallel_size"
@@ -295,7 +296,7 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     from mrl.acting.search_tool import SEARCH
     from mrl.acting.verl_tool_config import CONFIG_KEY, VERL_TOOLS
 
-    if not turns.tools and not turns.environments:
+    if not turns.tools and not turns.environments and not turns.mcp_servers:
         known = (*SHIPPED, *SHIPPED_ENVIRONMENTS)
         yield Violation(
             "rollout.turns.tools", "must name a tool where there is no environment", "there is nothing to call", known
@@ -312,6 +313,28 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation("rollout.turns.sandbox", "must be given with the environment repository", why, ({},))
     known = SHIPPED_ENVIRONMENTS
     yield from _names("rollout.turns.environments", turns.environments, known, turns.path, "class")
+
+
+def _mcp_servers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """Checks what is said of MCP servers. Whether they answer is tried where their tools are loaded."""
+    turns = config.rollout.turns
+    if turns is None or not turns.mcp_servers:
+        return
+    from mrl.acting.mcp_tools import KEY, ServerSpec
+
+    for name, given in turns.mcp_servers.items():
+        try:
+            server = ServerSpec.of(name, given)
+        except ValueError as error:
+            yield Violation(f"{KEY}.{name}", str(error), "an entry says how one server is reached")
+            continue
+        if server.url is not None and not turns.network:
+            why = f"{KEY}.{name} is reached by a socket"
+            yield Violation("rollout.turns.network", "must be true with a server that has a url", why, (True,))
+        for variable in server.headers.values():
+            if not given_environment({variable: ""}, turns.environment):
+                why = f"{KEY}.{name}.headers takes a value from it, and processes of tools see few variables"
+                yield Violation("rollout.turns.environment", f"must name {variable}", why, (variable,))
 
 
 def _call_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -505,6 +528,7 @@ ROLLOUT_RULES = (
         lambda c, m: (c.data.max_sample_length,),
     ),
     _tools,
+    _mcp_servers,
     _call_in_time,
     _program_in_time,
     _sandbox_in_time,

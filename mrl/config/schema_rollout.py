@@ -107,6 +107,15 @@ class TurnsConfig(Section):
         "Names of environments: shipped ones (guess_the_number, textarena, verl_tools, repository), and classes of "
         "the file under path. With several of them each row names its own in extra_info.environment.",
     )
+    mcp_servers: dict[str, dict[str, Any]] = key(
+        {},
+        "MCP servers whose tools the model may call, by a name of yours. Each has a `command` (a list; the server "
+        "speaks over its standard input and output) or a `url` (streamable HTTP, which needs network: true), and may "
+        "have `tools` (names of those to offer; left out: all), `prefix` (put before their names) and `headers` (of "
+        "HTTP: a name, and the variable of the environment that holds its value).",
+        advice="Servers whose answers depend on the call alone: each process of tools has its own, for all responses. "
+        "`pip install 'mrl[mcp]'` brings the client.",
+    )
     path: str | None = key(
         None,
         "Python file with your tools and environments: typed functions with a docstring, and subclasses of "

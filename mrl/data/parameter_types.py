@@ -39,6 +39,11 @@ def properties_of(root: Mapping[str, Any]) -> dict[str, Any]:
     return _properties(root, root, set(), 0)
 
 
+def typed_parameters(root: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Returns the types of each parameter of a function's schema, with all references resolved."""
+    return {name: {"type": sorted(types_of(schema, root))} for name, schema in properties_of(root).items()}
+
+
 def _properties(schema: Any, root: Mapping[str, Any], seen: set[Any], depth: int) -> dict[str, Any]:
     """`seen` are the references that were followed: each once, however often a client's schema repeats it."""
     if not isinstance(schema, Mapping) or depth > _MOST_DEPTH:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from mrl.acting.dialects import Dialect, ToolCall
 from mrl.acting.tool import TurnsSpec
+from mrl.data.parameter_types import typed_parameters
 
 VARIABLE = "MRL_CALL_READER"
 
@@ -32,12 +33,8 @@ class DialectReader:
 
     def calls(self, turn: int, ids: Sequence[int], functions: Mapping[str, Mapping[str, Any]]) -> list[ToolCall]:
         """Returns the calls in a turn, as the model wrote them."""
-        return self._dialect.calls(ids, parameters_of(functions))
-
-
-def parameters_of(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the parameters of each function. Some families need them to read calls."""
-    return {name: function["parameters"]["properties"] for name, function in functions.items()}
+        parameters = {name: typed_parameters(function["parameters"]) for name, function in functions.items()}
+        return self._dialect.calls(ids, parameters)
 
 
 def call_reader(dialect: Dialect, spec: TurnsSpec) -> CallReader:

@@ -185,7 +185,7 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig |
     tool_config = None
     if turns.tool_config_path is not None:
         tool_config = str(Path(turns.tool_config_path).resolve())
-    of_processes = turns.model_dump(include={"max_memory_gib", "environment", "network", "environments"})
+    of_processes = turns.model_dump(include={"max_memory_gib", "environment", "network", "environments", "mcp_servers"})
     given = turns.model_dump(exclude={*_OF_FILES, "tools", "folders", "python", "sandbox", *of_processes})
     thinking = {}
     if data.enable_thinking is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrl.config.schema import RunConfig
+from mrl.config.schema_rollout import TurnsConfig
 from mrl.model.device_grid import Place
 from mrl.model.precision import Precision
 from mrl.plan.engine_memory import EngineMemory
@@ -32,6 +33,8 @@ from mrl.reshard.setup import pair_route
 from mrl.units import GIB
 
 _TOOL_PROCESS = 20 * 2**20  # one with its keeper, measured: 17 MB, of what they share each its part
+_MCP_CLIENT = 50 * 2**20  # what the client of MCP servers adds to one, measured
+_MCP_SERVER = 75 * 2**20  # a server of the reference ones in Python, measured
 
 
 def host_section(
@@ -97,7 +100,17 @@ def tool_bytes(config: RunConfig) -> int:
     program = 0
     if turns.runs_programs:
         program = int(turns.python.max_memory_gib * GIB)
-    return turns.num_workers * (kinds * each + program)
+    return turns.num_workers * (kinds * each + program + _server_bytes(turns, each))
+
+
+def _server_bytes(turns: TurnsConfig, each: int) -> int:
+    """Bytes of the client of MCP servers in one process of tools, and of the servers below it."""
+    if not turns.mcp_servers:
+        return 0
+    servers = sum(not entry.get("url") for entry in turns.mcp_servers.values())
+    if turns.max_memory_gib is not None:  # it holds for each of them
+        return servers * each
+    return _MCP_CLIENT + servers * _MCP_SERVER
 
 
 def object_stores(

@@ -11,9 +11,9 @@ import pytest
 from dialect_templates import CODER, tokenizer
 
 from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest, parse_openai
-from mrl.acting.chat_text import ChatText, _read_as, characters
+from mrl.acting.chat_text import ChatText, characters
 from mrl.acting.dialects import dialect_of
-from mrl.data.parameter_types import value_of
+from mrl.data.parameter_types import typed_parameters, value_of
 
 FAMILIES = ("hermes", "coder", "glm")
 TOOL = {
@@ -277,7 +277,7 @@ TYPES = {
 
 
 def test_types_of_parameters_are_found_behind_references_and_compositions():
-    assert _read_as(SCHEMA) == {name: {"type": types} for name, types in TYPES.items()}
+    assert typed_parameters(SCHEMA) == {name: {"type": types} for name, types in TYPES.items()}
 
 
 def test_a_schema_that_repeats_itself_is_read_in_no_time():
@@ -287,7 +287,7 @@ def test_a_schema_that_repeats_itself_is_read_in_no_time():
     )
     defs = {f"D{i}": each for i, each in enumerate(both)} | {"D60": {"type": "integer", "properties": {"n": {}}}}
     root = {"$ref": "#/$defs/D40", "properties": {"a": {"$ref": "#/$defs/D40"}}, "$defs": defs}
-    assert _read_as(root)["a"] == {"type": ["integer"]} and "n" in _read_as(root)
+    assert typed_parameters(root)["a"] == {"type": ["integer"]} and "n" in typed_parameters(root)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ HELD = ["trainer.schedule=bounded", "trainer.max_staleness=2", "trainer.partial_
 GIGPO = "algorithm.adv_estimator=gigpo"
 BY_TOKEN = "algorithm.policy_loss.loss_mode=gspo-token"
 _LOSS = "algorithm.policy_loss.loss_mode"
+MCP = "rollout.turns.mcp_servers"
 BROKEN = {
     "credit by turn averaged": ([CALCULATOR, GIGPO], _LOSS, "must not be gspo with adv_estimator gigpo"),
     "credit by turn in a mean": ([CALCULATOR, GIGPO, f"{_LOSS}=geo_mean"], _LOSS, "must not be geo_mean"),
@@ -62,6 +63,13 @@ BROKEN = {
     "nothing": (["rollout.turns={environments: []}"], "rollout.turns.tools", "must name a tool where there is no"),
     "one twice": ([GAMES.replace("]", ", guess_the_number]")], "rollout.turns.environments", "guess_the_number twice"),
     "no game": (["rollout.turns={environments: [Chess]}"], "rollout.turns.environments", "must name shipped ones"),
+    "a server without a way to it": ([f"{MCP}={{a: {{tools: [b]}}}}"], f"{MCP}.a", "needs either a command or a url"),
+    "a server without a network": ([f"{MCP}={{a: {{url: 'http://a'}}}}"], "rollout.turns.network", "must be true"),
+    "a header that no process sees": (
+        [f"{MCP}={{a: {{url: 'http://a', headers: {{Authorization: A_KEY}}}}}}"],
+        "rollout.turns.environment",
+        "A_KEY",
+    ),
     "a call longer than all": (
         ["rollout.turns={tools: [calculator], max_seconds: 5, timeout_s: 5}"],
         "rollout.turns.timeout_s",
@@ -83,6 +91,7 @@ def test_what_cannot_be_is_refused_by_key(overrides, field, rule):
     assert any(where == field and rule in said for where, said in found)
     for legal in (
         [CALCULATOR],
+        [f"{MCP}={{a: {{command: [b]}}}}"],
         [CALCULATOR, *HELD],
         [CALCULATOR, *HELD, "trainer.order=ready_first"],
         [GAMES, REWARDED],
@@ -106,6 +115,7 @@ BROKEN_AGENTS = {
     "no kind": ([*ENDPOINT, "rollout.agent.command=[]"], "rollout.agent.command", "must be given where"),
     "tools": ([*ENDPOINT, "rollout.turns.tools=[calculator]"], "rollout.turns.tools", "must be empty"),
     "a game": ([*ENDPOINT, "rollout.turns.environments=[guess_the_number]"], "rollout.turns.environments", "be empty"),
+    "a server of tools": ([*ENDPOINT, f"{MCP}={{a: {{command: [b]}}}}"], MCP, "must be empty"),
     "a file of tools": ([*ENDPOINT, "rollout.turns.path=tools.py"], "rollout.turns.path", "must be left out"),
     "no network": ([*ENDPOINT, "rollout.turns.network=false"], "rollout.turns.network", "must be true"),
     "routes": ([*ENDPOINT, "actor.router_replay=R3"], "actor.router_replay", "must not be R3"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from mrl.acting.dialects import Dialect, ToolCall
 from mrl.acting.tool import TurnsSpec
+from mrl.data.parameter_types import properties_of, types_of
 
 Schema = Mapping[str, Any]
 
@@ -42,11 +43,15 @@ def made_up_calls(functions: Mapping[str, Schema], turn: int, most: int) -> list
 
 def _arguments(parameters: Schema) -> dict[str, Any]:
     """Returns values for the required parameters."""
-    return {name: _value(parameters["properties"][name]) for name in parameters["required"]}
+    properties = properties_of(parameters)
+    return {name: _value(properties.get(name, {}), parameters) for name in parameters["required"]}
 
 
-def _value(schema: Schema) -> Any:
-    """Returns a value that fits the schema."""
+def _value(schema: Schema, root: Schema) -> Any:
+    """Returns a value that fits the schema, as far as its type, `enum` and `const` say."""
+    if "const" in schema:
+        return schema["const"]
     if "enum" in schema:
         return schema["enum"][0]
-    return _VALUES[schema["type"]]
+    types = types_of(schema, root)
+    return next((value for kind, value in _VALUES.items() if kind in types), None)
