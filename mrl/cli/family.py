@@ -25,7 +25,9 @@ def add(commands) -> None:
         "keys of config.json, names and shapes, vLLM's loader, conversions, log-probs and gradients in several "
         "layouts, and a training step with an engine.",
     )
-    check.add_argument("model", help="a folder with config.json, or a model's name that mrl knows")
+    check.add_argument(
+        "model", nargs="+", help="a folder with config.json, or a model's name that mrl knows; several share processes"
+    )
     check.add_argument("--only", action="append", default=[], metavar="CHECK", help="run this check; repeatable")
     check.add_argument("--work", metavar="FOLDER", help="folder for models and logs, kept afterwards; must be empty")
     check.add_argument("--json", action="store_true", help="print one JSON object")
@@ -33,24 +35,25 @@ def add(commands) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from mrl.tools.family.check import CHECKS, FamilyCheck
+    from mrl.tools.family.check import CHECKS, FamilyChecks
     from mrl.tools.family.missing import config_of
 
     if wrong := [name for name in options.only if name not in CHECKS]:
         raise ConfigError(f"--only {wrong[0]}: must be one of {', '.join(CHECKS)}")
+    if repeated := [name for name in options.model if options.model.count(name) > 1]:
+        raise ConfigError(f"{repeated[0]} is given twice: name each model once")
     began = time.monotonic()
-    checks = []
+    rows = []
     with _work_folder(options.work) as work:
-        run = FamilyCheck(config_of(options.model), work)
-        for check in run.run(tuple(options.only)):
-            checks.append(check)
+        checks = FamilyChecks({model: config_of(model) for model in options.model}, work)
+        for model, check in checks.run(tuple(options.only)):
+            family = checks.families[model].family.model_type
+            rows.append({"model": model, "family": family, **check.to_json()})
             if not options.json:
-                _say(check)
-    ok = all(check.ok for check in checks)
+                _say(check, f"{family}: " if len(options.model) > 1 else "")
+    ok = all(row["status"] == "ok" for row in rows)
     if options.json:
-        rows = [check.to_json() for check in checks]
-        seconds = round(time.monotonic() - began, 1)
-        print(json.dumps({"ok": ok, "family": run.family.model_type, "seconds": seconds, "checks": rows}))
+        print(json.dumps({"ok": ok, "seconds": round(time.monotonic() - began, 1), "checks": rows}))
     if not ok:
         raise SystemExit(MrlError.exit_code)
 
@@ -69,8 +72,8 @@ def _work_folder(path: str | None) -> Iterator[Path]:
     yield folder
 
 
-def _say(check) -> None:
-    print(f"{'ok' if check.ok else 'FAILED':8}{check.name:12}{check.found} ({check.seconds:.0f} s)", flush=True)
+def _say(check, family: str) -> None:
+    print(f"{'ok' if check.ok else 'FAILED':8}{check.name:12}{family}{check.found} ({check.seconds:.0f} s)", flush=True)
     for fault in check.faults[:_SHOWN]:
         print(f"        {fault}")
     if len(check.faults) > _SHOWN:

@@ -1,4 +1,4 @@
-"""One rank of `mrl family check`: compares Megatron's model with transformers' numbers, in one layout after another.
+"""One of two processes of `mrl family check`: compares Megatron's models with transformers' numbers, one after another.
 
 python -m mrl.rank.family_ranks JOB.json RANK
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import destroy_model_parallel
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,34 +27,52 @@ from mrl.process.free_ports import free_port
 from mrl.rank.actor import MegatronActor
 from mrl.rank.family_reference import batch_of, beside, own_names
 
+RANKS = 2
+
 
 def main(job: Path, rank: int) -> None:
-    """Judges each case of a job, and writes what this rank found."""
+    """Judges this rank's share of the models that one rank has alone, then all that the ranks have together."""
     torch.set_num_threads(1)
     described = json.loads(job.read_text(encoding="utf-8"))
     found: dict[str, Any] = {}
-    for number, case in enumerate(described["cases"]):
-        try:
-            found[case["name"]] = _judged(case, rank, described["world_size"], job.with_suffix(f".port-{number}"))
-        except Exception as error:  # of Megatron, of whatever kind: the check names it
-            traceback.print_exc()
-            found[case["name"]] = {"fault": f"{type(error).__name__}: {error}"}
-        job.with_suffix(f".rank-{rank}").write_text(json.dumps(found), encoding="utf-8")
-        if "fault" in found[case["name"]] and described["world_size"] > 1:
-            break  # the other ranks wait for this one
+    out = job.with_suffix(f".rank-{rank}")
+    for number, case in enumerate(described["alone"][rank::RANKS]):
+        found[case["name"]] = _answer(case, 0, 1, job.with_suffix(f".port-{rank}-{number}"))
+        out.write_text(json.dumps(found), encoding="utf-8")
+    for number, case in enumerate(described["together"]):
+        found[case["name"]] = _answer(case, rank, RANKS, job.with_suffix(f".port-{number}"))
+        out.write_text(json.dumps(found), encoding="utf-8")
+        if "fault" in found[case["name"]]:
+            break  # the other rank waits for this one
     print("done", flush=True)
 
 
-def _judged(case: dict[str, Any], rank: int, world_size: int, port: Path) -> dict[str, Any]:
-    folder = Path(case["folder"])
-    config = RunConfig.model_validate(case["config"])
-    actor = MegatronActor(config, rank, world_size, "127.0.0.1", _agreed(port, rank))
+def _answer(case: dict[str, Any], rank: int, world_size: int, port: Path) -> dict[str, Any]:
     try:
-        return compared(actor, folder, case["words"])
+        return _judged(case, rank, world_size, port)
+    except Exception as error:  # of Megatron, of whatever kind: the check names it
+        traceback.print_exc()
+        return {"fault": f"{type(error).__name__}: {error}"}
+
+
+def _judged(case: dict[str, Any], rank: int, world_size: int, port: Path) -> dict[str, Any]:
+    config = RunConfig.model_validate(case["config"])
+    actor = None
+    try:
+        actor = MegatronActor(config, rank, world_size, "127.0.0.1", _agreed(port, rank))
+        return compared(actor, Path(case["folder"]), case["words"])
     finally:
+        closed(actor)
+
+
+def closed(actor: MegatronActor | None) -> None:
+    """Ends an actor's process groups, also those of one that could not be made."""
+    if actor is not None:
         actor.close()
-        del actor
-        gc.collect()  # groups live on in its cycles
+    if dist.is_initialized():
+        destroy_model_parallel()
+        dist.destroy_process_group()
+    gc.collect()  # groups live on in its cycles
 
 
 def _agreed(file: Path, rank: int) -> int:

@@ -7,7 +7,6 @@ Each mutant changes the family as a slip of its author would. What names it is w
 log-prob, a gradient, or an error that the trainer itself raises.
 """
 
-import gc
 import json
 import random
 import sys
@@ -85,11 +84,8 @@ def by_loader(folder: Path, words: int) -> str:
 
 def by_ranks(folder: Path, words: int) -> str:
     """What transformers has otherwise than Megatron with the present rows; empty if nothing."""
-    import torch
-    from megatron.core.parallel_state import destroy_model_parallel
-
     from mrl.rank.actor import MegatronActor
-    from mrl.rank.family_ranks import compared
+    from mrl.rank.family_ranks import closed, compared
 
     config = RunConfig.model_validate(run_config(str(folder), {"world_size": 1}))
     actor = None
@@ -99,12 +95,7 @@ def by_ranks(folder: Path, words: int) -> str:
     except Exception as error:  # of Megatron or of the trainer's own checks: it is noticed
         return f"{type(error).__name__}: {error}"
     finally:
-        if actor is not None:
-            actor.close()
-        if torch.distributed.is_initialized():  # by one that could not be made
-            destroy_model_parallel()
-            torch.distributed.destroy_process_group()
-        gc.collect()
+        closed(actor)
     faults = [*found["parameters"], *found["names"], *found["bits"]]
     if not found["log_probs"] < LOG_PROBS:
         faults.append(f"log-probs: {found['log_probs']:.1e}")

@@ -16,8 +16,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from mrl.tools.family.step import train_step
 from mrl.tools.own_command import run_mrl
 
 DEADLINE_S = 900.0  # for one group of processes
+RANKS = 2
 LOG_PROBS = 1e-5  # largest difference from transformers
 # Largest share of a tensor's norm. Measured: up to 4e-6, and 1.9e-5 for routers and gates beside gated delta attention,
 # of which transformers' own float32 is 1.1e-5 from its float64 (tests/real/test_parity.py).
@@ -63,7 +65,9 @@ _ROLLOUTS = (
     RolloutLayout(1, 1, 3, 3),
 )
 _IN_ENGINES = (PLAIN, ODD, APART, WHOLE)
+_IN_ALL_ENGINES = (PLAIN, ODD)
 _CONVERSION = ("tp=2,pp=2,ep=2", "tp=2,pp=2")
+Cases = dict[str, dict[str, Any]]  # name -> what a process needs to know of it
 
 
 @dataclass(frozen=True)
@@ -95,15 +99,15 @@ class Check:
 
 
 class FamilyCheck:
-    """The checks of one family. They share the tiny models that transformers made."""
+    """The checks of one family."""
 
-    def __init__(self, config: HfConfig, work: Path) -> None:
-        """`config`: the model's own config.json. `work`: an empty folder."""
+    def __init__(self, config: HfConfig, work: Path, together: "_Together") -> None:
+        """`config`: the model's own config.json. `work`: an empty folder. `together`: with other families."""
         self.work = work
         self.model = model_spec(config)
         self.family = family_of(self.model)
         self.configs = {name: self._named(drawn) for name, drawn in drawn_configs(config).items()}
-        self._made: dict[str, Any] | None = None
+        self._together = together
 
     def _named(self, drawn: dict[str, Any]) -> dict[str, Any]:
         if "text_config" in drawn:
@@ -115,46 +119,21 @@ class FamilyCheck:
         """The file with the family's rows."""
         return f"mrl/model/{self.family.read.__module__.rpartition('.')[2]}.py"
 
-    def run(self, only: tuple[str, ...] = ()) -> Iterator[Check]:
-        """Yields the checks in order. `only`: names of those to run; empty: all."""
-        for name, check in CHECKS.items():
-            if only and name not in only:
-                continue
-            began = time.monotonic()
-            found = check(self)
-            yield Check(name, found.found, found.faults, found.cure, time.monotonic() - began)
-
     def folder(self, name: str) -> Path:
         """Returns the folder of a drawn model."""
         return self.work / "models" / str(list(self.configs).index(name))
 
+    def models_to_make(self) -> Cases:
+        """Returns each drawn model for transformers."""
+        return {name: {"config": config, "folder": str(self.folder(name))} for name, config in self.configs.items()}
+
     def made(self) -> dict[str, Any]:
         """Returns the tensors of each drawn model that transformers could make, or its fault."""
-        if self._made is None:
-            cases = [
-                {"name": name, "config": config, "folder": str(self.folder(name))}
-                for name, config in self.configs.items()
-            ]
-            self._made = self._answers("mrl.rank.family_reference", {"cases": cases}, "reference")
-        return self._made
+        return self._together.reference(self)
 
     def usable(self) -> list[str]:
         """Returns the names of the drawn models that transformers made."""
         return [name for name, found in self.made().items() if "fault" not in found]
-
-    def _answers(self, program: str, job: dict[str, Any], name: str) -> dict[str, Any]:
-        file = self._job(name, job)
-        code = _run([[sys.executable, "-m", program, str(file)]], file)
-        out = file.with_suffix(".out")
-        if code or not out.exists():
-            return {case["name"]: {"fault": _last_lines(file.with_suffix(".log-0"))} for case in job["cases"]}
-        return json.loads(out.read_text(encoding="utf-8"))
-
-    def _job(self, name: str, job: dict[str, Any]) -> Path:
-        self.work.mkdir(parents=True, exist_ok=True)
-        file = self.work / f"{name}.json"
-        file.write_text(json.dumps(job), encoding="utf-8")
-        return file
 
     def keys(self) -> Check:
         """Checks that every key of config.json is read, refused or explained."""
@@ -178,23 +157,28 @@ class FamilyCheck:
         cure = f"give each tensor of the checkpoint a row of dense_layer or expert_layer in {self.file}"
         return Check("names", f"{len(self.configs)} drawn models of transformers' class", tuple(faults), cure)
 
-    def vllm(self) -> Check:
-        """Checks the weight map's view of vLLM against vLLM's own loader."""
-        cases = []
+    def engines(self) -> Cases:
+        """Returns the engines that load a drawn model, by what is special about them."""
+        cases = {}
         for name in [name for name in self.usable() if name in _IN_ENGINES or name.startswith(BIASES)]:
             folder = self.folder(name)
             model = model_spec(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-            for rollout in _ROLLOUTS:
+            for rollout in _ROLLOUTS if name in _IN_ALL_ENGINES else _ROLLOUTS[:2]:
                 if _vllm_divides(model, rollout):
-                    layout = astuple(rollout)
-                    label = f"{name}, {rollout.tensor} x {rollout.data} workers"
-                    cases.append({"name": f"{label}{', experts spread' * (rollout.expert > 1)}", "folder": str(folder),
-                                  "layout": layout})  # fmt: skip
-        faults = _nothing(cases)
-        for name, found in self._answers("mrl.engine.loader_check", {"cases": cases}, "vllm").items():
-            faults += [f"{name}: {fault}" for fault in found.get("differences", [found.get("fault")])]
+                    label = (
+                        f"{name}, {rollout.tensor} x {rollout.data} workers{', experts spread' * (rollout.expert > 1)}"
+                    )
+                    cases[label] = {"folder": str(folder), "layout": astuple(rollout)}
+        return cases
+
+    def vllm(self) -> Check:
+        """Checks the weight map's view of vLLM against vLLM's own loader."""
+        found = self._together.loader(self)
+        faults = _nothing(found)
+        for name, said in found.items():
+            faults += [f"{name}: {fault}" for fault in said.get("differences", [said.get("fault")])]
         cure = f"mend the vLLM names, splits or dtypes of the rows in {self.file}, or its vllm_order"
-        return Check("vllm", f"{len(cases)} engines, every element", tuple(faults), cure)
+        return Check("vllm", f"{len(found)} engines, every element", tuple(faults), cure)
 
     def conversion(self) -> Check:
         """Checks that a conversion there and back gives the same bytes."""
@@ -215,43 +199,46 @@ class FamilyCheck:
             "conversion", f"to {layout} and back", tuple(faults), f"mend the splits of the rows in {self.file}"
         )
 
-    def one_rank(self) -> Check:
-        """Checks log-probs and gradients of every drawn model on one rank."""
-        return self._parity("one rank", 1, {name: (name, {}) for name in self.usable()})
+    def on_one_rank(self) -> Cases:
+        """Returns each drawn model for one rank."""
+        return {name: self._compared(name, {"world_size": 1}) for name in self.usable()}
 
-    def layouts(self) -> Check:
-        """Checks log-probs and gradients in every legal layout of two ranks."""
-        legal = {}
+    def in_layouts(self) -> Cases:
+        """Returns drawn models in every legal layout of two ranks."""
+        cases = {}
         for drawn in self.usable():
             is_mixed = drawn.startswith(MIXED)  # dense layers among those with experts
             for name, degrees in _LAYOUTS.items():
-                if drawn == PLAIN or (is_mixed and name in _OF_MIXED):
+                layout = {"world_size": 2} | degrees
+                if (drawn == PLAIN or (is_mixed and name in _OF_MIXED)) and self._is_legal(drawn, layout):
                     label = name if drawn == PLAIN else f"{name} with {drawn}"
-                    if self._is_legal(drawn, degrees):
-                        legal[label] = (drawn, degrees)
-        return self._parity("layouts", 2, legal)
+                    cases[label] = self._compared(drawn, layout)
+        return cases
 
-    def _is_legal(self, drawn: str, degrees: dict[str, int]) -> bool:
-        model = model_spec(self.configs[drawn])
-        return is_legal_layout(LayoutDegrees.of({"world_size": 2} | degrees), model)
+    def _is_legal(self, drawn: str, layout: dict[str, int]) -> bool:
+        return is_legal_layout(LayoutDegrees.of(layout), model_spec(self.configs[drawn]))
 
-    def _parity(self, check: str, ranks: int, cases: dict[str, tuple[str, dict[str, int]]]) -> Check:
-        """`cases`: name -> drawn model and degrees."""
-        job = {"world_size": ranks, "cases": []}
-        for name, (drawn, degrees) in cases.items():
-            folder = str(self.folder(drawn))
-            config = run_config(folder, {"world_size": ranks} | degrees)
-            words = own_config(self.configs[drawn])["vocab_size"]
-            job["cases"].append({"name": name, "folder": folder, "config": config, "words": words})
-        file = self._job(check.replace(" ", "-"), job)
-        program = [sys.executable, "-m", "mrl.rank.family_ranks", str(file)]
-        _run([[*program, str(rank)] for rank in range(ranks)], file)
-        faults = _nothing(job["cases"])
+    def _compared(self, drawn: str, layout: dict[str, int]) -> dict[str, Any]:
+        """Returns what ranks need to know that compare a drawn model with transformers' numbers."""
+        folder = str(self.folder(drawn))
+        words = own_config(self.configs[drawn])["vocab_size"]
+        return {"folder": folder, "config": run_config(folder, layout), "words": words}
+
+    def one_rank(self) -> Check:
+        """Checks log-probs and gradients of every drawn model on one rank."""
+        return self._parity("one rank", self._together.one_rank(self))
+
+    def layouts(self) -> Check:
+        """Checks log-probs and gradients in every legal layout of two ranks."""
+        return self._parity("layouts", self._together.layouts(self))
+
+    def _parity(self, check: str, found: dict[str, Any]) -> Check:
+        """`found`: of each case, what each of its ranks found."""
+        faults = _nothing(found)
         worst = {"log_probs": 0.0, "gradients": 0.0}
-        for name in cases:
-            for rank in range(ranks):
-                faults += [f"{name}: {fault}" for fault in _judged(_found(file, rank).get(name), worst, file, rank)]
-        compared = f"{', '.join(cases)}: log-probs to {worst['log_probs']:.1e}, gradients to {worst['gradients']:.1e}"
+        for name, of_ranks in found.items():
+            faults += [f"{name}: {fault}" for said in of_ranks for fault in _judged(said, worst)]
+        compared = f"{', '.join(found)}: log-probs to {worst['log_probs']:.1e}, gradients to {worst['gradients']:.1e}"
         cure = f"mend the Megatron names and splits of the rows in {self.file}, or what bridge_config says of the model"
         return Check(check, compared, tuple(dict.fromkeys(faults)), f"{cure} (mrl/rank/mapped_bridge.py)")
 
@@ -278,7 +265,118 @@ CHECKS: dict[str, Callable[[FamilyCheck], Check]] = {
 }
 
 
-def _nothing(cases: list[dict[str, Any]]) -> list[str]:
+class FamilyChecks:
+    """The checks of some families."""
+
+    def __init__(self, configs: Mapping[str, HfConfig], work: Path) -> None:
+        """`configs`: each model's own config.json, by a name that the answer has for it. `work`: an empty folder."""
+        self._together = _Together(work)
+        self.families = {
+            name: FamilyCheck(config, work / str(number), self._together)
+            for number, (name, config) in enumerate(configs.items())
+        }
+        self._together.families += self.families.values()
+
+    def run(self, only: tuple[str, ...] = ()) -> Iterator[tuple[str, Check]]:
+        """Yields the checks in order, each of all families. `only`: names of those to run; empty: all.
+
+        What one process computes for all families counts as the first one's seconds.
+        """
+        names = [name for name in CHECKS if not only or name in only]
+        self._together.checks = names
+        for name in names:
+            for label, family in self.families.items():
+                began = time.monotonic()
+                found = CHECKS[name](family)
+                yield label, replace(found, seconds=time.monotonic() - began)
+
+
+class _Together:
+    """What processes compute for all families at once: most of their seconds are the import of their packages."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.families: list[FamilyCheck] = []
+        self.checks: list[str] = []  # that are asked for
+
+    def reference(self, family: FamilyCheck) -> dict[str, Any]:
+        """Returns what transformers says of each model of a family."""
+        return self._reference[family]
+
+    def loader(self, family: FamilyCheck) -> dict[str, Any]:
+        """Returns what vLLM's loader says of each engine of a family."""
+        return self._loader[family]
+
+    def one_rank(self, family: FamilyCheck) -> dict[str, Any]:
+        """Returns what one rank says of each model of a family."""
+        return self._ranks[0][family]
+
+    def layouts(self, family: FamilyCheck) -> dict[str, Any]:
+        """Returns what each of two ranks says of each layout of a family."""
+        return self._ranks[1][family]
+
+    @cached_property
+    def _reference(self) -> dict[FamilyCheck, dict[str, Any]]:
+        cases = {family: family.models_to_make() for family in self.families}
+        return _of_families(cases, self._answers("mrl.rank.family_reference", "reference", cases))
+
+    @cached_property
+    def _loader(self) -> dict[FamilyCheck, dict[str, Any]]:
+        cases = {family: family.engines() for family in self.families}
+        return _of_families(cases, self._answers("mrl.engine.loader_check", "vllm", cases))
+
+    @cached_property
+    def _ranks(self) -> tuple[dict[FamilyCheck, dict[str, Any]], dict[FamilyCheck, dict[str, Any]]]:
+        """Two processes first share the models of one rank, then are the two ranks of all layouts."""
+        alone, both = (
+            {family: cases(family) if name in self.checks else {} for family in self.families}
+            for name, cases in (("one rank", FamilyCheck.on_one_rank), ("layouts", FamilyCheck.in_layouts))
+        )
+        job = self._job("ranks", {"alone": _listed(alone), "together": _listed(both)})
+        program = [sys.executable, "-m", "mrl.rank.family_ranks", str(job)]
+        _run([[*program, str(rank)] for rank in range(RANKS)], job)
+        found = [_found(job, rank) for rank in range(RANKS)]
+        missing = [
+            {"fault": f"no answer of rank {rank}: {_last_lines(job.with_suffix(f'.log-{rank}'))}"}
+            for rank in range(RANKS)
+        ]
+        said = {"alone": {}, "together": {}}
+        for number, case in enumerate(_listed(alone)):
+            rank = number % RANKS
+            said["alone"][case["name"]] = [found[rank].get(case["name"], missing[rank])]
+        for case in _listed(both):
+            said["together"][case["name"]] = [found[rank].get(case["name"], missing[rank]) for rank in range(RANKS)]
+        return _of_families(alone, said["alone"]), _of_families(both, said["together"])
+
+    def _answers(self, program: str, name: str, cases: dict[FamilyCheck, Cases]) -> dict[str, Any]:
+        job = self._job(name, {"cases": _listed(cases)})
+        code = _run([[sys.executable, "-m", program, str(job)]], job)
+        out = job.with_suffix(".out")
+        if code or not out.exists():
+            fault = {"fault": _last_lines(job.with_suffix(".log-0"))}
+            return {case["name"]: fault for case in _listed(cases)}
+        return json.loads(out.read_text(encoding="utf-8"))
+
+    def _job(self, name: str, job: dict[str, Any]) -> Path:
+        self.work.mkdir(parents=True, exist_ok=True)
+        file = self.work / f"{name}.json"
+        file.write_text(json.dumps(job), encoding="utf-8")
+        return file
+
+
+def _listed(cases: dict[FamilyCheck, Cases]) -> list[dict[str, Any]]:
+    """Returns all families' cases, with names that no other case has."""
+    return [
+        {"name": f"{family.work.name}: {name}", **case} for family, each in cases.items() for name, case in each.items()
+    ]
+
+
+def _of_families(cases: dict[FamilyCheck, Cases], said: dict[str, Any]) -> dict[FamilyCheck, dict[str, Any]]:
+    """Returns the answers to each family's cases, by their own names."""
+    return {family: {name: said[f"{family.work.name}: {name}"] for name in each} for family, each in cases.items()}
+
+
+def _nothing(cases: Mapping[str, Any]) -> list[str]:
     return [] if cases else ["nothing to compare: transformers made no model"]
 
 
@@ -396,10 +494,8 @@ def _found(job: Path, rank: int) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _judged(found: dict[str, Any] | None, worst: dict[str, float], job: Path, rank: int) -> list[str]:
+def _judged(found: dict[str, Any], worst: dict[str, float]) -> list[str]:
     """Returns what is wrong in one rank's answer, and keeps the worst numbers."""
-    if found is None:
-        return [f"no answer of rank {rank}: {_last_lines(job.with_suffix(f'.log-{rank}'))}"]
     if "fault" in found:
         return [found["fault"]]
     faults = [f"parameter {name}" for name in found["parameters"]]

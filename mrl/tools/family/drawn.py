@@ -17,6 +17,7 @@ MIXED = ("mlp_only_layers", "decoder_sparse_step")
 APART = "heads of another size"  # than hidden_size over heads
 WHOLE = "inside a model that reads images"
 _LAYERS = 4
+_LAYERS_OF_A_SWITCH = 2  # one of each kind
 _WORDS = 127  # divides by no tensor degree
 _POSITIONS = 256
 # one key/value head for three query heads, and sizes that no degree divides
@@ -63,17 +64,17 @@ def drawn_configs(config: HfConfig) -> dict[str, dict[str, Any]]:
     drawn = {PLAIN: plain, ODD: _odd(plain)}
     seen = [model_spec(plain)]
     family = family_of(seen[0])
-    apart = {**plain, "head_dim": 2 * HEAD_DIM}
-    if not seen[0].is_latent and (model := _accepted(apart)) is not None:
-        seen.append(model)
+    short = {**plain, "num_hidden_layers": _LAYERS_OF_A_SWITCH}
+    apart = {**short, "head_dim": 2 * HEAD_DIM}
+    if not seen[0].is_latent and _accepted(apart) is not None:
         drawn[APART] = apart
     if family.wrapper:
         drawn[WHOLE] = whole_config(plain, family)
     for change in _changes(plain):
-        changed = {**plain, **change}
-        model = _accepted(changed)
+        model = _accepted({**plain, **change})
         if model is not None and model not in seen:
             seen.append(model)
+            changed = {**(plain if change.keys() & set(MIXED) else short), **change}
             drawn[", ".join(f"{key} = {value}" for key, value in change.items())] = changed
     return drawn
 
