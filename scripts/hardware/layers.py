@@ -52,8 +52,11 @@ def wide_heads(machine: Machine) -> Figures:
     from importlib.util import find_spec
 
     layers = "transformer_engine" if not machine.small and find_spec("transformer_engine") else "torch"
+    forms = [("head_256", "wide", {}), ("latent", "latent", {})]
+    if layers != "torch":  # whose products know nothing of it
+        forms.append(("cutlass", "", {CUTLASS: "1"}))
     found: Figures = {}
-    for name, kind, own in (("head_256", "wide", {}), ("latent", "latent", {}), ("cutlass", "", {CUTLASS: "1"})):
+    for name, kind, own in forms:
         of_kind = _of_layers(machine, layers, kind, own)
         found |= machine.part({f"{name}_{key}": value for key, value in of_kind.items()})
     return found
