@@ -17,11 +17,13 @@ from sync_simulation import (
 # one worker gets weights both by device memory and over the network
 MIXED = [
     "qwen3-235b-a22b/h100-16x8", "qwen3-235b-a22b/h200-8x8", "qwen3-235b-a22b/h100-2x8-lora",
-    "qwen3-235b-a22b/a3-8x16", "qwen3-next-80b-a3b/h100-4x8",
+    "qwen3-235b-a22b/a3-8x16", "qwen3-next-80b-a3b/h100-4x8", "minimax-m2/h200-8x8", "glm-4.6/h200-16x8",
+    "glm-4.7/h200-16x8",
 ]  # fmt: skip
 # the two largest: tests/real/test_presets_verified.py
 SMALLER = [preset for preset in PRESETS if preset not in LARGEST]
-SLOW = ("qwen3-235b-a22b/h100-16x8", "qwen3-30b-a3b/a2-4x8")  # others of their model, and of their devices, are quicker
+# others of their model, of their devices or of such a layout are quicker
+SLOW = ("qwen3-235b-a22b/h100-16x8", "qwen3-30b-a3b/a2-4x8", "glm-4.6/h200-16x8", "glm-4.7/h200-16x8")
 # what a user may set: nobody ships it
 SET = {
     "pp2": ["actor.layout.pipeline_model_parallel_size=2"],
