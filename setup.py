@@ -63,6 +63,7 @@ setup(
     package_data={
         "mrl": [
             "config/recipes/*.yaml",
+            "model/class_keys.json",
             "model/known/*.json",
             "plan/devices.json",
             "platforms/tuned_experts.json",

@@ -50,7 +50,7 @@ def read(config: HfConfig) -> ModelSpec:
     experts_per_token, groups, chosen = _routing(config)
     size = required(config, "moe_intermediate_size")
     rotated = required(config, "qk_rope_head_dim")
-    read_alike = common(config, kv_heads=None, head_dim=rotated, is_latent=True, **_PLAIN)
+    read_alike = common(config, head_dim=rotated, is_latent=True, **_PLAIN)
     heads = read_alike["num_attention_heads"]
     if read_alike["num_key_value_heads"] != heads:
         refuse_unless("num_key_value_heads", read_alike["num_key_value_heads"], f"num_attention_heads, {heads}")

@@ -15,7 +15,6 @@ from mrl.model.hf_config import (
     ModelSpec,
     common,
     head_dim_from_hidden,
-    or_default,
     refuse_tied,
     refuse_unless,
     required,
@@ -41,10 +40,10 @@ def read(config: HfConfig) -> ModelSpec:
     layers = required(config, "num_hidden_layers")
     size = required(config, "moe_intermediate_size")
     return ModelSpec(
-        **common(config, kv_heads=8, rotary_share=0.5, **_PLAIN),
+        **common(config, rotary_share=0.5, **_PLAIN),
         head_dim=head_dim_from_hidden(config),
         qkv_bias=True,
-        qk_norm=bool(or_default(config, "use_qk_norm", False)),
+        qk_norm=bool(required(config, "use_qk_norm")),
         num_experts=required(config, "n_routed_experts", "num_local_experts"),
         num_experts_per_tok=experts_per_token,
         moe_intermediate_size=size,
@@ -52,7 +51,7 @@ def read(config: HfConfig) -> ModelSpec:
         shared_expert_intermediate_size=size * required(config, "n_shared_experts"),
         norm_topk_prob=True,
         router_score="sigmoid",
-        routed_scaling_factor=float(or_default(config, "routed_scaling_factor", 1.0)),
+        routed_scaling_factor=float(required(config, "routed_scaling_factor")),
         left_out_layers=left_out_layers(config),
     )
 

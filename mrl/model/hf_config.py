@@ -67,6 +67,7 @@ _OTHER_NAMES = {
 _LATER = {"only_where_set": True}
 FULL_ATTENTION = "full_attention"
 QUANTIZATION = "quantization_config"  # how a checkpoint's weights are stored with fewer bits than they are trained in
+_DTYPES = ("bfloat16", "float16", "float32")
 _FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # names of one format
 # different names of the layers for multi-token prediction
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -409,7 +410,6 @@ def _is_number(value: Any) -> bool:
 
 def common(
     config: HfConfig,
-    kv_heads: int | None,
     *,
     head_dim: int | None = None,
     rotary_share: float | None = None,
@@ -418,8 +418,7 @@ def common(
 ) -> dict[str, Any]:
     """Returns the fields of ModelSpec that all families read alike.
 
-    `kv_heads`: value of an absent num_key_value_heads in transformers' class, which vLLM reads too; None: it must be
-    there. `head_dim`: size of a head, of latent attention its rotated part; None: as `head_dim_from_hidden`.
+    `head_dim`: size of a head, of latent attention its rotated part; None: as `head_dim_from_hidden`.
     `rotary_share`: value of an absent partial_rotary_factor; None: the class turns whole heads. `plain`: values that
     this family computes in place of those in _PLAIN; ANY for keys that it reads itself.
     """
@@ -427,9 +426,10 @@ def common(
     refuse_inner(config)
     if rotary_share is not None:
         plain["partial_rotary_factor"] = ANY
-    refuse_unlike({**config, **rotary_settings(config), "layer_types": _layer_kinds(config)}, {**_PLAIN, **plain})
+    read = {**config, **rotary_settings(config), "layer_types": _layer_kinds(config), "sliding_window": _window(config)}
+    refuse_unlike(read, {**_PLAIN, **plain})
     heads = required(config, "num_attention_heads")
-    key_heads = or_default(config, "num_key_value_heads", kv_heads)
+    key_heads = required(config, "num_key_value_heads")
     if heads % key_heads:
         raise ConfigError(f"config.json: num_key_value_heads = {key_heads} must divide num_attention_heads = {heads}")
     return {
@@ -449,9 +449,29 @@ def common(
         ),
         "rms_norm_eps": float(required(config, "rms_norm_eps")),
         "tie_word_embeddings": bool(or_default(config, "tie_word_embeddings", False)),
-        "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
+        "dtype": _dtype(config),
         **stored,
     }
+
+
+def _window(config: HfConfig) -> int | None:
+    """Returns the tokens to which attention is limited; None if the longest sample is no longer."""
+    window = config.get("sliding_window")
+    if type(window) is int and window >= required(config, "max_position_embeddings"):
+        return None
+    return window
+
+
+def _dtype(config: HfConfig) -> str:
+    """Returns the checkpoint's format. Raises ConfigError for a name of another one, or of none."""
+    key = "dtype" if config.get("dtype") else "torch_dtype"
+    name = config.get(key) or "float32"
+    if name not in _DTYPES:
+        raise ConfigError(
+            f"config.json: {key} = {shown(name)}: must be one of {', '.join(_DTYPES)}; it says in which format the "
+            "weights are stored"
+        )
+    return name
 
 
 def _quantised(config: HfConfig) -> dict[str, Any]:

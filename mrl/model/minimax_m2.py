@@ -44,12 +44,12 @@ def read(config: HfConfig) -> ModelSpec:
     if experts_per_token == 1:
         # Megatron does not renormalise the weight of a single expert
         refuse_unless("num_experts_per_tok", 1, "2 or more")
-    size = or_default(config, "head_dim", _HEAD_DIM)
+    size = required(config, "head_dim")
     rotated = required(config, "rotary_dim")  # vLLM's class reads it, too
     if rotated not in range(2, size + 1, 2):
         refuse_unless("rotary_dim", rotated, f"an even number from 2 to head_dim = {size}")
     return ModelSpec(
-        **common(config, kv_heads=8, head_dim=size, rotary_share=rotated / size, **_PLAIN),
+        **common(config, head_dim=size, rotary_share=rotated / size, **_PLAIN),
         head_dim=size,
         qkv_bias=False,
         qk_norm=True,

@@ -4,15 +4,13 @@ from mrl.model.decoder_weights import dense_layer
 from mrl.model.hf_config import LLAMA_PLAIN, HfConfig, ModelSpec, common, own_head_dim
 from mrl.model.weight_map import Family
 
-_WINDOW = 4096  # sliding_window of a configuration without the key
-
 # features of other models that vLLM's file has
 _PLAIN = {**LLAMA_PLAIN, "llama_4_scaling": None, "ada_rms_norm_t_cond": False}
 
 
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
-        **common({"sliding_window": _WINDOW, **config}, kv_heads=8, head_dim=own_head_dim(config), **_PLAIN),
+        **common(config, head_dim=own_head_dim(config), **_PLAIN),
         head_dim=own_head_dim(config),
         qkv_bias=False,
         qk_norm=False,

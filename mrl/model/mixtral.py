@@ -14,7 +14,7 @@ def read(config: HfConfig) -> ModelSpec:
     layers = required(config, "num_hidden_layers")
     return ModelSpec(
         # transformers' training mode alone would add noise to routers
-        **common(config, kv_heads=8, head_dim=own_head_dim(config), router_jitter_noise=0.0),
+        **common(config, head_dim=own_head_dim(config), router_jitter_noise=0.0),
         head_dim=own_head_dim(config),
         qkv_bias=False,
         qk_norm=False,

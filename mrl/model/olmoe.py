@@ -5,7 +5,6 @@ from mrl.model.hf_config import (
     HfConfig,
     ModelSpec,
     common,
-    or_default,
     own_head_dim,
     refuse_tied,
     refuse_uneven_heads,
@@ -23,11 +22,11 @@ def read(config: HfConfig) -> ModelSpec:
     heads = required(config, "num_attention_heads")
     size = required(config, "hidden_size") // heads
     refuse_unless("head_dim beside hidden_size and num_attention_heads", own_head_dim(config), size)
-    refuse_unless("rms_norm_eps", or_default(config, "rms_norm_eps", _EPSILON), _EPSILON)
+    refuse_unless("rms_norm_eps", required(config, "rms_norm_eps"), _EPSILON)
     # vLLM's class never makes them sum to one
-    refuse_unless("norm_topk_prob", or_default(config, "norm_topk_prob", False), False)
+    refuse_unless("norm_topk_prob", required(config, "norm_topk_prob"), False)
     return ModelSpec(
-        **common({"rms_norm_eps": _EPSILON, **config}, kv_heads=heads, head_dim=size, clip_qkv=None),
+        **common(config, head_dim=size, clip_qkv=None),
         head_dim=size,
         qkv_bias=False,
         qk_norm=True,
@@ -48,5 +47,4 @@ FAMILY = Family(
     expert_layer,
     vllm_order=("self_attn.q_proj.", "self_attn.q_norm.", "self_attn.k_norm.", "self_attn.o_proj.", "self_attn.",
                 "mlp.gate.", "mlp.", *VLLM_NORMS),
-    pad_token_id=1,
 )  # fmt: skip

@@ -15,7 +15,6 @@ from mrl.model.rotation import DEFAULT, LongRope, settings
 from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
 
 _ROTATIONS = (DEFAULT, LongRope.kind)
-_PAD = 32000  # pad_token_id of a configuration without the key
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -28,7 +27,7 @@ def read(config: HfConfig) -> ModelSpec:
     size = required(config, "hidden_size") // heads
     refuse_unless("head_dim", own_head_dim(config), size)  # vLLM's class would read another
     return ModelSpec(
-        **common(config, kv_heads=heads, head_dim=size, rotary_share=1.0, **LLAMA_PLAIN),
+        **common(config, head_dim=size, rotary_share=1.0, **LLAMA_PLAIN),
         head_dim=size,
         qkv_bias=False,
         qk_norm=False,
@@ -65,5 +64,4 @@ FAMILY = Family(
     read,
     _layer,
     vllm_order=("self_attn.qkv_proj.", *VLLM_ATTENTION, "mlp.", *VLLM_NORMS),
-    pad_token_id=_PAD,
 )

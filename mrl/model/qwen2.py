@@ -13,7 +13,7 @@ from mrl.model.wrapped import VISION_TOWER
 
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
-        **common(config, kv_heads=32, sliding_window=ANY),
+        **common(config, sliding_window=ANY),
         head_dim=derived_head_dim(config),
         qkv_bias=True,
         qk_norm=False,

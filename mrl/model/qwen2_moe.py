@@ -8,7 +8,7 @@ from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Weight, cop
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
         # vLLM's class has the biases whatever the key says
-        **common(config, kv_heads=16, sliding_window=ANY, qkv_bias=True),
+        **common(config, sliding_window=ANY, qkv_bias=True),
         **experts(config),
         head_dim=derived_head_dim(config),
         qkv_bias=True,

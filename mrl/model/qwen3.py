@@ -3,15 +3,15 @@ size.
 """
 
 from mrl.model.decoder_weights import dense_layer
-from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, or_default
+from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, required
 from mrl.model.qwen2 import engines_inside, is_of_vision_tower
 from mrl.model.weight_map import Family
 
 
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
-        **common(config, kv_heads=32, sliding_window=ANY),
-        head_dim=or_default(config, "head_dim", 128),
+        **common(config, sliding_window=ANY),
+        head_dim=required(config, "head_dim"),
         qkv_bias=False,
         qk_norm=True,
     )

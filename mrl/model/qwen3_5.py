@@ -20,10 +20,10 @@ _ARCHITECTURE = "Qwen3_5ForCausalLM"
 
 
 def read(config: HfConfig) -> ModelSpec:
-    return ModelSpec(**of_kinds(config, FAMILY.model_type, kv_heads=4))
+    return ModelSpec(**of_kinds(config, FAMILY.model_type))
 
 
-def of_kinds(config: HfConfig, model_type: str, kv_heads: int) -> dict[str, Any]:
+def of_kinds(config: HfConfig, model_type: str) -> dict[str, Any]:
     """Returns the fields of ModelSpec that dense models and those with experts read alike.
 
     vLLM keeps states in `mamba_ssm_dtype`, whatever its own dtype.
@@ -31,7 +31,7 @@ def of_kinds(config: HfConfig, model_type: str, kv_heads: int) -> dict[str, Any]
     refuse_unless("model_type", config.get("model_type"), model_type)
     refuse_unless("mamba_ssm_dtype", config.get("mamba_ssm_dtype", FLOAT32), FLOAT32)
     return {
-        **hybrid(config, kv_heads, mrope_section=ANY, mrope_interleaved=ANY),
+        **hybrid(config, mrope_section=ANY, mrope_interleaved=ANY),
         "linear_by_kind": True,
         "linear_state_dtype": config.get("mamba_ssm_dtype"),
         "left_out_layers": config.get("mtp_num_hidden_layers") or 0,

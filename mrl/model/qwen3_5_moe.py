@@ -22,7 +22,7 @@ def read(config: HfConfig) -> ModelSpec:
     }
     config = {**of_experts, **config}
     return ModelSpec(
-        **of_kinds(config, FAMILY.model_type, kv_heads=2),
+        **of_kinds(config, FAMILY.model_type),
         **experts(config),
         shared_expert_intermediate_size=shared_size(config),
     )

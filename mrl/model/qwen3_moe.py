@@ -8,7 +8,7 @@ from mrl.model.weight_map import Family
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
         # vLLM would add a shared expert
-        **common(config, kv_heads=4, sliding_window=ANY, shared_expert_intermediate_size=0),
+        **common(config, sliding_window=ANY, shared_expert_intermediate_size=0),
         **experts(config),
         head_dim=head_dim_from_hidden(config),
         qkv_bias=False,

@@ -50,22 +50,21 @@ _SAME = {"swish": "silu"}  # two names of one function
 def read(config: HfConfig) -> ModelSpec:
     refuse_tied(config)
     return ModelSpec(
-        **hybrid(config, kv_heads=2),
+        **hybrid(config),
         **experts({"norm_topk_prob": True, **config}),
         shared_expert_intermediate_size=shared_size(config),
     )
 
 
-def hybrid(config: HfConfig, kv_heads: int, **plain: Any) -> dict[str, Any]:
+def hybrid(config: HfConfig, **plain: Any) -> dict[str, Any]:
     """Returns the fields of ModelSpec that hybrids of gated delta and gated attention read alike.
 
-    `kv_heads`, `plain`: as for `common`.
+    `plain`: as for `common`.
     """
     gate = config.get("output_gate_type", "silu")
-    head_dim = or_default(config, "head_dim", 256)
+    head_dim = required(config, "head_dim")
     read_alike = common(
         {**config, "output_gate_type": _SAME.get(gate, gate), "mlp_only_layers": config.get("mlp_only_layers") or []},
-        kv_heads,
         head_dim=head_dim,
         rotary_share=0.25,
         **_PLAIN | plain,
@@ -89,7 +88,7 @@ def hybrid(config: HfConfig, kv_heads: int, **plain: Any) -> dict[str, Any]:
 def _linear_layers(config: HfConfig) -> tuple[int, ...]:
     """Returns the numbers of layers with gated delta attention: listed, or all except every fourth."""
     count = required(config, "num_hidden_layers")
-    every = config.get("full_attention_interval") or 4
+    every = or_default(config, "full_attention_interval", 4)
     kinds = config.get("layer_types") or [FULL_ATTENTION if (n + 1) % every == 0 else _LINEAR for n in range(count)]
     if len(kinds) != count or set(kinds) != {_LINEAR, FULL_ATTENTION}:
         raise ConfigError(

@@ -36,6 +36,7 @@ from mrl.model import (
     seed_oss,
     wrapped,
 )
+from mrl.model.class_keys import as_its_class_reads
 from mrl.model.hf_config import (
     HfConfig,
     ModelSpec,
@@ -103,6 +104,7 @@ _SHORT = {
     "qwen3635ba3b": "Qwen3.5-35B-A3B",
     "qwen3627b": "Qwen3.5-27B",
 }
+_SAME_TYPE = {"kimi_k2": "deepseek_v3"}  # model types that are another one under a new name
 # Names that begin like a known one but mean another model.
 _OTHER_MODELS = ("deepseekv32",)
 
@@ -171,8 +173,8 @@ def model_spec(config: HfConfig) -> ModelSpec:
             f"(trust_remote_code), which mrl never does; use a checkpoint without it, whose classes are transformers'"
         )
     if wrapper:
-        return replace(_read(wrapper, own_config(config)), is_wrapped=True)
-    return _read(family, config)
+        return replace(_read(wrapper, own_config(config), wrapper.wrapped_type or wrapper.model_type), is_wrapped=True)
+    return _read(family, config, family.model_type)
 
 
 def _nearest(config: HfConfig) -> str:
@@ -202,12 +204,15 @@ def _lines(config: HfConfig) -> Iterator[str]:
             yield key
 
 
-def _read(family: Family, config: HfConfig) -> ModelSpec:
+def _read(family: Family, config: HfConfig, model_type: str) -> ModelSpec:
+    """`model_type`: of the class by which transformers reads this configuration."""
+    own = config.get("model_type")
+    refuse_unless("model_type", _SAME_TYPE.get(own, own), family.model_type)
+    config = as_its_class_reads(dict(config), model_type)
     model = family.read(config)
-    refuse_unless("model_type", model.family, family.model_type)
     refuse_other_names(config, model)
     refuse_router(model)
-    return replace(model, pad_token_id=pad_token_id({"pad_token_id": family.pad_token_id, **config}))
+    return replace(model, pad_token_id=pad_token_id(config))
 
 
 def wrapper_of(config: HfConfig) -> Family | None:

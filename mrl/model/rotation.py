@@ -285,6 +285,11 @@ def settings(config: HfConfig) -> dict[str, Any]:
     return first
 
 
+def given(config: HfConfig) -> set[str]:
+    """Returns the keys of the entries that describe the rotation."""
+    return {key for name in _ENTRIES for key in config.get(name) or ()}
+
+
 def _entry(name: str, entry: HfConfig, beside: HfConfig) -> dict[str, Any]:
     """Returns one entry's settings with those `beside` it. Raises ConfigError for what readers disagree about."""
     for key, value in entry.items():

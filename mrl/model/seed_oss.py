@@ -6,18 +6,18 @@ vLLM has no class of it; that of Llama has these layers, and reads the size of a
 from typing import Any
 
 from mrl.model.decoder_weights import dense_layer
-from mrl.model.hf_config import ANY, LLAMA_PLAIN, HfConfig, ModelSpec, common, or_default
+from mrl.model.hf_config import ANY, LLAMA_PLAIN, HfConfig, ModelSpec, common, required
 from mrl.model.weight_map import Family
 
 _ENGINE = "LlamaForCausalLM"
 
 
 def read(config: HfConfig) -> ModelSpec:
-    size = or_default(config, "head_dim", 128)
+    size = required(config, "head_dim")
     return ModelSpec(
-        **common(config, kv_heads=8, head_dim=size, attention_bias=ANY, attention_out_bias=False, **LLAMA_PLAIN),
+        **common(config, head_dim=size, attention_bias=ANY, attention_out_bias=False, **LLAMA_PLAIN),
         head_dim=size,
-        qkv_bias=bool(or_default(config, "attention_bias", True)),
+        qkv_bias=bool(required(config, "attention_bias")),
         qk_norm=False,
     )
 
@@ -34,5 +34,4 @@ FAMILY = Family(
     dense_layer,
     engine_keys=engine_keys,
     engine_architecture=_ENGINE,
-    pad_token_id=1,
 )

@@ -143,8 +143,6 @@ class Family:
     wrapper: str = ""
     wrapped_type: str = ""  # model_type of the text model inside that model, if it is not `model_type`
     engine_architecture: str = ""  # vLLM's class that engines use, if `engine_keys` name another one
-    # value of an absent pad_token_id in transformers' class
-    pad_token_id: int | None = None
     # Suffixes of names that official folders have in float32 beside bfloat16. They are read in the model's dtype, as in
     # transformers.
     rounded: tuple[str, ...] = ()

@@ -4,9 +4,11 @@ The keys come from those packages' own sources. What an absent or other value me
 with which vLLM reads config.json, too.
 """
 
+import importlib.util
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -26,12 +28,13 @@ from test_models import (
 )
 
 from mrl.errors import ConfigError
-from mrl.model import model_spec
+from mrl.model import class_keys, model_spec
 from mrl.model.hf_config import INNER_CONFIGS
-from mrl.model.registry import FAMILIES
+from mrl.model.registry import FAMILIES, known_hf_config, known_models
 from mrl.tools.family.config_keys import answer, attributes_read, unread_keys
 
 _VLLM = Path(vllm.__file__).parent
+_SCRIPT = Path(__file__).parents[2] / "scripts/generate_class_keys.py"
 # architecture -> folder in transformers, files in vLLM, keys of a tiny model
 _SOURCES = {
     "Qwen2ForCausalLM": ("qwen2", ["qwen2"], {}),
@@ -56,6 +59,11 @@ _SOURCES = {
     "Qwen3_5ForCausalLM": ("qwen3_5", ["qwen3_5", "qwen3_next"], TINY_KINDS),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe", ["qwen3_5", "qwen3_next"], {**TINY_KINDS, **TINY_KINDS_EXPERTS}),
 }
+
+
+def optional_keys(model_type: str) -> set[str]:
+    """The keys of a class that may be absent."""
+    return class_keys._keys()[model_type].keys() - class_keys._SIZES
 
 
 def config_of(architecture: str) -> dict:
@@ -165,6 +173,72 @@ def test_absent_and_empty_keys_mean_what_they_mean_to_transformers_or_are_refuse
             if not isinstance(ours, str) and (theirs is None or _read(theirs) != ours):
                 differing.append((key, "null" if key in changed else "absent", ours, theirs and _read(theirs)))
     assert not differing
+
+
+@pytest.mark.parametrize("architecture", _SOURCES)
+def test_keys_that_say_no_sizes_may_be_absent_and_mean_the_classs_own_value(architecture):
+    """Of configurations as they are published, too, and with several keys absent."""
+    model_type = FAMILIES[architecture].model_type
+    published = [config for config in map(known_hf_config, known_models()) if config.get("model_type") == model_type]
+    rng = random.Random(architecture)
+    refused = []
+    for config in (config_of(architecture), *published[:2]):
+        plain = _as_transformers(config)
+        everything = {**plain, **{key: value for key, value in config.items() if key not in plain}}
+        optional = sorted(optional_keys(model_type) & everything.keys() - {"rope_theta"})
+        for count in (1, 2, 4, len(optional)):
+            absent = set(rng.sample(optional, min(count, len(optional))))
+            rest = {key: value for key, value in config.items() if key not in absent}
+            ours, theirs = _read(rest), _read(_as_transformers(rest))
+            if isinstance(ours, str) != isinstance(theirs, str) or (not isinstance(ours, str) and ours != theirs):
+                refused.append((absent, ours, theirs))
+    assert not refused
+
+
+@pytest.mark.parametrize("architecture", _SOURCES)
+def test_values_of_a_kind_that_transformers_class_refuses_are_refused_with_what_it_takes(architecture):
+    config = config_of(architecture)
+    for key in optional_keys(FAMILIES[architecture].model_type):
+        for value in (None, 1, 0.5, True, "other", [1]):
+            changed = {**config, key: value}
+            if _as_transformers(changed) is None:
+                ours = _read(changed)
+                assert isinstance(ours, str) and key in ours, (key, value)
+
+
+def test_the_keys_of_classes_are_those_of_the_installed_transformers():
+    spec = importlib.util.spec_from_file_location("generate_class_keys", _SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.TARGET.read_text() == script.text(), "python scripts/generate_class_keys.py writes it"
+
+
+def test_sizes_of_layers_that_the_class_has_none_of_are_refused():
+    latent = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64}
+    for changes, key in ((latent, "kv_lora_rank"), ({"linear_num_key_heads": 4}, "linear_num_key_heads")):
+        for architecture in ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"):
+            answer = _read({**config_of(architecture), **changes})
+            assert f"{key} = {changes[key]} is of layers that " in answer and "architectures" in answer
+    assert model_spec({**config_of("Qwen3ForCausalLM"), "q_lora_rank": None}).family == "qwen3"
+
+
+@pytest.mark.parametrize("name", ["banana", "half", "torch.bfloat16", "float8_e4m3fn", "auto"])
+def test_a_format_of_weights_that_is_none_is_refused(name):
+    for key in ("dtype", "torch_dtype"):
+        with pytest.raises(ConfigError, match=rf"{key} = {re.escape(name)}: must be one of bfloat16, float16, float32"):
+            model_spec({**config_of("Qwen3ForCausalLM"), key: name})
+    assert model_spec({**config_of("Qwen3ForCausalLM"), "torch_dtype": "float16"}).dtype == "float16"
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"])
+def test_a_window_that_no_sample_fills_is_none(architecture):
+    config = config_of(architecture)
+    longest = config["max_position_embeddings"]
+    plain = model_spec({**config, "sliding_window": None})
+    for window in (longest, longest + 1):
+        assert model_spec({**config, "sliding_window": window}) == plain
+    for window in (0, longest - 1):
+        assert f"sliding_window = {window} is not supported" in _read({**config, "sliding_window": window})
 
 
 _ROTATIONS: dict[str, list] = {

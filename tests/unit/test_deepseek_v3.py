@@ -130,7 +130,7 @@ def test_old_and_new_places_of_yarn_mean_the_same():
         ({"quantization_config": FP8 | {"weight_block_size": None}}, "weight_block_size"),
         ({"kv_lora_rank": None}, "has no kv_lora_rank"),
         # transformers and engines would take defaults of their own
-        ({"routed_scaling_factor": None}, "has no routed_scaling_factor"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor = null: must be a number"),
         ({"n_group": None}, "has no n_group"),
         ({"topk_group": None}, "has no topk_group"),
         ({"kv_lora_rank": "512"}, "kv_lora_rank = '512'"),
