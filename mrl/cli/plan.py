@@ -46,6 +46,19 @@ def add(commands) -> None:
         "--top", type=positive, default=10, metavar="N", help="with --search: how many to list (default 10)"
     )
     plan.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="RUN",
+        help="fit the plan's assumptions to these runs on the devices of CONFIG, as far as they determine them, and "
+        "write them to --output, which cluster.calibration then names",
+    )
+    plan.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="with --calibrate: the file; default: cluster.calibration, or DEVICE.json",
+    )
+    plan.add_argument(
         "--messages",
         type=int,
         nargs=2,
@@ -59,9 +72,15 @@ def _plan(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     if (options.config is None) != (options.search and options.model is not None):
         raise ConfigError("give CONFIG, or with --search a --model in its place")
-    if options.search and options.messages:
-        raise ConfigError("--search lists layouts, --messages one configuration's messages: give one of them")
-    if options.search:
+    asked = [name for name in ("search", "messages", "calibrate") if getattr(options, name)]
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(f'--{name}' for name in asked)} have answers of their own: give one of them")
+    if options.output is not None and not options.calibrate:
+        raise ConfigError("--output is the file of --calibrate RUN ...: give both, or leave it out")
+    if options.calibrate:
+        answer = _calibrate(options)
+        lines = calibration_lines
+    elif options.search:
         answer = _search(options)
         lines = search_lines
     elif options.messages:
@@ -101,6 +120,53 @@ def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--run-dir {options.run_dir}: cannot be written: {error.strerror}") from None
     notes = _notes(config, options.device, plan["device"]["name"], stand_in)
     return plan | {"fit": fit_of(plan["memory"]), "notes": notes}
+
+
+def _calibrate(options: argparse.Namespace) -> dict[str, Any]:
+    """Fits the assumptions to runs and writes the cluster's file. Returns what they were and are."""
+    from mrl.config.rules import check
+    from mrl.plan.calibration_file import write_calibration
+    from mrl.plan.devices import USUAL, usual_ends
+    from mrl.plan.plan_inputs import device_for
+    from mrl.tools.calibrate import calibration_of, read_runs
+
+    resolved = _resolved(options)
+    config = resolved.config
+    device = device_for(config, options.device)
+    model, stand_in = _model(config.model.path)
+    check(resolved, model)
+    runs = read_runs(options.calibrate, device)
+    found, named = calibration_of(runs)
+    target = Path(options.output or config.cluster.calibration or f"{device.name}.json")
+    write_calibration(target, device.name, named, found)
+    constants = [
+        vars(each) | {"usual": getattr(USUAL, each.name), "usual_ends": list(usual_ends(each.name))}
+        for each in found.fitted
+    ]
+    seconds = {
+        name: _step_of(config, model, device, assumed)
+        for name, assumed in (("usual", USUAL), ("found", found.assumptions))
+    }
+    return {
+        "file": str(target),
+        "device": device.name,
+        "runs": [vars(run) for run in named],
+        "constants": constants,
+        "phases": dict(found.phases),
+        "lengths": vars(found.lengths) | {"mean": found.lengths.mean_response(found.lengths.limit)},
+        "left": dict(found.left),
+        "phase_seconds": seconds,
+        "notes": [stand_in] if stand_in else [],
+    }
+
+
+def _step_of(config, model, device, assumed) -> dict[str, float]:
+    """Predicts the phases of a step, without its sync."""
+    from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
+    from mrl.plan.times import phase_seconds
+
+    inputs = PlanInputs.of(config, model, device, assumed)
+    return phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))
 
 
 def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, Any]:
@@ -402,14 +468,44 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
     if result["switches"]:
         yield "counted with: " + " ".join(f"--set {setting}" for setting in result["switches"])
     if run := result["run"]:
+        times = run["seconds"] / run["best_seconds"]
         yield (
             f"whole steps, without their sync: {run['seconds']:.3g} s as it is; with engines and micro-batches too "
-            f"{run['best_seconds']:.3g} s is the fastest that fits"
+            f"{run['best_seconds']:.3g} s is the fastest that fits, {times:.2g} times as fast by "
+            f"{'what your runs showed' if run['calibrated'] else 'published figures'}"
         )
         if run["settings"]:
             yield "  " + " ".join(f"--set {setting}" for setting in run["settings"])
         if run["deepep_seconds"] is not None:
             yield f"  {_with_deepep()}: {run['deepep_seconds']:.3g} s"
+
+
+def calibration_lines(answer: dict[str, Any]) -> Iterator[str]:
+    """Yields what runs determine of a plan's assumptions, what they do not, and what that does to a step."""
+    runs = ", ".join(f"{run['name']} ({run['steps']} steps)" for run in answer["runs"])
+    yield f"{answer['file']}: {answer['device']}, by {runs}; cluster.calibration: {answer['file']} makes plans use it"
+    lengths = answer["lengths"]
+    yield (
+        f"lengths: prompts of {lengths['prompt']:.4g} tokens, responses of {lengths['mean']:.4g} on average, "
+        f"{lengths['cut']:.1%} cut at {lengths['limit']}"
+    )
+    yield "determined, with an interval of 90 %, before and now:"
+    for row in answer["constants"]:
+        low, high = sorted((row["faster"], row["slower"]))
+        usual = " to ".join(f"{end:.3g}" for end in sorted(row["usual_ends"]))
+        yield f"  {row['name']:<28}{row['usual']:.3g} ({usual}) -> {row['value']:.3g} ({low:.3g} to {high:.3g})"
+    if answer["phases"]:
+        factors = ", ".join(f"{name} x {factor:.3g}" for name, factor in answer["phases"].items())
+        yield f"phases whose seconds these do not explain, and by which single cause cannot be told: {factors}"
+    yield "not determined by these runs, and left as they were:"
+    reasons: dict[str, list[str]] = {}
+    for name, why in answer["left"].items():
+        reasons.setdefault(why, []).append(name)
+    for why, names in reasons.items():
+        yield f"  {', '.join(names)}: {why}"
+    before, now = (answer["phase_seconds"][name] for name in ("usual", "found"))
+    phases = ", ".join(f"{name} {before[name]:.3g} -> {now[name]:.3g} s" for name in now)
+    yield f"a step of this configuration: {sum(before.values()):.3g} -> {sum(now.values()):.3g} s ({phases})"
 
 
 def _way_out_lines(result: dict[str, Any]) -> Iterator[str]:

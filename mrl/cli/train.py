@@ -75,13 +75,14 @@ def _train_once(options: argparse.Namespace) -> None:
     from mrl.driver.assemble import open_run  # imports Ray, which takes seconds
     from mrl.driver.loop import due, train_on
     from mrl.driver.preflight import run_dir_path
+    from mrl.tools.plan_view import PlanView
     from mrl.tools.report.write import ReportView, report_at_the_end
 
     trainer = resolved.config.trainer
     folder = run_dir_path(trainer, resume)
     report = ReportView(folder, lambda step: due(trainer.save_freq, step, trainer.total_training_steps or 0))
     try:
-        with open_run(inputs, resume, {"report": report}) as run:
+        with open_run(inputs, resume, {"report": report, "plan": PlanView(folder, resolved.config)}) as run:
             run = train_on(run)
             print(f"finished {run.state.step} steps in {run.run_dir.path}")
     except Interrupted as error:

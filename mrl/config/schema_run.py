@@ -203,6 +203,14 @@ class ClusterConfig(Section):
         None,
         "Model of the devices that plans assume, as `mrl plan --device` names it; left out: the smallest of its kind.",
     )
+    calibration: str | None = key(
+        None,
+        "File with what earlier runs on these devices showed, written by `mrl plan --calibrate`. Plans and searches "
+        "compute with it; left out: with published figures.",
+        advice="Calibrate after the first run on a cluster, and search again. It needs accelerator beside it, except "
+        "on cpu.",
+        is_path=True,
+    )
     versions: dict[str, str] = key(
         {},
         "Versions of packages on the cluster where they differ from the tested set. Rules then follow these versions.",

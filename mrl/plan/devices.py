@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from functools import cache
+from math import expm1
 from pathlib import Path
 
 from mrl.errors import ConfigError
@@ -220,12 +221,70 @@ class Assumptions:
     hash_rate: float = 1.5e9
     # vLLM's level of sleep: 2 drops the weights, which the next sync brings; 1 would keep a copy on the host.
     sleep_level: int = 2
+    # Share of a device's rates that a sync's digests, conversions and starts reach, and that moves between a device
+    # and its host reach. Devices' rates are what one of them showed.
+    sync_share: float = 1.0
+    host_path_share: float = 1.0
+    # What runs of this cluster say instead; None before a calibration.
+    measured: "Measured | None" = None
 
     def expert_load_in(self, layout: TrainLayout) -> float:
         """Returns tokens of the busiest expert rank, divided by the mean; 1 where every rank has all experts."""
         if layout.expert > 1:
             return self.expert_load
         return 1.0
+
+
+@dataclass(frozen=True)
+class MeasuredLengths:
+    """Tokens of prompts and responses, as runs had them.
+
+    `response`: equally likely lengths, ascending, of responses within `limit` tokens; `cut`: the share that the limit
+    ended; `hazard`: how likely a response ends at one of its tokens, which tells of longer limits. `spread`: the mean
+    square of a whole sample's tokens, divided by the square of their mean.
+    """
+
+    prompt: float
+    response: tuple[float, ...]
+    limit: int
+    cut: float = 0.0
+    hazard: float = 0.0
+    spread: float = 1.0
+
+    def mean_response(self, limit: int) -> float:
+        """Returns the mean tokens of responses within another limit.
+
+        Beyond the limit of the runs, those that it cut end as often at each token as the others did.
+        """
+        within = sum(min(tokens, limit) for tokens in self.response) / len(self.response)
+        beyond = max(limit - self.limit, 0)
+        if self.hazard * beyond < 1e-6:
+            return within + self.cut * beyond
+        return within + self.cut * -expm1(-self.hazard * beyond) / self.hazard
+
+    def longest_response(self, limit: int) -> float:
+        """Returns the tokens of the longest response of a step: the limit, where it cuts some."""
+        if self.cut > 0:
+            return limit
+        return min(limit, self.response[-1])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What runs say of their cluster, made by mrl/plan/calibration.py.
+
+    `ends`: name, better and worse end of each assumption that they determine. `phases`: name and factor of phases whose
+    seconds no determined assumption explains.
+    """
+
+    lengths: MeasuredLengths | None = None
+    ends: tuple[tuple[str, float, float], ...] = ()
+    phases: tuple[tuple[str, float], ...] = ()
+
+    def corrected(self, seconds: dict[str, float]) -> dict[str, float]:
+        """Returns seconds of phases times their factors."""
+        factors = dict(self.phases)
+        return {phase: spent * factors.get(phase, 1.0) for phase, spent in seconds.items()}
 
 
 USUAL = Assumptions()
@@ -265,9 +324,19 @@ _SLOWER = {
 
 def faster(assumed: Assumptions) -> Assumptions:
     """Returns assumptions that give the low prediction."""
-    return replace(assumed, **_FASTER)
+    return replace(assumed, **_FASTER | {name: end for name, end, _ in _ends(assumed)})
 
 
 def slower(assumed: Assumptions) -> Assumptions:
     """Returns assumptions that give the high prediction."""
-    return replace(assumed, **_SLOWER)
+    return replace(assumed, **_SLOWER | {name: end for name, _, end in _ends(assumed)})
+
+
+def usual_ends(name: str) -> tuple[float, float]:
+    """Returns the better and the worse end of an assumption, as published runs leave them open."""
+    usual = getattr(USUAL, name)
+    return _FASTER.get(name, usual), _SLOWER.get(name, usual)
+
+
+def _ends(assumed: Assumptions) -> tuple[tuple[str, float, float], ...]:
+    return assumed.measured.ends if assumed.measured else ()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from mrl.model import expert_share
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token, state_bytes_per_sequence
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
-from mrl.plan.step_work import mean_flops_per_token, mean_lengths
+from mrl.plan.step_work import longest_response, mean_flops_per_token, mean_lengths
 from mrl.platforms.tuned_experts import is_tuned, shape_of_worker
 
 _BF16 = 2  # bytes
@@ -78,12 +78,13 @@ def generation_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemor
 def generation_parts(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
     """Predicts the seconds for all samples of a step by what they are spent on: full batches, then the last one.
 
-    Sequences of the last batch end one by one, up to the longest.
+    Sequences of the last batch end one by one, up to the longest. However they are spread, a decode step grows with its
+    sequences by about the same each, so that their mean and the longest say all.
     """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     given = _given(inputs, batch)
     together = sequences_together(inputs, batch, engine)
-    longest = inputs.config.data.max_response_length
+    longest = longest_response(inputs.config, inputs.assumptions)
     context = lengths.prompt + lengths.response / 2
     steps = (given - together) / together * lengths.response
     full = asdict(decode_step(inputs, engine, together, context))

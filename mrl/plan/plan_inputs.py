@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from mrl.config.places import cluster_shape, rollout_layout
 from mrl.config.schema import LoraConfig, RunConfig
@@ -14,7 +14,17 @@ from mrl.model.device_grid import Place, actor_places, engine_places
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
 from mrl.plan.activations import MicroBatchShape, Recompute
-from mrl.plan.devices import USUAL, Assumptions, Device, default_device, device_by_part, devices_of, find_device
+from mrl.plan.calibration_file import assumptions_of
+from mrl.plan.devices import (
+    Assumptions,
+    Device,
+    Starts,
+    SyncRates,
+    default_device,
+    device_by_part,
+    devices_of,
+    find_device,
+)
 from mrl.plan.engine_memory import EngineMemory, engine_memory, engine_memory_with_cache, engine_share
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.setup import pair_route
@@ -70,14 +80,17 @@ class PlanInputs:
         config: RunConfig,
         model: ModelSpec,
         device: Device,
-        assumptions: Assumptions = USUAL,
+        assumptions: Assumptions | None = None,
         held_out_prompts: int | None = None,
     ) -> "PlanInputs":
         """Makes the inputs. Memory for communicators of weight syncs and of ranks is reserved on the device.
 
-        `held_out_prompts`: those of data.val_files, where they were read. Raises ConfigError for an illegal layout.
+        `assumptions`: by default those of cluster.calibration. `held_out_prompts`: those of data.val_files, where they
+        were read. Raises ConfigError for an illegal layout, and for a calibration that cannot be used.
         """
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
+        if assumptions is None:
+            assumptions = assumptions_of(config.cluster.calibration, device)
         pairs = device.pair and device.pair * most_pairs(config)
         groups = device.group and device.group * process_groups(config, model, train)
         held_out = _held_out_prompts(config, held_out_prompts)
@@ -87,6 +100,13 @@ class PlanInputs:
     @property
     def colocated(self) -> bool:
         return self.config.cluster.placement == "colocated"
+
+    @property
+    def sync_rates(self) -> tuple[SyncRates, Starts]:
+        """The rates of a sync's steps, and the seconds of its starts, as far as they are reached."""
+        share = self.assumptions.sync_share
+        rates = SyncRates(*(rate * share for rate in astuple(self.device.sync)))
+        return rates, Starts(*(seconds / share for seconds in astuple(self.device.starts)))
 
     @property
     def lora(self) -> Lora | None:

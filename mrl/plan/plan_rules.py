@@ -8,9 +8,10 @@ from typing import Any
 
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig, leaf
-from mrl.errors import Violation
+from mrl.errors import ConfigError, Violation
 from mrl.model import ModelSpec
-from mrl.plan.devices import Device, devices, devices_of
+from mrl.plan.calibration_file import KEY, assumptions_of
+from mrl.plan.devices import Device, default_device, devices, devices_of
 from mrl.plan.engine_memory import BLOCK, graphs_in_share, state_bytes_per_sequence
 from mrl.plan.memory import memory_section
 from mrl.plan.memory_phases import ACTOR, TERMS
@@ -22,7 +23,26 @@ _STEP = 100  # shares are rounded to hundredths
 
 
 def accelerator_violations(resolved: ResolvedConfig) -> list[Violation]:
-    """Refuses a device without figures here, or of another kind than cluster.device."""
+    """Refuses a device without figures here, one of another kind than cluster.device, and another one's calibration."""
+    return _unknown_device(resolved) or _calibration_violations(resolved)
+
+
+def _calibration_violations(resolved: ResolvedConfig) -> list[Violation]:
+    """Refuses a calibration that cannot be read, or of another device."""
+    platform, name, file = (leaf(resolved.config, f"cluster.{key}") for key in ("device", "accelerator", "calibration"))
+    if file is None or platform is None:
+        return []
+    rule, why = "needs cluster.accelerator beside it", "it holds for one kind of device"
+    if name or platform == "cpu":
+        try:
+            assumptions_of(file, devices()[name] if name else default_device(platform))
+            return []
+        except ConfigError as error:
+            rule, why = "cannot be used", str(error).removeprefix(f"{KEY}: ")
+    return [Violation(KEY, rule, why, (), file, resolved.where(KEY))]
+
+
+def _unknown_device(resolved: ResolvedConfig) -> list[Violation]:
     platform, name = (leaf(resolved.config, f"cluster.{key}") for key in ("device", "accelerator"))
     fitting = ()
     if platform:

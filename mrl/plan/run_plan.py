@@ -188,7 +188,8 @@ def sync_of(inputs: PlanInputs) -> dict[str, Any]:
     plan = reshard_plan_of(inputs.config, inputs.model, inputs.train)
     seconds = perf_counter() - begun
     device = inputs.device
-    return reshard_summary(plan, link_of(inputs), device.sync, seconds, device.starts, device.memory_rate)
+    rates, starts = inputs.sync_rates
+    return reshard_summary(plan, link_of(inputs), rates, seconds, starts, device.memory_rate)
 
 
 def link_of(inputs: PlanInputs) -> Link:

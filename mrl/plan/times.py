@@ -16,6 +16,7 @@ A backward pass moves twice as much as the forward pass, in the same places.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import ceil
 
 from mrl.config.lora_rules import reference_is_the_base
 from mrl.config.schema import RunConfig
@@ -30,7 +31,7 @@ from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
 from mrl.plan.generation_times import generation_seconds
 from mrl.plan.model_state import StateBytes, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, of_reference, precision_of, recompute_of
-from mrl.plan.step_work import mean_flops_per_token, mean_lengths
+from mrl.plan.step_work import Lengths, mean_flops_per_token, mean_lengths
 from mrl.plan.teacher_costs import teacher_inputs, teacher_parameters
 from mrl.platforms.layers import has_grouped_product
 from mrl.units import round_up
@@ -155,7 +156,7 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
     host does, and moving the actor to the host and back.
     """
     log_probs, update = actor_seconds(inputs, batch)
-    return {
+    seconds = {
         "generation": generation_seconds(inputs, batch, engine),
         **({} if inputs.config.algorithm.on_policy else {"log_prob": log_probs.total}),
         **reference_seconds(inputs),
@@ -164,6 +165,7 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
         "update": update.total * batch.mini_batches,
         "rest": inputs.assumptions.rest + hand_over_seconds(inputs) * inputs.colocated,
     }
+    return inputs.assumptions.measured.corrected(seconds) if inputs.assumptions.measured else seconds
 
 
 def reference_seconds(inputs: PlanInputs) -> dict[str, float]:
@@ -181,7 +183,7 @@ def reference_seconds(inputs: PlanInputs) -> dict[str, float]:
     if config.ref.param_offload and not reference_is_the_base(inputs.config):
         like = Precision(inputs.element_bytes)
         moved = max(stage_state(inputs.model, inputs.train, pp, like).parameters for pp in range(inputs.train.pipeline))
-        seconds += 2 * 2 * moved / inputs.device.host_path_rate  # both models, there and back
+        seconds += 2 * 2 * moved / host_path_rate(inputs)  # both models, there and back
     return {"ref": seconds}
 
 
@@ -198,7 +200,7 @@ def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:
     per_node = inputs.config.cluster.n_gpus_per_node
     passed = pass_seconds(work, teacher.train, inputs.device, per_node, Passes(), inputs.assumptions)
     moved = teacher_parameters(teacher) * inputs.config.distillation.teacher_model.param_offload
-    return {"teacher": passed.total + moved / inputs.device.host_path_rate}
+    return {"teacher": passed.total + moved / host_path_rate(inputs)}
 
 
 def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
@@ -217,7 +219,7 @@ def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
     states = [stage_state(critic.model, critic.train, pp, precision, is_critic=True) for pp in stages]
     parameters = max(state.parameters for state in states) * actor.param_offload
     optimizer = max(state.optimizer for state in states) * actor.optimizer_offload
-    rate = critic.device.host_path_rate
+    rate = host_path_rate(critic)
     return {
         "values": values.total + 2 * parameters / rate,
         "critic": update.total * batch.mini_batches + 2 * (parameters + optimizer) / rate,
@@ -237,7 +239,12 @@ def hand_over_seconds(inputs: PlanInputs) -> float:
     moved = max(
         (s.parameters + s.trained) * actor.param_offload + 2 * s.optimizer * actor.optimizer_offload for s in states
     )
-    return moved / inputs.device.host_path_rate
+    return moved / host_path_rate(inputs)
+
+
+def host_path_rate(inputs: PlanInputs) -> float:
+    """Returns the bytes per second between a device and its host."""
+    return inputs.device.host_path_rate * inputs.assumptions.host_path_share
 
 
 def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", "PassSeconds"]:
@@ -286,11 +293,30 @@ class PassWork:
     longest: float = 0.0  # tokens of a sample, which gated delta layers of torch pass chunk by chunk
     grouped_gemm: str = "cublas"  # model.grouped_gemm
     gated_delta: str = "torch"  # model.gated_delta
+    measured: Lengths | None = None  # mean tokens as runs had them: micro-batches then have their mean size
+    packs: bool = False  # micro-batches are filled by tokens, not by samples
 
     @property
     def predicted_share(self) -> float:
         """Share of the tokens whose log-prob is computed."""
         return self.micro.response / self.micro.length
+
+    def on_average(self, layout: TrainLayout) -> "PassWork":
+        """Returns the work in micro-batches of mean size instead of full ones, where lengths were measured.
+
+        Samples fill a micro-batch up to its tokens, or it has `rows` of them.
+        """
+        lengths = self.measured
+        if lengths is None:
+            return self
+        of_a_replica = self.tokens / layout.data
+        samples = of_a_replica / lengths.total
+        count = max(1, ceil(of_a_replica / self.micro.tokens if self.packs else samples / self.micro.rows))
+        if layout.virtual_pipeline > 1:
+            count = round_up(count, layout.pipeline)
+        tokens = max(1, ceil(of_a_replica / count))
+        response = round(tokens * lengths.response / lengths.total)
+        return replace(self, micro=replace(self.micro, rows=1, length=tokens, response=response), measured=None)
 
 
 def sample_work(
@@ -302,7 +328,20 @@ def sample_work(
     flops = mean_flops_per_token(model, lengths)
     kernels = {"grouped_gemm": config.model.grouped_gemm, "gated_delta": config.model.gated_delta}
     tokens = samples * lengths.total
-    return PassWork(model, micro, tokens, flops, once, config.actor.lora.adapters, lengths.total, **kernels)
+    packs = config.actor.use_dynamic_bsz and config.actor.ppo_max_token_len_per_gpu is not None
+    is_measured = assumed.measured is not None and assumed.measured.lengths is not None
+    return PassWork(
+        model,
+        micro,
+        tokens,
+        flops,
+        once,
+        config.actor.lora.adapters,
+        lengths.total,
+        **kernels,
+        measured=lengths if is_measured else None,
+        packs=packs,
+    )
 
 
 @dataclass(frozen=True)
@@ -342,6 +381,7 @@ def update_seconds(
 
     Exchanges that run beside the passes are subtracted.
     """
+    work = work.on_average(layout)
     passes = update_passes(recompute, share_again(recompute, work.model, work.flops_per_token))
     added = _GRADIENT_TRAFFIC * state.trained / (device.memory_rate * assumed.decode_memory_share)
     seconds = pass_seconds(work, layout, device, per_node, passes, assumed, added)
@@ -371,6 +411,7 @@ def pass_seconds(
 
     Each micro-batch takes `passes` forward passes and `fixed` seconds.
     """
+    work = work.on_average(layout)
     count = micro_batch_count(work, layout)
     layers = max(map(sum, layout.chunk_layers))
     compute = count * (fixed + _computing(work, layout, device, passes, assumed))

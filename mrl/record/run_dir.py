@@ -42,6 +42,11 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def compared(self) -> Path:
+        """A line for each comparison of the plan with the run, written by mrl.tools.plan_view."""
+        return self.path / "plan_compared.jsonl"
+
+    @property
     def metrics(self) -> Path:
         """One JSON line for each step."""
         return self.path / METRICS

@@ -72,7 +72,7 @@ def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult)
         return None
     leanest = with_values(config, min(found, key=lambda actor: actor[2])[1])
     # of an actor that breaks no rule, so that none of its breaches counts against engines
-    faster = sorted(_engines(leanest, model, device), key=lambda engine: engine[0])
+    faster = sorted(engines_of(leanest, model, device), key=lambda engine: engine[0])
     engines = list(islice((e for e in faster if _fits(with_values(leanest, e[1]), model, device)), _ENGINES))
     if not engines:
         return None
@@ -100,6 +100,7 @@ def run_report(config: RunConfig, problem: SearchProblem, result: SearchResult) 
     return {
         "seconds": sum(step_of(config, problem.model, problem.device).values()),
         "best_seconds": best.seconds,
+        "calibrated": config.cluster.calibration is not None,
         "deepep_seconds": _deepep_seconds(best, problem),
         "settings": settings_between(config, best.config),
     }
@@ -172,7 +173,7 @@ def _actor(config: RunConfig, problem: SearchProblem, found: Candidate, tokens: 
 # ---------------------------------------------------------------- the engines
 
 
-def _engines(config: RunConfig, model: ModelSpec, device: Device) -> Iterator[tuple[float, dict[str, Any]]]:
+def engines_of(config: RunConfig, model: ModelSpec, device: Device) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yields (seconds of generation, keys) of all engines for the devices that the configuration gives them."""
     cluster = config.cluster
     rollout = config.rollout

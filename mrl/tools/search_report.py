@@ -27,7 +27,8 @@ from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import BF16
 from mrl.model.quantised_shards import workers_fault
 from mrl.plan.activations import Recompute
-from mrl.plan.devices import USUAL, Device
+from mrl.plan.calibration_file import assumptions_of
+from mrl.plan.devices import Device
 from mrl.plan.engine_memory import engine_memory, engine_share
 from mrl.plan.memory import memory_section, offload_of
 from mrl.plan.memory_phases import Phase
@@ -76,10 +77,12 @@ def search_problem(
     Its own layout does not matter.
     """
     config = with_switches(config, model)
+    assumed = assumptions_of(config.cluster.calibration, device)
     micro_of = partial(update_micro_batch, config)
     micro = micro_of(TrainLayout.build({"world_size": devices}, model))
     return SearchProblem(
-        work=sample_work(config, model, micro, config.actor.ppo_mini_batch_size * config.rollout.n, USUAL),
+        work=sample_work(config, model, micro, config.actor.ppo_mini_batch_size * config.rollout.n, assumed),
+        assumptions=assumed,
         device=device,
         devices=devices,
         per_node=per_node,

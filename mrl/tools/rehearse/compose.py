@@ -192,6 +192,7 @@ def _cluster(original: RunConfig, layout: SmallLayout, cpus: int) -> Iterator[Ch
         "nnodes": 1,
         "n_gpus_per_node": devices,
         "accelerator": None,
+        "calibration": None,
         "versions": {},
         "address": None,
         "port": None,

@@ -33,6 +33,7 @@ from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at,
 from mrl.tools.report.sections_run import (
     incidents,
     memory,
+    plan_compared,
     reproducibility,
     stacked_curves,
     staleness,
@@ -134,6 +135,7 @@ def run_page(run: RunRecord) -> Page:
             None,
             (
                 step_times(run),
+                plan_compared(run),
                 memory(run),
                 sync_proof(run),
                 staleness(run),

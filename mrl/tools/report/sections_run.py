@@ -2,12 +2,15 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
 from mrl.generate.lost_engines import whole_losses
-from mrl.plain_files import read_json
+from mrl.plain_files import LINES_BYTES, parse_json, read_json, read_text
+from mrl.plan.compared import Compared, in_words
 from mrl.plan.memory_phases import ACTOR, phase_bytes
 from mrl.record.run_dir import RunDir
 from mrl.tools.report.columns import Curve
@@ -147,6 +150,52 @@ def _phase_table(run: RunRecord, names: list[str]) -> Table:
     return Table(
         ("phase", "median s", "95th percentile s", "longest s", "share of all steps"), tuple(rows), (1, 2, 3, 4)
     )
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def plan_compared(run: RunRecord) -> PageSection | None:
+    """Makes the section that compares the plan with the run after its first steps, as the run did it."""
+    kept = _comparisons(RunDir(run.path).compared)
+    if not kept:
+        return None
+    step = max(kept)
+    rows = kept[step]
+    causes = tuple(f"{row.what}: {row.cause}." for row in rows if row.cause)
+    blocks: list[Block] = [
+        Paragraph(
+            f"Seconds are medians of steps 2 to {step}. Predictions are for the measured lengths; a band is what the "
+            "plan's assumptions leave open. mrl plan CONFIG --calibrate RUN fits them to this run."
+        ),
+        Table(
+            ("what", "planned", "for these lengths", "band", "measured", ""),
+            tuple(_compared_cells(row) for row in rows),
+            (1, 2, 3, 4),
+            caption=f"After step {step}",
+        ),
+    ]
+    if causes:
+        blocks.append(Items(causes))
+    return PageSection("plan", "The plan against the run", tuple(blocks))
+
+
+def _comparisons(file: Path) -> dict[int, list[Compared]]:
+    """Returns the comparisons by step; the later one of a step that was trained again. Damaged lines count as none."""
+    found = {}
+    if not file.is_file():
+        return found
+    for line in read_text(file, LINES_BYTES, errors="replace").splitlines():
+        with suppress(ValueError, LookupError, TypeError):
+            kept = parse_json(line)
+            found[int(kept["step"])] = [Compared(**row) for row in kept["rows"]]
+    return found
+
+
+def _compared_cells(row: Compared) -> tuple[str, ...]:
+    band = f"{in_words(row.low, row.unit)} to {in_words(row.high, row.unit)}"
+    numbers = (in_words(row.planned, row.unit), in_words(row.predicted, row.unit), band)
+    return (row.what, *numbers, in_words(row.measured, row.unit), "off" if row.is_off else "")
 
 
 # ---------------------------------------------------------------- memory
