@@ -29,7 +29,7 @@ _HALVINGS = 10
 
 
 @dataclass(frozen=True)
-class Compared:
+class PlanRow:
     """One predicted value beside the measured one. `unit`: s, bytes or tokens. `planned`: before any step was seen.
 
     `low`, `high`: the band of `predicted`. `cause`: what explains a value outside the band; empty within.
@@ -50,7 +50,7 @@ class Compared:
         return not self.low <= self.measured <= self.high
 
 
-def compare(inputs: PlanInputs, planned: Mapping[str, Any], rows: Sequence[Row]) -> list[Compared]:
+def compare(inputs: PlanInputs, planned: Mapping[str, Any], rows: Sequence[Row]) -> list[PlanRow]:
     """Compares a stored plan with the lines of some steps of its run; empty where none has seconds."""
     rows = usable(rows)
     if not rows:
@@ -60,7 +60,7 @@ def compare(inputs: PlanInputs, planned: Mapping[str, Any], rows: Sequence[Row])
     return [*_lengths(inputs, measured), *_seconds(measured, planned, rows), *_bytes(planned, rows)]
 
 
-def _lengths(inputs: PlanInputs, measured: PlanInputs) -> list[Compared]:
+def _lengths(inputs: PlanInputs, measured: PlanInputs) -> list[PlanRow]:
     config = inputs.config
     assumed = mean_lengths(config, inputs.assumptions)
     found = mean_lengths(config, measured.assumptions)
@@ -73,12 +73,12 @@ def _lengths(inputs: PlanInputs, measured: PlanInputs) -> list[Compared]:
     rows = []
     for what, (before, now, cause) in pairs.items():
         low, high = before * (1 - _LENGTH_BAND), before * (1 + _LENGTH_BAND)
-        found_off = Compared(what, "tokens", before, before, low, high, now)
+        found_off = PlanRow(what, "tokens", before, before, low, high, now)
         rows.append(replace(found_off, cause=cause if found_off.is_off else ""))
     return rows
 
 
-def _seconds(measured: PlanInputs, planned: Mapping[str, Any], rows: Sequence[Row]) -> list[Compared]:
+def _seconds(measured: PlanInputs, planned: Mapping[str, Any], rows: Sequence[Row]) -> list[PlanRow]:
     batch = batch_plan(measured.config, measured.train)
     engine = engine_of(measured)
     found = seconds_of(rows, batch.samples).median
@@ -94,7 +94,7 @@ def _seconds(measured: PlanInputs, planned: Mapping[str, Any], rows: Sequence[Ro
     for phase, spent in found.items():
         if phase not in usual or phase not in before:
             continue
-        row = Compared(phase, "s", before[phase], usual[phase], low[phase], high[phase], spent)
+        row = PlanRow(phase, "s", before[phase], usual[phase], low[phase], high[phase], spent)
         if row.is_off and max(spent, usual[phase]) >= _LEAST_S:
             row = replace(row, cause=_cause(phase, spent, measured.assumptions, predicted, measured))
         compared.append(row)
@@ -140,7 +140,7 @@ def _zero(function: Callable[[float], float]) -> float | None:
     return (low + high) / 2
 
 
-def _bytes(planned: Mapping[str, Any], rows: Sequence[Row]) -> list[Compared]:
+def _bytes(planned: Mapping[str, Any], rows: Sequence[Row]) -> list[PlanRow]:
     phases = planned["memory"]["phases"]
     fullest = max(phases, key=lambda name: phase_bytes(planned, name).holders[ACTOR])
     of_ranks = phase_bytes(planned, fullest).holders[ACTOR]
@@ -161,17 +161,17 @@ def _bytes(planned: Mapping[str, Any], rows: Sequence[Row]) -> list[Compared]:
     compared = []
     for what, size in bytes_of(rows).items():
         expected, low, high, cause = bands[what]
-        row = Compared(what, "bytes", expected, expected, low, high, size)
+        row = PlanRow(what, "bytes", expected, expected, low, high, size)
         compared.append(replace(row, cause=cause if row.is_off else ""))
     return compared
 
 
-def to_json(step: int, rows: Sequence[Compared]) -> dict[str, Any]:
-    """Returns one comparison as it is stored: `step`, and `rows` with the fields of `Compared`."""
+def to_json(step: int, rows: Sequence[PlanRow]) -> dict[str, Any]:
+    """Returns one comparison as it is stored: `step`, and `rows` with the fields of `PlanRow`."""
     return {"step": step, "rows": [asdict(row) for row in rows]}
 
 
-def lines(step: int, rows: Sequence[Compared]) -> list[str]:
+def lines(step: int, rows: Sequence[PlanRow]) -> list[str]:
     """Describes a comparison: the step in one line, and a line for each value that is off."""
     seconds = [row for row in rows if row.unit == "s"]
     whole = sum(row.predicted for row in seconds)

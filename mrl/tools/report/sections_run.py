@@ -10,7 +10,7 @@ import numpy as np
 
 from mrl.generate.lost_engines import whole_losses
 from mrl.plain_files import LINES_BYTES, parse_json, read_json, read_text
-from mrl.plan.compared import Compared, in_words
+from mrl.plan.compared import PlanRow, in_words
 from mrl.plan.memory_phases import ACTOR, phase_bytes
 from mrl.record.run_dir import RunDir
 from mrl.tools.report.columns import Curve
@@ -180,7 +180,7 @@ def plan_compared(run: RunRecord) -> PageSection | None:
     return PageSection("plan", "The plan against the run", tuple(blocks))
 
 
-def _comparisons(file: Path) -> dict[int, list[Compared]]:
+def _comparisons(file: Path) -> dict[int, list[PlanRow]]:
     """Returns the comparisons by step; the later one of a step that was trained again. Damaged lines count as none."""
     found = {}
     if not file.is_file():
@@ -188,11 +188,11 @@ def _comparisons(file: Path) -> dict[int, list[Compared]]:
     for line in read_text(file, LINES_BYTES, errors="replace").splitlines():
         with suppress(ValueError, LookupError, TypeError):
             kept = parse_json(line)
-            found[int(kept["step"])] = [Compared(**row) for row in kept["rows"]]
+            found[int(kept["step"])] = [PlanRow(**row) for row in kept["rows"]]
     return found
 
 
-def _compared_cells(row: Compared) -> tuple[str, ...]:
+def _compared_cells(row: PlanRow) -> tuple[str, ...]:
     band = f"{in_words(row.low, row.unit)} to {in_words(row.high, row.unit)}"
     numbers = (in_words(row.planned, row.unit), in_words(row.predicted, row.unit), band)
     return (row.what, *numbers, in_words(row.measured, row.unit), "off" if row.is_off else "")
