@@ -40,7 +40,7 @@ _FEELS = 0.02  # change of a phase for a change of an assumption, both as logari
 
 
 @dataclass(frozen=True)
-class Observation:
+class MeasuredRun:
     """Measured seconds of some steps of a run, by phase, and what was planned for it.
 
     `errors`: standard deviations of the logarithms of `seconds`. `lengths`: those of the same steps. `sync`: see
@@ -90,7 +90,7 @@ def sync_seconds(assumed: Assumptions, parts: Mapping[str, float]) -> float:
     return sum(seconds / reached.get(name, assumed.sync_share) for name, seconds in parts.items())
 
 
-def calibrate(observations: Sequence[Observation], lengths: MeasuredLengths) -> Calibration:
+def calibrate(observations: Sequence[MeasuredRun], lengths: MeasuredLengths) -> Calibration:
     """Fits assumptions to observations of one or more runs on one kind of device. `lengths`: of all of them."""
     nominal = observations[0].inputs.device.platform == "cpu"
     ranges = {name: deviation_of(name, nominal) for name in CONSTANTS}
@@ -139,19 +139,19 @@ def _assumed(names: Sequence[str], logs: np.ndarray, nominal: bool) -> Assumptio
     return replace(USUAL, **changed)
 
 
-def _predicted_logs(observations: Sequence[Observation], assumed: Assumptions) -> np.ndarray:
+def _predicted_logs(observations: Sequence[MeasuredRun], assumed: Assumptions) -> np.ndarray:
     seconds = [spent for each in observations for spent in each.predicted(assumed).values()]
     return np.log(np.maximum(seconds, 1e-9))
 
 
-def _measured_logs(observations: Sequence[Observation]) -> tuple[np.ndarray, np.ndarray]:
+def _measured_logs(observations: Sequence[MeasuredRun]) -> tuple[np.ndarray, np.ndarray]:
     """Returns logarithms of all measured seconds, and their deviations."""
     seconds = [each.seconds[phase] for each in observations for phase in each.phases]
     errors = [each.errors[phase] for each in observations for phase in each.phases]
     return np.log(np.maximum(seconds, 1e-9)), np.array(errors)
 
 
-def _jacobian(observations: Sequence[Observation], names: Sequence[str], logs: np.ndarray, nominal: bool) -> np.ndarray:
+def _jacobian(observations: Sequence[MeasuredRun], names: Sequence[str], logs: np.ndarray, nominal: bool) -> np.ndarray:
     """Returns d log(seconds) / d log(assumption), [measured phases, names]."""
     columns = []
     for place in range(len(names)):
@@ -165,7 +165,7 @@ def _jacobian(observations: Sequence[Observation], names: Sequence[str], logs: n
 
 
 def _solved(
-    observations: Sequence[Observation], names: Sequence[str], ranges: Mapping[str, float], nominal: bool
+    observations: Sequence[MeasuredRun], names: Sequence[str], ranges: Mapping[str, float], nominal: bool
 ) -> np.ndarray:
     """Returns the logarithms of the best values, relative to the usual ones."""
     logs = np.zeros(len(names))
@@ -183,7 +183,7 @@ def _solved(
     return logs
 
 
-def _covariance(observations: Sequence[Observation], jacobian: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+def _covariance(observations: Sequence[MeasuredRun], jacobian: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     _, errors = _measured_logs(observations)
     weighted = jacobian / errors[:, None]
     return np.linalg.inv(weighted.T @ weighted + np.diag(ranges**-2))
@@ -203,7 +203,7 @@ def _why_left(name: str, jacobian: np.ndarray, spread: np.ndarray) -> str:
     return f"not told apart from {CONSTANTS[partner]}"
 
 
-def _phase_factors(observations: Sequence[Observation], assumed: Assumptions) -> dict[str, float]:
+def _phase_factors(observations: Sequence[MeasuredRun], assumed: Assumptions) -> dict[str, float]:
     """Returns a factor for each phase that is still off by more than its error, in all observations together."""
     missing: dict[str, list[tuple[float, float]]] = {}
     for each in observations:

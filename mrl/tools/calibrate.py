@@ -13,7 +13,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import planning_model_spec
-from mrl.plan.calibration import MODEL_ERROR, Observation, calibrate, sync_parts
+from mrl.plan.calibration import MODEL_ERROR, MeasuredRun, calibrate, sync_parts
 from mrl.plan.calibration_file import Calibration, RunOfCalibration
 from mrl.plan.devices import USUAL, Device, MeasuredLengths, find_device
 from mrl.plan.measured_steps import STEP, Row, lengths_of, seconds_of, usable
@@ -79,7 +79,7 @@ def calibration_of(runs: Sequence[ReadRun]) -> tuple[Calibration, list[RunOfCali
     return calibrate(observations, lengths_in(runs[-1])), named
 
 
-def _observations(run: ReadRun) -> list[Observation]:
+def _observations(run: ReadRun) -> list[MeasuredRun]:
     """Returns what parts of a run say, each of some steps one after the other. What a plan computes wrongly, it does in
     all of them, so together they are no more certain of it than one.
     """
@@ -92,7 +92,7 @@ def _observations(run: ReadRun) -> list[Observation]:
         rows = [run.rows[place] for place in places]
         seen = seconds_of(rows, samples)
         errors = {phase: (parts * MODEL_ERROR**2 + seen.error[phase] ** 2) ** 0.5 for phase in seen.median}
-        found.append(Observation(inputs, seen.median, errors, lengths_of(rows, run.limit), sync_parts(run.plan)))
+        found.append(MeasuredRun(inputs, seen.median, errors, lengths_of(rows, run.limit), sync_parts(run.plan)))
     return found
 
 

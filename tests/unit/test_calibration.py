@@ -15,7 +15,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import with_values
 from mrl.errors import ConfigError
 from mrl.model import planning_model_spec
-from mrl.plan.calibration import CONSTANTS, MODEL_ERROR, SHARES, Observation, calibrate, deviation_of
+from mrl.plan.calibration import CONSTANTS, MODEL_ERROR, SHARES, MeasuredRun, calibrate, deviation_of
 from mrl.plan.calibration_file import SYNC, RunOfCalibration, assumptions_of, at_lengths, write_calibration
 from mrl.plan.compared import compare, lines
 from mrl.plan.devices import USUAL, MeasuredLengths, faster, find_device, slower, usual_ends
@@ -40,9 +40,9 @@ SYNC_PARTS = {"wire": 0.2, "launches": 0.1, "digest": 0.3, "finalise": 0.1, "rea
 LENGTHS = MeasuredLengths(300.0, (1000.0, 2000.0, 4000.0, 8000.0), 10240, spread=1.4)
 
 
-def observed(inputs: PlanInputs, truth, lengths=LENGTHS, error: float = MODEL_ERROR, noise=lambda: 1.0) -> Observation:
+def observed(inputs: PlanInputs, truth, lengths=LENGTHS, error: float = MODEL_ERROR, noise=lambda: 1.0) -> MeasuredRun:
     """A run of a cluster on which the plan's arithmetic is right and its assumptions are `truth`."""
-    asked = Observation(replace(inputs, assumptions=USUAL), dict.fromkeys(PHASES, 1.0), {}, lengths, SYNC_PARTS)
+    asked = MeasuredRun(replace(inputs, assumptions=USUAL), dict.fromkeys(PHASES, 1.0), {}, lengths, SYNC_PARTS)
     seconds = {phase: spent * noise() for phase, spent in asked.predicted(truth).items()}
     return replace(asked, seconds=seconds, errors=dict.fromkeys(seconds, error))
 
@@ -157,7 +157,7 @@ class Cluster:
         ]
         return np.array(actors), np.array(engines) * factors.get("generation", 1.0)
 
-    def run(self, places, truth, lengths, rng) -> Observation:
+    def run(self, places, truth, lengths, rng) -> MeasuredRun:
         """Twenty steps of a layout and engines: each phase's median scatters, and the plan's arithmetic is off."""
         actor, engine = places
         inputs = self._inputs(with_values(self.actors[actor].config, self.settings[engine]))
