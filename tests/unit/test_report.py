@@ -690,7 +690,7 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
 
     @contextmanager
     def open_run(inputs, resume, views):
-        assert list(views) == ["report"]
+        assert list(views) == ["report", "plan"]
         with attempt(write_run(folder, World(steps=3, total=3)).path, 0, {}):
             yield SimpleNamespace(state=SimpleNamespace(step=3), run_dir=SimpleNamespace(path=folder))
 
