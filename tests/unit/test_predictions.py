@@ -90,7 +90,9 @@ def stored() -> list[dict]:
 
 def test_every_assumption_has_a_source():
     assert {row["name"] for row in ASSUMPTIONS if row["of"] == "assumptions"} == {
-        field.name for field in fields(Assumptions) if field.name != "measured"  # which says what runs showed instead
+        field.name
+        for field in fields(Assumptions)
+        if field.name != "measured"  # which says what runs showed instead
     }
     assert all(row["source"] for row in ASSUMPTIONS)
 
