@@ -80,6 +80,8 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
     route_places: np.ndarray | None = field(
         default=None, kw_only=True, **of("token")
     )  # int64: row of `routes`; -1: not on this rank
+    # int32 [tokens, 3]: by time, row and column, where rows have images; a rank sets them (mrl.rank.vision)
+    positions: np.ndarray | None = field(default=None, kw_only=True, **of("token"))
 
     @classmethod
     def of(cls, sequences: Sequences, temperature: float, routes: RoutesHere | None = None) -> "TrainBatch":

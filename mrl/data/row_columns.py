@@ -122,7 +122,7 @@ def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns
         "turn_states": lambda rows: np.zeros(len(rows), np.uint64),
         "turn_parents": lambda rows: np.full(len(rows), -1, np.int32),
     }
-    usual = {**ONE_TURN, **ONE_BRANCH, **states}
+    usual = {**ONE_TURN, **ONE_BRANCH, **NO_IMAGES, **states}
     if which.name in usual:
         pairs = zip(parts, arrays, strict=True)
         arrays = [usual[which.name](part) if array is None else array for part, array in pairs]
@@ -189,4 +189,14 @@ ONE_BRANCH: dict[str, Callable[[Any], np.ndarray]] = {
     "branch_counts": lambda rows: np.ones(len(rows), np.int32),
     "branch_starts": lambda rows: np.zeros(len(rows), np.int32),
     "branch_prompts": lambda rows: np.zeros(len(rows), np.int32),
+}
+
+
+# values that rows without images get when they are joined to rows that have some
+NO_IMAGES: dict[str, Callable[[Any], np.ndarray]] = {
+    "image_counts": lambda rows: np.zeros(len(rows), np.int32),
+    "image_names": lambda rows: np.zeros(0, NAME),
+    "image_starts": lambda rows: np.zeros(0, np.int32),
+    "image_tokens": lambda rows: np.zeros(0, np.int32),
+    "image_grids": lambda rows: np.zeros((0, 3), np.int32),
 }

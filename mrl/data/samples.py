@@ -29,6 +29,11 @@ earlier branch are context.
 
 Where no row has several branches, the columns of branches are missing.
 
+An image stands in a row as the tokens in whose places a model puts its features (RowImage). Its pixels are stored
+elsewhere, under its name. Where no row has an image, the columns of images are missing.
+
+    a number an image       image_names b"9f..."   image_starts 1   image_tokens 4   image_grids 1 4 4
+
 `SampleRows` are numbers a response, all that a driver keeps. `Sequences` are what a model computes. `Samples` are both.
 A `TrainBatch` (mrl.data.batch) is sequences with the loss's inputs for each token. The field of a column says which
 things it has a number of. So `rows` and `joined` are written once for all columns. A response becomes a row where it
@@ -90,6 +95,18 @@ TurnCalls = Sequence[TurnCall]  # of one turn, or of all turns of a row
 
 
 @dataclass(frozen=True)
+class RowImage:
+    """An image in a row: the tokens in whose places its features stand. Recorded, never derived from token ids, because
+    a model can sample an image's token, too.
+    """
+
+    name: str  # digest of its pixels, under which they are stored
+    start: int  # its first token among those of the row
+    tokens: int
+    grid: tuple[int, int, int]  # patches in time, height and width, before they are merged to tokens
+
+
+@dataclass(frozen=True)
 class Sample:
     """One response before it becomes columns. Token ids in, token ids out: nothing is ever re-tokenised."""
 
@@ -109,6 +126,7 @@ class Sample:
     turns: tuple[Turn, ...] = ()  # in order; empty: one turn
     calls: tuple[TurnCall, ...] = ()  # calls of all turns, in order
     parts: Mapping[str, float] = field(default_factory=dict)  # parts of an environment's reward
+    images: tuple[RowImage, ...] = ()  # in the order of their tokens; one that stands in two branches is there twice
 
 
 def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0) -> int:
@@ -133,6 +151,11 @@ class Sequences(Columns):
     branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # as in SampleRows
     branch_starts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
     branch_prompts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
+    image_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 0 each
+    image_names: np.ndarray | None = field(default=None, kw_only=True, **of("image", NAME))  # as in RowImage
+    image_starts: np.ndarray | None = field(default=None, kw_only=True, **of("image", np.int32))
+    image_tokens: np.ndarray | None = field(default=None, kw_only=True, **of("image", np.int32))
+    image_grids: np.ndarray | None = field(default=None, kw_only=True, **of("image", np.int32))  # [images, 3]
 
     @property
     def is_sampled(self) -> np.ndarray:
@@ -142,7 +165,10 @@ class Sequences(Columns):
         return self.sampled
 
     def counts(self) -> dict[str, np.ndarray]:
-        return super().counts() | {"token": self.lengths, "response token": self.response_lengths}
+        counts = super().counts() | {"token": self.lengths, "response token": self.response_lengths}
+        if self.image_counts is not None:
+            counts["image"] = self.image_counts.astype(np.int64)
+        return counts
 
     def prompts(self) -> Iterator[np.ndarray]:
         """Returns the prompt of each row, int32 [prompt_length], a view."""
@@ -440,6 +466,7 @@ def packed(samples: Sequence[Sample]) -> Samples:
         "finite": [_is_finite(s) for s in samples],
         "routed": [s.routes is not None and not is_missing(s.routes).all() for s in samples],
         **_turns_of(samples),
+        **_images_of(samples),
     }
     arrays = {f.name: np.asarray(given[f.name], f.metadata["dtype"]) for f in fields(Samples) if f.name in given}
     routes = with_missing_routes([sample.routes for sample in samples], np.add(prompts, responses).tolist())
@@ -476,6 +503,20 @@ def _turns_of(samples: Sequence[Sample]) -> dict[str, Any]:
         "turn_rewards": [turn.reward for turn in turns],
         **_calls_of([sample.calls for sample in samples]),
         **_parts_of([sample.parts for sample in samples]),
+    }
+
+
+def _images_of(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Returns the columns of images; none where no sample has one."""
+    images = [image for sample in samples for image in sample.images]
+    if not images:
+        return {}
+    return {
+        "image_counts": [len(sample.images) for sample in samples],
+        "image_names": [image.name.encode() for image in images],
+        "image_starts": [image.start for image in images],
+        "image_tokens": [image.tokens for image in images],
+        "image_grids": [image.grid for image in images],
     }
 
 

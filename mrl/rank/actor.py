@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.data.batch import TrainBatch
-from mrl.errors import DataError, NumericAbort
+from mrl.errors import ConfigError, DataError, NumericAbort
 from mrl.exercised import exercised
 from mrl.model import load_model_spec
 from mrl.model.adapters import adapter_shards, all_shards
@@ -62,6 +63,9 @@ from mrl.rank.overlap import gather_weights, set_gradient_reduction
 from mrl.rank.packing import MicroBatches
 from mrl.rank.routing import Routing
 from mrl.rank.teacher import Teacher
+
+if TYPE_CHECKING:
+    from mrl.rank.vision import Pixels, Vision
 
 
 class MegatronActor:
@@ -113,6 +117,7 @@ class MegatronActor:
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
+        self.vision: Vision | None = None  # after `see`
         self.num_updates = 0  # optimizer steps that were applied
         self.skipped_in_a_row = 0  # consecutive newest updates that could not be applied
         self.critic = self._build_critic()
@@ -180,6 +185,28 @@ class MegatronActor:
             exercised("ref.param_offload")
         return FrozenWeights(self.chunks, memory, self.platform.synchronize)
 
+    def see(self, pixels: "Pixels") -> None:
+        """Loads the checkpoint's vision tower, so that rows may have images. `pixels`: as in Vision.
+
+        Raises ConfigError for a model without a tower, EnvironmentFault for files with other weights.
+        """
+        from mrl.rank.vision import Vision
+
+        path = self.config.model.path
+        if not self.model.is_wrapped:
+            raise ConfigError(f"model.path {path}: the model has no vision tower, and rows have images")
+        self.vision = Vision(self.chunks, path, DTYPES[self.config.model.dtype], self.platform.device, pixels)
+
+    def prepared(self, batch: TrainBatch) -> TrainBatch:
+        """Sets what a rank computes of rows before any pass: the positions of their tokens, where they have images.
+
+        Features of the rows before are forgotten.
+        """
+        if self.vision is None:
+            return batch
+        self.vision.begin_step()
+        return self.vision.with_positions(batch)
+
     def kernels(self) -> str:
         """Names the kernels that this rank computes with."""
         return kernels_in_words(self.chunks, self.optimizer)
@@ -235,19 +262,19 @@ class MegatronActor:
         """Computes `policy_log_probs` for a whole step. Every rank gets the same batch, and one rank per replica a
         result.
         """
-        batch = self._of_own_layers(batch)
+        batch = self.prepared(self._of_own_layers(batch))
         return _handed_out(self.policy_log_probs(batch, self._whole(batch).log_probs))
 
     def ref_log_probs(self, batch: TrainBatch) -> RowResult | None:
         """Computes `reference_log_probs` for a whole step, as `log_probs` does."""
-        batch = self._of_own_layers(batch)
+        batch = self.prepared(self._of_own_layers(batch))
         return _handed_out(self.reference_log_probs(batch, self._whole(batch).reference))
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """Runs `update_replica` for a whole step. Every rank gets the same batch, and selects and counts the loss's
         tokens.
         """
-        batch = self._of_own_layers(batch)
+        batch = self.prepared(self._of_own_layers(batch))
         check_batch(batch, self.model, self._moe_layers)
         cut = self._cut(batch)
         if batch.advantages is not None and batch.old_log_probs is not None:
@@ -286,6 +313,8 @@ class MegatronActor:
     def _log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows], around: Around) -> RowResult | None:
         batch = replace(batch, keep=None)  # tokens rejected from the loss have log-probs all the same
         inputs = self._inputs(batch, micros)
+        if self.vision is not None:
+            around = self.vision.around(around)
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
         if self.on_last_stage:
             return of_rows(micros, outputs)
@@ -352,7 +381,7 @@ class MegatronActor:
         Every rank gets the same batch. Ranks that hold results return the loss metrics of their replica's
         micro-batches. Other ranks return an empty list.
         """
-        batch = self._of_own_layers(batch)
+        batch = self.prepared(self._of_own_layers(batch))
         shares = self._update_splitter.shares(RowLengths.of(batch))
         whole = self._with_selection(batch, (slice(0, len(batch)),)) if batch.old_log_probs is not None else batch
         return self._gradients(whole, shares[mpu.get_data_parallel_rank()], _count(batch))[0]
@@ -364,6 +393,8 @@ class MegatronActor:
         inputs = self._inputs(batch, micros)
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
+        if self.vision is not None:
+            around = self.vision.around(around, training=True)
         config = self.config
         with drawing_noise(config.actor.lora.dropout, config.trainer.seed, self.num_updates, self.platform.device):
             results = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around)

@@ -367,6 +367,8 @@ def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:
     if int(batch.prompt_lengths.min()) < 1:
         row = int(batch.prompt_lengths.argmin())
         raise DataError(f"row {row} of the batch has an empty prompt: nothing predicts its first response token")
+    if batch.image_counts is not None and batch.positions is None:
+        raise DataError("rows have images, and the model was loaded without its vision tower: it would not see them")
     if batch.branch_counts is not None:
         _check_branches(batch)
     claimed = int(batch.lengths.sum())

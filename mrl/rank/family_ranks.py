@@ -22,10 +22,11 @@ from torch import Tensor
 from mrl.config.schema import RunConfig
 from mrl.data.row_columns import positions
 from mrl.model.megatron_shards import local_shapes, source_shards
-from mrl.model.wrapped import VISION_TOWER
+from mrl.model.registry import read_hf_config
+from mrl.model.wrapped import VISION_TOWER, is_whole
 from mrl.process.free_ports import free_port
 from mrl.rank.actor import MegatronActor
-from mrl.rank.family_reference import batch_of, beside, own_names
+from mrl.rank.family_reference import batch_of, beside, own_names, pixels_of
 
 RANKS = 2
 
@@ -98,7 +99,11 @@ def compared(actor: MegatronActor, folder: Path, words: int) -> dict[str, Any]:
     found["names"] = sorted(exported.keys() ^ {name for name in stored if not (tied and name == "lm_head.weight")})
     found["bits"] = sorted(name for name, tensor in exported.items() if not _same(tensor, stored.get(name)))
     reference = np.load(beside(folder) / "log_probs.npy")
-    batch = batch_of(words)
+    config = read_hf_config(folder)
+    whole = config if is_whole(config) else None
+    if whole is not None:
+        actor.see(pixels_of(whole))
+    batch = batch_of(words, whole)
     result = actor.log_probs(batch)
     if result is not None:
         expected = reference[positions(batch.response_lengths, result.rows)]

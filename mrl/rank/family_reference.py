@@ -3,12 +3,14 @@
 python -m mrl.rank.family_reference JOB.json
 
 A freshly made model is nearly uniform, so a wrong weight would hardly show. Matrices here are large, norms and biases
-uneven, and constants of routers far from 0.
+uneven, and constants of routers far from 0. A model that reads images gets rows with none, one and two of them.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import RowImage, Sample, packed
 from mrl.model.hf_config import TEXT_CONFIG
 from mrl.model.hf_files import checkpoint_tensors
 from mrl.model.wrapped import VISION_TOWER, inner_tensors
@@ -30,20 +32,57 @@ ADVANTAGES = (1.0, -1.0, 0.5, -0.5, 2.0, -0.25, 1.5)
 TEMPERATURES = (1.0, 0.7)
 _CONSTANT = "e_score_correction_bias"
 _DECAY = "A_log"
+# row -> first token and grid of each of its images, as in RowImage
+IMAGES = {2: ((3, (1, 4, 6)),), 3: ((2, (1, 2, 2)),), 5: ((1, (1, 4, 4)), (8, (1, 2, 8)))}
 NOT_FOR_THE_CLASS = ("architectures", "torch_dtype", "dtype", "auto_map")
 
 
-def batch_of(words: int) -> TrainBatch:
-    """Returns rows of drawn tokens of a vocabulary of `words`, with their advantages and without old log-probs."""
+def batch_of(words: int, whole: dict[str, Any] | None = None) -> TrainBatch:
+    """Returns rows of drawn tokens of a vocabulary of `words`, with their advantages and without old log-probs.
+
+    `whole`: config.json of a model that reads images. Its rows have some, and no token of an image elsewhere.
+    """
     rng = np.random.default_rng(1)
     samples = []
     for row, (prompt, response) in enumerate(LENGTHS):
-        ids = rng.integers(1, words, prompt + response).tolist()
-        samples.append(Sample(row, row, row, 0, tuple(ids[:prompt]), tuple(ids[prompt:]), (0.0,) * response, "stop", 0))
+        ids = rng.integers(1, words, prompt + response)
+        images = () if whole is None else _images_of(row, whole)
+        if whole is not None:
+            ids[np.isin(ids, [whole["image_token_id"], whole["video_token_id"]])] = 1
+        for image in images:
+            ids[image.start : image.start + image.tokens] = whole["image_token_id"]
+        samples.append(
+            Sample(
+                row, row, row, 0, ids[:prompt].tolist(), ids[prompt:].tolist(), (0.0,) * response, "stop", 0,
+                images=images,
+            )
+        )  # fmt: skip
     batch = TrainBatch.of(packed(samples), 1.0)
     temperature = np.resize(np.float32(TEMPERATURES), len(LENGTHS))
     advantages = np.repeat(np.float32(ADVANTAGES), [response for _, response in LENGTHS])
     return replace(batch, temperature=temperature, advantages=advantages)
+
+
+def _images_of(row: int, whole: dict[str, Any]) -> tuple[RowImage, ...]:
+    merged = whole["vision_config"].get("spatial_merge_size", 2) ** 2
+    return tuple(
+        RowImage("x".join(map(str, grid)), start, prod(grid) // merged, grid) for start, grid in IMAGES.get(row, ())
+    )
+
+
+def pixels_of(whole: dict[str, Any]) -> Callable[[str], Tensor]:
+    """Returns the function from an image's name, which is its grid, to its pixels as the model's processor makes them,
+    float32 [patches, numbers of a patch]. They are drawn. `whole`: config.json of the model.
+    """
+    tower = AutoConfig.for_model(**{k: v for k, v in whole.items() if k not in NOT_FOR_THE_CLASS}).vision_config
+    channels = getattr(tower, "in_channels", 3)
+    numbers = channels * tower.temporal_patch_size * tower.patch_size**2
+
+    def drawn(name: str) -> Tensor:
+        patches = prod(map(int, name.split("x")))
+        return torch.randn(patches, numbers, generator=torch.Generator().manual_seed(patches))
+
+    return drawn
 
 
 def make(config: dict[str, Any], folder: Path) -> PreTrainedModel:
@@ -96,16 +135,36 @@ def own_names(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def log_probs(model: PreTrainedModel, batch: TrainBatch) -> list[Tensor]:
-    """Returns log-probs of the response tokens of each row, computed one row at a time and without padding."""
+def log_probs(
+    model: PreTrainedModel, batch: TrainBatch, pixels: Callable[[str], Tensor] | None = None
+) -> list[Tensor]:
+    """Returns log-probs of the response tokens of each row, computed one row at a time and without padding.
+
+    `pixels`: of images in the rows, as in `pixels_of`.
+    """
     found = []
     ends = np.cumsum(batch.lengths)
     for row, end in enumerate(ends):
         ids = torch.from_numpy(batch.token_ids[end - batch.lengths[row] : end].astype(np.int64))
         prompt = int(batch.prompt_lengths[row])
-        logits = model(ids[None]).logits[0, prompt - 1 : -1] / float(batch.temperature[row])
+        seen = {} if pixels is None else _seen(batch.rows(np.array([row])), pixels)
+        logits = model(ids[None], **seen).logits[0, prompt - 1 : -1] / float(batch.temperature[row])
         found.append(logits.log_softmax(-1).gather(-1, ids[prompt:, None])[:, 0])
     return found
+
+
+def _seen(row: TrainBatch, pixels: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Returns what transformers' class is given of a row's images."""
+    if not row.image_counts[0]:
+        return {}
+    kinds = np.zeros(len(row.token_ids), np.int64)
+    for start, tokens in zip(row.image_starts, row.image_tokens, strict=True):
+        kinds[start : start + tokens] = 1
+    return {
+        "pixel_values": torch.cat([pixels(name.decode()) for name in row.image_names]),
+        "image_grid_thw": torch.from_numpy(row.image_grids.astype(np.int64)),
+        "mm_token_type_ids": torch.from_numpy(kinds)[None],
+    }
 
 
 def compute(config: dict[str, Any], folder: Path) -> None:
@@ -117,8 +176,9 @@ def compute(config: dict[str, Any], folder: Path) -> None:
     out = beside(folder)
     out.mkdir(parents=True)
     model = make(config, folder)
-    batch = batch_of(config.get(TEXT_CONFIG, config)["vocab_size"])
-    rows = log_probs(model, batch)
+    whole = config if TEXT_CONFIG in config else None
+    batch = batch_of(config.get(TEXT_CONFIG, config)["vocab_size"], whole)
+    rows = log_probs(model, batch, None if whole is None else pixels_of(whole))
     np.save(out / "log_probs.npy", torch.cat(rows).detach().numpy())
     # GSPO (arXiv:2507.18071), equation 5: the mean over sequences of the advantage times the ratio of sequences
     ratios = torch.stack([(row - row.detach()).mean().exp() for row in rows])

@@ -60,7 +60,10 @@ def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
     """
     if inputs.sequence_starts is None:
         return None
-    starts = tie(inputs.sequence_starts, Pack(inputs.lengths, inputs.position_ids.flatten()))
+    places = inputs.position_ids.flatten()
+    if inputs.positions is not None:  # each token has angles of its own (mrl.rank.vision)
+        places = torch.arange(len(places), device=places.device)
+    starts = tie(inputs.sequence_starts, Pack(inputs.lengths, places))
     of_attention = for_attention(starts)
     return PackedSeqParams(
         qkv_format="thd",

@@ -57,6 +57,16 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class MicroImages:
+    """The images of a micro-batch whose tokens are on one context-parallel rank, on the host."""
+
+    names: tuple[str, ...]  # as in RowImage
+    grids: np.ndarray  # int64 [images, 3], as in RowImage
+    places: tuple[np.ndarray, ...]  # of each image, int64 [its tokens here]: index into batch * length
+    parts: tuple[np.ndarray, ...]  # of each image, int64 [its tokens here]: which of its tokens they are
+
+
+@dataclass(frozen=True)
 class MicroBatch(TokenValues[Array]):
     """One micro-batch of one context-parallel rank: numpy arrays when it is cut, tensors when the model gets it.
 
@@ -78,6 +88,9 @@ class MicroBatch(TokenValues[Array]):
     response_mask: Array  # bool [rows, response_length]: tokens that count: not context, not rejected, not a filler's
     scored: Array | None  # bool, includes rejected ones: tokens that have log-probs; None: those that count
     routes: Array | None  # integers [batch, length, MoE layers, topk]; missing for padding
+    # int32 [batch, length, 3]: position by time, row and column, where rows have images; None: all are position_ids
+    positions: Array | None
+    images: MicroImages | None
     # tokens in memory of each sequence, before the cut; on the host, so that reading them needs no wait for the device
     lengths: tuple[int, ...]
     # digest of all inputs of a forward, before the cut: equal if two passes cut a batch into the same micro-batches
@@ -99,8 +112,11 @@ class MicroBatch(TokenValues[Array]):
         """Returns the micro-batch with `function` applied to every array."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(
-            self, **{k: function(v) for k, v in given.items() if v is not None and k not in ("content", "lengths")}
+            self, **{k: function(v) for k, v in given.items() if v is not None and k not in _ON_HOST}
         )
+
+
+_ON_HOST = ("content", "lengths", "images")  # fields of MicroBatch that are no arrays
 
 
 def micro_batch(
@@ -147,6 +163,10 @@ def micro_batch(
         routes=None
         if picked.routes is None
         else _laid_out_routes(picked, left, kept).reshape(lines, -1, *picked.routes.shape[1:]),
+        positions=None
+        if picked.positions is None
+        else _laid_out_positions(picked, left, positions)[kept].reshape(lines, -1, picked.positions.shape[1]),
+        images=_images(picked, np.flatnonzero(left), local),
         lengths=tuple(padded.tolist()),
         content=_digest(ids, lengths, padded, rows),
     )
@@ -230,6 +250,33 @@ def _laid_out_routes(batch: TrainBatch, left: np.ndarray, kept: np.ndarray) -> n
     laid_out = np.full((len(kept), *batch.routes.shape[1:]), missing_in(dtype), dtype)
     laid_out[here >= 0] = batch.routes[here[here >= 0]]
     return laid_out
+
+
+def _laid_out_positions(batch: TrainBatch, left: np.ndarray, plain: np.ndarray) -> np.ndarray:
+    """Returns positions [all places, 3]. Padding has its plain positions. No real token sees it."""
+    whole = np.repeat(plain[:, None], batch.positions.shape[1], axis=1).astype(np.int32)
+    whole[left > 0] = batch.positions
+    return whole
+
+
+def _images(batch: TrainBatch, in_memory: np.ndarray, local: np.ndarray) -> MicroImages | None:
+    """Returns the images with tokens on this rank; None without images in the batch.
+
+    `in_memory`: place of each of the batch's tokens. `local`: a place's index on this rank; -1: it is elsewhere.
+    """
+    if batch.image_counts is None:
+        return None
+    begins = np.repeat(np.cumsum(batch.lengths) - batch.lengths, batch.image_counts) + batch.image_starts
+    chosen, places, parts = [], [], []
+    for image, (begin, tokens) in enumerate(zip(begins, batch.image_tokens, strict=True)):
+        index = local[in_memory[begin : begin + tokens]]
+        here = np.flatnonzero(index >= 0)
+        if len(here):
+            chosen.append(image)
+            places.append(index[here])
+            parts.append(here)
+    names = tuple(batch.image_names[image].decode() for image in chosen)
+    return MicroImages(names, batch.image_grids[chosen].astype(np.int64), tuple(places), tuple(parts))
 
 
 def computed_tokens(

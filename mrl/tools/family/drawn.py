@@ -32,8 +32,9 @@ _ODD = {
 _ODD_LATENT = {"num_key_value_heads": 3, "qk_nope_head_dim": 40, "v_head_dim": 24}
 _ODD_HYBRID = {"linear_num_key_heads": 3}
 # a vision tower of a few weights, by the keys of all classes, and the pairs of a head that an image's positions turn
-_TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "deepstack_visual_indexes": [0]}
+_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "deepstack_visual_indexes": [1, 0]}
 _TOWER |= {"fullatt_block_indexes": [0], "num_position_embeddings": 16}
+_TOKENS = {"image_token_id": 7, "video_token_id": 8, "vision_start_token_id": 9, "vision_end_token_id": 10}
 _PAIRS = [6, 5, 5]
 # further settings, of which a family is tried with those that change its model
 _SWITCHES: tuple[dict[str, Any], ...] = (
@@ -93,6 +94,7 @@ def whole_config(plain: dict[str, Any], family: Family) -> dict[str, Any]:
         "architectures": [family.wrapper],
         "model_type": inside.removesuffix("_text"),
         "tie_word_embeddings": bool(plain.get("tie_word_embeddings")),
+        **_TOKENS,
         "text_config": inner,
         "vision_config": {**_TOWER, "out_hidden_size": plain["hidden_size"]},
     }
