@@ -15,7 +15,7 @@ from mrl.model import ModelSpec, load_model_spec
 from mrl.model.fp8 import bfloat16_words
 from mrl.model.hf_files import FP8, INDEX, read_index, read_safetensors_header, scale_of, weight_files
 from mrl.model.registry import family_of
-from mrl.model.wrapped import inner_tensors
+from mrl.model.wrapped import inner_tensors, refuse_turned
 from mrl.plain_files import JSON_BYTES, open_regular, read_settings
 
 Floats = NDArray[np.float32]
@@ -68,7 +68,8 @@ class ExportedFiles:
                     continue
                 self._files[key] = file.name
                 item = (stored.stop - stored.start) // max(1, prod(stored.shape))
-                for inner in inner_tensors(key, stored.shape) if is_wrapped else ():
+                for inner in inner_tensors(key, stored.shape, self.model.hidden_size) if is_wrapped else ():
+                    refuse_turned(folder, inner)
                     begin = stored.start + inner.first * stored.shape[-1] * item
                     self.places[inner.name] = StoredPlace(file, stored.dtype, inner.shape, begin)
                 if not is_wrapped:

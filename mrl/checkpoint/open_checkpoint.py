@@ -46,7 +46,7 @@ from mrl.model.int4 import COLUMNS, PACKED
 from mrl.model.megatron_shards import Piece, Shard
 from mrl.model.peft_files import base_digest
 from mrl.model.registry import family_of
-from mrl.model.wrapped import inner_tensors
+from mrl.model.wrapped import inner_tensors, refuse_turned
 from mrl.plain_files import read_text, reason
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> names in the configuration
@@ -183,7 +183,7 @@ def _hf_entries(files: SafetensorsFiles, stored: Iterable[tuple[str, str]], mode
         return (_whole(spec, file_of) for spec in specs.values())
     entry_of: dict[str, StoredTensor] = {}
     for file, key in stored:
-        entry = _around(file, key, files.find(file, key).shape)
+        entry = _around(file, key, files.find(file, key).shape, model.hidden_size)
         entry_of |= {piece.hf_name: entry for piece in entry.pieces}
     return dict.fromkeys(entry_of[name] for name in specs)
 
@@ -196,11 +196,12 @@ def _whole(spec: TensorSpec, file_of: Mapping[str, str]) -> StoredTensor:
     return whole_tensor(spec.name, spec.shape, file_of[spec.name], weight_role(spec))
 
 
-def _around(file: str, key: str, shape: tuple[int, ...]) -> StoredTensor:
+def _around(file: str, key: str, shape: tuple[int, ...], hidden_size: int) -> StoredTensor:
     """Describes a stored tensor that contains tensors of the text model. If there are several, all axes but the last
     are merged into one.
     """
-    inner = tuple(inner_tensors(key, shape))
+    inner = tuple(inner_tensors(key, shape, hidden_size))
+    refuse_turned(file, inner[0])
     if len(inner) == 1:
         return StoredTensor(file, key, WEIGHT, shape, None, whole_tensor(inner[0].name, shape).pieces)
     columns = (0, shape[-1])

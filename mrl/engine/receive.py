@@ -45,7 +45,7 @@ from mrl.reshard.setup import SyncSetup
 
 BACKEND = "mrl"
 _BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")  # text models in one file with image models
-_INSIDE_IMAGES = ("Qwen2InsideVL", "Qwen3InsideVL")  # mrl's own names
+_INSIDE_IMAGES = ("Qwen2InsideVL", "Qwen3InsideVL", "Qwen3MoeInsideVL")  # mrl's own names
 
 
 def register() -> None:

@@ -244,7 +244,7 @@ def _under_their_names(path: str | Path, tensors: dict[str, TensorBytes], model:
         return tensors
     found: dict[str, TensorBytes] = {}
     for key, stored in tensors.items():
-        for inner in inner_tensors(key, stored.shape):
+        for inner in inner_tensors(key, stored.shape, model.hidden_size):
             if inner.name in found:
                 raise EnvironmentFault(f"{path}: {inner.name} is stored twice, once as {key}; remove one")
             found[inner.name] = replace(stored, shape=inner.shape)

@@ -1,7 +1,8 @@
-"""Qwen3-MoE: routed experts, no shared expert; norms on queries and keys."""
+"""Qwen3-MoE, also as the text model of Qwen3-VL: routed experts, no shared expert; norms on queries and keys."""
 
 from mrl.model.decoder_weights import dense_layer, expert_layer
 from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, experts, head_dim_from_hidden
+from mrl.model.qwen2 import engines_inside, is_of_vision_tower
 from mrl.model.weight_map import Family
 
 
@@ -16,4 +17,15 @@ def read(config: HfConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", read, dense_layer, expert_layer)
+FAMILY = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    read,
+    dense_layer,
+    expert_layer,
+    is_left_out=is_of_vision_tower,
+    engine_keys=engines_inside("Qwen3MoeInsideVL"),
+    wrapper="Qwen3VLMoeForConditionalGeneration",
+    wrapped_type="qwen3_vl_moe_text",
+    wrapped_always={"norm_topk_prob": True},
+)

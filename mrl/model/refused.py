@@ -7,7 +7,6 @@ _SPARSE = "it attends through a sparse indexer, which Megatron-core has as an ex
 _AFTER = "norms stand after attention and MLP, too, and Megatron-core's layers have none there"
 _STATE_SPACE = "it has state-space layers, which Megatron-core has in another model class without packs"
 _NO_CLASS = "transformers has no class of it, so nothing could be compared with"
-_STACKED = "its files have all experts of a layer in one transposed tensor, which no reader turns"
 # architecture -> reason
 REFUSED: dict[str, str] = {
     "DeepseekV32ForCausalLM": _SPARSE,
@@ -36,7 +35,6 @@ REFUSED: dict[str, str] = {
     "MiMoForCausalLM": _NO_CLASS,
     "BailingMoeForCausalLM": _NO_CLASS,
     "BailingMoeV2ForCausalLM": _NO_CLASS,
-    "Qwen3VLMoeForConditionalGeneration": _STACKED,
     "Qwen3OmniMoeForConditionalGeneration": "its text model lies two configurations deep, beside others that hear and "
     "speak",
     "KimiK25ForConditionalGeneration": "its text model, DeepSeek-V3's, lies under other names beside a vision tower",

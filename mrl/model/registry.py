@@ -226,7 +226,8 @@ def own_config(config: HfConfig) -> HfConfig:
     family = wrapper_of(config)
     if family is None:
         return config
-    return wrapped.text_config(config, family.architecture, family.model_type, family.wrapped_type)
+    inside = (family.wrapped_type, family.wrapped_always)
+    return wrapped.text_config(config, family.architecture, family.model_type, *inside)
 
 
 def load_model_spec(path: str | Path) -> ModelSpec:

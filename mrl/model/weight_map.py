@@ -34,8 +34,8 @@ Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row 1 of k_proj,
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from math import prod
@@ -142,6 +142,8 @@ class Family:
     # `architectures` of a model that also reads images and contains this one (mrl/model/wrapped.py)
     wrapper: str = ""
     wrapped_type: str = ""  # model_type of the text model inside that model, if it is not `model_type`
+    # keys of config.json that the class inside that model computes alike whatever they say
+    wrapped_always: Mapping[str, Any] = field(default_factory=dict, hash=False)
     engine_architecture: str = ""  # vLLM's class that engines use, if `engine_keys` name another one
     # Suffixes of names that official folders have in float32 beside bfloat16. They are read in the model's dtype, as in
     # transformers.

@@ -9,6 +9,8 @@ a layer in one tensor:
         [experts, rows of gate and up, hidden]                    model.layers.0.mlp.experts.0.up_proj.weight, ...
     model.language_model.layers.0.mlp.experts.down_proj           model.layers.0.mlp.experts.0.down_proj.weight, ...
         [experts, hidden, columns]
+        Qwen3-VL's official folders have both turned, [experts, hidden, rows] and [experts, columns, hidden], and
+        transformers writes them as above: as it does, one goes by the hidden size
     model.visual.patch_embed.proj.weight                          none: it stays as it is
 
 Qwen2.5-VL's folders have the text model's own names and `visual.`, and a config.json that is also the text model's.
@@ -18,8 +20,9 @@ The names in a folder's files tell its form: a text model's own folder has the n
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from mrl.errors import ConfigError, shown
@@ -47,11 +50,15 @@ _EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj"
 
 @dataclass(frozen=True)
 class Inner:
-    """A tensor of the text model inside a stored one, all of whose axes except the last count as rows."""
+    """A tensor of the text model inside a stored one, all of whose axes except the last count as rows.
+
+    If it is turned, it is the transpose of columns of an expert's matrix. All columns of all experts are counted.
+    """
 
     name: str
     shape: tuple[int, ...]
-    first: int  # its first row in the stored tensor
+    first: int  # its first row in the stored tensor, or its first column
+    is_turned: bool = False
 
     @property
     def rows(self) -> int:
@@ -59,9 +66,12 @@ class Inner:
         return prod(self.shape[:-1])
 
 
-def text_config(config: HfConfig, architecture: str, model_type: str, inside: str = "") -> dict[str, Any]:
+def text_config(
+    config: HfConfig, architecture: str, model_type: str, inside: str = "", always: HfConfig = MappingProxyType({})
+) -> dict[str, Any]:
     """Returns the text model's own config.json, from that of the whole. `architecture`, `model_type`: of the text
-    model. `inside`: its model_type inside the whole, if that is another one.
+    model. `inside`: its model_type inside the whole, if that is another one. `always`: what its class inside the whole
+    computes whatever the configuration says.
 
     Raises ConfigError if the two disagree, the whole is of another type or weights are quantised.
     """
@@ -79,7 +89,9 @@ def text_config(config: HfConfig, architecture: str, model_type: str, inside: st
     dtypes = {}
     if not any(inner.get(key) for key in _DTYPES):
         dtypes = {key: config[key] for key in _DTYPES if config.get(key)}
-    own = {**inner, **dtypes, "architectures": [architecture]}
+    for key, value in always.items():
+        refuse_unless(f"{TEXT_CONFIG}.{key}", inner.get(key, value), value)
+    own = {**inner, **dtypes, **always, "architectures": [architecture]}
     if not inside:
         return own
     if has_inner:
@@ -114,15 +126,23 @@ def is_whole(config: HfConfig) -> bool:
     return isinstance(config.get(TEXT_CONFIG), dict)
 
 
-def inner_tensors(key: str, shape: tuple[int, ...]) -> Iterable[Inner]:
-    """Returns the tensors of the text model in a stored one. Any other tensor is returned unchanged."""
+def inner_tensors(key: str, shape: tuple[int, ...], hidden_size: int | None = None) -> Iterable[Inner]:
+    """Returns the tensors of the text model in a stored one. Any other tensor is returned unchanged.
+
+    `hidden_size`: the model's, which tells experts that are turned; None: they are not.
+    """
     name = key
     if key.startswith(_INSIDE):
         name = "model." + key.removeprefix(_INSIDE)
     stacked = _EXPERTS.fullmatch(name)
     if stacked is None or len(shape) != 3:
         return (Inner(name, shape, 0),)
-    return _of_experts(stacked[1], stacked[2], *shape)
+    experts, rows, columns = shape
+    sides = {"gate_up": (columns, rows), "down": (rows, columns)}[stacked[2]]
+    if hidden_size is not None and sides[0] != hidden_size and sides[1] == hidden_size:
+        turned = _of_experts(stacked[1], stacked[2], experts, columns, rows)
+        return (replace(inner, is_turned=True) for inner in turned)
+    return _of_experts(stacked[1], stacked[2], experts, rows, columns)
 
 
 def _of_experts(prefix: str, kind: str, experts: int, rows: int, columns: int) -> Iterator[Inner]:
@@ -134,3 +154,12 @@ def _of_experts(prefix: str, kind: str, experts: int, rows: int, columns: int) -
         for place, name in enumerate(names):
             first = expert * rows + place * each
             yield Inner(f"{prefix}{expert}.{name}_proj.weight", (each, columns), first)
+
+
+def refuse_turned(file: Any, inner: Inner) -> None:
+    """Raises ConfigError for an expert's matrix that is stored turned, where bytes are read as they lie."""
+    if inner.is_turned:
+        raise ConfigError(
+            f"{file}: experts are stored turned, as in official folders of Qwen3-VL, and this command reads bytes as "
+            "they lie: save the model by transformers (from_pretrained, save_pretrained), which turns them"
+        )

@@ -124,7 +124,7 @@ def beside(folder: Path) -> Path:
 
 
 def own_names(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a saved model under the names of the text model."""
+    """Returns the tensors of a saved model under the names of the text model. Transformers writes none turned."""
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for key, tensor in load_file(file).items():

@@ -107,7 +107,7 @@ class MappedBridge(LLMBridge):
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
         """Returns a reader of a folder, which may be a reference's: the same model, possibly in another dtype."""
         if family_of(self.model).wrapper:
-            return WrappedFiles(weights_path)
+            return WrappedFiles(weights_path, self.model.hidden_size)
         stored = load_model_spec(weights_path)
         if stored.int4_group:
             return Int4Files(weights_path)
@@ -261,12 +261,13 @@ class WrappedFiles(SafeTensorIO):
     `check_checkpoint` has found them all.
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, hidden_size: int):
         super().__init__(folder)
         self._places: dict[str, tuple[Path, str, Inner]] = {}
         for file in weight_files(Path(folder)):
             for key, stored in read_safetensors_header(file).items():
-                self._places |= {inner.name: (file, key, inner) for inner in inner_tensors(key, stored.shape)}
+                found = inner_tensors(key, stored.shape, hidden_size)
+                self._places |= {inner.name: (file, key, inner) for inner in found}
 
     def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
         """Loads tensors by name. From a layer's experts it reads only the requested rows."""
@@ -285,6 +286,9 @@ def _inner(tensors: Any, key: str, inner: Inner) -> Tensor:
     shape = stored.get_shape()
     if len(shape) == len(inner.shape):
         return tensors.get_tensor(key)
+    if inner.is_turned:
+        expert, column = divmod(inner.first, shape[2])
+        return stored[expert, :, column : column + inner.rows].T.contiguous()
     expert, row = divmod(inner.first, shape[1])
     return stored[expert, row : row + inner.rows]
 

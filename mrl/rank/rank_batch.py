@@ -58,7 +58,9 @@ class RankBatch:
         self._cut = cut
         self._overlong = samples.overlong
         self.own = own
-        self.batch = actor.prepared(TrainBatch.of(samples, actor.config.rollout.temperature, routes))
+        self.batch = TrainBatch.of(samples, actor.config.rollout.temperature, routes)
+        if samples.image_counts is not None:
+            self.batch = actor.prepared(self.batch)
         self.log_probs: np.ndarray | None = None  # float32 [response tokens]: the trainer's, whatever the anchor is
         self._penalties: np.ndarray | None = None  # float64 [response tokens]: KL in the reward
         self._distilled: np.ndarray | None = None  # float64 [response tokens]: a teacher's KL in the advantages

@@ -133,7 +133,7 @@ class Vision:
             self._watch(first)
 
     def _watch(self, first: Module) -> None:
-        count = len(getattr(self._whole.config.vision_config, "deepstack_visual_indexes", None) or ())
+        count = len(getattr(self._whole.visual, "deepstack_merger_list", ()))
         layers = first.decoder.layers
         if count > len(layers):
             raise ConfigError(

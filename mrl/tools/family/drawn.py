@@ -86,7 +86,7 @@ def whole_config(plain: dict[str, Any], family: Family) -> dict[str, Any]:
     inner = {**plain, "model_type": inside}
     if family.wrapped_type:
         rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": _PAIRS}
-        if inside == "qwen3_vl_text":
+        if inside.startswith("qwen3_vl"):
             rotation["mrope_interleaved"] = True
         inner = {key: value for key, value in inner.items() if key not in ("rope_theta", "rope_scaling")}
         inner["rope_parameters"] = rotation

@@ -1,0 +1,168 @@
+"""Rows with images have transformers' log-probs and gradients on the ranks, in every layout: rows with none, one and two
+images of different sizes in one batch, the tower being transformers' own.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from mrl.model import model_spec
+from mrl.model.registry import family_of, known_hf_config, own_config
+from mrl.rank.family_reference import compute
+from mrl.tools.family.check import GRADIENTS, LOG_PROBS, run_config
+from mrl.tools.family.drawn import small_config, whole_config
+
+pytestmark = pytest.mark.real
+
+TP, PP, CP, EP = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size",
+)  # fmt: skip
+# a model of each family whose text model it is
+MODELS = {"vl-moe": "Qwen3-30B-A3B", "vl": "Qwen3-0.6B", "2.5-vl": "Qwen2.5-0.5B", "3.5": "Qwen3.5-27B",
+          "3.5-moe": "Qwen3.5-35B-A3B"}  # fmt: skip
+PADDED = {"use_remove_padding": False}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# name -> (model, ranks, degrees, the actor's settings, overrides of Megatron's)
+CASES = {
+    "moe": ("vl-moe", 1, {}, {}, {}),
+    "moe-padded": ("vl-moe", 1, {}, PADDED, {}),
+    "moe-recomputed": ("vl-moe", 1, {}, {"ppo_micro_batch_size_per_gpu": 2}, RECOMPUTED),
+    "dense": ("vl", 1, {}, {}, {}),
+    "2.5": ("2.5-vl", 1, {}, {}, {}),
+    "3.5": ("3.5", 1, {}, {}, {}),
+    "3.5-moe": ("3.5-moe", 1, {}, {}, {}),
+    "moe-tp2": ("vl-moe", 2, {TP: 2}, {}, {}),
+    "moe-tp2-padded": ("vl-moe", 2, {TP: 2}, PADDED, {}),
+    "moe-pp2": ("vl-moe", 2, {PP: 2}, {}, {}),
+    "moe-pp2-recomputed": ("vl-moe", 2, {PP: 2}, {"ppo_micro_batch_size_per_gpu": 2}, RECOMPUTED),
+    "moe-ep2": ("vl-moe", 2, {EP: 2}, {}, {}),
+    "moe-cp2": ("vl-moe", 2, {CP: 2}, {}, {}),
+    "dense-dp2": ("vl", 2, {}, {}, {}),
+    "dense-tp2": ("vl", 2, {TP: 2}, {}, {}),
+    "2.5-tp2": ("2.5-vl", 2, {TP: 2}, {}, {}),
+    "2.5-cp2": ("2.5-vl", 2, {CP: 2}, {}, {}),
+    "3.5-moe-tp2": ("3.5-moe", 2, {TP: 2}, {}, {}),
+    "3.5-moe-pp2": ("3.5-moe", 2, {PP: 2}, {}, {}),
+    "moe-tp2-pp2-ep2": ("vl-moe", 4, {TP: 2, PP: 2, EP: 2}, {}, {}),
+    "moe-tp2-cp2": ("vl-moe", 4, {TP: 2, CP: 2}, {}, {}),
+    "moe-pp2-cp2": ("vl-moe", 4, {PP: 2, CP: 2}, {}, {}),
+}
+ALWAYS = ("moe", "moe-padded", "moe-recomputed")  # the others are long
+
+
+class Ranks:
+    """Models by name, made once, and what ranks found of the cases that are wanted."""
+
+    def __init__(self, work: Path):
+        self.work = work
+        self.wholes: dict[str, dict] = {}
+
+    def model(self, name: str) -> Path:
+        folder = self.work / name
+        if name not in self.wholes:
+            torch.set_num_threads(1)
+            plain = small_config(known_hf_config(MODELS[name]))
+            if "moe_intermediate_size" in plain:
+                plain["moe_intermediate_size"] = 48  # so that no side of an expert's matrix is as long as the other
+            self.wholes[name] = whole_config(plain, family_of(model_spec(plain)))
+            compute(self.wholes[name], folder)
+        return folder
+
+    def words(self, name: str) -> int:
+        return own_config(self.wholes[name])["vocab_size"]
+
+    def found(self, world: int, cases: list[dict]) -> dict[str, list[dict]]:
+        """Case -> what each rank found."""
+        out = self.work / "-".join([str(world), *(case["name"] for case in cases)])[:80]
+        out.mkdir()
+        file = out / "cases.json"
+        file.write_text(json.dumps(cases))
+        run_ranks(Path(__file__).with_name("images_worker.py"), world, out, [str(file)])
+        return {
+            case["name"]: [json.loads((out / f"{case['name']}-{rank}.json").read_text()) for rank in range(world)]
+            for case in cases
+        }
+
+    def case(self, name: str, model: str, world: int, degrees: dict, actor: dict, overrides: dict, **more) -> dict:
+        folder = more.pop("folder", None) or self.model(model)
+        config = run_config(str(folder), {"world_size": world} | degrees)
+        config["actor"] |= actor
+        config["model"] |= {"override_transformer_config": overrides}
+        return {"name": name, "config": config, "words": self.words(model), **more}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Ranks:
+    return Ranks(tmp_path_factory.mktemp("images"))
+
+
+def check(found: dict[str, list[dict]]) -> None:
+    for name, of_ranks in found.items():
+        assert any("log_probs" in each for each in of_ranks), name
+        for each in of_ranks:
+            assert each["parameters"] == each["names"] == each["bits"] == [], name
+            assert each.get("log_probs", 0.0) < LOG_PROBS, name
+            assert max(each.get("gradients", {"": 0.0}).values(), default=0.0) < GRADIENTS, name
+
+
+def test_rows_with_images_are_transformers_packed_padded_and_recomputed(ranks):
+    check(ranks.found(1, [ranks.case(name, *CASES[name]) for name in ALWAYS]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_with_images_are_transformers_in_every_layout(ranks, world):
+    names = [name for name, case in CASES.items() if case[1] == world and name not in ALWAYS]
+    check(ranks.found(world, [ranks.case(name, *CASES[name]) for name in names]))
+
+
+def test_without_each_part_rows_with_images_are_another_models_and_the_others_are_not(ranks):
+    (found,) = ranks.found(1, [ranks.case("traps", *CASES["moe"])])["traps"]
+    assert "vision tower" in found["refused"]
+    gaps = found["gaps"]
+    assert max(gaps.pop("none")) < LOG_PROBS
+    for trap, (sees, blind) in gaps.items():
+        assert sees > 0.05, trap
+        assert blind < LOG_PROBS, trap
+
+
+def test_an_image_token_that_the_model_has_said_is_a_word(ranks):
+    """A second word with the same embedding and output row, for which nobody could look, has the same log-prob."""
+    folder, twin = with_twin(ranks.model("vl-moe"), ranks.work / "twin", ranks.wholes["vl-moe"])
+    case = ranks.case("sampled", *CASES["moe"], folder=folder, twin=twin)
+    (found,) = ranks.found(1, [case])["sampled"]
+    assert found["gap"] < 1e-6
+
+
+def test_experts_that_are_stored_turned_as_in_official_folders_are_read(ranks):
+    plain = ranks.model("vl-moe")
+    folder = ranks.work / "turned"
+    copy(plain, folder, {k: t.mT.contiguous() if ".mlp.experts." in k else t for k, t in tensors(plain).items()})
+    (ranks.work / "turned-reference").symlink_to(ranks.work / "vl-moe-reference")
+    case = ranks.case("turned", *CASES["moe"], folder=folder)
+    (found,) = ranks.found(1, [case])["turned"]
+    assert found["log_probs"] < LOG_PROBS
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def copy(folder: Path, to: Path, stored: dict[str, torch.Tensor]) -> None:
+    to.mkdir()
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    save_file(stored, to / "model.safetensors", {"format": "pt"})
+
+
+def with_twin(folder: Path, to: Path, whole: dict) -> tuple[Path, int]:
+    stored = tensors(folder)
+    image, twin = whole["image_token_id"], whole["image_token_id"] + 5
+    for name in ("model.language_model.embed_tokens.weight", "lm_head.weight"):
+        stored[name][twin] = stored[name][image]
+    copy(folder, to, stored)
+    return to, twin
