@@ -261,7 +261,7 @@ class WrappedFiles(SafeTensorIO):
     `check_checkpoint` has found them all.
     """
 
-    def __init__(self, folder: str, hidden_size: int):
+    def __init__(self, folder: str, hidden_size: int | None = None):
         super().__init__(folder)
         self._places: dict[str, tuple[Path, str, Inner]] = {}
         for file in weight_files(Path(folder)):

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import RowImage, Sample, packed
+from mrl.errors import DataError
 from mrl.platforms.packs import pack_of
+from mrl.rank.batching import check_batch
 from mrl.rank.forward import packing_of
 from mrl.rank.packing import Shape, kept_positions, micro_batch
 
@@ -155,3 +157,64 @@ def test_the_host_knows_of_a_pack_what_layers_would_read_from_the_device(batch, 
         assert np.cumsum([0, *known.lengths]).tolist() == starts.tolist()
         places = [np.split(np.arange(length), sum(map(len, parts)))[part] for length in known.lengths for part in own]
         assert known.places.tolist() == np.concatenate(places).tolist()
+
+
+def seeing(prompt, response, *images):
+    return replace(sample(prompt, response), images=images)
+
+
+@pytest.fixture
+def seen():
+    """Three rows: two images, none, and one whose last tokens are in the response."""
+    return batch_of(
+        seeing(range(10, 20), (1, 2), RowImage("aa", 1, 3, (1, 2, 6)), RowImage("bb", 6, 2, (1, 2, 4))),
+        sample((31, 32), (33,)),
+        seeing((41, 42, 43), (44, 45, 46), RowImage("aa", 2, 3, (1, 2, 6))),
+    )
+
+
+@pytest.mark.parametrize("shape", [PACKED, PADDED, Shape(True, context=2), Shape(False, context=2, tensor=2)])
+def test_each_token_of_an_image_is_at_its_place_on_one_rank(seen, shape):
+    rows = np.array([2, 0, 1])
+    ids = seen.token_ids.astype(np.int64)
+    told = {("aa", row): ids[place : place + 3] for row, place in ((0, 1), (2, 17))} | {("bb", 0): ids[6:8]}
+    found = {}
+    for rank in range(shape.context):
+        micro = micro_batch(seen, rows, shape, rank)
+        flat = micro.input_ids.reshape(-1)
+        assert micro.images.grids.tolist() == [[1, 2, 4 if name == "bb" else 6] for name in micro.images.names]
+        for name, places, parts in zip(micro.images.names, micro.images.places, micro.images.parts, strict=True):
+            for place, part in zip(places, parts, strict=True):
+                found.setdefault((name, int(flat[place])), []).append(int(part))
+    expected = {(name, int(token)): [part] for (name, _), ids in told.items() for part, token in enumerate(ids)}
+    assert found == expected
+
+
+def test_positions_go_with_their_tokens_and_padding_has_plain_ones(seen):
+    numbers = np.arange(len(seen.token_ids), dtype=np.int32)[:, None] * 10 + np.arange(3, dtype=np.int32)
+    given = replace(seen, positions=numbers)
+    shape = Shape(True, context=2)
+    for rank in range(2):
+        micro = micro_batch(given, np.array([1, 0]), shape, rank)
+        of_token = {int(token): place.tolist() for token, place in zip(seen.token_ids, numbers, strict=True)}
+        for token, place, plain, real in zip(
+            micro.input_ids[0], micro.positions[0], micro.position_ids[0], micro.real[0], strict=True
+        ):
+            assert place.tolist() == (of_token[int(token)] if real else [plain] * 3)
+
+
+def test_a_pack_with_three_positions_a_token_has_a_row_of_angles_for_each_token(seen):
+    micro = micro_batch(replace(seen, positions=np.zeros((len(seen.token_ids), 3), np.int32)), ALL, PACKED)
+    assert pack_of(packing_of(micro.mapped(torch.as_tensor)).cu_seqlens_q).places.tolist() == list(range(21))
+    assert micro_batch(seen, ALL, PACKED).positions is None
+
+
+def test_rows_without_images_are_joined_to_rows_with_some(seen):
+    plain = batch_of(sample((1,), (2,)))
+    assert plain.image_counts is None and plain.rows(np.array([0])).image_names is None
+    both = TrainBatch.joined([plain, seen])
+    assert both.image_counts.tolist() == [0, 2, 0, 1]
+    assert both.rows(np.array([3, 0])).image_names.tolist() == [b"aa"]
+    assert both.rows(np.array([1])).image_starts.tolist() == [1, 6]
+    with pytest.raises(DataError, match="without its vision tower"):
+        check_batch(both, None, 0)

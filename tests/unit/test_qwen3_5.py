@@ -125,8 +125,44 @@ def test_the_gates_function_has_two_names():
 def test_a_whole_without_a_text_model_and_one_that_is_not_known_are_refused():
     with pytest.raises(ConfigError, match="has no text_config"):
         model_spec({key: value for key, value in WHOLE.items() if key != "text_config"})
-    with pytest.raises(ConfigError, match=r"Qwen3VLMoeForConditionalGeneration.* not supported"):
-        model_spec(WHOLE | {"architectures": ["Qwen3VLMoeForConditionalGeneration"]})
+    with pytest.raises(ConfigError, match=r"Qwen3OmniMoeForConditionalGeneration.* not supported"):
+        model_spec(WHOLE | {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]})
+
+
+VL_MOE = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "vision_config": {},
+    "text_config": {
+        key: value for key, value in MOE.items() if not key.startswith("linear_") and key not in (
+            "architectures", "shared_expert_intermediate_size", "layer_types", "full_attention_interval",
+            "attn_output_gate", "mamba_ssm_dtype", "partial_rotary_factor", "rope_parameters",
+        )
+    } | {"model_type": "qwen3_vl_moe_text", "rope_theta": 10000.0, "intermediate_size": 96},
+}  # fmt: skip
+
+
+def test_experts_inside_qwen3_vl_always_sum_to_one_whatever_its_configuration_says():
+    text = VL_MOE["text_config"]
+    without = {key: value for key, value in text.items() if key != "norm_topk_prob"}
+    assert model_spec(VL_MOE | {"text_config": without}).norm_topk_prob
+    with pytest.raises(ConfigError, match=r"text_config\.norm_topk_prob = False is not supported"):
+        model_spec(VL_MOE | {"text_config": text | {"norm_topk_prob": False}})
+
+
+def test_turned_experts_are_columns_of_the_stored_ones():
+    """As transformers reads them: by the hidden size, and not turned where both sides have it."""
+    down = list(inner_tensors("model.language_model.layers.3.mlp.experts.down_proj", (2, 5, 7), hidden_size=7))
+    assert [(inner.name, inner.shape, inner.first, inner.is_turned) for inner in down] == [
+        ("model.layers.3.mlp.experts.0.down_proj.weight", (7, 5), 0, True),
+        ("model.layers.3.mlp.experts.1.down_proj.weight", (7, 5), 7, True),
+    ]
+    both = list(inner_tensors("model.language_model.layers.0.mlp.experts.gate_up_proj", (2, 7, 6), hidden_size=7))
+    assert [(inner.name.split(".")[-2], inner.shape, inner.first, inner.is_turned) for inner in both] == [
+        ("gate_proj", (3, 7), 0, True), ("up_proj", (3, 7), 3, True),
+        ("gate_proj", (3, 7), 6, True), ("up_proj", (3, 7), 9, True),
+    ]  # fmt: skip
+    for shape in ((2, 6, 7), (2, 8, 8)):
+        found = inner_tensors("model.language_model.layers.0.mlp.experts.gate_up_proj", shape, shape[-1])
+        assert not any(inner.is_turned for inner in found)
 
 
 def test_three_equal_positions_turn_a_head_as_one_does():
