@@ -95,6 +95,8 @@ def make(config: dict[str, Any], folder: Path) -> PreTrainedModel:
     model = class_of.from_config(made, attn_implementation="eager").to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if VISION_TOWER[0] in name:
+                continue  # its features are as large as the words' embeddings by themselves
             if parameter.dim() > 1:
                 parameter.mul_(5.0)
             else:
@@ -135,9 +137,7 @@ def own_names(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def log_probs(
-    model: PreTrainedModel, batch: TrainBatch, pixels: Callable[[str], Tensor] | None = None
-) -> list[Tensor]:
+def log_probs(model: PreTrainedModel, batch: TrainBatch, pixels: Callable[[str], Tensor] | None = None) -> list[Tensor]:
     """Returns log-probs of the response tokens of each row, computed one row at a time and without padding.
 
     `pixels`: of images in the rows, as in `pixels_of`.

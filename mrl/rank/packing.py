@@ -111,9 +111,7 @@ class MicroBatch(TokenValues[Array]):
     def mapped(self, function: Callable[[Array], Any]) -> "MicroBatch":
         """Returns the micro-batch with `function` applied to every array."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self, **{k: function(v) for k, v in given.items() if v is not None and k not in _ON_HOST}
-        )
+        return replace(self, **{k: function(v) for k, v in given.items() if v is not None and k not in _ON_HOST})
 
 
 _ON_HOST = ("content", "lengths", "images")  # fields of MicroBatch that are no arrays

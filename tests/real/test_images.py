@@ -1,5 +1,5 @@
-"""Rows with images have transformers' log-probs and gradients on the ranks, in every layout: rows with none, one and two
-images of different sizes in one batch, the tower being transformers' own.
+"""Rows with images have transformers' log-probs and gradients on the ranks in every layout: with none, one and two
+images of different sizes in one batch. The tower is transformers' own.
 """
 
 import json
