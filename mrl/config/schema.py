@@ -7,7 +7,7 @@ schema_distillation.py, schema_rollout.py, schema_data.py and schema_run.py. Oth
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 from pydantic.fields import FieldInfo
 
 from mrl.config.schema_actor import (
@@ -72,7 +72,7 @@ __all__ = [
     "verl_names",
 ]
 
-# sections with the keys of actor.layout
+# sections with the keys of actor.layout, which have the actor's values where they are left out
 OTHER_LAYOUTS = ("critic.layout", "distillation.teacher_model.layout")
 
 
@@ -92,6 +92,17 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     reshard: ReshardConfig = ReshardConfig()
     record: RecordConfig = RecordConfig()
+
+    @model_validator(mode="after")
+    def _with_whole_layouts(self) -> "RunConfig":
+        """Second models' layouts, which say what differs from the actor's, are whole from here on."""
+        critic, teacher = self.critic, self.distillation.teacher_model
+        if critic.layout is not None:
+            critic = critic.model_copy(update={"layout": critic.layout.beside(self.actor.layout)})
+        if teacher.layout is not None:
+            teacher = teacher.model_copy(update={"layout": teacher.layout.beside(self.actor.layout)})
+        distillation = self.distillation.model_copy(update={"teacher_model": teacher})
+        return self.model_copy(update={"critic": critic, "distillation": distillation})
 
     @property
     def rollout_dtype(self) -> str:

@@ -74,6 +74,39 @@ class LayoutConfig(section_from(LayoutDegrees)):
     """Parallel degrees of the actor, under their Megatron names. Data parallelism fills the rest of the world size."""
 
 
+# keys that say more of a degree, and mean nothing beside another one
+_OF_DEGREE = {
+    "tensor_model_parallel_size": ("sequence_parallel",),
+    "pipeline_model_parallel_size": (
+        "virtual_pipeline_model_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "pipeline_layers",
+    ),
+}
+
+
+class OtherLayoutConfig(LayoutConfig):
+    """What differs from actor.layout for a second model on the actor's ranks."""
+
+    world_size: int | None = key(None, "The actor's ranks, and no others.", ge=1)
+
+    def beside(self, actor: LayoutConfig) -> "OtherLayoutConfig":
+        """Returns the whole layout: keys that are left out have the actor's values.
+
+        How layers lie in stages is one thing: where a key of it is named, the others are not taken from the actor; nor
+        is sequence_parallel beside another tensor degree.
+        """
+        named = self.model_fields_set
+        left_out = set(type(self).model_fields) - named
+        for degree, more in _OF_DEGREE.items():
+            if named & {degree, *more}:
+                left_out -= set(more)
+        return self.model_copy(update={name: getattr(actor, name) for name in left_out})
+
+
 class OptimConfig(Section):
     """Adam under Megatron's distributed optimizer."""
 
@@ -362,8 +395,8 @@ class CriticOptimConfig(OptimConfig):
 class CriticConfig(Section):
     """The value model of algorithm.adv_estimator: gae, on the actor's ranks.
 
-    Its architecture is the actor's, with one number a token in place of the output layer. `layout` has the keys of
-    actor.layout and gives the critic process groups of its own. Left out, the critic has the actor's layout and groups.
+    Its architecture is the actor's, with one number a token in place of the output layer. `layout` says what differs
+    from actor.layout and gives the critic process groups of its own. Left out, the critic has the actor's groups.
     """
 
     path: str | None = key(
@@ -372,7 +405,7 @@ class CriticConfig(Section):
         "starts at zero.",
         is_path=True,
     )
-    layout: LayoutConfig | None = None
+    layout: OtherLayoutConfig | None = None
     optim: CriticOptimConfig = CriticOptimConfig()
     ppo_mini_batch_size: int | None = key(
         None,

@@ -3,15 +3,14 @@
 from typing import Any
 
 from mrl.algo.spec import ALIASES, KL_TYPES, OVER_WORDS
-from mrl.config.schema_actor import LayoutConfig
+from mrl.config.schema_actor import OtherLayoutConfig
 from mrl.config.section import Section, key, known_name
 
 
 class TeacherConfig(Section):
     """The teacher. It computes on the actor's ranks, in process groups of its own, and is never changed.
 
-    `layout` has the keys of actor.layout. Left out, the teacher has the actor's layout, without expert degrees where it
-    has no experts.
+    `layout` says what differs from actor.layout. A teacher without experts has no expert degrees of the actor's.
     """
 
     model_path: str | None = key(
@@ -21,7 +20,7 @@ class TeacherConfig(Section):
         advice="A folder on storage that every node sees.",
         is_path=True,
     )
-    layout: LayoutConfig | None = None
+    layout: OtherLayoutConfig | None = None
     override_transformer_config: dict[str, Any] = key(
         {},
         "Fields of Megatron's TransformerConfig for the teacher. model.override_transformer_config holds for "

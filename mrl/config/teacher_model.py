@@ -17,13 +17,16 @@ class TeacherModel:
 
 
 def teacher_layout(config: RunConfig, model: ModelSpec) -> LayoutConfig:
-    """Returns the teacher's degrees: its own, or else the actor's, without expert degrees where it has no experts."""
-    own = config.distillation.teacher_model.layout
-    if own is not None:
-        return own
-    if model.is_moe:
-        return config.actor.layout
-    return config.actor.layout.model_copy(update={"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None})
+    """Returns the teacher's degrees: its own, or else the actor's, without the actor's expert degrees where it has no
+    experts.
+    """
+    actor = config.actor.layout
+    degrees = config.distillation.teacher_model.layout or actor
+    if not model.is_moe and degrees.expert_model_parallel_size == actor.expert_model_parallel_size:
+        degrees = degrees.model_copy(update={"expert_model_parallel_size": 1})
+    if not model.is_moe and degrees.expert_tensor_parallel_size == actor.expert_tensor_parallel_size:
+        degrees = degrees.model_copy(update={"expert_tensor_parallel_size": None})
+    return degrees
 
 
 def teacher_of(config: RunConfig, read: Callable[[str], ModelSpec]) -> TeacherModel | None:

@@ -23,7 +23,7 @@ for seed in $seeds; do
     mrl convert megatron-to-hf "$runs/gspo-$seed" -o "$runs/teacher/$seed"
     # the teacher lies otherwise than the student: two stages where that has two tensor ranks
     taught=(--recipe distillation --set distillation.teacher_model.model_path="$runs/teacher/$seed"
-        --set 'distillation.teacher_model.layout={world_size: 2, pipeline_model_parallel_size: 2}')
+        --set 'distillation.teacher_model.layout={tensor_model_parallel_size: 1, expert_model_parallel_size: 1, pipeline_model_parallel_size: 2}')
     loss=distillation.distillation_loss
     train k1 "$seed" "${taught[@]}"
     train reverse_kl_topk "$seed" "${taught[@]}" --set "$loss.loss_mode=reverse_kl_topk" --set "$loss.use_policy_gradient=false"

@@ -31,6 +31,10 @@ DAPO = {
 }
 PPO = {"algorithm.adv_estimator": "gae", "algorithm.policy_loss.loss_mode": "vanilla"}
 CRITIC_APART = "critic apart"
+# none of the actor's degrees
+ONE_RANK = {
+    f"{cut}_parallel_size": 1 for cut in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+}
 
 # of each axis the first value goes with every other one
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -81,7 +85,7 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "DAPO with filtering": DAPO,
         "on-policy": {"algorithm.anchor": "on_policy", "actor.ppo_mini_batch_size": 8},
         "PPO with a critic": PPO,
-        CRITIC_APART: PPO | {"critic.layout": {"world_size": 2, "tensor_model_parallel_size": 2}},
+        CRITIC_APART: PPO | {"critic.layout": ONE_RANK | {"tensor_model_parallel_size": 2}},
     },
     "correction": {"off": {}, "token": {"algorithm.rollout_correction.level": "token"}},
     "replay": {"off": {}, "R2": {"actor.router_replay": "R2"}, "R3": {"actor.router_replay": "R3"}},
@@ -136,7 +140,7 @@ def settings(row: Row, world: Path, steps: int = STEPS) -> dict[str, Any]:
     if row["turns"] != "one":
         found |= _of_tools(world / "tools")
     if row["loss"] == CRITIC_APART and row["actor"] == "TP2":  # where the critic would lie as the actor does
-        found["critic.layout"] = {"world_size": 2, "pipeline_model_parallel_size": 2}
+        found["critic.layout"] = ONE_RANK | {"pipeline_model_parallel_size": 2}
     if row["reference"] == "teacher":  # of the actor's tokenizer
         found["distillation.teacher_model.model_path"] = found["model.path"]
     workers = found.get("rollout.data_parallel_size", 1) * 2 // found.get("rollout.data_parallel_size", 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from world import PRESET, make_world, metrics, overrides, succeeded
 
 from mrl.checkpoint.manifest import read_manifest
+from mrl.config.schema import LayoutConfig
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
@@ -116,7 +117,7 @@ def _case(name: str, oracles: dict[str, dict]) -> dict:
     model, world_size, degrees, actor, critic = LAYOUTS[name]
     oracle = oracles[model]
     if "layout" in critic:
-        critic = critic | {"layout": {"world_size": world_size} | critic["layout"]}
+        critic = critic | {"layout": LayoutConfig(world_size=world_size).model_dump() | critic["layout"]}
     config = {
         "model": {"path": str(oracle["path"]), "dtype": "float32"},
         "actor": {

@@ -67,7 +67,8 @@ NAMES = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "e
 
 
 def layout(ranks: int, **degrees: int) -> str:
-    return json.dumps({"world_size": ranks} | {f"{NAMES[name]}_parallel_size": n for name, n in degrees.items()})
+    named = dict(tp=1, pp=1, cp=1, ep=1, etp=1) | degrees  # none is the actor's
+    return json.dumps({"world_size": ranks} | {f"{NAMES[name]}_parallel_size": n for name, n in named.items()})
 
 
 def groups(preset: str, *settings: str) -> int:

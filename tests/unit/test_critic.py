@@ -57,7 +57,10 @@ DEGREES = {
 
 
 def of_critic(ranks: int, **degrees: int) -> str:
-    given = {"world_size": ranks} | {DEGREES[name]: size for name, size in degrees.items()}
+    """A layout of the critic's own that takes none of these degrees from the actor's."""
+    named = dict(tp=1, pp=1, cp=1) | degrees
+    given = {"world_size": ranks, "expert_model_parallel_size": 1}
+    given |= {DEGREES[name]: size for name, size in named.items()}
     return f"critic.layout={json.dumps(given)}"
 
 
@@ -90,13 +93,13 @@ def test_the_recipe_is_legal():
             "must divide the layers",
         ),
         (
-            ("critic.layout={world_size: 2}", "data.train_batch_size=3", "rollout.n=1", "actor.ppo_mini_batch_size=3"),
+            (of_critic(2), "data.train_batch_size=3", "rollout.n=1", "actor.ppo_mini_batch_size=3"),
             "critic.ppo_mini_batch_size",
             "the data-parallel size 2",
         ),
         (
             (
-                "critic.layout={world_size: 2}",
+                of_critic(2),
                 "model.override_transformer_config={moe_token_dispatcher_type: flex}",
                 "cluster.device=cuda",
             ),
@@ -104,7 +107,7 @@ def test_the_recipe_is_legal():
             "(in critic.layout)",
         ),
         (
-            ("critic.layout={world_size: 2, context_parallel_size: 2}", "cluster.device=npu"),
+            (of_critic(2, cp=2), "cluster.device=npu"),
             "critic.layout",
             "actor's context_parallel_size",
         ),
@@ -115,11 +118,31 @@ def test_what_does_not_go_with_a_critic_is_one_message(overrides, field, words):
     assert violation.field == field and words in str(violation)
 
 
+def test_a_layout_says_what_differs_from_the_actors():
+    actor = [
+        "actor.layout={world_size: 32, tensor_model_parallel_size: 4, expert_model_parallel_size: 8, "
+        "pipeline_model_parallel_size: 2, num_layers_in_first_pipeline_stage: 3, sequence_parallel: true}"
+    ]
+
+    def differing(**own) -> dict:
+        config = load_config(TINY, "ppo", [*actor, f"critic.layout={json.dumps(own)}"]).config
+        of_actor, of_critic = (part.layout.model_dump() for part in (config.actor, config.critic))
+        return {name: of_critic[name] for name in of_actor if of_critic[name] != of_actor[name]}
+
+    assert differing(world_size=32) == {}
+    assert differing(expert_model_parallel_size=4) == {"expert_model_parallel_size": 4}
+    assert differing(tensor_model_parallel_size=2) == {"tensor_model_parallel_size": 2, "sequence_parallel": None}
+    one_stage = {"pipeline_model_parallel_size": 1, "num_layers_in_first_pipeline_stage": None}
+    assert differing(pipeline_model_parallel_size=1) == one_stage
+    other_stages = {"num_layers_in_first_pipeline_stage": None, "pipeline_layers": (4, 6)}
+    assert differing(pipeline_layers=[4, 6]) == other_stages
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ("critic.optim.lr=1e-4",),
-        ("critic.layout={world_size: 2}",),
+        (of_critic(2),),
         ("critic.cliprange_value=0.2", "trainer.critic_warmup=5"),
         ("algorithm.lam=0.9",),
     ],
@@ -597,10 +620,14 @@ def test_a_script_whose_critic_lies_as_its_actor_has_no_layout_of_its_own(given)
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"tensor": 2}, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+        (
+            {"tensor": 2},
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "expert_model_parallel_size": 1},
+        ),
         (
             {"tensor": 2, "pipeline": 2, "expert_tensor": 1, "override": 23},
             {
+                "expert_model_parallel_size": 1,
                 "tensor_model_parallel_size": 2,
                 "pipeline_model_parallel_size": 2,
                 "expert_tensor_parallel_size": 1,
@@ -617,7 +644,7 @@ def test_a_layout_of_the_critics_own_is_carried(given, expected):
     out = import_overrides(degrees_of_verl(**given))
     start = "critic.layout."
     found = {key.removeprefix(start): value for key, value in out.values.items() if key.startswith(start)}
-    assert found == expected | {"world_size": 16} and not out.of("unsupported")
+    assert found == expected and not out.of("unsupported")
     assert out.values["actor.layout.expert_model_parallel_size"] == 8
 
 

@@ -472,7 +472,7 @@ def test_an_evaluation_asks_for_no_teacher(folders):
 
 
 def test_a_teacher_of_another_family_and_layout_is_legal(folders):
-    layout = f"{TEACHER}layout={{world_size: 2, pipeline_model_parallel_size: 2}}"
+    layout = f"{TEACHER}layout={{tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2}}"
     legal = judged(folders, layout, check_paths=True)
     assert not [v for v in legal if v.field.startswith("distillation")]
     assert judged(folders) == []
@@ -484,7 +484,8 @@ CASES = [
     ([f"{TEACHER}model_path=null"], "is not set while distillation.enabled is true"),
     ([f"{TEACHER}model_path=/nowhere/teacher"], "cannot be used"),
     ([f"{TEACHER}layout={{world_size: 4}}"], "layout.world_size: must be actor.layout.world_size = 2"),
-    ([f"{TEACHER}layout={{world_size: 2, expert_model_parallel_size: 2}}"], "layout.expert_model_parallel_size"),
+    (["actor.layout.expert_model_parallel_size=1", f"{TEACHER}layout={{expert_model_parallel_size: 2}}"],
+        "layout.expert_model_parallel_size"),
     ([f"{LOSS}use_policy_gradient=false"], "loss_mode: k1 needs use_policy_gradient: true"),
     (["algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=64"], "must be false with algorithm.anchor: on_policy"),
     ([f"{TEACHER}log_prob_max_token_len_per_gpu=64"], "needs actor.use_dynamic_bsz: true"),
@@ -500,7 +501,7 @@ CASES = [
     (["algorithm.use_kl_in_reward=true", f"{LOSS}task_rewards_coef=0"], "use_kl_in_reward: must be false where"),
     ([f"{TEACHER}layout={{world_size: 4, tensor_model_parallel_size: 4}}", "actor.layout.world_size=4",
         "cluster.versions.megatron-core=0.15.0"], "tensor_model_parallel_size: must divide num_key_value_heads = 2"),
-    (["cluster.device=npu", f"{TEACHER}layout={{world_size: 2, pipeline_model_parallel_size: 2, "
+    (["cluster.device=npu", f"{TEACHER}layout={{tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2, "
         "virtual_pipeline_model_parallel_size: 2}"], "virtual_pipeline_model_parallel_size: must be left out on npu"),
     ([f"{LOSS}loss_mode=forward_kl_topk"], "loss_mode: unknown name"),
     ([f"{LOSS}loss_mode=reverse_kl_topk"], "use_policy_gradient: must be false with loss_mode reverse_kl_topk"),
@@ -620,7 +621,7 @@ def test_a_plan_counts_the_teachers_weights_where_they_are(folders):
     whole = parameter_count(model_spec(DENSE)) * 4
     assert whole / 2 <= size < whole * 0.6  # over two tensor ranks; norms lie on both
     assert stays["phases"]["train"]["terms"]["teacher"] == size
-    alone = memory_section(planned(folders, f"{TEACHER}layout={{world_size: 2}}"))
+    alone = memory_section(planned(folders, f"{TEACHER}layout={{tensor_model_parallel_size: 1}}"))
     assert alone["phases"]["teacher"]["terms"]["teacher"] == pytest.approx(whole, rel=0.01)
     moved = memory_section(planned(folders, f"{TEACHER}param_offload=true"))
     assert "teacher" not in moved["phases"]["train"]["terms"]

@@ -130,13 +130,16 @@ def _megatron(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def critic_layout(out: Import, settings: VerlSettings) -> None:
-    """What a layout of the critic's own has beside its degrees; it is there once the actor's ranks are known."""
+    """What a layout of the critic's own has beside the degrees that a script gives: 1, where the actor's is another."""
     own = _own_degrees(settings)
     if not any(key.startswith(f"{_LAYOUT}.") for key in out.values):
         return
-    out.put("implied", "", f"{_LAYOUT}.world_size", out.values["actor.layout.world_size"], "the actor's ranks")
+    for degree in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+                   "expert_model_parallel_size"):  # fmt: skip
+        if degree not in own and out.values.get(f"actor.layout.{degree}", 1) != 1:
+            out.put("implied", "", f"{_LAYOUT}.{degree}", 1, "verl's default, which its actor's does not change")
     expert_tensor = _effective(own, settings)[_EXPERT_TENSOR]
-    if own.get(_EXPERT_TENSOR) is None and expert_tensor != 1:
+    if own.get(_EXPERT_TENSOR) is None and expert_tensor != (out.values.get(f"actor.layout.{_EXPERT_TENSOR}") or 1):
         why = "Megatron takes the tensor size where nothing is set"
         out.put("implied", "", f"{_LAYOUT}.{_EXPERT_TENSOR}", expert_tensor, why)
 
