@@ -7,7 +7,7 @@ import numpy as np
 
 from mrl.data.routes import RoutesHere
 from mrl.data.row_columns import of, positions
-from mrl.data.samples import Sequences
+from mrl.data.samples import RowImage, Sequences
 
 Array = TypeVar("Array")  # np.ndarray on the host, a tensor on the device
 
@@ -23,6 +23,7 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     acts: bool = False  # its responses call tools or environments of this row (mrl.acting.offer)
     messages: list[dict[str, str]] | None = None  # the messages behind the tokens, where an agent gets them
+    images: tuple[RowImage, ...] = ()  # whose tokens are among `token_ids`
 
     @property
     def acting_row(self) -> dict[str, Any] | None:

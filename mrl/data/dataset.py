@@ -6,7 +6,8 @@ The schema has these columns; others are not read:
 * The prompt (`prompt_key`): a list of {role, content}, or one string, which is a single user message.
 * `reward_model`: {ground_truth, style}.
 * `extra_info`: an optional mapping.
-* `images` and `videos`: have to be empty or missing.
+* `images`: has to be empty or missing, unless `PromptParameters.images` reads them (mrl.data.images).
+* `videos`: has to be empty or missing.
 
 The last part of this file loads the tokenizer.
 """
@@ -15,7 +16,7 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -23,9 +24,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from mrl.data.batch import Prompt
+from mrl.data.image_reader import ImageReader, KnownImage
+from mrl.data.images import with_images
 from mrl.data.order import epoch_counts, permutation
 from mrl.data.prompt_store import PromptStore, SeenPrompts
-from mrl.data.row_files import BadRow, RawRow, parse_row, read_rows
+from mrl.data.row_files import BadRow, RawRow, images_of, parse_row, read_rows
+from mrl.data.samples import RowImage
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.plain_files import read_json
 
@@ -77,6 +81,7 @@ class PromptParameters:
     drop_duplicates: bool = True
     reward_fn_key: str = "data_source"
     tools: ToolOffer | None = None  # what the model may call
+    images: ImageReader | None = None  # None: rows with images are bad ones
     # from a row's data_source and ground_truth to why no response can be right; None: the reward is the user's own
     unmatched: Callable[[str, Any], str | None] | None = None
 
@@ -217,7 +222,10 @@ class PromptDataset(Sequence[Prompt]):
 
     def __getitem__(self, index: int) -> Prompt:
         tokens, rest = self.store[index if self.places is None else int(self.places[index])]
-        return Prompt(token_ids=tokens, **json.loads(rest))
+        fields = json.loads(rest)
+        if "images" in fields:
+            fields["images"] = tuple(RowImage(**image | {"grid": tuple(image["grid"])}) for image in fields["images"])
+        return Prompt(token_ids=tokens, **fields)
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[i] for i in range(len(self)))
@@ -282,16 +290,25 @@ class _Loader:
     def add(self, raw: RawRow) -> None:
         self.rows += 1
         try:
-            messages, rest = parse_row(raw, self.parameters.prompt_key, self.parameters.reward_fn_key)
+            sees = self.parameters.images is not None
+            messages, rest = parse_row(raw, self.parameters.prompt_key, self.parameters.reward_fn_key, sees)
             self.parameters.check_truth(rest)
             self.texts += isinstance(raw.value[self.parameters.prompt_key], str)
             # two rows on which responses act may begin differently although their prompts are equal: no duplicates
             acts = self.parameters.tools is not None and self.parameters.tools.needs_row(rest["extra_info"])
+            images: list[KnownImage] = []
+            if sees:
+                messages, images = self._seen(raw, messages, acts)
             identity = [messages, self.rows] if acts else messages
+            if images:
+                identity = [messages, [image.name for image in images]]
             if self.parameters.drop_duplicates and not self.seen.add(json.dumps(identity)):
                 self.duplicates += 1
                 return
             tokens = self._tokenise(messages, rest["extra_info"])
+            if sees:
+                tokens, rows = self._expanded(tokens, images)
+                rest |= {"images": [asdict(row) for row in rows]} if rows else {}
         except BadRow as problem:
             self.bad += 1
             self._note(self.examples, raw, str(problem), problem.alike)
@@ -330,8 +347,34 @@ class _Loader:
             tuple(self.sizes),
         )
 
-    def _tokenise(self, messages: list[dict[str, str]], extra_info: Mapping[str, Any]) -> list[int]:
-        texts = [message["content"] for message in messages]
+    def _seen(
+        self, raw: RawRow, messages: list[dict[str, Any]], acts: bool
+    ) -> tuple[list[dict[str, Any]], list[KnownImage]]:
+        """Returns the messages with parts for the row's images, and the images, which are stored now."""
+        entries = images_of(raw)
+        if not entries and all(isinstance(message["content"], str) for message in messages):
+            return messages, []
+        if entries and acts:
+            raise BadRow("a row whose responses act has images, which engines do not see between turns yet")
+        marked = with_images(messages, len(entries))
+        return marked, self.parameters.images.read(entries, Path(raw.file).parent)
+
+    def _expanded(self, ids: list[int], images: list[KnownImage]) -> tuple[list[int], tuple[RowImage, ...]]:
+        limit = self.parameters.max_prompt_length
+        for number, image in enumerate(images, 1):
+            if image.tokens > limit:
+                raise BadRow(
+                    f"image {number} alone has {image.tokens} tokens, more than data.max_prompt_length = {limit}",
+                    "tokens of an image",
+                )
+        tokens, rows = self.parameters.images.expanded(ids, images)
+        cuts = not self.parameters.filter_overlong_prompts and self.parameters.truncation != "error"
+        if rows and cuts and len(tokens) > limit:
+            raise BadRow(f"a prompt of {len(tokens)} tokens with images is not cut to {limit}", "cut images")
+        return tokens, rows
+
+    def _tokenise(self, messages: list[dict[str, Any]], extra_info: Mapping[str, Any]) -> list[int]:
+        texts = [text for message in messages for text in _texts(message["content"])]
         if forged := next((token for token in self.forging if any(token in text for text in texts)), None):
             raise BadRow(f"a message holds {forged}, a token of the model's own, which would forge a turn", forged)
         arguments = self.parameters.template_arguments(extra_info)
@@ -381,6 +424,12 @@ class _Loader:
             notes[fault] = replace(known, others=known.others + 1)
         elif len(notes) < EXAMPLES:
             notes[fault] = SetAside(raw.file, raw.row, reason)
+
+
+def _texts(content: str | list[dict[str, Any]]) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

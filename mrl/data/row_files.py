@@ -190,16 +190,19 @@ class BadRow(Exception):
 
 
 def parse_row(
-    raw: RawRow, prompt_key: str, source_key: str = "data_source"
-) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    raw: RawRow, prompt_key: str, source_key: str = "data_source", reads_images: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns the messages of a row, and the prompt's other fields. Raises BadRow.
+
+    With `reads_images` a message's content may be a list of parts, which is not looked into.
 
     Values that JSON does not have (dates, decimals) become text: a truth of a column of decimals as 42, not 42.00.
     """
     if raw.problem:
         raise BadRow(raw.problem)
     row = raw.value
-    if seen := next((name for name in OTHER_THAN_TEXT if _has_some(row.get(name))), None):
+    refused = OTHER_THAN_TEXT[1:] if reads_images else OTHER_THAN_TEXT
+    if seen := next((name for name in refused if _has_some(row.get(name))), None):
         raise BadRow(f"{seen} is not empty: only prompts of text are supported, leave such rows out")
     if not isinstance(row[source_key], str):
         raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string", source_key)
@@ -217,10 +220,20 @@ def parse_row(
     if not isinstance(extra_info, dict | None):
         raise BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping", "extra_info")
     rest = {"data_source": row[source_key], "ground_truth": truth, "extra_info": extra_info or {}}
-    return _messages(row[prompt_key], prompt_key), rest
+    return _messages(row[prompt_key], prompt_key, reads_images), rest
 
 
-def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
+def images_of(raw: RawRow) -> list[Any]:
+    """Returns the images of a row, as its column has them. Raises BadRow for a column of another type."""
+    found = raw.value.get("images")
+    if not _has_some(found):
+        return []
+    if not isinstance(found, list):
+        raise BadRow(f"images is {type(found).__name__}, expected a list", "images")
+    return found
+
+
+def _messages(prompt: Any, key: str, reads_images: bool) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         # a list of messages as JSON or Python prints it; CSV makes that of a column of lists
         if _MESSAGES.match(prompt) is not None and prompt.rstrip().endswith("]"):
@@ -232,8 +245,10 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
             f"{key} {type(prompt).__name__}",
         )
     for message in prompt:
-        if kind := _other_kind(message):
+        if not reads_images and (kind := _other_kind(message)):
             raise BadRow(f"{key} holds a part of the type {kind[:40]!r}: only prompts of text are supported")
+        if reads_images and _has_parts(message):
+            continue
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             wanted = f"{key} holds a message that is not {{role: text, content: text}}"
             raise BadRow(f"{wanted}: {str(message)[:200]}", wanted)
@@ -243,6 +258,13 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
 
 def _has_some(value: Any) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _has_parts(message: Any) -> bool:
+    """Tells whether a message's content is a list of parts, as in chat APIs."""
+    return (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), list)
+    )
 
 
 def _other_kind(message: Any) -> str:

@@ -1,0 +1,158 @@
+"""From a row's images to what a model is given of them, by the model's own processor.
+
+    row's images --> encoded bytes, each in a file under its name
+    name         --> RGB --> pixels [patches, numbers of a patch], wherever they are needed: in engines, on ranks
+    prompt       --> one token an image, by the chat template --> as many as the image has, recorded as RowImage
+
+A name is the digest of the bytes and of the processor's settings. Encoded bytes alone are stored, since pixels are a
+hundred times as large. The processor is transformers' class on PIL,
+so that an installation without torchvision makes the same numbers as one with it.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrl.data.images import image_bytes, open_image
+from mrl.data.row_files import BadRow
+from mrl.data.samples import RowImage
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.whole_file import appears_whole
+
+_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")  # of config.json's vision_config
+
+
+class KnownImage(NamedTuple):
+    """An image that was read and stored."""
+
+    name: str
+    grid: tuple[int, int, int]  # as in RowImage
+    tokens: int
+
+
+class ImageReader:
+    """Reads images for one model."""
+
+    def __init__(self, config: dict[str, Any], folder: str, store: Path, most_pixels: int):
+        """`config`: config.json of the model that reads images, from its `folder`. `store`: folder of encoded images,
+        seen by all hosts. `most_pixels`: data.max_image_pixels.
+
+        Raises ConfigError for a folder without an image processor of Qwen's models, and for one that cuts images in
+        another way than the model expects.
+        """
+        processor = _load_processor(folder)
+        self.image_token = config["image_token_id"]
+        self._processor = processor
+        self._store = store
+        self._most_pixels = most_pixels
+        self._merge = processor.merge_size
+        _check_sizes(config["vision_config"], processor)
+        self._settings = json.dumps(processor.to_dict(), sort_keys=True, default=str).encode()
+
+    def read(self, entries: Sequence[Any], folder: Path) -> list[KnownImage]:
+        """Reads and stores the images of a row. `folder`: that of the data file. Raises BadRow."""
+        found = []
+        for number, entry in enumerate(entries, 1):
+            data = image_bytes(entry, number, folder)
+            image = open_image(data, number, self._most_pixels)
+            grid = self._grid(number, *image.size)
+            name = hashlib.blake2b(self._settings + data, digest_size=32).hexdigest()
+            self._keep(name, data)
+            found.append(KnownImage(name, grid, grid[1] * grid[2] // self._merge**2))
+        return found
+
+    def _grid(self, number: int, width: int, height: int) -> tuple[int, int, int]:
+        """Returns the patches of an image of that size, without computing its pixels."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        size = self._processor.size
+        patch = self._processor.patch_size
+        try:
+            to = smart_resize(height, width, patch * self._merge, size.shortest_edge, size.longest_edge)
+        except ValueError as error:
+            raise BadRow(f"image {number} is {width} x {height} pixels: {error}", "shape of an image") from None
+        return 1, to[0] // patch, to[1] // patch
+
+    def _keep(self, name: str, data: bytes) -> None:
+        path = self.path(name)
+        if path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with appears_whole(path) as work:
+            work.write_bytes(data)
+
+    def path(self, name: str) -> Path:
+        """Returns the file of an image's encoded bytes."""
+        return self._store / name[:2] / name
+
+    def pixels(self, name: str) -> NDArray[np.float32]:
+        """Returns what the tower is given of an image, [patches, numbers of a patch].
+
+        Raises EnvironmentFault where its file is missing or has other bytes.
+        """
+        path = self.path(name)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise EnvironmentFault(f"{path}: an image of the data cannot be read: {error}") from error
+        if hashlib.blake2b(self._settings + data, digest_size=32).hexdigest() != name:
+            raise EnvironmentFault(f"{path}: an image of the data has changed, or was stored by another processor")
+        return self._processor(open_image(data, 1, self._most_pixels))["pixel_values"]
+
+    def expanded(self, ids: Sequence[int], images: Sequence[KnownImage]) -> tuple[list[int], tuple[RowImage, ...]]:
+        """Returns a prompt's tokens with all of its images' in the place of one each, and where they are.
+
+        Raises BadRow if there are other tokens of images than one for each.
+        """
+        places = [place for place, token in enumerate(ids) if token == self.image_token]
+        if len(places) != len(images):
+            raise BadRow(
+                f"the chat template gives {len(places)} tokens of images for {len(images)} images: a text must not "
+                "hold the model's own token of an image",
+                "tokens of images",
+            )
+        found: list[int] = []
+        rows = []
+        last = 0
+        for place, image in zip(places, images, strict=True):
+            found += ids[last:place]
+            rows.append(RowImage(image.name, len(found), image.tokens, image.grid))
+            found += [self.image_token] * image.tokens
+            last = place + 1
+        if any(one.start + one.tokens == other.start for one, other in pairwise(rows)):
+            raise BadRow("two images touch, and the model counts positions between them: put a word there", "touching")
+        return [*found, *ids[last:]], tuple(rows)
+
+
+def _load_processor(folder: str) -> Any:
+    """Loads the image processor of a checkpoint folder, on PIL. Code that a checkpoint brings is never run."""
+    from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            folder, backend="pil", trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # transformers raises what it likes
+        raise ConfigError(
+            f"model.path {folder}: its image processor (preprocessor_config.json) cannot be read: {error}"
+        ) from None
+    if type(processor) is not Qwen2VLImageProcessorPil:
+        raise ConfigError(f"model.path {folder}: its image processor is {type(processor).__name__}, which is not read")
+    return processor
+
+
+def _check_sizes(vision: dict[str, Any], processor: Any) -> None:
+    own = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
+    for key, value in zip(_SIZES, own, strict=True):
+        if vision.get(key, value) != value:
+            raise ConfigError(
+                f"preprocessor_config.json: {key.removeprefix('spatial_')} = {value}, and vision_config.{key} of "
+                f"config.json is {vision[key]}: the processor is not the model's"
+            )

@@ -1,0 +1,375 @@
+"""Images of rows: what is read and how, what is refused in which words, and the tokens of a prompt with images.
+
+Pixels are compared with Pillow's and transformers' own; formats of columns are those of verl's data sets and of the
+datasets library.
+"""
+
+import json
+import zlib
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from mrl.data.dataset import PromptDataset, PromptParameters
+from mrl.data.image_reader import ImageReader, KnownImage
+from mrl.data.images import image_bytes, open_image, with_images
+from mrl.data.row_files import BadRow
+from mrl.data.samples import RowImage
+from mrl.errors import ConfigError, EnvironmentFault
+
+MOST = 1_000_000
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    out = BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def drawn(width=40, height=30, mode="RGB", seed=0) -> Image.Image:
+    numbers = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(numbers).convert(mode)
+
+
+def png(width: int, height: int, depth: int = 8, colour: int = 2, data: bytes = b"") -> bytes:
+    """A PNG file written by hand, which may promise more than it has."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checked = kind + content
+        return len(content).to_bytes(4, "big") + checked + zlib.crc32(checked).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((depth, colour, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+
+
+# ---------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "GIF", "WEBP"])
+def test_an_image_without_losses_has_its_own_pixels(kind):
+    image = drawn().quantize(8).convert("RGB") if kind == "GIF" else drawn()
+    options = {"lossless": True} if kind == "WEBP" else {}
+    assert np.array_equal(np.asarray(open_image(encoded(image, kind, **options), 1, MOST)), np.asarray(image))
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "LA", "RGBA"])
+def test_other_colours_become_rgb(mode):
+    image = drawn(mode=mode)
+    assert np.array_equal(np.asarray(open_image(encoded(image), 1, MOST)), np.asarray(image.convert("RGB")))
+
+
+def test_what_is_transparent_is_white():
+    image = drawn(mode="RGBA")
+    image.putalpha(Image.fromarray(np.where(np.arange(40)[None] < 20, 255, 0).astype(np.uint8).repeat(30, 0)))
+    found = np.asarray(open_image(encoded(image), 1, MOST))
+    assert np.array_equal(found[:, :20], np.asarray(drawn())[:, :20])
+    assert (found[:, 20:] == 255).all()
+
+
+def test_a_photograph_taken_sideways_stands_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    data = encoded(drawn(), exif=exif.tobytes())
+    assert open_image(data, 1, MOST).size == (30, 40)
+
+
+def test_the_smallest_and_the_largest_allowed_image_are_read():
+    assert open_image(encoded(drawn(1, 1)), 1, MOST).size == (1, 1)
+    assert open_image(encoded(drawn(40, 25)), 1, 1000).size == (40, 25)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (encoded(drawn())[:-200], "PNG, 40 x 30.*cannot be decoded"),
+        (encoded(drawn(), "JPEG")[:-300], "JPEG, 40 x 30.*cannot be decoded"),
+        (encoded(drawn(), "GIF", save_all=True, append_images=[drawn(seed=1)]), "has 2 frames: only still"),
+        (encoded(drawn(), "PNG", save_all=True, append_images=[drawn(seed=1)]), "has 2 frames: only still"),
+        (encoded(drawn(), "WEBP", save_all=True, append_images=[drawn(seed=1)]), "has 2 frames: only still"),
+        (encoded(drawn(mode="CMYK"), "JPEG"), "colours of the kind CMYK"),
+        (encoded(drawn(mode="CMYK"), "TIFF"), "colours of the kind CMYK"),
+        (encoded(drawn(mode="LAB"), "TIFF"), "colours of the kind LAB"),
+        (encoded(Image.fromarray(np.zeros((4, 4), np.uint16))), "16 bits a colour"),
+        (png(2, 2, depth=16, data=bytes(2 * 13)), "16 bits a colour"),
+        (encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF"), "colours of the kind F"),
+        (png(0, 0), "image 3 "),
+        (png(20_000, 20_000), r"too large: .*400000000 pixels.*max_image_pixels = 1000000"),
+        (png(2_000, 2_000), "too large: 2000 x 2000 pixels, and data.max_image_pixels = 1000000"),
+        (png(1001, 1000, data=bytes(10_000_000)), "too large: 1001 x 1000"),
+        (png(100, 100, data=bytes(100)), "cannot be decoded"),
+        (encoded(drawn(), "EPS"), "no readable image of .* bytes; read are PNG, JPEG"),
+        (encoded(drawn(), "ICO"), "no readable image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no readable image"),
+        (b"", "no readable image of 0 bytes"),
+    ],
+)  # fmt: skip
+def test_what_would_be_another_picture_or_none_is_refused_by_name(data, words):
+    with pytest.raises(BadRow, match=words) as caught:
+        open_image(data, 3, MOST)
+    assert "image 3 " in str(caught.value)
+
+
+# ---------------------------------------------------------------- where it lies
+
+
+def test_an_image_is_bytes_or_of_the_datasets_library_or_a_file(tmp_path):
+    data = encoded(drawn())
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a b.png").write_bytes(data)
+    of_file = tmp_path / "pictures" / "a b.png"
+    for entry in (
+        data,
+        {"bytes": data, "path": None},
+        {"bytes": data, "path": "of_another_machine.png"},
+        {"bytes": None, "path": "pictures/a b.png"},
+        {"type": "image", "image": "pictures/a b.png"},
+        "pictures/a b.png",
+        str(of_file),
+        f"file://{tmp_path}/pictures/a%20b.png",
+        {"image": f"file://localhost{tmp_path}/pictures/a%20b.png"},
+    ):
+        assert image_bytes(entry, 1, tmp_path) == data, entry
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("../secret.png", "outside of the data file's folder"),
+        ("/etc/hostname", "outside of the data file's folder"),
+        ("file:///etc/hostname", "outside of the data file's folder"),
+        ("link.png", "outside of the data file's folder"),
+        ("file://%2e%2e/secret.png", "nothing is fetched"),
+        ("https://example.org/a.png", "nothing is fetched"),
+        ("HTTP://example.org/a.png", "nothing is fetched"),
+        ("s3://bucket/a.png", "nothing is fetched"),
+        ("data:image/png;base64,AAAA", "nothing is fetched"),
+        ("file://host/a.png", "nothing is fetched"),
+        ("missing.png", "is no file"),
+        ("a\0b.png", "zero byte"),
+        (".", "is no file"),
+        ({"bytes": None, "path": None}, "neither bytes nor a path"),
+        ({"path": "a.png", "max_pixels": 100}, "has max_pixels: only bytes"),
+        ({"image_url": {"url": "x"}}, "has image_url: only bytes"),
+        (7, "is int: bytes"),
+        ([1, 2], "is list: bytes"),
+    ],
+)
+def test_what_lies_elsewhere_or_is_no_image_is_refused_by_name(tmp_path, entry, words):
+    (tmp_path / "secret.png").write_bytes(encoded(drawn()))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(BadRow, match=words):
+        image_bytes(entry, 1, folder)
+
+
+# ---------------------------------------------------------------- its place in the prompt
+
+
+def test_marks_become_parts_as_in_verl():
+    """verl.utils.dataset.rl_dataset._build_messages: text between marks is a part, empty text is none."""
+    found = with_images([{"role": "user", "content": "<image>What is\n<image> this?"}], 2)
+    image = {"type": "image"}
+    assert found[0]["content"] == [
+        image,
+        {"type": "text", "text": "What is\n"},
+        image,
+        {"type": "text", "text": " this?"},
+    ]
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "<image>"}]  # as parquet reads them
+    assert with_images([{"role": "user", "content": parts}], 1)[0]["content"] == [
+        image,
+        {"type": "text", "text": "<image>"},
+    ]
+    plain = [{"role": "system", "content": "no image"}, {"role": "user", "content": "<image>"}]
+    assert with_images(plain, 1)[0] == plain[0]
+
+
+@pytest.mark.parametrize(("content", "images"), [("<image><image>", 1), ("none", 1), ("<image>", 2), ("<image>", 0)])
+def test_as_many_marks_as_images(content, images):
+    with pytest.raises(BadRow, match=f"the prompt has {content.count('<image>')} images .* the row has {images}"):
+        with_images([{"role": "user", "content": content}], images)
+
+
+@pytest.mark.parametrize("part", [{"type": "video"}, {"type": "image", "image": "a.png"}, {"type": "text"}, "text"])
+def test_other_parts_are_refused(part):
+    with pytest.raises(BadRow, match="a part of a message"):
+        with_images([{"role": "user", "content": [part]}], 0)
+
+
+# ---------------------------------------------------------------- what the model is given
+
+CONFIG = {
+    "image_token_id": 7,
+    "vision_config": {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
+        "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 65536}, "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def processor(model):
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(model, backend="pil")
+
+
+@pytest.fixture
+def reader(model, tmp_path) -> ImageReader:
+    return ImageReader(CONFIG, model, tmp_path / "store", MOST)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (40, 30), (64, 64), (500, 300), (20, 1000), (999, 1000)])
+def test_grids_and_pixels_are_those_of_transformers_processor(reader, processor, tmp_path, size):
+    image = drawn(*size)
+    (known,) = reader.read([encoded(image)], tmp_path)
+    expected = processor(image)
+    assert [list(known.grid)] == expected["image_grid_thw"].tolist()
+    assert known.tokens == expected["image_grid_thw"].prod() // 4
+    assert np.array_equal(reader.pixels(known.name), expected["pixel_values"])
+
+
+def test_an_image_is_stored_once_whatever_it_is_called(reader, tmp_path):
+    data = encoded(drawn())
+    (tmp_path / "a.png").write_bytes(data)
+    one, other = reader.read([data, "a.png"], tmp_path)
+    assert one == other and [file for file in (tmp_path / "store").rglob("*") if file.is_file()] == [
+        reader.path(one.name)
+    ]
+
+
+def test_an_image_of_an_impossible_shape_is_a_bad_row(reader, tmp_path):
+    with pytest.raises(BadRow, match=r"image 2 is 900 x 2 pixels: absolute aspect ratio"):
+        reader.read([encoded(drawn()), encoded(drawn(900, 2))], tmp_path)
+
+
+def test_a_stored_image_that_changed_or_went_is_a_fault(reader, tmp_path):
+    (known,) = reader.read([encoded(drawn())], tmp_path)
+    reader.path(known.name).write_bytes(encoded(drawn(seed=5)))
+    with pytest.raises(EnvironmentFault, match="has changed"):
+        reader.pixels(known.name)
+    reader.path(known.name).unlink()
+    with pytest.raises(EnvironmentFault, match="cannot be read"):
+        reader.pixels(known.name)
+
+
+def test_each_image_has_its_tokens_where_the_template_has_one(reader):
+    images = [KnownImage("a", (1, 4, 6), 6), KnownImage("b", (1, 2, 2), 1)]
+    ids, rows = reader.expanded([1, 7, 2, 3, 7, 4], images)
+    assert ids == [1, *[7] * 6, 2, 3, 7, 4]
+    assert rows == (RowImage("a", 1, 6, (1, 4, 6)), RowImage("b", 9, 1, (1, 2, 2)))
+    assert reader.expanded([1, 2], []) == ([1, 2], ())
+    with pytest.raises(BadRow, match="2 tokens of images for 1 images"):
+        reader.expanded([7, 1, 7], images[:1])
+    with pytest.raises(BadRow, match="two images touch"):
+        reader.expanded([1, 7, 7], images)
+
+
+@pytest.mark.parametrize("key", ["patch_size", "temporal_patch_size", "spatial_merge_size"])
+def test_a_processor_that_is_not_the_models_is_refused(model, tmp_path, key):
+    other = {**CONFIG, "vision_config": {**CONFIG["vision_config"], key: 3}}
+    with pytest.raises(ConfigError, match=f"vision_config.{key} of config.json is 3"):
+        ImageReader(other, model, tmp_path, MOST)
+
+
+def test_a_folder_without_a_processor_or_with_another_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"image processor .* cannot be read"):
+        ImageReader(CONFIG, str(tmp_path), tmp_path, MOST)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
+    with pytest.raises(ConfigError, match="is CLIPImageProcessorPil, which is not read"):
+        ImageReader(CONFIG, str(tmp_path), tmp_path, MOST)
+
+
+# ---------------------------------------------------------------- prompts
+
+
+class Tokenizer:
+    """A letter a token, and the token 7 an image."""
+
+    chat_template = "letters"
+
+    def apply_chat_template(self, messages, **_):
+        contents = [message["content"] for message in messages]
+        parts = [part for each in contents for part in (each if isinstance(each, list) else [{"text": each}])]
+        return [token for part in parts for token in (map(ord, part["text"]) if "text" in part else [7])]
+
+
+def loaded(reader, folder: Path, *rows, **changes) -> PromptDataset:
+    file = folder / "rows.parquet"
+    filled = [
+        {"data_source": "d", "prompt": [{"role": "user", "content": text}], "images": images,
+         "reward_model": {"ground_truth": "1"}}
+        for text, images in rows
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(filled), file)
+    return PromptDataset.load([str(file)], Tokenizer(), PromptParameters(**{"images": reader} | changes))
+
+
+def test_rows_become_prompts_with_the_tokens_and_places_of_their_images(reader, processor, tmp_path):
+    one, other = ({"bytes": encoded(drawn(64, 64, seed=seed)), "path": None} for seed in (0, 1))
+    rows = [
+        ("a<image>b<image>", [one, other]),
+        ("c<image>d<image>", [other, one]),
+        ("plain", []),
+        ("<image> text", None),
+    ]
+    data = loaded(reader, tmp_path, *rows)
+    assert data.report.kept == 4 and not data.report.bad
+    first = data[0]
+    assert list(first.token_ids) == [ord("a"), *[7] * 4, ord("b"), *[7] * 4]
+    assert [(image.start, image.tokens, image.grid) for image in first.images] == [
+        (1, 4, (1, 4, 4)), (6, 4, (1, 4, 4)),
+    ]  # fmt: skip
+    assert [image.name for image in data[1].images] == [image.name for image in reversed(first.images)]
+    assert data[2].images == data[3].images == () and "".join(map(chr, data[3].token_ids)) == "<image> text"
+    assert np.array_equal(reader.pixels(first.images[0].name), processor(drawn(64, 64))["pixel_values"])
+
+
+def test_other_images_under_the_same_words_are_another_prompt(reader, tmp_path):
+    images = [[{"bytes": encoded(drawn(seed=seed)), "path": None}] for seed in (0, 1, 0)]
+    data = loaded(reader, tmp_path, *(("<image>a", each) for each in images))
+    assert (data.report.kept, data.report.duplicates) == (2, 1)
+
+
+def test_bad_images_are_bad_rows_by_name_and_the_others_stay(reader, tmp_path):
+    good = {"bytes": encoded(drawn(64, 64)), "path": None}
+    rows = [
+        ("<image>", [good]), ("<image>", [{"bytes": encoded(drawn())[:-200], "path": None}]), ("<image>", [good, good]),
+        ("a\x07", []), ("<image>", [{"bytes": None, "path": "https://example.org/a.png"}]),
+        ("<image>", [{"bytes": encoded(drawn(200, 200)), "path": None}]),
+    ]  # fmt: skip
+    data = loaded(reader, tmp_path, *rows, max_bad_row_share=1.0, max_prompt_length=30)
+    found = [aside.reason for aside in data.report.bad_rows]
+    words = ("cannot be decoded", "has 1 images", "1 tokens of images for 0 images", "nothing is fetched",
+             "image 1 alone has 36 tokens, more than data.max_prompt_length = 30")  # fmt: skip
+    assert [word in reason for word, reason in zip(words, found, strict=True)] == [True] * 5
+    assert data.report.kept == 1
+
+
+def test_images_count_in_the_limit_of_a_prompt(reader, tmp_path):
+    good = [{"bytes": encoded(drawn(64, 64)), "path": None}]
+    assert loaded(reader, tmp_path, ("abc<image>", good), ("a", []), max_prompt_length=6).report.filtered == 1
+    cut = {"max_prompt_length": 6, "filter_overlong_prompts": False, "truncation": "left", "max_bad_row_share": 1.0}
+    report = loaded(reader, tmp_path, ("abc<image>", good), ("a", []), **cut).report
+    assert "with images is not cut to 6" in report.bad_rows[0].reason
+
+
+def test_without_a_reader_rows_with_images_are_bad_as_before(tmp_path):
+    rows = [("<image>", [{"bytes": encoded(drawn()), "path": None}]), ("a", [])]
+    report = loaded(None, tmp_path, *rows, max_bad_row_share=1.0).report
+    assert "images is not empty: only prompts of text are supported" in report.bad_rows[0].reason
