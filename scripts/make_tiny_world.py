@@ -100,26 +100,28 @@ def make_tokenizer(positions: int = POSITIONS) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(seed: int, positions: int = POSITIONS) -> Qwen3MoeForCausalLM:
+def make_model(
+    seed: int, positions: int = POSITIONS, hidden: int = 128, layers: int = 4, experts: int = 8
+) -> Qwen3MoeForCausalLM:
     """A float32 Qwen3-MoE whose every size divides by 32, so that it can be cut by any small layout."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         moe_intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=8,
+        num_experts=experts,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
         max_position_embeddings=positions,
         # about 1/sqrt(hidden_size) / 1.5: learns several times faster at this width than the usual 0.02
-        initializer_range=0.06,
+        initializer_range=0.06 * (128 / hidden) ** 0.5,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -291,9 +293,17 @@ def existing(out: Path, seed: int, force: bool) -> dict[str, Any] | None:
 
 
 def make(
-    out: Path, seed: int, force: bool, plan: Any, build: Callable[[Path, int, Any], dict[str, Any]] = build
+    out: Path,
+    seed: int,
+    force: bool,
+    plan: Any,
+    build: Callable[[Path, int, Any], dict[str, Any]] = build,
+    place: Callable[[Path, Path], None] = lambda work, out: None,
 ) -> dict[str, Any]:
-    """Builds next to `out` and renames, so that a folder at `out` is always whole. `plan` is what `build` takes."""
+    """Builds next to `out` and renames, so that a folder at `out` is always whole. `plan` is what `build` takes.
+
+    `place` writes into the folder that was built what names the one at which it will stand.
+    """
     world = existing(out, seed, force)
     if world is not None:
         return world
@@ -302,6 +312,7 @@ def make(
     try:
         work.mkdir()
         world = build(work, seed, plan)
+        place(work, out)
         (work / MARKER).write_text(json.dumps(world) + "\n")
         if out.exists():
             shutil.rmtree(out)
@@ -311,7 +322,13 @@ def make(
     return world
 
 
-def main(description: str, out: str, plan: Any, build: Callable[[Path, int, Any], dict[str, Any]]) -> None:
+def main(
+    description: str,
+    out: str,
+    plan: Any,
+    build: Callable[[Path, int, Any], dict[str, Any]],
+    place: Callable[[Path, Path], None] = lambda work, out: None,
+) -> None:
     """The command of a script that makes a world, by default at `out`."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(out))
@@ -319,7 +336,7 @@ def main(description: str, out: str, plan: Any, build: Callable[[Path, int, Any]
     parser.add_argument("--force", action="store_true", help="rebuild a world that stands at --out")
     args = parser.parse_args()
     torch.set_num_threads(2)  # whatever the environment says: sums depend on it
-    print(json.dumps({"out": str(args.out), **make(args.out, args.seed, args.force, plan, build)}))
+    print(json.dumps({"out": str(args.out), **make(args.out, args.seed, args.force, plan, build, place)}))
 
 
 if __name__ == "__main__":

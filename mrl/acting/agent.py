@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mrl.acting.lazy_imports import witness
 from mrl.acting.tool import Tool, generator_fault
 from mrl.reward.confine import without_sight
 from mrl.reward.keeper import SCRATCH
@@ -201,7 +202,9 @@ def _become(script: Sequence[str], asked: int) -> None:
     try:
         os.setsid()
         os.dup2(asked, 0)
-        os.closerange(3, _MOST_FILES)
+        if (seeing := witness()) is not None:
+            seeing.keep_open_as(3)
+        os.closerange(3 if seeing is None else 4, _MOST_FILES)
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
         sys.argv[:] = script
         with _path_of(script[0]):

@@ -4,7 +4,8 @@
                  <--the keeper--------
 
 An interpreter and the imports of an agent's framework take seconds of a processor, a fork takes milliseconds, and what
-was imported stands in memory once. Each agent still has a keeper of its own, and is confined and ended as one that was
+was imported stands in memory once. What libraries import while an agent runs is imported here for those after it
+(lazy_imports.py). Each agent still has a keeper of its own, and is confined and ended as one that was
 started. A process that has several threads once it has loaded does not fork: its agents are started, as before.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from mrl.acting.environment_worker import load
+from mrl.acting.lazy_imports import ImportWitness, LaterImports
 from mrl.acting.tool import ToolsSpec
 from mrl.reward import keeper
 from mrl.reward.confine import without_writing
@@ -104,15 +106,19 @@ def _fork_on_demand(requests: BinaryIO, results_fd: int, answer: Callable[..., A
         print(f"agents are started, not forked: {threads()} threads were begun by what is imported", flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers here
     gc.freeze()  # else a collection would copy what the forks share
+    later = LaterImports()
     while True:
         told, descriptors, _, _ = socket.recv_fds(channel, len(_FORK), 2)
         if not told:
             return
+        if may_fork:
+            later.made()
         if not may_fork:
             channel.send(_NO)
         elif (child := os.fork()) == 0:
             channel.close()
             requests.close()
+            sys.meta_path.insert(0, ImportWitness(later.leave_channel()))
             _become(*descriptors, answer, folders)
         else:
             process = os.pidfd_open(child)

@@ -32,12 +32,14 @@ from mrl.engine.kept_tokens import going_on
 from mrl.engine.partners import Line, followed, sampled_turns
 from mrl.engine.requests import Request, Sampling
 from mrl.engine.spoken import TOKENS, SpokenTurns
+from mrl.process.own import own_cpus
 from mrl.reward.items import OK, TIMEOUT
 from mrl.schedule.agent_talk import AgentTalk
 from mrl.schedule.conversation import Stop
 from mrl.schedule.segments import continuation_seed
 
 START_S = 60.0  # longest start of an agent's process
+ALONE_S = 0.25  # how long an agent that starts may keep others from starting
 OVER = "the conversation is over: {}"
 UNANSWERED = "unanswered"
 
@@ -67,6 +69,9 @@ class Agents:
         self.clock = clock
         self.endpoint = Endpoint()
         self.free = asyncio.Semaphore(spec.num_workers)
+        # Until its first request an agent computes. Where all start at once they share the processors, ask as late as
+        # the last of them, and all at the same moments from then on, with nothing to do for the engine in between.
+        self.starting = asyncio.Semaphore(own_cpus())
 
     def session(self, request: Request, sampling: Sampling, turns: Turns) -> "AgentSession":
         """Returns the session of one response, whose agent `run` starts."""
@@ -310,8 +315,10 @@ class AgentSession:
             "seconds": agents.spec.max_seconds,
             REWARD_KEY: self._keys.reward,
         }
-        began = agents.clock()
-        self._run = asyncio.ensure_future(asyncio.wrap_future(agents.pool.call(AGENT, told)))
+        async with agents.starting:
+            began = agents.clock()
+            self._run = asyncio.ensure_future(asyncio.wrap_future(agents.pool.call(AGENT, told)))
+            await self._anything(ALONE_S)
         while not self._talk.has_ended:
             await self._something_happened(began)
         await self._rewarded()
@@ -319,14 +326,8 @@ class AgentSession:
 
     async def _something_happened(self, began: float) -> None:
         """Waits for the next event that may end the session, and looks whether it does."""
+        await self._anything(self._patience_s(began))
         self._changed.clear()
-        waited = asyncio.ensure_future(self._changed.wait())
-        try:
-            await asyncio.wait(
-                [waited, self._run], timeout=self._patience_s(began), return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            waited.cancel()
         if self._broken is not None:
             raise self._broken
         if self._talk.has_ended:
@@ -336,6 +337,14 @@ class AgentSession:
             self._agent_has_ended(self._run.result())
         elif self._patience_s(began) == 0.0:
             self._out_of_time()
+
+    async def _anything(self, timeout_s: float | None) -> None:
+        """Waits until a request has been read or answered, or the agent has ended, since `_changed` was cleared."""
+        waited = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait([waited, self._run], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waited.cancel()
 
     def _patience_s(self, began: float) -> float | None:
         """Returns how long the agent may still take to its next request; None while one is being answered."""

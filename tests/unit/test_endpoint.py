@@ -1052,6 +1052,24 @@ def test_sessions_beside_each_other_do_not_meet_and_no_more_run_than_may():
     assert {text_of(each) for each in made} == {START + turn("Four.") + heard("a") + turn("Four.")}
 
 
+@pytest.mark.parametrize("alone_s, asked", [(60.0, [0, 1, 2]), (0.0, [0, 0, 0])])
+def test_one_starts_for_each_processor_until_it_has_asked_or_takes_long(monkeypatch, alone_s, asked):
+    monkeypatch.setattr("mrl.engine.agents.own_cpus", lambda: 1)
+    monkeypatch.setattr("mrl.engine.agents.ALONE_S", alone_s)
+    talks = conversations(num_workers=3)
+    engine = Engine("Four.")
+    call = talks._pool.call
+    before = []
+
+    def counted(*told):
+        before.append(len(engine.asked))
+        return call(*told)
+
+    talks._pool.call = counted
+    made = rows(engine, talks, [row({"steps": [["sleep", 0.2], ["ask"], ["sleep", 0.2]]})] * 3)
+    assert before == asked and [stop_of(each) for each in made] == [Stop.CLOSED] * 3
+
+
 def test_wherever_an_agent_goes_the_row_ends_with_what_it_spoke_last_and_has_all_else_once(tmp_path):
     """As it sees it itself; each of its turns was sampled behind exactly the tokens before it (check_asked). What was
     asked again is in no row.
