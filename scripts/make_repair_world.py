@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 
 DATA_SOURCE = "tiny/repairs"
 SIGNS = {"sum": "+", "difference": "-", "product": "*", "remainder": "%"}
-LEFT, RIGHT = 7, 4  # whose sum, difference, product and remainder differ
+TRIED = ((9, 4), (8, 3))  # pairs of numbers whose sums, differences, products and remainders all differ
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 HELD_OUT = 48
 POSITIONS = 96
@@ -99,11 +99,13 @@ def write_repository(folder: Path, repair: Repair) -> None:
     (folder / "tests").mkdir(parents=True)
     (folder / name).write_text(f"echo $(($1 {sign} $2))\n")
     (folder / "README").write_text(f"{name}: the {word} of two numbers\n")
-    right = {"+": LEFT + RIGHT, "-": LEFT - RIGHT, "*": LEFT * RIGHT, "%": LEFT % RIGHT}[SIGNS[word]]
-    more = {"+": 9 + 5, "-": 9 - 5, "*": 9 * 5, "%": 9 % 5}[SIGNS[word]]
-    (folder / "tests" / "check").write_text(
-        f'[ "$(sh "$1" {LEFT} {RIGHT})" = {right} ] && [ "$(sh "$1" 9 5)" = {more} ]\n'
-    )
+    tests = [f'[ "$(sh "$1" {left} {right})" = {computed(SIGNS[word], left, right)} ]' for left, right in TRIED]
+    (folder / "tests" / "check").write_text(" && ".join(tests) + "\n")
+
+
+def computed(sign: str, left: int, right: int) -> int:
+    """What the function computes with that sign."""
+    return {"+": left + right, "-": left - right, "*": left * right, "%": left % right}[sign]
 
 
 class Repairs(Answers):
@@ -161,6 +163,8 @@ def options(out: Path) -> dict[str, Any]:
         "model.path": f"{near}/model",
         "data.train_files": f"{near}/data/train.parquet",
         "data.val_files": f"{near}/data/val.parquet",
+        "actor.optim.lr": 7e-4,
+        "actor.ppo_mini_batch_size": 8,
         "data.train_batch_size": 8,
         "data.max_prompt_length": 24,
         "data.max_response_length": 64,
@@ -168,13 +172,12 @@ def options(out: Path) -> dict[str, Any]:
         "rollout.turns.environments": "[repository]",
         "rollout.turns.max_turns": 3,
         "rollout.turns.max_answer_characters": 30,
-        "rollout.turns.num_workers": 8,  # sandboxes wait for the kernel more than they compute
+        "rollout.turns.num_workers": 16,  # sandboxes wait for the kernel more than they compute
         "rollout.turns.timeout_s": 30,
         "rollout.turns.sandbox.backend": "bubblewrap",
         "rollout.turns.sandbox.image": f"{out.resolve()}/image",
         "rollout.turns.sandbox.max_disk_mib": 8,
         "rollout.turns.sandbox.max_test_seconds": 10,
-        "actor.ppo_mini_batch_size": 8,
         "reward.custom_reward_function": "null",
         "reward.function": "environment",
         "trainer.experiment_name": "repair-moe",

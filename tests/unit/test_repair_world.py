@@ -69,6 +69,11 @@ def test_the_control_has_the_tests_of_other_repositories(world):
     assert sum(own) < 5 and len({task["test"].split()[1] for task in tasks}) == len(rows)
 
 
+def test_its_tests_tell_each_sign_from_each_other(script):
+    for numbers in script.TRIED:
+        assert len({script.computed(sign, *numbers) for sign in script.SIGNS.values()}) == len(script.SIGNS)
+
+
 def test_what_it_is_started_on_is_what_a_run_makes_of_it(script, config, kind):
     tokenizer = script.make_tokenizer(script.WORDS, script.POSITIONS)
     schema = actions_of(kind, "repository")["run"].schema
