@@ -36,6 +36,10 @@ EXTRAS = {
     # The environment textarena and the rule reasoning_gym. textarena wants chess, which is under the GPL: in no image.
     "games": ["reasoning-gym==0.1.25", "textarena==0.7.4"],
     "mcp": MCP,  # rollout.turns.mcp_servers; the row `cpu` has it by vLLM
+    # Harnesses of rollout.agent. Claude Code and Codex are npm's (mrl/acting/harnesses.py has their versions).
+    # verifiers pins other versions of mcp and openai: in a virtual environment of its own.
+    "mini-swe-agent": ["mini-swe-agent==2.4.6"],
+    "verifiers": ["verifiers==0.4.0"],
     # Backends of rollout.turns.sandbox. Docker's client speaks to Podman too. The others were never tried.
     "docker": DOCKER,
     "e2b": ["e2b==2.56.0"],

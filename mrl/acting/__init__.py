@@ -24,6 +24,9 @@ them.
     offer.py                 what may be called in a run, and for one row
     answering.py             answers the calls of one response
     agent.py                 a user's agent in such a process, for one response
+    harnesses.py             agents of others by name: their command lines and configurations
+    plain_loop.py            one of them: a program with a shell, in Python's standard library
+    verifiers_loop.py        another: plays environments of verifiers, in an interpreter that has them
     dialects.py              tool calls and answers in the form of a model's family: token ids in, token ids out
     chat_api.py              requests of chat clients, and answers in their form
     chat_turns.py            which part of a request is known already

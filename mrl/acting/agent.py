@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mrl.acting.harnesses import Harness, Told, loop_path
 from mrl.acting.lazy_imports import witness
 from mrl.acting.tool import Tool, generator_fault
 from mrl.reward.confine import without_sight
@@ -123,23 +124,56 @@ def command_of(words: Sequence[str]) -> Run:
 
     def run(url: str, key: str, row: Mapping[str, Any], seconds: float, reward_key: str) -> None:
         told = {"url": url, "row": row, "seconds": seconds, REWARD_KEY: reward_key}
-        content = json.dumps(told).encode()
-        asked, pipe = os.pipe()
-        if script is None:
-            process = subprocess.Popen(list(words), stdin=asked, start_new_session=True).pid
-        elif (process := os.fork()) == 0:
-            _become(script, asked)
-        os.close(asked)
-        with suppress(BrokenPipeError), os.fdopen(pipe, "wb") as file:  # the command need not read it
-            file.write(content)
-        # without reaping, so that the number of its group is not reused
-        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process, signal.SIGKILL)
-        if status := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
-            raise RuntimeError(f"it ended with exit status {status} ({CLOSED})")
+        _run_process(words, script, json.dumps(told).encode())
 
     return run
+
+
+def harness_of(harness: Harness, program: str, more: Sequence[str], config: Mapping[str, Any]) -> Run:
+    """Returns a function that runs a harness, in a folder `work` of its home. Its configuration is written there.
+
+    `program` is that of the harness, and `more` are further arguments. Where this interpreter runs a loop of mrl's own,
+    that is forked as a command is.
+    """
+    loop = () if harness.loop is None else (loop_path(harness),)
+    script = script_of((program, *loop))
+    if script is not None:
+        _import_ahead(script[0])
+
+    def run(url: str, key: str, row: Mapping[str, Any], seconds: float, reward_key: str) -> None:
+        home = Path(os.environ["HOME"])
+        told = Told(url, key, reward_key, row, seconds, str(home), config)
+        for name, text in harness.files(told).items():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_text(text)
+        os.environ.update(harness.variables(told))  # this process is the agent's alone
+        (home / "work").mkdir()
+        os.chdir(home / "work")
+        arguments = (*harness.arguments(told), *more)
+        _run_process((program, *loop, *arguments), script and [*script, *arguments], harness.input(told).encode())
+
+    return run
+
+
+def _run_process(words: Sequence[str], script: Sequence[str] | None, content: bytes) -> None:
+    """Runs a command to its end, or forks for a `script` of this interpreter's. Ends all that it left in its group.
+
+    `content` is its standard input. Raises RuntimeError for an exit status other than 0.
+    """
+    asked, pipe = os.pipe()
+    if script is None:
+        process = subprocess.Popen(list(words), stdin=asked, start_new_session=True).pid
+    elif (process := os.fork()) == 0:
+        _become(script, asked)
+    os.close(asked)
+    with suppress(BrokenPipeError), os.fdopen(pipe, "wb") as file:  # the command need not read it
+        file.write(content)
+    # without reaping, so that the number of its group is not reused
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+    if status := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+        raise RuntimeError(f"it ended with exit status {status} ({CLOSED})")
 
 
 def script_of(words: Sequence[str]) -> list[str] | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from mrl.acting.agent import AGENT
 from mrl.acting.environment_worker import REFUSED
 from mrl.acting.offer import Offer, UnknownChoice
 from mrl.acting.tool import ToolsSpec
@@ -250,7 +251,7 @@ class EnvironmentPool:
         self._sessions = 0
         self._ended_for_one: WeakSet[WorkerProcess] = WeakSet()
         of_sessions = 0
-        if spec.environments:
+        if spec.environments or spec.in_sandbox:
             of_sessions = num_workers
         self._slots = [_Slot(number < of_sessions) for number in range(of_sessions + num_workers)]
         self._described: Mapping[str, Any] = {}
@@ -280,7 +281,7 @@ class EnvironmentPool:
         """What may be called."""
         described = self._described["environments"]
         if self.spec.has_agent:
-            return Offer((), agent=True)
+            return Offer((), agent=True, of_tasks=(AGENT,) if self.spec.in_sandbox else ())
         environments = {name: tuple(each["schemas"]) for name, each in described.items()}
         unrepeatable = tuple(name for name, each in described.items() if not each["repeatable"])
         of_tasks = tuple(name for name, each in described.items() if each["has_task"])
@@ -439,7 +440,7 @@ class EnvironmentPool:
 
         Raises as WarmProcess.
         """
-        if not (self.spec.has_agent and sys.platform == "linux"):
+        if not self.spec.has_agent or self.spec.in_sandbox or sys.platform != "linux":
             return None
         with self._warming:
             try:
@@ -524,6 +525,8 @@ def try_environments(spec: ToolsSpec, offer: Offer, rows: Sequence[Mapping[str, 
     `rows` have data_source, ground_truth and extra_info. Raises ConfigError for an environment that cannot begin.
     """
     wanted: dict[str, Mapping[str, Any]] = {}
+    if spec.in_sandbox and rows:
+        wanted[AGENT] = rows[0]
     for row in rows:
         with suppress(UnknownChoice):  # a bad row, which is told where rows are read
             if (name := offer.environment(row["extra_info"])) is not None:
@@ -536,7 +539,7 @@ def try_environments(spec: ToolsSpec, offer: Offer, rows: Sequence[Mapping[str, 
             reason, text, *_ = session.ready.result()
             session.close()
             if reason != OK:
+                key = "rollout.agent.in_sandbox" if name == AGENT else f"rollout.turns.environments: {name}"
                 raise ConfigError(
-                    f"rollout.turns.environments: {name}: asked to begin with the first row that wants it, it failed "
-                    f"({reason}): {text[:300]}"
+                    f"{key}: asked to begin with the first row that wants it, it failed ({reason}): {text[:300]}"
                 )

@@ -5,9 +5,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mrl.acting.agent import AGENT, agent_fault, agent_tool, command_of
+from mrl.acting.agent import AGENT, Run, agent_fault, agent_tool, command_of, harness_of
 from mrl.acting.builtin import BUILTIN_ENVIRONMENTS, BUILTIN_TOOLS
 from mrl.acting.environment import Environment
+from mrl.acting.harnesses import HARNESSES
 from mrl.acting.python_tool import PYTHON, python_tool
 from mrl.acting.sandbox import PythonLimits
 from mrl.acting.search_tool import SEARCH, search_tool
@@ -58,7 +59,11 @@ def resolve_agent(spec: ToolsSpec) -> dict[str, Tool]:
     Raises ConfigError for a missing program, and for a file that is missing, fails, lacks the function, or has one that
     cannot be called as an agent.
     """
+    if spec.in_sandbox:
+        return {}
     own_home = "HOME" not in spec.environment  # whoever names it wants the user's
+    if spec.harness is not None:
+        return {AGENT: agent_tool(_harness(spec))}
     if spec.command and shutil.which(spec.command[0]) is None:
         raise ConfigError(f"rollout.agent.command: no executable program {spec.command[0]!r} was found")
     if spec.command:
@@ -68,6 +73,17 @@ def resolve_agent(spec: ToolsSpec) -> dict[str, Tool]:
     if fault := agent_fault(run):
         raise ConfigError(f"{AGENT_KEY}: {spec.path}: {spec.agent} {fault}")
     return {AGENT: agent_tool(run, own_home)}
+
+
+def _harness(spec: ToolsSpec) -> Run:
+    harness = HARNESSES[spec.harness]
+    program = shutil.which(spec.program or harness.program)
+    if program is None:
+        raise ConfigError(
+            f"rollout.agent.harness: {spec.harness} needs the program {spec.program or harness.program!r}, which was "
+            f"not found: {harness.install}, or name it in rollout.agent.program"
+        )
+    return harness_of(harness, program, spec.arguments, spec.harness_config)
 
 
 def resolve_environments(spec: ToolsSpec, broker: Any = None) -> dict[str, type[Environment]]:
@@ -81,6 +97,10 @@ def resolve_environments(spec: ToolsSpec, broker: Any = None) -> dict[str, type[
     if spec.environments:
         module = _module(spec)
     found = {}
+    if spec.in_sandbox:
+        from mrl.acting.sandboxes.sandboxed_agent import sandboxed_agent
+
+        found[AGENT] = sandboxed_agent(broker, spec)
     for name in spec.environments:
         if name in BUILTIN_ENVIRONMENTS and not hasattr(module, name):
             if name == TEXTARENA:

@@ -41,6 +41,8 @@ class Offer:
         UnknownChoice.
         """
         if self.agent:
+            if self.of_tasks and "task" in extra_info:
+                _check_task(extra_info)
             return ()
         selected = self._selected(extra_info.get(SELECTION))
         environment = self.environment(extra_info)

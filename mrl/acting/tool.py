@@ -48,11 +48,16 @@ class ToolsSpec:
     # an agent instead of both: a command, or a function of that name in the file at `path`
     command: tuple[str, ...] = ()
     agent: str | None = None
+    harness: str | None = None  # or one of mrl.acting.harnesses, with
+    program: str | None = None  # its program,
+    arguments: tuple[str, ...] = ()  # further arguments of it, and
+    harness_config: Mapping[str, Any] = field(default_factory=dict)
+    in_sandbox: bool = False  # the command or the harness runs in a sandbox of the row's
 
     @property
     def has_agent(self) -> bool:
         """Tells whether an agent talks to the model. Then the model gets the agent's tools."""
-        return bool(self.command) or self.agent is not None
+        return bool(self.command) or self.agent is not None or self.harness is not None
 
     @property
     def judge_s(self) -> float:

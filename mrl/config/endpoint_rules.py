@@ -7,6 +7,8 @@ from mrl.config.schema import RunConfig
 from mrl.errors import Violation
 from mrl.model import ModelSpec
 
+VERIFIERS = "verifiers"  # the harness
+
 
 def _belongs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Checks that endpoint, agent and budgets are given together."""
@@ -36,21 +38,63 @@ def _own_tools(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in ("path", "index", "tool_config_path"):
         if getattr(turns, name) is not None:
             yield Violation(f"rollout.turns.{name}", "must be left out with rollout.endpoint: true", why, (None,))
-    if not turns.network:
+    in_sandbox = config.rollout.agent is not None and config.rollout.agent.in_sandbox
+    if not turns.network and not in_sandbox:
         why = "an agent reaches the endpoint by a socket; what shuts off the network shuts off those of this host too"
         yield Violation("rollout.turns.network", "must be true with rollout.endpoint: true", why, (True,))
 
 
+def _one_agent(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Checks that an agent is named in one way, and that what goes with a harness has one."""
+    agent = config.rollout.agent
+    if agent is None:
+        return
+    given = {"command": bool(agent.command), "path": agent.path is not None, "harness": agent.harness is not None}
+    named = [name for name, is_given in given.items() if is_given]
+    if len(named) != 1:
+        rule = "must be given where there is no path and no harness, and left out with one"
+        why = "an agent is a command, a function of the file under path, or a harness"
+        yield Violation("rollout.agent.command", rule, why)
+    for name in ("program", "arguments", "harness_config"):
+        if getattr(agent, name) and agent.harness is None:
+            yield Violation(
+                f"rollout.agent.{name}", "must be left out without a harness", "it is the harness's", (None,)
+            )
+    if agent.harness == VERIFIERS and not agent.harness_config.get("taskset"):
+        why = "it names the taskset, as under [env] of a TOML file of verifiers"
+        yield Violation("rollout.agent.harness_config", "must have `taskset` with the harness verifiers", why)
+    if agent.harness is not None and config.rollout.turns is not None and "HOME" in config.rollout.turns.environment:
+        why = "the harness's configuration is written into a HOME of its own"
+        yield Violation("rollout.turns.environment", "must not name HOME with a harness", why)
+
+
+def _sandboxed(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Checks that an agent can run in a sandbox, and reach the endpoint from there."""
+    agent = config.rollout.agent
+    turns = config.rollout.turns
+    if agent is None or not agent.in_sandbox or turns is None:
+        return
+    if agent.path is not None or agent.harness == VERIFIERS:
+        why = "a function of a file, and environments of verifiers, run in processes of this host"
+        yield Violation("rollout.agent.in_sandbox", "must be false with them", why, (False,))
+    if turns.sandbox is None:
+        why = "it says what starts sandboxes"
+        yield Violation("rollout.turns.sandbox", "must be given with rollout.agent.in_sandbox: true", why, ({},))
+        return
+    if turns.sandbox.backend not in ("bubblewrap", "docker"):
+        why = "the endpoint is on this host, and sandboxes of others run elsewhere"
+        rule = "must be bubblewrap or docker with rollout.agent.in_sandbox: true"
+        yield Violation("rollout.turns.sandbox.backend", rule, why, ("bubblewrap", "docker"))
+    if turns.sandbox.backend == "docker" and turns.sandbox.network is not None:
+        why = "the endpoint is led into the container's own loopback, which it has without a network"
+        rule = "must be left out with docker and rollout.agent.in_sandbox: true"
+        yield Violation("rollout.turns.sandbox.network", rule, why, (None,))
+
+
 ENDPOINT_RULES = (
     _belongs,
-    RuleRow(
-        "rollout.agent.command",
-        lambda c, m: (
-            c.rollout.agent is not None and bool(c.rollout.agent.command) == (c.rollout.agent.path is not None)
-        ),
-        "must be given where there is no path, and left out with one",
-        "an agent is a command, or a function of the file under path",
-    ),
+    _one_agent,
+    _sandboxed,
     _own_tools,
     RuleRow(
         "actor.router_replay",

@@ -213,6 +213,30 @@ class AgentConfig(Section):
         is_path=True,
     )
     name: str = key("run", "Name of the function in that file.")
+    harness: Literal["claude_code", "codex", "mini_swe_agent", "plain", "verifiers"] | None = key(
+        None,
+        "An agent of others by name, instead of a command or a path: its command line, its configuration and variables "
+        "are mrl's. Its task is the text of the row's messages. plain: a loop with a shell. verifiers: an environment "
+        "of that package, whose rows are made by scripts/make_rows.py.",
+        advice="Versions that were tried: docs/tools.md.",
+    )
+    program: str | None = key(
+        None,
+        "Program of the harness; left out: the one of its own name. For plain and verifiers an interpreter of Python.",
+    )
+    arguments: tuple[str, ...] = key((), "Further arguments of the harness's program, behind mrl's own.")
+    harness_config: dict[str, Any] = key(
+        {},
+        "What is merged into the harness's own configuration: settings.json of Claude Code, config.toml of Codex, the "
+        "YAML of mini-swe-agent; of plain `seconds` and `most` (characters) of a command; of verifiers the whole "
+        "environment, as under [env] of its TOML.",
+    )
+    in_sandbox: bool = key(
+        False,
+        "Runs the command or the harness in a sandbox (rollout.turns.sandbox) of the row's image, or of the "
+        "sandbox's own. A row with extra_info.task gets its tests' reward.",
+        advice="true where the agent runs commands that the model writes.",
+    )
     max_requests: int = key(
         8,
         "Most requests of one session that are answered at once. Further ones wait.",

@@ -101,9 +101,8 @@ def checked_tools(
     offer = offer_of(spec.tools, reward)
     dialect = checked_dialect(spec.template_arguments, offer, model_path, tokenizer)
     if offer.agent:
-        print(
-            f"agent: {spec.tools.agent or ' '.join(spec.tools.command)}; tools are called in the form of {dialect.name}"
-        )
+        named = spec.tools.harness or spec.tools.agent or " ".join(spec.tools.command)
+        print(f"agent: {named}; tools are called in the form of {dialect.name}")
     for kind, names in (("tools", spec.tools.names), ("environments", spec.tools.environments)):
         if names:
             print(f"{kind}: {', '.join(names)}, called in the form of {dialect.name}")

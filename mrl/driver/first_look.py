@@ -77,7 +77,7 @@ def look(config: RunConfig) -> str | None:
         for file in (*here.train_files, *here.val_files)
         if (row := _first_row(file, data, rule_in(config.reward))) is not None
     ]
-    if offer is not None and offer.environments:
+    if offer is not None and (offer.environments or turns.tools.in_sandbox):
         from mrl.acting.environment_pool import try_environments
 
         try_environments(turns.tools, offer, rows)

@@ -14,8 +14,11 @@ agent asked for and did not get.
 """
 
 import asyncio
+import secrets
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from mrl.acting.agent import AGENT, REWARD_KEY
@@ -24,7 +27,8 @@ from mrl.acting.chat_text import MOST_CHARACTERS, ChatText, characters
 from mrl.acting.chat_turns import ChatPlace, Move
 from mrl.acting.dialects import Dialect, ToolTokenizer
 from mrl.acting.environment import Reply
-from mrl.acting.environment_pool import CallAnswer, EnvironmentPool
+from mrl.acting.environment_pool import CallAnswer, EnvironmentPool, Session
+from mrl.acting.sandboxes.sandboxed_agent import ENDPOINT, STOP
 from mrl.acting.tool import TurnsSpec
 from mrl.data.samples import STOP_REASONS, Samples, TurnCall, with_outcome, with_turns
 from mrl.engine.endpoint import Endpoint, Keys
@@ -95,6 +99,8 @@ class AgentSession:
         self._turns = turns
         self._keys: Keys | None = None
         self._run: asyncio.Future[CallAnswer] | None = None
+        self._sandboxed: Session | None = None  # the sandbox, where the agent runs in one
+        self._stop = Path()  # a file whose appearance ends the agent in it
         self._holds_place = False
         self._talk = AgentTalk(spec.max_turns, spec.max_seconds)
         self._spoken = SpokenTurns(spec.keeps_all_answers)
@@ -317,12 +323,43 @@ class AgentSession:
         }
         async with agents.starting:
             began = agents.clock()
-            self._run = asyncio.ensure_future(asyncio.wrap_future(agents.pool.call(AGENT, told)))
+            if agents.spec.tools.in_sandbox:
+                self._run = asyncio.ensure_future(self._run_in_sandbox(told))
+            else:
+                self._run = asyncio.ensure_future(asyncio.wrap_future(agents.pool.call(AGENT, told)))
             await self._anything(ALONE_S)
         while not self._talk.has_ended:
             await self._something_happened(began)
+        await self._judged()
         await self._rewarded()
         return True
+
+    async def _run_in_sandbox(self, told: dict[str, Any]) -> CallAnswer:
+        """Starts the row's sandbox and in it the agent. Returns how that ended."""
+        self._stop = Path(tempfile.gettempdir()) / f"mrl-stop-{secrets.token_hex(8)}"
+        row = {**told["row"], ENDPOINT: told["url"], STOP: str(self._stop)}
+        self._sandboxed = self._agents.pool.session(AGENT, row, 0)
+        begun = await asyncio.wrap_future(self._sandboxed.ready)
+        if begun.failed:
+            return begun
+        return await asyncio.wrap_future(self._sandboxed.step(AGENT, told))
+
+    async def _judged(self) -> None:
+        """Ends the agent in the sandbox, if it has not ended, and takes the reward of the row's tests."""
+        if self._sandboxed is None or self._talk.stop is Stop.ENVIRONMENT:
+            return
+        if not self._run.done():  # it may yet end by itself, as one that is refused does
+            await asyncio.wait([self._run], timeout=self._agents.spec.timeout_s)
+            self._stop.touch()
+            await asyncio.wait([self._run], timeout=START_S)
+        if not self._run.done():
+            self._failed("it did not end with the conversation")
+            return
+        judged = await asyncio.wrap_future(self._sandboxed.judge())
+        if judged.failed:
+            self._failed(judged.text)
+        elif judged.parts and not self._given.done():
+            self._given.set_result(Reply("", judged.reward, judged.parts))
 
     async def _something_happened(self, began: float) -> None:
         """Waits for the next event that may end the session, and looks whether it does."""
@@ -434,6 +471,10 @@ class AgentSession:
             self._agents.endpoint.close_session(self._keys)
         if self._run is not None:
             self._run.cancel()
+        if self._sandboxed is not None:
+            if not self._run.done():
+                self._stop.touch()
+            self._sandboxed.close()
         if self._holds_place:
             self._agents.free.release()
             self._holds_place = False

@@ -203,7 +203,7 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig |
 
 def _of_agent(agent: AgentConfig) -> dict[str, Any]:
     if agent.path is None:
-        return {"command": agent.command}
+        return agent.model_dump(include={"command", "harness", "program", "arguments", "harness_config", "in_sandbox"})
     return {"path": str(Path(agent.path).resolve()), "agent": agent.name}
 
 

@@ -105,6 +105,7 @@ def test_what_cannot_be_is_refused_by_key(overrides, field, rule):
 
 
 ENDPOINT = ["rollout.endpoint=true", "rollout.agent={command: [python, agent.py]}", "rollout.turns={network: true}"]
+BOXED = "rollout.agent={command: [agent], in_sandbox: true}"
 BROKEN_AGENTS = {
     "no endpoint": (ENDPOINT[1:2], "rollout.agent", "must be left out without"),
     "no agent": ([ENDPOINT[0], ENDPOINT[2]], "rollout.agent", "must be given"),
@@ -113,6 +114,27 @@ BROKEN_AGENTS = {
         [*ENDPOINT, "rollout.agent={command: [python], path: agent.py}"], "rollout.agent.command", "left out with one"
     ),
     "no kind": ([*ENDPOINT, "rollout.agent.command=[]"], "rollout.agent.command", "must be given where"),
+    "a harness and a command": (
+        [*ENDPOINT, "rollout.agent.harness=codex"], "rollout.agent.command", "must be given where there is no"
+    ),
+    "a program without a harness": ([*ENDPOINT, "rollout.agent.program=x"], "rollout.agent.program", "be left out"),
+    "no taskset": ([*ENDPOINT, "rollout.agent={harness: verifiers}"], "rollout.agent.harness_config", "`taskset`"),
+    "a home for a harness": (
+        [*ENDPOINT, "rollout.agent={harness: codex}", "rollout.turns.environment=[HOME]"],
+        "rollout.turns.environment", "must not name HOME",
+    ),
+    "no sandbox": ([*ENDPOINT, BOXED], "rollout.turns.sandbox", "must be given with rollout.agent.in_sandbox"),
+    "a sandbox elsewhere": (
+        [*ENDPOINT, BOXED, "rollout.turns.sandbox={backend: modal}"], "rollout.turns.sandbox.backend", "bubblewrap or"
+    ),
+    "a container with a network": (
+        [*ENDPOINT, BOXED, "rollout.turns.sandbox={backend: docker, network: a}"],
+        "rollout.turns.sandbox.network", "must be left out with docker",
+    ),
+    "a function in a sandbox": (
+        [*ENDPOINT, "rollout.agent={path: a.py, in_sandbox: true}", "rollout.turns.sandbox={}"],
+        "rollout.agent.in_sandbox", "must be false",
+    ),
     "tools": ([*ENDPOINT, "rollout.turns.tools=[calculator]"], "rollout.turns.tools", "must be empty"),
     "a game": ([*ENDPOINT, "rollout.turns.environments=[guess_the_number]"], "rollout.turns.environments", "be empty"),
     "a server of tools": ([*ENDPOINT, f"{MCP}={{a: {{command: [b]}}}}"], MCP, "must be empty"),
@@ -128,7 +150,14 @@ BROKEN_AGENTS = {
 def test_what_an_agent_cannot_have_is_refused_by_key_and_once(overrides, field, rule):
     found = [(each.field, each.rule) for each in violations(configured(*overrides), MODEL)]
     assert sum(where == field and rule in said for where, said in found) == 1
-    for legal in (ENDPOINT, [*ENDPOINT, REWARDED], [*ENDPOINT, *HELD[:2]], [*ENDPOINT, "actor.router_replay=R2"]):
+    boxed = [ENDPOINT[0], BOXED, "rollout.turns={sandbox: {image: a}}"]
+    for legal in (
+        boxed,
+        ENDPOINT,
+        [*ENDPOINT, REWARDED],
+        [*ENDPOINT, *HELD[:2]],
+        [*ENDPOINT, "actor.router_replay=R2"],
+    ):
         fields = [each.field for each in violations(configured(*legal), MODEL)]
         assert not [each for each in fields if each.startswith(("rollout.", "reward.", "trainer."))]
 

@@ -13,4 +13,5 @@ trial.py         tries each backend, for `mrl doctor`
 tasks.py         a row's task: image, setup, tests; and its reward
 task_rows.py     reads rows of SWE-bench, R2E-Gym and Harbor
 repository.py    the built-in environment `repository`: a task with a shell
+sandboxed_agent.py   an agent in a sandbox, judged by the row's tests
 """

@@ -74,8 +74,16 @@ class _Brokered(Sandbox):
         self._number = number
         self.folder = folder
 
-    def _run(self, command: list[str], input: bytes, seconds: float, most: int, environment: dict[str, str]) -> Ran:
-        arguments = (command, seconds, most, environment)
+    def _run(
+        self,
+        command: list[str],
+        input: bytes,
+        seconds: float,
+        most: int,
+        environment: dict[str, str],
+        stop: str | None = None,
+    ) -> Ran:
+        arguments = (command, seconds, most, environment, stop)
         (status, reason, left_out), output = self._broker.ask("run", self._number, arguments, input)
         return Ran(status, output, reason, left_out)
 

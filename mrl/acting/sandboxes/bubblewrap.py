@@ -61,7 +61,8 @@ class Bubblewrap(Sandbox):
         if original.is_symlink() or not original.is_dir() or not any(original.iterdir()):
             return
         source = f"/{original.relative_to(original.anchor)}"
-        ran = self._run(["sh", "-c", 'cp -a "$0"/. "$1"', "/tmp/image", self.folder], b"", PLAIN_S, 1000, {}, source)
+        copy = ["sh", "-c", 'cp -a "$0"/. "$1"', "/tmp/image", self.folder]
+        ran = self._run(copy, b"", PLAIN_S, 1000, {}, original=source)
         if not ran.is_well:
             raise SandboxError(f"the image's {self.folder} cannot be copied: {ran.reason or ran.text[:300]}")
 
@@ -72,6 +73,7 @@ class Bubblewrap(Sandbox):
         seconds: float,
         most: int,
         environment: dict[str, str],
+        stop: str | None = None,
         original: str | None = None,
     ) -> Ran:
         if self._holder is None:
@@ -90,7 +92,7 @@ class Bubblewrap(Sandbox):
             preexec_fn=_entering(self._holder, self._spec),
         )
         os.close(filtering)
-        return watched(process, input, seconds, most, self._spec)
+        return watched(process, input, seconds, most, self._spec, stop)
 
     def _options(self, environment: Mapping[str, str], original: str | None) -> Iterator[str]:
         yield from ("--unshare-user", "--disable-userns", "--unshare-pid", "--unshare-ipc", "--unshare-uts")

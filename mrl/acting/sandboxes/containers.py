@@ -23,12 +23,13 @@ from typing import Any
 from mrl.acting.kept_output import KeptOutput
 from mrl.acting.sandboxes.forwarder import start_forwarder
 from mrl.acting.sandboxes.namespaces import BYTES_PER_FILE, listener_of
-from mrl.acting.sandboxes.sandbox import KEY, SECONDS, VARIABLES, Ran, Sandbox, SandboxError, SandboxSpec
+from mrl.acting.sandboxes.sandbox import KEY, SECONDS, STOPPED, VARIABLES, Ran, Sandbox, SandboxError, SandboxSpec
 from mrl.errors import ConfigError
 from mrl.reward.keeper import FAREWELL
 
 LABEL = "mrl.sandbox"
 _WAIT_S = 120.0  # for one answer of the daemon
+_LOOK_S = 0.5  # between two looks for what stops a command
 _READ_BYTES = 65536
 _HEAD = 8  # bytes before each part of an output: its kind, and its length
 # The first process. It ends when nobody holds the container's input any more, and collects processes without a parent.
@@ -137,7 +138,15 @@ class ContainerSandbox(Sandbox):
             log_config={"Type": "none", "Config": {}},
         )
 
-    def _run(self, command: list[str], input: bytes, seconds: float, most: int, environment: dict[str, str]) -> Ran:
+    def _run(
+        self,
+        command: list[str],
+        input: bytes,
+        seconds: float,
+        most: int,
+        environment: dict[str, str],
+        stop: str | None = None,
+    ) -> Ran:
         if self._has_ended:
             raise SandboxError("the sandbox has ended")
         with _told():
@@ -150,12 +159,12 @@ class ContainerSandbox(Sandbox):
             )
             stream = self._client.exec_start(started["Id"], socket=True)
             try:
-                output, in_time = _talked(_plain(stream), input, seconds, most)
+                output, reason = _talked(_plain(stream), input, seconds, most, stop)
             finally:
                 stream.close()
-            if not in_time:
+            if reason:
                 self._end_commands()
-                return Ran(None, output.content, SECONDS, output.left_out)
+                return Ran(None, output.content, reason, output.left_out)
             status = self._client.exec_inspect(started["Id"])["ExitCode"]
         return Ran(status, output.content, left_out=output.left_out)
 
@@ -237,8 +246,8 @@ def _plain(stream: Any) -> socket.socket:
     return getattr(stream, "_sock", stream)
 
 
-def _talked(stream: socket.socket, input: bytes, seconds: float, most: int) -> tuple[KeptOutput, bool]:
-    """Sends the input, and reads the output until it ends. Returns whether it ended in time."""
+def _talked(stream: socket.socket, input: bytes, seconds: float, most: int, stop: str | None) -> tuple[KeptOutput, str]:
+    """Sends the input, and reads the output until it ends. Returns why it has to be ended; empty where it has ended."""
     output = KeptOutput(most // 2)
     end = time.monotonic() + seconds
     pending = bytearray()
@@ -247,7 +256,9 @@ def _talked(stream: socket.socket, input: bytes, seconds: float, most: int) -> t
     poll = select.poll()
     poll.register(stream, select.POLLIN | (select.POLLOUT if input else 0))
     while (left := end - time.monotonic()) > 0:
-        for _, events in poll.poll(left * 1000):
+        if stop is not None and os.path.exists(stop):
+            return output, STOPPED
+        for _, events in poll.poll(min(left, _LOOK_S) * 1000):
             if events & select.POLLOUT:
                 with suppress(BlockingIOError):
                     unsent = unsent[stream.send(unsent[:_READ_BYTES]) :]
@@ -257,10 +268,10 @@ def _talked(stream: socket.socket, input: bytes, seconds: float, most: int) -> t
             if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
                 data = stream.recv(_READ_BYTES)
                 if not data:
-                    return output, True
+                    return output, ""
                 pending += data
                 _take(pending, output)
-    return output, False
+    return output, SECONDS
 
 
 def _take(pending: bytearray, output: KeptOutput) -> None:

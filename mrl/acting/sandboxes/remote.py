@@ -63,7 +63,15 @@ class _Remote(Sandbox):
     def _store(self, path: str, content: bytes) -> None:
         """Writes a file."""
 
-    def _run(self, command: list[str], input: bytes, seconds: float, most: int, environment: dict[str, str]) -> Ran:
+    def _run(
+        self,
+        command: list[str],
+        input: bytes,
+        seconds: float,
+        most: int,
+        environment: dict[str, str],
+        stop: str | None = None,
+    ) -> Ran:
         script = shlex.join(command)
         if input:
             name = f"/tmp/mrl-{secrets.token_hex(8)}"

@@ -24,6 +24,7 @@ VARIABLES = {"PATH": PATHS, "HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
 SECONDS = "seconds"
 MEMORY = "memory"
 PROCESSES = "processes"
+STOPPED = "stopped"
 
 
 class SandboxError(Exception):
@@ -89,15 +90,25 @@ class Sandbox(ABC):
         seconds: float = PLAIN_S,
         most: int = 80_000,
         environment: Mapping[str, str] | None = None,
+        stop: str | None = None,
     ) -> Ran:
         """Runs a command in `folder` and returns how it ended. At most `most` bytes of its output are kept.
 
-        Raises SandboxError where the sandbox itself has ended.
+        `stop` is a file of this host whose appearance ends the command. Raises SandboxError where the sandbox itself
+        has ended.
         """
-        return self._run(list(command), input, seconds, most, dict(environment or {}))
+        return self._run(list(command), input, seconds, most, dict(environment or {}), stop)
 
     @abstractmethod
-    def _run(self, command: list[str], input: bytes, seconds: float, most: int, environment: dict[str, str]) -> Ran:
+    def _run(
+        self,
+        command: list[str],
+        input: bytes,
+        seconds: float,
+        most: int,
+        environment: dict[str, str],
+        stop: str | None = None,
+    ) -> Ran:
         """Does what `run` says."""
 
     @abstractmethod
