@@ -32,6 +32,9 @@ from mrl.reward.keeper import SCRATCH
 
 AGENT = "agent"  # the tool name of its calls
 REWARD_KEY = "reward_key"  # an argument that a function need not take
+# of the row that a session in a sandbox begins with
+ENDPOINT = "endpoint"  # its address
+STOP = "stop"  # a file whose appearance ends the agent
 CLOSED = (
     "an agent writes into its own HOME, temporary folders and rollout.turns.folders, and sees few variables beside "
     "those that rollout.turns.environment names"

@@ -21,14 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mrl.acting.agent import AGENT, REWARD_KEY
+from mrl.acting.agent import AGENT, ENDPOINT, REWARD_KEY, STOP
 from mrl.acting.chat_api import BadRequest, ChatAnswer, ChatRequest, number_of
 from mrl.acting.chat_text import MOST_CHARACTERS, ChatText, characters
 from mrl.acting.chat_turns import ChatPlace, Move
 from mrl.acting.dialects import Dialect, ToolTokenizer
 from mrl.acting.environment import Reply
 from mrl.acting.environment_pool import CallAnswer, EnvironmentPool, Session
-from mrl.acting.sandboxes.sandboxed_agent import ENDPOINT, STOP
 from mrl.acting.tool import TurnsSpec
 from mrl.data.samples import STOP_REASONS, Samples, TurnCall, with_outcome, with_turns
 from mrl.engine.endpoint import Endpoint, Keys

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mrl.acting.agent import REWARD_KEY, variables
+from mrl.acting.agent import ENDPOINT, REWARD_KEY, STOP, variables
 from mrl.acting.environment import Environment, Reply
 from mrl.acting.harnesses import HARNESSES, Harness, Told, loop_path
 from mrl.acting.sandboxes.broker import Broker
@@ -20,9 +20,6 @@ from mrl.acting.sandboxes.sandbox import STOPPED, VARIABLES, Sandbox, SandboxErr
 from mrl.acting.sandboxes.tasks import TASK, Task
 from mrl.acting.tool import LONGEST_AGENT_S, ToolsSpec
 
-# of the row that a session begins with
-ENDPOINT = "endpoint"  # its address
-STOP = "stop"  # a file whose appearance ends the agent
 HOME = VARIABLES["HOME"]
 _KEPT = 20_000  # bytes of what an agent prints
 _TOLD = 500  # characters of it in an error
