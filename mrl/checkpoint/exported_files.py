@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.fp8 import bfloat16_words
-from mrl.model.hf_files import FP8, INDEX, read_index, read_safetensors_header, scale_of, weight_files
-from mrl.model.registry import family_of
-from mrl.model.wrapped import inner_tensors, refuse_turned
+from mrl.model.hf_files import FP8, INDEX, TensorBytes, read_index, read_safetensors_header, scale_of, weight_files
+from mrl.model.registry import inner_tensors
+from mrl.model.weight_map import Inner
 from mrl.plain_files import JSON_BYTES, open_regular, read_settings
 
 Floats = NDArray[np.float32]
@@ -33,6 +33,8 @@ class StoredPlace:
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
     start: int
+    # of a matrix that is stored turned: columns of the stored one, and the first of them; `start` is of that one
+    turned: tuple[int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -52,15 +54,16 @@ class ExportedFiles:
         """Raises ConfigError for an unsupported model, EnvironmentFault for files that are missing or damaged."""
         self.folder = folder
         self.model = _model(folder)
-        if self.model.int4_group:
+        if self.model.int4_group or self.model.is_mxfp4:
+            kind = "numbers" if self.model.is_mxfp4 else "integers"
             raise ConfigError(
-                f"{folder}: a checkpoint of 4-bit integers, which is not compared: write it in bfloat16 first (mrl "
+                f"{folder}: a checkpoint of 4-bit {kind}, which is not compared: write it in bfloat16 first (mrl "
                 "convert hf-to-megatron, megatron-to-hf)"
             )
         self.places: dict[str, StoredPlace] = {}
         self.faults: list[tuple[str, str]] = []  # tensor, what is wrong with its place
+        self._last_turned: tuple[str, Floats] = ("", np.empty((0, 0), np.float32))
         self._files: dict[str, str] = {}  # stored key -> name of its file
-        is_wrapped = bool(family_of(self.model).wrapper)
         for file in weight_files(folder):
             for key, stored in read_safetensors_header(file).items():
                 if key in self._files:
@@ -68,12 +71,8 @@ class ExportedFiles:
                     continue
                 self._files[key] = file.name
                 item = (stored.stop - stored.start) // max(1, prod(stored.shape))
-                for inner in inner_tensors(key, stored.shape, self.model.hidden_size) if is_wrapped else ():
-                    refuse_turned(folder, inner)
-                    begin = stored.start + inner.first * stored.shape[-1] * item
-                    self.places[inner.name] = StoredPlace(file, stored.dtype, inner.shape, begin)
-                if not is_wrapped:
-                    self.places[key] = StoredPlace(file, stored.dtype, stored.shape, stored.start)
+                for inner in inner_tensors(self.model, key, stored.shape):
+                    self.places[inner.name] = _place(file, stored, inner, item)
         self._compare_index()
 
     def _compare_index(self) -> None:
@@ -118,14 +117,24 @@ class ExportedFiles:
 
     def _rows(self, file: int, name: str, first: int, count: int) -> Floats:
         place = self.places[name]
+        if place.turned is not None:
+            return self._turned(file, name)[first : first + count]
         if place.dtype == FP8:
             codes = _read(file, place, first, count, np.dtype(np.uint8))
             words = bfloat16_words(codes, self._scale(name), self.model.fp8_block, (first, 0))
         else:
             words = _read(file, place, first, count, _READ[place.dtype])
-        if words.dtype == np.uint16:
-            return (words.astype(np.uint32) << 16).view(np.float32)
-        return words.astype(np.float32)
+        return _as_float32(words)
+
+    def _turned(self, file: int, name: str) -> Floats:
+        """Returns a matrix whose rows are columns in the files. It is kept until another one is read."""
+        if self._last_turned[0] != name:
+            place = self.places[name]
+            columns, column = place.turned
+            whole = replace(place, shape=(place.columns, columns))
+            words = _read(file, whole, 0, whole.rows, _READ[place.dtype])[:, column : column + place.rows]
+            self._last_turned = (name, np.ascontiguousarray(_as_float32(words).T))
+        return self._last_turned[1]
 
     def _scale(self, name: str) -> Floats:
         place = self.scales[name]
@@ -133,11 +142,27 @@ class ExportedFiles:
             return _read(stream.fileno(), place, 0, place.rows, _READ[place.dtype]).astype(np.float32)
 
 
+def _place(file: Path, stored: TensorBytes, inner: Inner, item: int) -> StoredPlace:
+    """Returns where a tensor of the model lies. `item`: bytes of an element."""
+    if inner.is_turned:
+        expert, column = inner.place(stored.shape[-1])
+        start = stored.start + expert * prod(stored.shape[1:]) * item
+        return StoredPlace(file, stored.dtype, inner.shape, start, (stored.shape[-1], column))
+    start = stored.start + inner.first * prod(stored.shape[-1:]) * item
+    return StoredPlace(file, stored.dtype, inner.shape, start)
+
+
 def _model(folder: Path) -> ModelSpec:
     try:
         return load_model_spec(folder)
     except (ConfigError, EnvironmentFault) as error:
         raise type(error)(str(error).removeprefix("model.path ")) from None
+
+
+def _as_float32(words: np.ndarray) -> Floats:
+    if words.dtype == np.uint16:  # bfloat16
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    return words.astype(np.float32)
 
 
 def _read(file: int, place: StoredPlace, first: int, count: int, dtype: np.dtype) -> np.ndarray:

@@ -25,7 +25,15 @@ from mrl.checkpoint.manifest import (
     read_manifest,
 )
 from mrl.checkpoint.step_folders import newest_checkpoint
-from mrl.checkpoint.stored_boxes import Boxes, BoxReader, Fp8Reader, Int4Reader, RoundingReader, TensorFiles
+from mrl.checkpoint.stored_boxes import (
+    Boxes,
+    BoxReader,
+    Fp8Reader,
+    Int4Reader,
+    Mxfp4Reader,
+    RoundingReader,
+    TensorFiles,
+)
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, TensorSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
 from mrl.model.boxes import Box
@@ -44,9 +52,11 @@ from mrl.model.hf_files import (
 )
 from mrl.model.int4 import COLUMNS, PACKED
 from mrl.model.megatron_shards import Piece, Shard
+from mrl.model.mxfp4 import BLOCKS, CODE
+from mrl.model.mxfp4 import SCALES as OF_BLOCKS
 from mrl.model.peft_files import base_digest
-from mrl.model.registry import family_of
-from mrl.model.wrapped import inner_tensors, refuse_turned
+from mrl.model.registry import family_of, inner_tensors
+from mrl.model.weight_map import Inner
 from mrl.plain_files import read_text, reason
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> names in the configuration
@@ -97,6 +107,8 @@ class Checkpoint:
             return MergedReader(self.folder, self.entries, self.files, self.adapters)
         if self.model.int4_group:
             return Int4Reader(self.folder, self.entries, self.files, self.scales)
+        if self.model.is_mxfp4:
+            return Mxfp4Reader(self.folder, self.entries, self.files, self.scales)
         if self.scales:
             return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block, self.rounded)
         if self.rounded:
@@ -166,8 +178,12 @@ def open_hf(folder: Path) -> Checkpoint:
     if model.int4_group:
         matrices = [name for name, code in codes.items() if code == INT32]
         scales = {name: file_of[int4_scale_of(name.removesuffix(PACKED))] for name in matrices}
+    if model.is_mxfp4:
+        matrices = [name for name, code in codes.items() if code == CODE]
+        scales = {name: file_of[name.removesuffix(BLOCKS) + OF_BLOCKS] for name in matrices}
     dtype = DTYPES[one_dtype(folder, codes | dict.fromkeys([*scales, *rounded], CODES["bfloat16"]))]
     of_matrices = {part for name in scales for part in (scale_of(name), *int4_parts(name.removesuffix(PACKED)))}
+    of_matrices |= {name.removesuffix(BLOCKS) + OF_BLOCKS for name in scales}
     left_out = tuple(name for name in _left_out(stored, entries) if name not in of_matrices)
     hf_config = without_quantization(read_hf_config(folder))
     checkpoint = Checkpoint(folder, folder, model, hf_config, dtype, entries, files, None, left_out, scales, rounded)
@@ -178,14 +194,14 @@ def open_hf(folder: Path) -> Checkpoint:
 def _hf_entries(files: SafetensorsFiles, stored: Iterable[tuple[str, str]], model: ModelSpec) -> Iterable[StoredTensor]:
     """Returns the stored tensors of the model in the order of its layers. `stored`: (file, key) of all."""
     specs = {spec.name: spec for spec in tensor_specs(model)}
-    if not family_of(model).wrapper:
+    if family_of(model).inside is None:
         file_of = {key: file for file, key in stored}
         return (_whole(spec, file_of) for spec in specs.values())
     entry_of: dict[str, StoredTensor] = {}
     for file, key in stored:
-        entry = _around(file, key, files.find(file, key).shape, model.hidden_size)
+        entry = stored_tensor(model, key, files.find(file, key).shape, file)
         entry_of |= {piece.hf_name: entry for piece in entry.pieces}
-    return dict.fromkeys(entry_of[name] for name in specs)
+    return dict.fromkeys(entry_of[name] for name in specs)  # each once, in the order of its first tensor
 
 
 def _whole(spec: TensorSpec, file_of: Mapping[str, str]) -> StoredTensor:
@@ -196,19 +212,38 @@ def _whole(spec: TensorSpec, file_of: Mapping[str, str]) -> StoredTensor:
     return whole_tensor(spec.name, spec.shape, file_of[spec.name], weight_role(spec))
 
 
-def _around(file: str, key: str, shape: tuple[int, ...], hidden_size: int) -> StoredTensor:
-    """Describes a stored tensor that contains tensors of the text model. If there are several, all axes but the last
-    are merged into one.
+def stored_tensor(model: ModelSpec, key: str, shape: tuple[int, ...], file: str = "") -> StoredTensor:
+    """Describes a stored tensor that contains tensors of the model. If there are several, all axes but the last are
+    merged into one; vectors lie one behind the other.
     """
-    inner = tuple(inner_tensors(key, shape, hidden_size))
-    refuse_turned(file, inner[0])
-    if len(inner) == 1:
+    inner = tuple(inner_tensors(model, key, shape))
+    if not inner:
+        return StoredTensor(file, key, WEIGHT, shape, None, ())
+    if inner[0].shape == shape:
         return StoredTensor(file, key, WEIGHT, shape, None, whole_tensor(inner[0].name, shape).pieces)
-    columns = (0, shape[-1])
+    if len(inner[0].shape) == 1:
+        (count,) = inner[0].shape
+        merged: tuple[int, ...] = (len(inner) * count,)
+        boxes: list[tuple[tuple[int, int], ...]] = [((n * count, n * count + count),) for n in range(len(inner))]
+    elif inner[0].is_turned:
+        merged = (prod(shape[:-1]), shape[-1])
+        boxes = [_turned_box(each, shape) for each in inner]
+    else:
+        width = inner[0].shape[-1]
+        merged = (sum(each.rows for each in inner), width)
+        boxes = [((each.first, each.first + each.rows), (0, width)) for each in inner]
     pieces = tuple(
-        Piece(each.name, Box.whole(each.shape), Box(((each.first, each.first + each.rows), columns))) for each in inner
+        Piece(each.name, Box.whole(each.shape), Box(box), each.is_turned)
+        for each, box in zip(inner, boxes, strict=True)
     )
-    return StoredTensor(file, key, WEIGHT, (prod(shape[:-1]), shape[-1]), None, pieces)
+    return StoredTensor(file, key, WEIGHT, merged, None, pieces)
+
+
+def _turned_box(inner: Inner, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Returns the rows and columns of a turned tensor, of a stored one whose experts lie one under the other."""
+    _, height, width = shape
+    expert, column = inner.place(width)
+    return (expert * height, expert * height + height), (column, column + inner.rows)
 
 
 def _rounded(codes: Mapping[str, str], ends: tuple[str, ...]) -> frozenset[str]:
@@ -395,6 +430,8 @@ def _check_locations(checkpoint: Checkpoint) -> None:
         elements = entry.flat[1] - entry.flat[0] if entry.flat else prod(entry.shape)
         if code == INT32:
             elements //= COLUMNS
+        if code == CODE:
+            elements //= 2
         size = elements * ITEM_BITS[code] // 8
         if location is not None and (location.dtype, prod(location.shape), location.stop - location.start) == (
             code,
@@ -424,6 +461,8 @@ def _refuse_rounded_constant(checkpoint: Checkpoint, entry: StoredTensor, locati
 def _stored_code(checkpoint: Checkpoint, entry: StoredTensor) -> str:
     """Returns safetensors' dtype that an entry must have in its file."""
     if entry.key in checkpoint.scales:
+        if checkpoint.model.is_mxfp4:
+            return CODE
         return INT32 if checkpoint.model.int4_group else FP8
     if entry.key in checkpoint.rounded:
         return CODES["float32"]

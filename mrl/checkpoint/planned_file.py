@@ -160,6 +160,8 @@ def tensor_blocks(
     """
     words, (rows, *tail) = np.dtype(f"<u{ITEM_BYTES[code]}"), entry.shape
     step = max(1, BLOCK_BYTES // (prod(tail) * words.itemsize))
+    turned = [piece.local_box.shape[0] for piece in entry.pieces if piece.is_turned]
+    step = max([step, *turned[:1]])  # a part of its rows would need all rows of the matrix
     padded = sum(piece.local_box.volume for piece in entry.pieces) != prod(entry.shape)
     shape = (min(step, rows), *tail)
     size = prod(shape) * words.itemsize
@@ -179,4 +181,8 @@ def _fill_block(reader: BoxReader, entry: StoredTensor, first: int, block: np.nd
         common = in_local.intersect(piece.local_box)
         if common is not None:
             target = block[common.rebase(in_local, Box.whole(block.shape)).slices]
-            reader.fill(entry.role, piece.hf_name, common.rebase(piece.local_box, piece.hf_box), target)
+            if piece.is_turned:
+                box = common.turned.rebase(piece.local_box.turned, piece.hf_box)
+                reader.fill(entry.role, piece.hf_name, box, target.T)
+            else:
+                reader.fill(entry.role, piece.hf_name, common.rebase(piece.local_box, piece.hf_box), target)

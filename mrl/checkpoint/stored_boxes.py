@@ -31,6 +31,8 @@ from mrl.model.fp8 import bfloat16_words, nearest_bfloat16
 from mrl.model.hf_files import TensorBytes, int4_scale_of, scale_of
 from mrl.model.int4 import PACKED, bfloat16_as_float32, bfloat16_rows
 from mrl.model.megatron_shards import Piece
+from mrl.model.mxfp4 import BLOCKS, GROUP, mxfp4_rows
+from mrl.model.mxfp4 import SCALES as OF_BLOCKS
 from mrl.units import MIB
 
 SCRATCH_BYTES = MIB
@@ -191,7 +193,10 @@ def _is_run(box: Box, shape: Sequence[int]) -> bool:
 
 
 def _in_local(stored: StoredBox, box: Box) -> Box:
-    return box.rebase(stored.piece.hf_box, stored.piece.local_box)
+    piece = stored.piece
+    if piece.is_turned:
+        return box.turned.rebase(piece.hf_box.turned, piece.local_box)
+    return box.rebase(piece.hf_box, piece.local_box)
 
 
 def _flat_range(part: StoredTensor) -> tuple[int, int]:
@@ -211,6 +216,7 @@ class BoxReader:
         self._more = more
         self._handles: dict[str, int] = {}
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
+        self._last_turned: tuple[tuple[str, tuple[int, int]], np.ndarray] = (("", (0, 0)), np.empty(0))
         self.bytes_read = 0
 
     def close(self) -> None:
@@ -261,8 +267,15 @@ class BoxReader:
     def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
         """Writes `box`, which is inside `stored`, into `out`.
 
-        Complete rows, or a part of one row, are read directly. For parts of several rows, the rows are read and cut.
+        Complete rows, or a part of one row, are read directly. For parts of several rows, the rows are read and cut. A
+        turned matrix is read whole, and kept until another one is read.
         """
+        if stored.piece.is_turned:
+            rows, columns = _in_local(stored, box).ranges
+            first = stored.piece.local_box.origin[0]
+            matrix = self._turned(stored, out.dtype)
+            out[...] = matrix[rows[0] - first : rows[1] - first, columns[0] : columns[1]].T
+            return None
         local = _in_local(stored, box)
         shape = stored.parts[0].shape
         if out.flags.c_contiguous and _is_run(local, shape):
@@ -280,6 +293,16 @@ class BoxReader:
             self._read_run(stored.parts, start * row, rows.reshape(-1))
             out[start - first : start - first + count] = rows[(slice(None), *columns.slices)]
         return None
+
+    def _turned(self, stored: StoredBox, dtype: np.dtype) -> np.ndarray:
+        """Returns the complete rows of the stored tensor in which a turned piece lies."""
+        part = stored.parts[0]
+        rows = stored.piece.local_box.ranges[0]
+        if self._last_turned[0] != (part.key, rows):
+            found = np.empty((rows[1] - rows[0], *part.shape[1:]), dtype)
+            self._read_run(stored.parts, rows[0] * prod(part.shape[1:]), found.reshape(-1))
+            self._last_turned = ((part.key, rows), found)
+        return self._last_turned[1]
 
     def tensor_bytes(self, file: str, key: str) -> np.ndarray:
         """Returns the bytes of a tensor outside the model, such as the state of a random generator."""
@@ -435,3 +458,34 @@ class Int4Reader(BoxReader):
             words = self.tensor_bytes(file, name).view("<u2")
             self._last = (key, bfloat16_as_float32(words).reshape(self._location(file, name).shape))
         return self._last[1]
+
+
+class Mxfp4Reader(BoxReader):
+    """Reads matrices of 4-bit floating-point numbers as bfloat16, some rows at a time, and other tensors unchanged."""
+
+    def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, scales: Mapping[str, str]):
+        """`scales`: for the key of the blocks of each matrix, the file with its scales."""
+        super().__init__(folder, entries, files)
+        self._files_of_scales = scales
+
+    def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
+        """Writes `box` into `out`, whose elements have 16 bits."""
+        part = stored.parts[0]
+        if part.key not in self._files_of_scales:
+            return super().read(stored, box, out)
+        (first, last), columns = _in_local(stored, box).ranges
+        width = part.shape[1]
+        step = max(1, SCRATCH_BYTES // width)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            blocks = self._bytes(part.file, part.key, start, stop, width // 2)
+            scales = part.key.removesuffix(BLOCKS) + OF_BLOCKS
+            powers = self._bytes(self._files_of_scales[part.key], scales, start, stop, width // GROUP)
+            out[start - first : stop - first] = mxfp4_rows(blocks, powers)[:, slice(*columns)]
+        return None
+
+    def _bytes(self, file: str, key: str, start: int, stop: int, row: int) -> np.ndarray:
+        """Returns rows of `row` bytes of a tensor."""
+        found = np.empty((stop - start, row), np.uint8)
+        self._read_bytes(file, self._location(file, key).start + start * row, memoryview(found).cast("B"))
+        return found

@@ -141,9 +141,9 @@ CRITIC_RULES = (
     ),
     RuleRow(
         _ESTIMATOR,
-        _with(lambda c, m: m.is_latent or m.is_hybrid),
+        _with(lambda c, m: m.is_latent or m.is_hybrid or m.attention_sinks),
         "must not be gae for a model of the {m.family} family",
-        "critics are built and tried for layers of grouped-query attention alone",
+        "critics are built and tried for layers of plain grouped-query attention alone",
         ("grpo",),
     ),
 )

@@ -9,7 +9,7 @@ from mrl.algo.spec import KL_TYPES, OVER_WORDS
 from mrl.config.actor_rules import ACTOR_RULES, padding_of_branches
 from mrl.config.device_rules import DEVICE_RULES, adapted_once
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
-from mrl.config.family_rules import LATENT_RULES, ROTATION_RULES
+from mrl.config.family_rules import LATENT_RULES, ROTATION_RULES, SINK_RULES
 from mrl.config.override_rules import override_faults
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import DistillationConfig, RunConfig
@@ -174,7 +174,7 @@ def _as_the_actor(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     actor = config.actor.model_copy(update={"layout": teacher_layout(config, teacher), **others})
     fields = config.model.model_copy(update={"override_transformer_config": given})
     own = config.model_copy(update={"actor": actor, "model": fields})
-    of_layout = (*ROTATION_RULES, *LATENT_RULES, *DEVICE_RULES)
+    of_layout = (*ROTATION_RULES, *LATENT_RULES, *SINK_RULES, *DEVICE_RULES)
     rules = (*ACTOR_RULES, *EFFICIENCY_RULES, *of_layout)
     of_actor = {str(violation) for rule in rules for violation in rule(config, model)}
     said = {violation.field for violation in _overrides(config, model)}

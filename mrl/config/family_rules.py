@@ -66,6 +66,46 @@ ROTATION_RULES = (
     ),
 )
 
+SINK_RULES = (
+    RuleRow(
+        "cluster.device",
+        lambda c, m: m.attention_sinks and on_device(c, "npu"),
+        "must be cuda or cpu for attention with sinks",
+        "vllm-ascend's kernels of it, and of experts with biases, were never compared with it",
+        ("cuda", "cpu"),
+    ),
+    RuleRow(
+        "cluster.versions",
+        lambda c, m: m.attention_sinks and engine_is_old(c, m),
+        "attention with sinks needs vLLM 0.32",
+        "the weight sync knows its parameters as that release has them",
+    ),
+    RuleRow(
+        "actor.layout.context_parallel_size",
+        lambda c, m: m.attention_sinks and not on_device(c, "cpu") and c.actor.layout.context_parallel_size > 1,
+        "must be 1 for attention with sinks outside cpu",
+        "no kernel of Transformer Engine 2.11 has sinks in a pack, and torch's would need a mask of all tokens of a "
+        "sequence by all of its tokens",
+        (1,),
+    ),
+    *(
+        RuleRow(
+            f"{_OVERRIDES}.{name}",
+            lambda c, m, name=name, wanted=wanted: (
+                m.clamped_experts and c.model.override_transformer_config.get(name, wanted) != wanted
+            ),
+            f"must be {str(wanted).lower()} for experts with biases and a clamp",
+            why,
+            (wanted,),
+        )
+        for name, wanted, why in (
+            ("bias_activation_fusion", False, "the fused kernel takes gate and up as halves"),
+            ("use_te_activation_func", True, "it is how Megatron calls the product of gate and up"),
+            ("bias_dropout_fusion", False, "Megatron refuses it beside experts with biases"),
+        )
+    ),
+)
+
 # families that vLLM's CPU build cannot generate with -> why
 NOT_ON_CPU = {"minimax_m2": "vLLM's CPU router chooses by a sigmoid among groups of experts alone, and it has none"}
 

@@ -14,7 +14,7 @@ from mrl.model.peft_files import check_base, read_peft
 _RANK = "actor.lora.rank"
 _TRANSFORMER = "model.override_transformer_config"
 _ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-_OTHERWISE_NAMED = ("phi3", "mixtral", "minimax_m2")
+_OTHERWISE_NAMED = ("phi3", "mixtral", "minimax_m2", "gpt_oss")
 _FUSED = ("q_proj", "k_proj", "v_proj")
 
 

@@ -196,7 +196,7 @@ _MODEL = (
         add_qkv_bias=lambda m: (m.qkv_bias,),
         qk_layernorm=lambda m: (m.qk_norm or m.is_latent,),
         softmax_scale=lambda m: (None,) if m.is_latent else (None, m.head_dim**-0.5),
-        normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
+        normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=lambda m: (m.clamped_experts,),
         activation_func_clamp_value=None, glu_linear_offset=0.0,
         apply_residual_connection_post_layernorm=False,
         layernorm_zero_centered_gamma=lambda m: (m.zero_centered_norm,),

@@ -10,6 +10,7 @@ from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.device_grid import ClusterShape, engine_places
 from mrl.model.layout import RolloutLayout
+from mrl.model.registry import family_of
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.tuned_experts import lacking, shape_of_worker
 from mrl.reward.builtin_rules import ENVIRONMENT
@@ -87,11 +88,12 @@ def cluster_devices(config: RunConfig) -> int:
 def engine_splits_heads(tensor: int, model: ModelSpec) -> bool:
     """Whether each of an engine's `tensor` workers computes whole heads.
 
-    Several workers may share a key/value head.
+    Several workers may share a key/value head, except in classes of vLLM that never repeat one.
     """
     heads = model.num_attention_heads
     kv = model.num_key_value_heads
-    return heads % tensor == 0 and (kv % tensor == 0 or tensor % kv == 0)
+    shared = tensor % kv == 0 and not family_of(model).vllm_divides_evenly
+    return heads % tensor == 0 and (kv % tensor == 0 or shared)
 
 
 def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -99,9 +101,12 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     heads = model.num_attention_heads
     kv = model.num_key_value_heads
     if not engine_splits_heads(tp, model):
-        rule = (
-            f"must divide num_attention_heads = {heads}, and divide num_key_value_heads = {kv} or be a multiple of it"
-        )
+        rule = f"must divide num_attention_heads = {heads} and num_key_value_heads = {kv}"
+        if not family_of(model).vllm_divides_evenly:
+            rule = (
+                f"must divide num_attention_heads = {heads}, and divide num_key_value_heads = {kv} or be a multiple "
+                "of it"
+            )
         legal = nearest(tp, heads, lambda v: engine_splits_heads(v, model))
         yield Violation(_TP, rule, "each worker computes whole heads", legal)
 
@@ -140,6 +145,10 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         why = f"vLLM spreads experts over all workers of an engine (tensor x data = {workers}) or over none"
         allowed = tuple(sorted({1, workers}))
         yield Violation(_EP, f"must be {' or '.join(map(str, allowed))}", why, allowed)
+    elif family_of(model).vllm_divides_evenly and model.num_experts % ep:
+        count = model.num_experts
+        legal = nearest(config.rollout.tensor_model_parallel_size, count, lambda v: count % v == 0)
+        yield Violation(_EP, f"must divide num_experts = {count}", "vLLM's loader gives all workers as many", legal)
     elif model.moe_intermediate_size % (workers // ep):
         size = model.moe_intermediate_size
         data = config.rollout.data_parallel_size

@@ -29,7 +29,7 @@ from mrl.config.device_rules import DEVICE_RULES, narrow_experts, npu_notes, ver
 from mrl.config.distillation_rules import DISTILLATION_RULES, distillation_notes
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.endpoint_rules import ENDPOINT_RULES
-from mrl.config.family_rules import HYBRID_RULES, LATENT_RULES, ROTATION_RULES
+from mrl.config.family_rules import HYBRID_RULES, LATENT_RULES, ROTATION_RULES, SINK_RULES
 from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.lora_rules import LORA_RULES
 from mrl.config.loss_rules import LOSS_RULES, loss_notes
@@ -135,6 +135,7 @@ RULES = (
     *ROTATION_RULES,
     *LATENT_RULES,
     *HYBRID_RULES,
+    *SINK_RULES,
     *LORA_RULES,
     *CRITIC_RULES,
     *DISTILLATION_RULES,

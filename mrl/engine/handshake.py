@@ -18,6 +18,7 @@ from mrl.engine.load_layout import Adapter, layers_of, leaf_of, parameter_of, wr
 from mrl.engine.read_back import held_digests, hf_block
 from mrl.model import ModelSpec
 from mrl.model.quantised import FP8, WORD, with_scales
+from mrl.model.registry import for_loader
 from mrl.model.vllm_parameters import TargetParameter
 from mrl.reshard.setup import SyncSetup
 
@@ -193,7 +194,7 @@ def _check_module(
         for numbered in _passes(names, {name: shapes[name] for name in names}, _format(group)):
             for target in group:
                 parameter_of(layer, target).fill_(UNTOUCHED)
-            model.load_weights(iter(numbered.items()))
+            model.load_weights(for_loader(type(model).__name__, *item) for item in numbered.items())
             for target in group:
                 _compare(parameter_of(layer, target), target, numbered)
     finally:

@@ -342,7 +342,7 @@ class ModuleBuffers:
 def check_same_shapes(loaded: Mapping[str, Tensor], kernels: Mapping[str, Tensor]) -> None:
     """Raises RuntimeError unless `loaded` are all of a layer's `kernels` tensors, in their shapes.
 
-    The handshake refuses engines whose kernels pad experts or give them a bias, so no update with one gets here.
+    The handshake refuses engines whose kernels pad experts, so no update with one gets here.
     """
     loaded_shapes = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
     kernel_shapes = {name: tuple(tensor.shape) for name, tensor in kernels.items()}

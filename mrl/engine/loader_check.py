@@ -121,6 +121,20 @@ def numbered(spec: ModelSpec) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def as_stored(spec: ModelSpec, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a checkpoint as its files have them, which vLLM's loader reads."""
+    family = family_of(spec)
+    if family.stored is None:
+        return checkpoint
+    found = {}
+    for key, shape in family.stored(spec).items():
+        parts = [checkpoint[each.name].reshape(each.shape) for each in family.inside(key, shape)]
+        turned = [each.is_turned for each in family.inside(key, shape)]
+        flat = [part.T.reshape(-1) if turn else part.reshape(-1) for part, turn in zip(parts, turned, strict=True)]
+        found[key] = torch.cat(flat).view(shape)
+    return found
+
+
 def described(target: TargetParameter, checkpoint: dict[str, torch.Tensor]) -> torch.Tensor:
     """Returns what a parameter holds if its description is right."""
     tensor = torch.zeros(target.local_shape)
@@ -148,6 +162,7 @@ def differences(
     """
     spec = model_spec(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     checkpoint = numbered(spec)
+    stored = as_stored(spec, checkpoint)
     keys = family_of(spec).engine_keys(spec)
     given = {"hf_overrides": keys} if keys else {}
     faults = []
@@ -156,7 +171,7 @@ def differences(
         with as_worker(layout, worker), torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(UNTOUCHED)
-            model.load_weights(iter(checkpoint.items()))
+            model.load_weights(iter(stored.items()))
         held = dict(model.named_parameters())
         wanted = {target.name: target for target in target_parameters(spec, layout, worker, dialect, "float32")}
         faults += [f"worker {worker}: only one of both has {name}" for name in sorted(held.keys() ^ wanted.keys())]

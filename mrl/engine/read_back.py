@@ -214,7 +214,11 @@ def _part_digests(
         if len(pieces) > 1:
             pieces = pieces[first : first + len(part)]
             experts = part[(slice(None), *sample.local_box.slices[1:])].permute(0, *sample.axes)
-            sums = lane_sums_of_each(experts, sample.hf_box.origin, dtype)
+            origin = sample.hf_box.origin
+            if len(origin) == 1:  # a bias is one row, as in partial_digest
+                experts = experts[:, None]
+                origin = (0, *origin)
+            sums = lane_sums_of_each(experts, origin, dtype)
         elif _is_expert(sample) and not first <= sample.local_box.origin[0] < first + len(part):
             continue
         else:

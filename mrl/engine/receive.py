@@ -36,6 +36,7 @@ from mrl.engine.load_layout import Adapter, LayerwiseWriter, layers_of
 from mrl.engine.process_watch import end_with_parent
 from mrl.engine.read_back import held_digests
 from mrl.errors import EnvironmentFault
+from mrl.model.registry import for_loader
 from mrl.model.vllm_parameters import target_parameters
 from mrl.platforms.process_memory import give_back_heap, note_baseline
 from mrl.platforms.versions import VLLM_GENERATIONS, VLLM_PACKAGES, VllmGeneration, vllm_generation
@@ -310,7 +311,7 @@ class SlowPath:
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                 tensor = file.get_tensor(name)
                 self._ledger.receive(name, tuple(tensor.shape))
-                yield name, tensor
+                yield for_loader(type(self._model).__name__, name, tensor)
 
     def has_everything(self) -> bool:
         """Returns whether every expected tensor has come."""

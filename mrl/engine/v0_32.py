@@ -21,9 +21,13 @@ from mrl.engine.load_layout import ModuleBuffers, check_same_shapes
 from mrl.engine.read_back import PART_BYTES
 from mrl.engine.receive import InitInfo, UpdateInfo, open_path
 from mrl.engine.route_capture import RouteCapture
-from mrl.engine.v0_common import CommonAdapter, CommonTransferEngine, CommonWorkerExtension, degrees_of
-
-_EXPERTS = ("w13_weight", "w2_weight")
+from mrl.engine.v0_common import (
+    PACKED_EXPERTS,
+    CommonAdapter,
+    CommonTransferEngine,
+    CommonWorkerExtension,
+    degrees_of,
+)
 
 
 class Adapter(CommonAdapter):
@@ -46,23 +50,26 @@ class Adapter(CommonAdapter):
     def materialise(self, layer: nn.Module) -> None:
         super().materialise(layer)
         if self.expert_isa(layer):
-            self._buffers.lend(layer, _EXPERTS)
+            self._buffers.lend(layer, PACKED_EXPERTS)
 
     def packing_parts(self, layer: nn.Module, leaf: str) -> Iterator[Tensor] | None:
         isa = self.expert_isa(layer)
-        if not isa or leaf not in _EXPERTS:
+        if not isa or leaf not in PACKED_EXPERTS:
             return None
         kernels = get_layerwise_info(layer).kernel_tensors[0]
-        check_same_shapes({leaf: getattr(layer, leaf) for leaf in _EXPERTS}, kernels)
+        check_same_shapes({leaf: getattr(layer, leaf) for leaf in kernels}, kernels)
         return _packed_one_by_one(getattr(layer, leaf).data, kernels[leaf].data, isa)
 
     def process(self, layer: nn.Module, packed: Collection[str] = ()) -> None:
         if not self.expert_isa(layer):
             super().process(layer)
             return
-        for leaf in _EXPERTS:
+        for leaf in PACKED_EXPERTS:
             if leaf not in packed:
                 deque(self.packing_parts(layer, leaf), maxlen=0)
+        for leaf, kernel in get_layerwise_info(layer).kernel_tensors[0].items():
+            if leaf not in PACKED_EXPERTS:
+                kernel.data.copy_(getattr(layer, leaf))
         self.leave_out(layer)
 
     def leave_out(self, layer: nn.Module) -> None:

@@ -38,6 +38,7 @@ from mrl.engine.sleeping import SleepingExtension
 from mrl.errors import described
 from mrl.model.vllm_parameters import TargetParameter
 
+PACKED_EXPERTS = ("w13_weight", "w2_weight")  # that CPU packs; biases stay as they are
 _CONSTANTS = "e_score_correction_bias"
 # latent attention: the halves of kv_b_proj that decoding multiplies with, made again at the end of each reload
 _ABSORBED = ("W_UK_T", "W_UV")
@@ -163,7 +164,7 @@ class CommonAdapter:
                 f"{target.name}: the output layer multiplies with other weights than its parameter holds"
             )
         isa = self.expert_isa(layer)
-        if isa is None:
+        if isa is None or leaf_of(target) not in PACKED_EXPERTS:
             yield parameter.data
             return
         from vllm._custom_ops import cpu_prepack_moe_weight

@@ -42,6 +42,11 @@ class Box:
         """Number of elements."""
         return prod(self.shape)
 
+    @property
+    def turned(self) -> "Box":
+        """The same box of the transposed tensor."""
+        return Box(self.ranges[::-1])
+
     @cached_property
     def origin(self) -> tuple[int, ...]:
         """Index of the first element."""

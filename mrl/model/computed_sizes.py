@@ -9,6 +9,9 @@ LOGIT_CHUNK = 256 * MIB
 # Tokens. Plain attention (mrl/rank/attention.py) pads the sequences of a pack to the next of these. Longer
 # sequences share a call only with sequences of equal length.
 ATTENTION_LENGTHS = (16, 24, 32, 48, 64, 96, 128)
+# Columns of queries and keys that make the logit of a sink (mrl/rank/attention.py). One is used: kernels of devices
+# want rows of so many numbers.
+SINK_COLUMNS = 8
 DELTA_CHUNK = 64  # tokens of a sequence that gated delta attention (mrl/rank/gated_delta.py) updates together
 
 

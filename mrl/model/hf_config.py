@@ -128,11 +128,21 @@ class ModelSpec:
     linear_state_dtype: str | None = field(default=None, metadata=_LATER)  # in engines, if it is not the engine's dtype
     attn_output_gate: bool = field(default=False, metadata=_LATER)  # in the other layers, queries include a gate
     wide_qk_norm: bool = field(default=False, metadata=_LATER)  # one norm over the queries of all heads, one over keys
+    # layers in which a token attends to the last `sliding_window` tokens, itself included
+    window_layers: tuple[int, ...] = field(default=(), metadata=_LATER)
+    sliding_window: int = field(default=0, metadata=_LATER)
+    # each head has a learned logit beside those of the keys, which takes its share of the softmax (gpt-oss)
+    attention_sinks: bool = field(default=False, metadata=_LATER)
+    # gpt-oss' experts: rows of gate and up in turns, both clamped, gate x sigmoid(1.702 gate) x (up + 1); biases in
+    # experts, router and attention's output projection
+    clamped_experts: bool = field(default=False, metadata=_LATER)
     zero_centered_norm: bool = field(default=False, metadata=_LATER)  # norms multiply by 1 + weight
     # rows and columns of one scale of an FP8 checkpoint, which is read as bfloat16; exports have none
     fp8_block: tuple[int, int] | None = field(default=None, compare=False, metadata=_LATER)
     # columns of one scale of a checkpoint whose matrices are 4-bit integers, which is read as bfloat16; 0: they are not
     int4_group: int = field(default=0, compare=False, metadata=_LATER)
+    # matrices of experts are 4-bit floating-point numbers (mrl/model/mxfp4.py), which are read as bfloat16
+    is_mxfp4: bool = field(default=False, compare=False, metadata=_LATER)
     # the checkpoint belongs to a model that also reads images (mrl/model/wrapped.py), and this is its text model
     is_wrapped: bool = field(default=False, compare=False, metadata=_LATER)
     # the embedding's lookup of this token has no gradient
@@ -179,7 +189,7 @@ class ModelSpec:
     @property
     def is_quantised(self) -> bool:
         """Tells whether the checkpoint's matrices are stored in fewer bits than they are trained in."""
-        return self.is_fp8 or self.int4_group > 0
+        return self.is_fp8 or self.int4_group > 0 or self.is_mxfp4
 
     @property
     def loads_by_sync(self) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, load_model_spec, tensor_specs
 from mrl.model.int4 import COLUMNS, PACKED
-from mrl.model.registry import family_of
-from mrl.model.wrapped import inner_tensors
+from mrl.model.mxfp4 import BLOCKS, CODE, GROUP_BYTES, SCALES
+from mrl.model.registry import family_of, inner_tensors
 from mrl.plain_files import open_regular, parse_json, read_json
 
 _HEADER_LIMIT = 100 * 1024**2  # bytes, the format's own limit
@@ -202,6 +202,8 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
     ]
     problems += int4_problems + _eight_bit_problems(tensors, wanted, model.fp8_block)
     problems += _head_problems(path, model)
+    # matrices that are missing follow from these
+    problems = _mxfp4_problems(path, model) or problems
     if problems:
         shown = "; ".join(sorted(problems)[:_SHOWN])
         raise EnvironmentFault(
@@ -236,15 +238,13 @@ def _unpacked(tensors: dict[str, TensorBytes], group: int) -> tuple[dict[str, Te
 
 
 def _under_their_names(path: str | Path, tensors: dict[str, TensorBytes], model: ModelSpec) -> dict[str, TensorBytes]:
-    """Returns the text model's tensors if another model surrounds it; for other families all tensors unchanged.
+    """Returns the model's tensors, of which one in the files may hold several.
 
     Raises EnvironmentFault for a tensor that exists in both forms.
     """
-    if not family_of(model).wrapper:
-        return tensors
     found: dict[str, TensorBytes] = {}
     for key, stored in tensors.items():
-        for inner in inner_tensors(key, stored.shape, model.hidden_size):
+        for inner in inner_tensors(model, key, stored.shape):
             if inner.name in found:
                 raise EnvironmentFault(f"{path}: {inner.name} is stored twice, once as {key}; remove one")
             found[inner.name] = replace(stored, shape=inner.shape)
@@ -258,7 +258,7 @@ def _head_problems(path: str | Path, model: ModelSpec) -> list[str]:
     places = {}
     for file in weight_files(Path(path)):
         for key, stored in read_safetensors_header(file).items():
-            for inner in inner_tensors(key, stored.shape):
+            for inner in inner_tensors(model, key, stored.shape):
                 if inner.name in (EMBEDDING, HEAD):
                     places[inner.name] = (file, stored)
     if len(places) < 2 or _same_bytes(*places.values()):
@@ -283,6 +283,28 @@ def _same_bytes(one: tuple[Path, TensorBytes], other: tuple[Path, TensorBytes]) 
                 return False
             left -= size
     return True
+
+
+def _mxfp4_problems(path: str | Path, model: ModelSpec) -> list[str]:
+    """Returns why 4-bit floating-point matrices of experts cannot be read as bfloat16."""
+    if family_of(model).stored is None:
+        return []
+    problems = []
+    tensors = checkpoint_tensors(path)
+    for key, blocks in tensors.items():
+        if not key.endswith(BLOCKS):
+            continue
+        scale = tensors.get(key.removesuffix(BLOCKS) + SCALES)
+        if not model.is_mxfp4:
+            problems.append(f"{key} is in MXFP4, but config.json has no quantization_config")
+        if blocks.dtype != CODE or len(blocks.shape) != 4 or blocks.shape[-1] != GROUP_BYTES:
+            problems.append(
+                f"{key} is {blocks.dtype} of shape {list(blocks.shape)}: only {CODE} in blocks of 16 is read"
+            )
+        elif scale is None or (scale.dtype, scale.shape) != (CODE, blocks.shape[:-1]):
+            name = key.removesuffix(BLOCKS) + SCALES
+            problems.append(f"{name} must be {CODE} of shape {list(blocks.shape[:-1])}")
+    return problems
 
 
 def _eight_bit_problems(

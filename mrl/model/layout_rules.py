@@ -40,6 +40,8 @@ class ModelFacts(Protocol):
     def wide_qk_norm(self) -> bool: ...  # one norm over the queries of all heads, one over the keys
     @property
     def attn_output_gate(self) -> bool: ...  # queries include a gate of the output
+    @property
+    def clamped_experts(self) -> bool: ...  # experts have biases
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -268,6 +270,12 @@ _RULES = (
         lambda d, m: not _is_moe(m) or m.moe_intermediate_size % d.expert_tensor == 0,
         "must divide moe_intermediate_size = {m.moe_intermediate_size}",
         "each expert is cut into equal slices",
+    ),
+    _Rule(
+        _ETP,
+        lambda d, m: not m.clamped_experts or d.expert_tensor == 1,
+        "must be 1 where experts have biases",
+        "Megatron refuses it: each rank would add the bias of an expert's sum",
     ),
     _Rule(
         _ETP,

@@ -17,11 +17,14 @@ from mrl.model.weight_map import Block, Part, Slice, Weight, WeightMap, even_sli
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a Hugging Face tensor and its position in the local parameter. Both boxes have the same shape."""
+    """A block of a Hugging Face tensor and its position in the local parameter. Both boxes have the same shape, unless
+    the local one is turned: its rows are columns there.
+    """
 
     hf_name: str
     hf_box: Box
     local_box: Box
+    is_turned: bool = False  # in the files of a family that stores matrices so; never on a rank
 
 
 @dataclass(frozen=True)

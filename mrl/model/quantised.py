@@ -42,6 +42,8 @@ def quantised_faults(model: ModelSpec) -> Iterator[str]:
     """Yields the reasons why a model cannot be held in FP8."""
     if model.is_latent:
         yield "decoding multiplies with copies of latent projections, which no read-back compares with words"
+    if model.clamped_experts:
+        yield "experts with biases have no form in FP8 here"
     if model.is_hybrid:
         yield "projections of gated delta attention have no form in FP8 here"
 

@@ -8,7 +8,7 @@ from typing import Any
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, derived_head_dim
 from mrl.model.weight_map import Family
-from mrl.model.wrapped import VISION_TOWER
+from mrl.model.wrapped import VISION_TOWER, inner_tensors
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -38,5 +38,6 @@ FAMILY = Family(
     is_left_out=is_of_vision_tower,
     engine_keys=engines_inside("Qwen2InsideVL"),
     wrapper="Qwen2_5_VLForConditionalGeneration",
+    inside=inner_tensors,
     wrapped_type="qwen2_5_vl_text",
 )

@@ -6,6 +6,7 @@ from mrl.model.decoder_weights import dense_layer
 from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, required
 from mrl.model.qwen2 import engines_inside, is_of_vision_tower
 from mrl.model.weight_map import Family
+from mrl.model.wrapped import inner_tensors
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -25,5 +26,6 @@ FAMILY = Family(
     is_left_out=is_of_vision_tower,
     engine_keys=engines_inside("Qwen3InsideVL"),
     wrapper="Qwen3VLForConditionalGeneration",
+    inside=inner_tensors,
     wrapped_type="qwen3_vl_text",
 )

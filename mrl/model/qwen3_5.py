@@ -13,7 +13,7 @@ from mrl.model.delta_attention import MEGATRON_DELTA_ATTENTION, VLLM_DELTA_ATTEN
 from mrl.model.hf_config import ANY, HfConfig, ModelSpec, refuse_unless
 from mrl.model.qwen3_next import hybrid
 from mrl.model.weight_map import MEGATRON_ORDER, VLLM_ATTENTION, VLLM_NORMS, Family
-from mrl.model.wrapped import VISION_TOWER
+from mrl.model.wrapped import VISION_TOWER, inner_tensors
 
 FLOAT32 = "float32"
 _ARCHITECTURE = "Qwen3_5ForCausalLM"
@@ -62,5 +62,6 @@ FAMILY = Family(
     is_left_out=is_left_out,
     engine_keys=engines_of(_ARCHITECTURE),
     wrapper="Qwen3_5ForConditionalGeneration",
+    inside=inner_tensors,
     rounded=PRECISE,
 )

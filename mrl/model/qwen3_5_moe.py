@@ -8,6 +8,7 @@ from mrl.model.qwen2_moe import shared_size, with_shared_expert
 from mrl.model.qwen3_5 import PRECISE, engines_of, is_left_out, of_kinds
 from mrl.model.qwen3_next import FAMILY as QWEN3_NEXT
 from mrl.model.weight_map import Family
+from mrl.model.wrapped import inner_tensors
 
 _ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
@@ -40,5 +41,6 @@ FAMILY = Family(
     is_left_out=is_left_out,
     engine_keys=engines_of(_ARCHITECTURE),
     wrapper="Qwen3_5MoeForConditionalGeneration",
+    inside=inner_tensors,
     rounded=PRECISE,
 )

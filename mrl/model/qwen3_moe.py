@@ -4,6 +4,7 @@ from mrl.model.decoder_weights import dense_layer, expert_layer
 from mrl.model.hf_config import ANY, HfConfig, ModelSpec, common, experts, head_dim_from_hidden
 from mrl.model.qwen2 import engines_inside, is_of_vision_tower
 from mrl.model.weight_map import Family
+from mrl.model.wrapped import inner_tensors
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -26,6 +27,7 @@ FAMILY = Family(
     is_left_out=is_of_vision_tower,
     engine_keys=engines_inside("Qwen3MoeInsideVL"),
     wrapper="Qwen3VLMoeForConditionalGeneration",
+    inside=inner_tensors,
     wrapped_type="qwen3_vl_moe_text",
     wrapped_always={"norm_topk_prob": True},
 )

@@ -26,7 +26,6 @@ REFUSED: dict[str, str] = {
     "GraniteMoeHybridForCausalLM": _STATE_SPACE,
     "Ernie4_5_MoeForCausalLM": "routers choose by a softmax plus constants, and Megatron-core has constants beside a "
     "sigmoid alone",
-    "GptOssForCausalLM": "attention has sinks and windows, experts have biases and a clamp, and mrl's have none",
     "HunYuanMoEV1ForCausalLM": "norms of queries and keys come after the rotation, and Megatron-core's before",
     "HunYuanDenseV1ForCausalLM": "norms of queries and keys come after the rotation, and Megatron-core's before",
     "HYV3ForCausalLM": "vLLM has norms of queries and keys in float32 on some devices, and the plan of a weight sync "

@@ -8,7 +8,7 @@ without its checkpoint. Training never reads them.
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -20,6 +20,7 @@ from mrl.model import (
     deepseek_v3,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     llama,
     minimax_m2,
     mistral,
@@ -47,7 +48,7 @@ from mrl.model.hf_config import (
     refuse_unless,
 )
 from mrl.model.refused import REFUSED
-from mrl.model.weight_map import Family, WeightMap
+from mrl.model.weight_map import Family, Inner, WeightMap
 from mrl.plain_files import TEXT_BYTES, read_json, reason
 from mrl.units import MIB
 
@@ -69,6 +70,7 @@ _MODULES = (
     seed_oss,
     olmoe,
     minimax_m2,
+    gpt_oss,
 )
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 # architectures that also read images -> the family inside
@@ -88,7 +90,8 @@ _LIKE = (
 _AROUND = ("text_config", "thinker_config", "llm_config", "language_config")
 _NEW = (
     "Supported are Qwen2 to Qwen3.6, GLM-4.5 to 4.7, DeepSeek-V3 and R1, Moonlight and Kimi-K2, Llama, Mistral, "
-    "Mixtral, Phi-3 and 4, Seed-OSS, OLMoE and MiniMax-M2; what another family needs is in docs/adding_a_family.md"
+    "Mixtral, Phi-3 and 4, Seed-OSS, OLMoE, MiniMax-M2 and gpt-oss; what another family needs is in "
+    "docs/adding_a_family.md"
 )
 TOKENIZER_BYTES = 64 * MIB  # of tokenizer_config.json, which may list thousands of special tokens
 _KNOWN = Path(__file__).parent / "known"
@@ -121,6 +124,20 @@ def family_of(model: ModelSpec) -> Family:
     if family is None:
         raise ConfigError(f"config.json: model_type = {model.family!r} is not supported. {_NEW}")
     return family
+
+
+def inner_tensors(model: ModelSpec, key: str, shape: tuple[int, ...]) -> Iterable[Inner]:
+    """Returns the tensors of a model in a stored one. Most families store each tensor by itself."""
+    inside = family_of(model).inside
+    return (Inner(key, shape, 0),) if inside is None else inside(key, shape, model.hidden_size)
+
+
+def for_loader(architecture: str, name: str, tensor: Any) -> tuple[str, Any]:
+    """Returns a tensor of a model as the loader of vLLM's class takes it. `architecture`: the name of that class."""
+    family = FAMILIES.get(architecture)
+    if family is None or family.for_loader is None:
+        return name, tensor
+    return family.for_loader(name, tensor)
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:

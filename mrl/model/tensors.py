@@ -90,7 +90,9 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
         tied = [(weights.output, 1)]
     matmul = sum(_matmul_numel(model, weight) * layers for weight, layers in (*weights.counted, *tied))
     of_a_pair = model.num_attention_heads * (model.head_dim + model.value_head_dim)
-    scores_and_values = of_a_pair * context * model.attending_layers
+    windows = len(model.window_layers)
+    seen = context * (model.attending_layers - windows) + min(context, model.sliding_window) * windows
+    scores_and_values = of_a_pair * seen
     # of a token with the state of one gated delta layer: reading by the key, writing, and reading by the query
     state_products = 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
     return 2.0 * (matmul + scores_and_values + state_products * len(model.linear_layers))
@@ -120,8 +122,17 @@ def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> f
     per_pair = forward_flops_per_token(model, 1) - first
     tokens = sum(lengths)
     pairs = sum(length * (length + 1) / 2 for length in lengths)
+    if windows := len(model.window_layers):
+        outside = sum(_pairs_outside(length, model.sliding_window) for length in lengths)
+        pairs -= outside * windows / model.attending_layers
     output = 2.0 * sum(part.numel for part in weight_map(model).output.parts)
     return tokens * first + pairs * per_pair - (tokens - predicted) * output
+
+
+def _pairs_outside(length: int, window: int) -> float:
+    """Returns the pairs of a token and one before its window."""
+    longer = max(0, length - window)
+    return longer * (longer + 1) / 2
 
 
 def _matmul_numel(model: ModelSpec, weight: Weight) -> int:

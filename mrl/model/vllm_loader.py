@@ -41,6 +41,8 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 # family -> module of a layer with the experts, and their gate, up and down projection
 _PLAIN_EXPERTS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 _EXPERTS = dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2")))
+# family -> words of names that its class has others for
+_RENAMED = {"gpt_oss": {"self_attn": "attn", "embed_tokens": "embedding"}}
 _OF_VALUE_HEADS = ("A_log", "dt_bias")  # parameters directly in the layer of gated delta attention
 
 
@@ -62,16 +64,20 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
                 local = _fused_part(module, tensor, model, tp, rollout.tensor)
             elif module in ("q_norm", "k_norm") and model.family == "minimax_m2":
                 local = _sliced(f"{module[0]}_proj", tensor, model.num_key_value_heads, tp, rollout.tensor)
-            elif leaf in _OF_VALUE_HEADS:
+            elif leaf in (*_OF_VALUE_HEADS, "sinks"):
                 local = _cut(tensor, rollout.tensor, tp)
             else:
                 local = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
-            slices[".".join([*path, fused, leaf])][place] = local
+            words = [_RENAMED.get(model.family, {}).get(word, word) for word in (*path, fused, leaf)]
+            slices[".".join(words)][place] = local
     parameters = {}
     for name, parts in slices.items():
         parameters[name] = np.concatenate([parts[place] for place in sorted(parts)])
     module, names = _EXPERTS.get(model.family, _PLAIN_EXPERTS)
     for layer in model.moe_layers:
+        if model.family == "gpt_oss":
+            parameters |= _biased_experts(hf, f"model.layers.{layer}.mlp.experts.", model.num_experts, rollout, worker)
+            continue
         prefix = f"model.layers.{layer}.{module}.experts."
         parameters |= _experts(hf, prefix, names, model.num_experts, rollout, worker, transposed)
     return parameters
@@ -106,7 +112,7 @@ def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) 
         return _cut(tensor, size // copies, tp // copies)
     if module in _COLUMN_PARALLEL:
         return _cut(tensor, size, tp)
-    if module in _ROW_PARALLEL:
+    if module in _ROW_PARALLEL and tensor.ndim > 1:  # every worker has the whole bias, and the first one adds it
         return _cut(tensor, size, tp, axis=1)
     return tensor
 
@@ -139,6 +145,23 @@ def _experts(
         stacks |= {f"{prefix}routed_experts.w13_{leaf}": np.stack(w13)}
         stacks |= {f"{prefix}routed_experts.w2_{leaf}": np.stack(w2)}
     return {name: stack.transpose(0, 2, 1) if transposed else stack for name, stack in stacks.items()}
+
+
+def _biased_experts(hf: Arrays, prefix: str, num_experts: int, rollout: RolloutLayout, worker: int) -> Arrays:
+    """Returns matrices and biases of gpt-oss' experts. The first of the workers that share one adds its last bias."""
+    workers = rollout.workers_per_engine
+    flat = worker % workers
+    spread = rollout.expert > 1
+    own = np.array_split(np.arange(num_experts), workers)[flat] if spread else range(num_experts)
+    parts, part = (1, 0) if spread else (workers, flat)
+    found: dict[str, list[np.ndarray]] = defaultdict(list)
+    for expert in own:
+        gate_up, down = (f"{prefix}{expert}.{name}_proj" for name in ("gate_up", "down"))
+        found["w13_weight"].append(_cut(hf[f"{gate_up}.weight"], parts, part))
+        found["w13_bias"].append(_cut(hf[f"{gate_up}.bias"], parts, part))
+        found["w2_weight"].append(_cut(hf[f"{down}.weight"], parts, part, axis=1))
+        found["w2_bias"].append(hf[f"{down}.bias"] * (part == 0))
+    return {f"{prefix}routed_experts.{name}": np.stack(arrays) for name, arrays in found.items()}
 
 
 def _cut(array: np.ndarray, parts: int, index: int, axis: int = 0) -> np.ndarray:

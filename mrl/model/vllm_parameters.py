@@ -17,7 +17,7 @@ from mrl.model.boxes import Box
 from mrl.model.hf_config import ModelSpec
 from mrl.model.layout import RolloutLayout
 from mrl.model.quantised import SCALE, SCALES, WORD, blocks, in_blocks, is_quantised, slice_fault
-from mrl.model.registry import weight_map
+from mrl.model.registry import family_of, weight_map
 from mrl.model.weight_map import Part, Slice, Weight, even_slice, sections_of, share, stacked
 
 Dialect = Literal["cpu", "cuda", "npu"]
@@ -194,6 +194,8 @@ class _Worker:
         local = worker_slice(weight, self.rollout.expert_tensor, etp)
         experts = expert_range(self.model.num_experts, self.rollout.expert, ep)
         step, axes = (-1, (2, 1)) if self.transposed else (1, (1, 2))
+        if len(local.shape) == 1:  # of biases
+            axes = (1,)
         pieces = []
         for slot, expert in enumerate(experts):
             for block in local.blocks:
@@ -223,6 +225,8 @@ def _check_dense(model: ModelSpec, workers: int, weight: Weight, layer: int | No
             _check_share(_padded(part.shape[0]), workers, "padded vocabulary")
         case "heads":
             _check_share(model.num_attention_heads, workers, "attention heads")
+            if family_of(model).vllm_divides_evenly:
+                _check_share(weight.groups, workers, "key/value heads")
             if weight.groups % workers and workers % weight.groups:
                 raise ConfigError(
                     f"{weight.groups} key/value heads can neither be divided over {workers} tensor "
@@ -235,6 +239,8 @@ def _check_experts(model: ModelSpec, rollout: RolloutLayout) -> None:
         raise ConfigError(
             f"{model.num_experts} experts cannot be spread over {rollout.expert} workers: some would have none"
         )
+    if family_of(model).vllm_divides_evenly:
+        _check_share(model.num_experts, rollout.expert, "experts")
     _check_share(model.moe_intermediate_size, rollout.expert_tensor, "moe_intermediate_size")
 
 

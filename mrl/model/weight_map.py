@@ -52,6 +52,7 @@ Split = Literal[
     "sections",  # each of the sections of the parts cut along its first dimension, as "rows" cuts the parts themselves
     "key heads",  # rows of each key/value head; with more ranks than heads, neighbours hold the same ones
     "vocabulary",  # rows, after padding to a multiple that each side chooses
+    "first",  # in vLLM: whole on the first worker, and zeros on the others, whose sum every worker has
 ]
 # prefixes of the names of a layer's weights
 HF_LAYER = "model.layers.{layer}."
@@ -74,6 +75,28 @@ class Part:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A tensor of the model inside a stored one, all of whose axes except the last count as rows.
+
+    If it is turned, it is the transpose of columns of an expert's matrix. All columns of all experts are counted.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: int  # its first row in the stored tensor, or its first column
+    is_turned: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Number of its rows in the stored tensor, or of its columns there."""
+        return prod(self.shape[:-1])
+
+    def place(self, columns: int) -> tuple[int, int]:
+        """Returns the expert and the first column of a turned tensor. `columns`: of each stored matrix."""
+        return divmod(self.first, columns)
 
 
 @dataclass(frozen=True)
@@ -145,6 +168,15 @@ class Family:
     # keys of config.json that the class inside that model computes alike whatever they say
     wrapped_always: Mapping[str, Any] = field(default_factory=dict, hash=False)
     engine_architecture: str = ""  # vLLM's class that engines use, if `engine_keys` name another one
+    vllm_embedding: str = "model.embed_tokens.weight"
+    # vLLM's class gives every worker the same number of experts, and key/value heads of its own
+    vllm_divides_evenly: bool = False
+    # (name, shape) of a stored tensor, and the hidden size -> tensors of the model inside it; None: files have these
+    inside: Callable[[str, tuple[int, ...], int], Iterable[Inner]] | None = None
+    # names and shapes of all stored tensors, where exports join tensors of the model
+    stored: Callable[[ModelSpec], dict[str, tuple[int, ...]]] | None = None
+    # (name, tensor) of the model as vLLM's loader takes it, if it is not as the checkpoint has it
+    for_loader: Callable[[str, Any], tuple[str, Any]] | None = None
     # Suffixes of names that official folders have in float32 beside bfloat16. They are read in the model's dtype, as in
     # transformers.
     rounded: tuple[str, ...] = ()
@@ -183,7 +215,10 @@ class WeightMap:
             output = "model.embed_tokens.weight"
         return cls(
             model,
-            _vocabulary(Part("model.embed_tokens.weight", words, matmul=False), "embedding.word_embeddings.weight"),
+            replace(
+                _vocabulary(Part("model.embed_tokens.weight", words, matmul=False), "embedding.word_embeddings.weight"),
+                vllm=family.vllm_embedding,
+            ),
             _layer_weights(family, family.dense_layer(model)),
             _layer_weights(family, family.expert_layer(model) if family.expert_layer and model.is_moe else ()),
             _layer_weights(family, family.linear_layer(model) if family.linear_layer and model.is_hybrid else ()),
@@ -290,7 +325,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Slice:
-    """A rank's part of a weight (or of one expert's). Local elements outside of all blocks are vocabulary padding."""
+    """A rank's part of a weight (or of one expert's). Local elements outside of all blocks are zero."""
 
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -314,6 +349,9 @@ def even_slice(weight: Weight, ranks: int, index: int) -> Slice:
         case "columns":
             box = Box(((0, part.shape[0]), share(part.shape[1], ranks, index)))
             return Slice(box.shape, (Block(part, box, Box.whole(box.shape)),))
+        case "first":
+            whole = Box.whole(part.shape)
+            return Slice(part.shape, (Block(part, whole, whole),) if index == 0 else ())
     raise ValueError(f"{weight.megatron}: Megatron and vLLM cut {weight.split!r} each in its own way")
 
 

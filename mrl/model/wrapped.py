@@ -20,8 +20,7 @@ The names in a folder's files tell its form: a text model's own folder has the n
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +35,7 @@ from mrl.model.hf_config import (
     refuse_unless,
     required,
 )
+from mrl.model.weight_map import Inner
 
 VISION_TOWER = ("model.visual.", "visual.")  # prefixes of its tensors' names
 _INSIDE = "model.language_model."
@@ -46,24 +46,6 @@ _DTYPES = ("dtype", "torch_dtype")
 _ROTATIONS = ("rope_parameters", "rope_scaling")
 _SECTIONS = ("mrope_section", "mrope_interleaved")  # by them the positions of an image turn some pairs of a head
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj")
-
-
-@dataclass(frozen=True)
-class Inner:
-    """A tensor of the text model inside a stored one, all of whose axes except the last count as rows.
-
-    If it is turned, it is the transpose of columns of an expert's matrix. All columns of all experts are counted.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    first: int  # its first row in the stored tensor, or its first column
-    is_turned: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Number of its rows in the stored tensor."""
-        return prod(self.shape[:-1])
 
 
 def text_config(
@@ -154,12 +136,3 @@ def _of_experts(prefix: str, kind: str, experts: int, rows: int, columns: int) -
         for place, name in enumerate(names):
             first = expert * rows + place * each
             yield Inner(f"{prefix}{expert}.{name}_proj.weight", (each, columns), first)
-
-
-def refuse_turned(file: Any, inner: Inner) -> None:
-    """Raises ConfigError for an expert's matrix that is stored turned, where bytes are read as they lie."""
-    if inner.is_turned:
-        raise ConfigError(
-            f"{file}: experts are stored turned, as in official folders of Qwen3-VL, and this command reads bytes as "
-            "they lie: save the model by transformers (from_pretrained, save_pretrained), which turns them"
-        )

@@ -16,7 +16,14 @@ from typing import Any, Literal
 
 from mrl.model import ModelSpec
 from mrl.model.adapters import Lora
-from mrl.model.computed_sizes import ATTENTION_LENGTHS, DELTA_CHUNK, LOGIT_CHUNK, delta_float32, delta_of_fla
+from mrl.model.computed_sizes import (
+    ATTENTION_LENGTHS,
+    DELTA_CHUNK,
+    LOGIT_CHUNK,
+    SINK_COLUMNS,
+    delta_float32,
+    delta_of_fla,
+)
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
@@ -134,7 +141,8 @@ class Activations:
     @cached_property
     def attended(self) -> int:
         """Tokens of one rank in its attention. Plain attention pads the short sequences of a pack."""
-        if self.kernels != "torch" or not self.micro.packed or self.layout.context > 1:
+        is_plain = self.kernels == "torch" or self.model.attention_sinks
+        if not is_plain or not self.micro.packed or self.layout.context > 1:
             return self.tokens
         padded = next((length for length in ATTENTION_LENGTHS if self.micro.length <= length), self.micro.length)
         return self.micro.rows * padded
@@ -203,7 +211,20 @@ class Activations:
             "core attention": (self.attended * (queries + groups) + s * queries) * m.head_dim * self.bytes,
             "attention internals": self.attended * queries * _F32
             + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
-        } | self._output_gate(queries)
+        } | (self._output_gate(queries) | self._sinks(queries, groups))
+
+    def _sinks(self, queries: int, groups: int) -> dict[str, int]:
+        """Returns what attention with sinks keeps more, on every device: queries, keys, values and outputs with further
+        columns, and within windows keys and values twice.
+        """
+        m = self.model
+        if not m.attention_sinks:
+            return {}
+        width = m.head_dim + SINK_COLUMNS
+        twice = 1 + len(m.window_layers) / m.num_layers
+        held = self.attended * (2 * queries + 2 * twice * groups) * width
+        counted = self.attended * (queries + groups) * m.head_dim
+        return {"sinks": round(held - counted) * self.bytes}
 
     def _output_gate(self, queries: int) -> dict[str, int]:
         """Returns the gate's sigmoid and the gated output."""

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.model.computed_sizes import ATTENTION_LENGTHS
+from mrl.model.computed_sizes import ATTENTION_LENGTHS, SINK_COLUMNS
 from mrl.platforms.packs import lengths_of
 from mrl.rank.host_arrays import brought
 from mrl.rank.packing import kept_positions
@@ -123,6 +123,112 @@ class CausalAttention(torch.nn.Module):
             return None
         own = _rank_positions((length,), self.group.size(), self.group.rank(), device)
         return own[:, None] >= torch.arange(length, device=device)[None]
+
+
+class SinkAttention(CausalAttention):
+    """Causal attention in which every head has a sink, and which may attend within a window (gpt-oss).
+
+    A sink is a learned logit beside those of the keys. It takes its share of the softmax, and no value. Here it is the
+    product of a query and a key in further columns, so that the same kernels compute it, and its gradient:
+
+        query i   q_i, sink       key 0   0,   1 / scale       value 0   0
+                                  key j   k_j, 0               value j   v_j
+
+    A query before all others sees the sink's key alone. So the others are as far behind the keys as they see.
+
+    Within a window of w tokens, a block of w queries attends to its own keys and those of the block before.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *args,
+        windows: tuple[int, ...],
+        pg_collection=None,
+        **kwargs,
+    ):
+        """`windows`: for each layer, how many tokens a token attends to, itself included; 0: all before it."""
+        super().__init__(config, layer_number, *args, pg_collection=pg_collection, **kwargs)
+        self.window = windows[layer_number - 1]
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = k.shape[2]
+        size = q.shape[-1]
+        scale = size**-0.5 if self.softmax_scale is None else self.softmax_scale
+        q = torch.cat([q, self._sink_columns(q)], dim=-1)
+        k, v = (F.pad(x, (0, q.shape[-1] - x.shape[-1])) for x in (k, v))
+        sink = k.new_zeros(k.shape[-1])
+        sink[size] = 1 / scale
+        if self.group.size() > 1:
+            out = _attended(q, *_behind_sink(k, v, sink), scale, self._mask(length, q.device))
+        elif 0 < self.window < length:
+            out = _in_blocks(q, k, v, sink, scale, self.window)
+        else:
+            out = _attended(F.pad(q, (0, 0, 1, 0)), *_behind_sink(k, v, sink), scale)[:, :, 1:]
+        return out[..., :size]
+
+    def _sink_columns(self, q: Tensor) -> Tensor:
+        """Returns the further columns of the queries, the first of which is the head's sink."""
+        sinks = self.softmax_offset.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+        return F.pad(sinks, (0, SINK_COLUMNS - 1))
+
+    def _mask(self, length: int, device: torch.device) -> Tensor:
+        """Returns the mask, bool [this rank's positions, sink and length]."""
+        own = _rank_positions((length,), self.group.size(), self.group.rank(), device)[:, None]
+        keys = torch.arange(length, device=device)[None]
+        seen = own >= keys
+        if self.window:
+            seen &= keys > own - self.window
+        return F.pad(seen, (1, 0), value=True)
+
+
+def _behind_sink(k: Tensor, v: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values [..., positions, dim] with the sink's before them."""
+    return torch.cat([sink.expand(*k.shape[:-2], 1, -1), k], dim=-2), F.pad(v, (0, 0, 1, 0))
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Attends by torch's kernels: within `mask` [..., queries, keys], or causally without one.
+
+    Kernels that take a mask want as many heads of keys as of queries, so the queries of heads that share keys are put
+    one behind the other.
+    """
+    each = q.shape[1] // k.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=each > 1)
+    q = q.unflatten(1, (-1, each)).flatten(2, 3)
+    mask = mask.repeat(*[1] * (mask.dim() - 2), each, 1)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return out.unflatten(2, (each, -1)).flatten(1, 2)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, scale: float, window: int) -> Tensor:
+    """Attends within a window that is shorter than the sequences. Takes and returns [sequences, heads, positions,
+    dim].
+    """
+    length = q.shape[2]
+    q, k, v = (F.pad(x, (0, 0, 0, -length % window)).unflatten(2, (-1, window)) for x in (q, k, v))
+    blocks = q.shape[2]
+    # keys and values of the block before; of the first there is none
+    k, v = (torch.cat([F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x], dim=3) for x in (k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    mask = _window_mask(blocks, window, q.device).repeat(len(q) // blocks, 1, 1, 1)
+    out = _attended(q, *_behind_sink(k, v, sink), scale, mask)
+    return out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
+@lru_cache(maxsize=64)
+def _window_mask(blocks: int, window: int, device: torch.device) -> Tensor:
+    """Returns which keys a query sees, bool [blocks, 1, window, sink and two blocks of keys]."""
+    query = torch.arange(window, device=device)[:, None]
+    key = torch.arange(-window, window, device=device)[None]  # from the beginning of the query's block
+    seen = (key <= query) & (key > query - window)
+    seen = seen.expand(blocks, 1, -1, -1).clone()
+    seen[0] &= key >= 0
+    return F.pad(seen, (1, 0), value=True)
 
 
 @dataclass(frozen=True)

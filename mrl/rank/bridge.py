@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from mbridge.core import bridge as mbridge_base
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -105,7 +106,11 @@ class MBridge:
         def layers_of(vp_stage: int | None = None) -> Any:
             block = torch_spec.decoder_block_spec(self._bridge.config, vp_stage, self.model.linear_by_kind)
             if self.model.wide_qk_norm:
-                return torch_spec.with_wide_norms(block)
+                block = torch_spec.with_wide_norms(block)
+            if self.model.attention_sinks:
+                block = torch_spec.with_sinks(block, self.model)
+            if self.model.clamped_experts:
+                block = torch_spec.with_clamped_experts(block)
             return block
 
         self._bridge._get_transformer_layer_spec = layers_of
@@ -115,7 +120,7 @@ class MBridge:
         ddp |= checked_overrides(
             "actor.override_ddp_config", self.actor_config.override_ddp_config, DistributedDataParallelConfig
         )
-        callbacks = [_make_constants_parameters, _mark_expert_parameters, _mark_replicated_parameters]
+        callbacks = [_make_constants_parameters, _mark_expert_parameters, _mark_replicated_parameters, _mark_sinks]
         if not self.model.is_latent:
             callbacks.append(partial(set_rotation, self.model))
         if self.model.pad_token_id is not None:
@@ -153,7 +158,7 @@ class MBridge:
 
     def load_hf(self, path: str) -> None:
         own = load_model_spec(path)
-        stored = replace(self.model, fp8_block=own.fp8_block, int4_group=own.int4_group)
+        stored = replace(self.model, fp8_block=own.fp8_block, int4_group=own.int4_group, is_mxfp4=own.is_mxfp4)
         check_checkpoint(path, stored)
         with torch.no_grad(), hidden(self._chunks), head_hidden(self._chunks):
             # one parameter after the other, because changes may make them larger
@@ -249,6 +254,15 @@ def _mark_replicated_parameters(chunk: torch.nn.Module, **_: Any) -> None:
     for name, parameter in chunk.named_parameters():
         if name.endswith(_REPLICATED):
             parameter.tensor_model_parallel = False
+
+
+def _mark_sinks(chunk: torch.nn.Module, **_: Any) -> None:
+    """Marks the sinks of attention as cut over tensor ranks. Without the mark, a gradient norm counts those of the
+    first rank alone, and an export has no others.
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".softmax_offset"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
 def _without_overlap(overrides: dict[str, Any]) -> dict[str, Any]:

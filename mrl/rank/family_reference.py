@@ -24,7 +24,9 @@ from mrl.data.batch import TrainBatch
 from mrl.data.samples import RowImage, Sample, packed
 from mrl.model.hf_config import TEXT_CONFIG
 from mrl.model.hf_files import checkpoint_tensors
-from mrl.model.wrapped import VISION_TOWER, inner_tensors
+from mrl.model.registry import inner_tensors, load_model_spec
+from mrl.model.weight_map import Inner
+from mrl.model.wrapped import VISION_TOWER
 
 # tokens of the prompt and of the response of each row
 LENGTHS = ((3, 9), (1, 1), (12, 4), (7, 17), (2, 24), (21, 3), (6, 11))
@@ -34,6 +36,7 @@ _CONSTANT = "e_score_correction_bias"
 _DECAY = "A_log"
 # row -> first token and grid of each of its images, as in RowImage
 IMAGES = {2: ((3, (1, 4, 6)),), 3: ((2, (1, 2, 2)),), 5: ((1, (1, 4, 4)), (8, (1, 2, 8)))}
+_OF_EXPERTS = "_proj_bias"  # biases of all experts together
 NOT_FOR_THE_CLASS = ("architectures", "torch_dtype", "dtype", "auto_map")
 
 
@@ -97,7 +100,9 @@ def make(config: dict[str, Any], folder: Path) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if VISION_TOWER[0] in name:
                 continue  # its features are as large as the words' embeddings by themselves
-            if parameter.dim() > 1:
+            if name.endswith(_OF_EXPERTS):  # so large that a clamp of gate and up is seen
+                parameter.add_(3 * torch.randn_like(parameter))
+            elif parameter.dim() > 1:
                 parameter.mul_(5.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -126,15 +131,24 @@ def beside(folder: Path) -> Path:
 
 
 def own_names(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a saved model under the names of the text model. Transformers writes none turned."""
+    """Returns the tensors of a saved model under the names of the text model."""
     found: dict[str, Tensor] = {}
+    model = load_model_spec(folder)
     for file in sorted(folder.glob("*.safetensors")):
         for key, tensor in load_file(file).items():
-            for inner in inner_tensors(key, tuple(tensor.shape)):
-                flat = tensor.reshape(-1, *tensor.shape[-1:]) if tensor.dim() > len(inner.shape) else tensor
-                rows = flat if flat is tensor else flat[inner.first : inner.first + inner.rows]
-                found[inner.name] = rows.reshape(inner.shape).contiguous()
+            for inner in inner_tensors(model, key, tuple(tensor.shape)):
+                found[inner.name] = _part(tensor, inner)
     return found
+
+
+def _part(tensor: Tensor, inner: Inner) -> Tensor:
+    if inner.is_turned:
+        expert, column = inner.place(tensor.shape[2])
+        return tensor[expert, :, column : column + inner.rows].T.contiguous()
+    if tensor.dim() > len(inner.shape):
+        flat = tensor.reshape(-1, tensor.shape[-1])
+        return flat[inner.first : inner.first + inner.rows].reshape(inner.shape).contiguous()
+    return tensor.contiguous()
 
 
 def log_probs(model: PreTrainedModel, batch: TrainBatch, pixels: Callable[[str], Tensor] | None = None) -> list[Tensor]:

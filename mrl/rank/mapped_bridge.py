@@ -7,7 +7,9 @@ read here: in FP8, and of models that also read images.
 """
 
 import re
-from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +28,15 @@ from mrl.model.fp8 import bfloat16_words
 from mrl.model.hf_files import int4_scale_of, read_safetensors_header, scale_of, weight_files
 from mrl.model.int4 import PACKED, bfloat16_rows
 from mrl.model.megatron_shards import megatron_slice
-from mrl.model.registry import family_of, weight_map
+from mrl.model.mxfp4 import BLOCKS, SCALES, mxfp4_rows
+from mrl.model.registry import family_of, inner_tensors, weight_map
 from mrl.model.rotation import Yarn
-from mrl.model.weight_map import MEGATRON_LAYER, Weight
-from mrl.model.wrapped import Inner, inner_tensors
+from mrl.model.weight_map import MEGATRON_LAYER, Inner, Weight
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+_EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
+# mbridge finds the number of an expert behind ".weight", so that biases are called "linear_fc1.bias.weight3" in it
+_EXPERT_BIAS = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.bias)\.weight(\d+)$")
 _NO_YARN = Yarn(1.0, 4096)  # factor 1: angles are not stretched
 
 
@@ -84,30 +88,36 @@ class MappedBridge(LLMBridge):
         return self._build_base_config(
             qk_layernorm=m.qk_norm or m.is_latent,
             add_qkv_bias=m.qkv_bias,
+            add_bias_linear=m.clamped_experts,
             attention_output_gate=m.attn_output_gate,
             layernorm_zero_centered_gamma=m.zero_centered_norm,
             persist_layer_norm=True,
-            bias_activation_fusion=True,
-            bias_dropout_fusion=True,
+            bias_activation_fusion=not m.clamped_experts,
+            use_te_activation_func=m.clamped_experts,  # takes gate and up together: torch_spec.ClampedGate
+            bias_dropout_fusion=not m.clamped_experts,
             **experts,
             **of_attention,
         )
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         """Returns Megatron's layer spec with Transformer Engine's modules, and mrl's where Megatron has none."""
-        from mrl.rank.torch_spec import with_gated_delta, with_wide_norms
+        from mrl.rank.torch_spec import with_clamped_experts, with_gated_delta, with_sinks, with_wide_norms
 
         block = super()._get_transformer_layer_spec(vp_stage)
         if self.model.is_hybrid:
             block = with_gated_delta(block, self.config, vp_stage, self.model.linear_by_kind)
         if self.model.wide_qk_norm:
             block = with_wide_norms(block)
+        if self.model.attention_sinks:
+            block = with_sinks(block, self.model)
+        if self.model.clamped_experts:
+            block = with_clamped_experts(block)
         return block
 
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
         """Returns a reader of a folder, which may be a reference's: the same model, possibly in another dtype."""
-        if family_of(self.model).wrapper:
-            return WrappedFiles(weights_path, self.model.hidden_size)
+        if family_of(self.model).inside is not None:
+            return JoinedFiles(weights_path, self.model)
         stored = load_model_spec(weights_path)
         if stored.int4_group:
             return Int4Files(weights_path)
@@ -137,6 +147,18 @@ class MappedBridge(LLMBridge):
             parts[block.part][block.hf_box.slices] = mcore_weights[block.local_box.slices]
         return self._weight_name_mapping_mcore_to_hf(mcore_weights_name), list(parts.values())
 
+    def _weight_name_mapping_mcore_local_to_global(
+        self, model: torch.nn.Module, consider_ep: bool = True
+    ) -> dict[str, str]:
+        """Returns a chunk's parameter names with global numbers of layers and, if `consider_ep`, of experts."""
+        names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
+        first = 0
+        if consider_ep and self.model.is_moe:
+            first = self.mpu.ep_rank * (self.model.num_experts // self.mpu.ep_size)
+        return {
+            local: _EXPERT.sub(lambda m: _of_expert(m[1], int(m[2]) + first), name) for local, name in names.items()
+        }
+
     def _weight_split_across_tp(
         self, mcore_weights_name: str, mcore_weights: Tensor, param: Tensor, tp_split_size: int
     ) -> list[Tensor]:
@@ -149,6 +171,8 @@ class MappedBridge(LLMBridge):
 
     def _weight_merge_across_tp(self, mcore_weights_name: str, mcore_weights: list[Tensor], param: Tensor) -> Tensor:
         """Merges as mbridge does, except that sections are merged separately."""
+        if len(mcore_weights) == 1:
+            return mcore_weights[0]
         sections = self._sections(mcore_weights_name)
         if not sections:
             return super()._weight_merge_across_tp(mcore_weights_name, mcore_weights, param)
@@ -189,6 +213,7 @@ class MappedBridge(LLMBridge):
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
         """Returns the checkpoint's names for a parameter. Its layer and expert are global numbers."""
         weights = weight_map(self.model)
+        mcore_weights_name = _EXPERT_BIAS.sub(r"\1\2", mcore_weights_name)
         layer = _LAYER.match(mcore_weights_name)
         if layer is None:
             rows = (weights.embedding, weights.final_norm, weights.output)
@@ -201,7 +226,15 @@ class MappedBridge(LLMBridge):
 
 def _in_any_layer(mcore_weights_name: str) -> str:
     """Returns a parameter's name as the weight map has it."""
-    return _LAYER.sub(MEGATRON_LAYER, _EXPERT.sub(r"\1{expert}", mcore_weights_name), count=1)
+    name = _EXPERT_BIAS.sub(r"\1\2", mcore_weights_name)
+    return _LAYER.sub(MEGATRON_LAYER, _EXPERT.sub(r"\1{expert}", name), count=1)
+
+
+def _of_expert(prefix: str, expert: int) -> str:
+    """Returns the name of an expert's parameter as mbridge takes it apart."""
+    if prefix.endswith("bias"):
+        return f"{prefix}.weight{expert}"
+    return f"{prefix}{expert}"
 
 
 def _gated_delta(m: ModelSpec) -> dict[str, Any]:
@@ -255,42 +288,56 @@ def _latent(m: ModelSpec) -> dict[str, Any]:
     }
 
 
-class WrappedFiles(SafeTensorIO):
-    """Files whose text model may be inside a model that also reads images. Its tensors get their own names.
+class JoinedFiles(SafeTensorIO):
+    """Files whose tensors hold several of the model, or have other names: of models that also read images, of gpt-oss.
 
     `check_checkpoint` has found them all.
     """
 
-    def __init__(self, folder: str, hidden_size: int | None = None):
+    def __init__(self, folder: str, model: ModelSpec):
         super().__init__(folder)
-        self._places: dict[str, tuple[Path, str, Inner]] = {}
+        self._places: dict[str, tuple[str, Inner]] = {}
+        self._file_of: dict[str, Path] = {}
         for file in weight_files(Path(folder)):
             for key, stored in read_safetensors_header(file).items():
-                found = inner_tensors(key, stored.shape, hidden_size)
-                self._places |= {inner.name: (file, key, inner) for inner in found}
+                self._file_of[key] = file
+                self._places |= {inner.name: (key, inner) for inner in inner_tensors(model, key, stored.shape)}
 
     def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
         """Loads tensors by name. From a layer's experts it reads only the requested rows."""
-        in_file: dict[Path, list[str]] = defaultdict(list)
-        for name in hf_weight_names:
-            in_file[self._places[name][0]].append(name)
-        found = {}
-        for file, names in in_file.items():
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                found |= {name: _inner(tensors, *self._places[name][1:]) for name in names}
-        return found
+        keys = {self._places[name][0] for name in hf_weight_names}
+        keys |= {key.removesuffix(BLOCKS) + SCALES for key in keys if key.endswith(BLOCKS)}
+        with ExitStack() as opened:
+            files = {
+                file: opened.enter_context(safe_open(file, framework="pt", device="cpu"))
+                for file in {self._file_of[key] for key in keys}
+            }
+            parts = {key: files[self._file_of[key]].get_slice(key) for key in keys}
+            return {name: _inner(parts, *self._places[name]) for name in hf_weight_names}
+
+    def load_one_hf_weight(self, hf_weight_name: str) -> Tensor:
+        """Loads one tensor by name."""
+        return self.load_some_hf_weight([hf_weight_name])[hf_weight_name]
 
 
-def _inner(tensors: Any, key: str, inner: Inner) -> Tensor:
-    stored = tensors.get_slice(key)
-    shape = stored.get_shape()
+def _inner(parts: Mapping[str, Any], key: str, inner: Inner) -> Tensor:
+    """Reads a tensor of the model. `parts`: the stored tensors by key, which are read when they are indexed."""
+    if key.endswith(BLOCKS):
+        expert = inner.first // inner.rows
+        words = mxfp4_rows(
+            parts[key][expert].reshape(inner.rows, -1).numpy(), parts[key.removesuffix(BLOCKS) + SCALES][expert].numpy()
+        )
+        return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+    shape = parts[key].get_shape()
     if len(shape) == len(inner.shape):
-        return tensors.get_tensor(key)
+        return parts[key][:]
+    expert, row = divmod(inner.first, prod(shape[1:-1]))
+    if len(inner.shape) == 1:
+        return parts[key][expert]
     if inner.is_turned:
-        expert, column = divmod(inner.first, shape[2])
-        return stored[expert, :, column : column + inner.rows].T.contiguous()
-    expert, row = divmod(inner.first, shape[1])
-    return stored[expert, row : row + inner.rows]
+        expert, column = inner.place(shape[2])
+        return parts[key][expert, :, column : column + inner.rows].T.contiguous()
+    return parts[key][expert, row : row + inner.rows]
 
 
 class Bfloat16Files(SafeTensorIO):

@@ -37,9 +37,9 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from mrl.model.hf_config import LayerKind
+from mrl.model.hf_config import LayerKind, ModelSpec
 from mrl.platforms.replicated_linear import ReplicatedLinear
-from mrl.rank.attention import CausalAttention
+from mrl.rank.attention import CausalAttention, SinkAttention
 from mrl.rank.gated_delta import GatedDelta
 
 # Fusions and schedules that need Transformer Engine, Apex or a CUDA kernel.
@@ -169,9 +169,10 @@ class GroupedLinear(torch.nn.Module):
         pg_collection=None,
     ):
         super().__init__()
-        if bias or not is_expert:
-            raise ValueError("grouped linear layers stand for experts without bias")
         expert_tensor_size = pg_collection.expt_tp.size()
+        if not is_expert or (bias and expert_tensor_size > 1):
+            raise ValueError("grouped linear layers stand for experts, which are not cut where they have biases")
+        self.adds_bias = bias and not skip_bias_add
         shape = [output_size, input_size]
         shape[self.partition_dim] //= expert_tensor_size
         for i in range(num_gemms):
@@ -183,11 +184,17 @@ class GroupedLinear(torch.nn.Module):
             if expert_tensor_size > 1:
                 set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                self.register_parameter(f"bias{i}", torch.nn.Parameter(weight.new_zeros(shape[0])))
+        self.biases = [f"bias{i}" for i in range(num_gemms if bias else 0)]
 
-    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
-        """Takes `x` [tokens, input], sorted by expert. Returns [tokens, output]."""
+    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """Takes `x` [tokens, input], sorted by expert. Returns [tokens, output], and biases that the caller adds."""
         parts = x.split(list(tokens_per_expert))
-        return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
+        biases = [getattr(self, name) for name in self.biases]
+        added = biases if self.adds_bias else [None] * len(parts)
+        out = [F.linear(part, getattr(self, f"weight{i}"), added[i]) for i, part in enumerate(parts)]
+        return torch.cat(out), biases if biases and not self.adds_bias else None
 
     def backward_dw(self) -> None:
         """Does nothing, because weight gradients are never delayed here."""
@@ -197,6 +204,25 @@ class GroupedRowLinear(GroupedLinear):
     """The second matrices of the local experts, named as TERowParallelGroupedLinear."""
 
     partition_dim = 1
+
+
+class ClampedGate(torch.nn.Module):
+    """gpt-oss' product of gate and up, whose columns come in turns: gate x sigmoid(1.702 gate) x (up + 1), clamped.
+
+    Megatron's own takes halves, as it calls Transformer Engine's of an activation with a gate.
+    """
+
+    limit = 7.0
+    alpha = 1.702
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes [..., 2 x size], returns [..., size]."""
+        gate = x[..., ::2].clamp(max=self.limit)
+        up = x[..., 1::2].clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
 class TorchSpecProvider(BackendSpecProvider):
@@ -264,6 +290,37 @@ def with_wide_norms(block: TransformerBlockSubmodules) -> TransformerBlockSubmod
         norms = replace(attention.submodules, q_layernorm=WideQueryNorm, k_layernorm=WideKeyNorm)
         submodules = replace(spec.submodules, self_attention=replace(attention, submodules=norms))
         return replace(spec, submodules=submodules)
+
+    return replace(block, layer_specs=[changed(spec) for spec in block.layer_specs])
+
+
+def with_sinks(block: TransformerBlockSubmodules, model: ModelSpec) -> TransformerBlockSubmodules:
+    """Returns the layers with attention that has sinks and windows, on every device.
+
+    Transformer Engine 2.11 has sinks in no kernel that takes packs (dot_product_attention/utils.py,
+    get_attention_backend).
+    """
+    windows = tuple(model.sliding_window * (layer in model.window_layers) for layer in range(model.num_layers))
+    core = ModuleSpec(module=SinkAttention, params={"windows": windows})
+
+    def changed(spec: ModuleSpec) -> ModuleSpec:
+        attention = spec.submodules.self_attention
+        parts = replace(attention.submodules, core_attention=core)
+        submodules = replace(spec.submodules, self_attention=replace(attention, submodules=parts))
+        return replace(spec, submodules=submodules)
+
+    return replace(block, layer_specs=[changed(spec) for spec in block.layer_specs])
+
+
+def with_clamped_experts(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """Returns the layers with gpt-oss' product of gate and up in their experts."""
+
+    def changed(spec: ModuleSpec) -> ModuleSpec:
+        mlp = spec.submodules.mlp
+        experts = mlp.submodules.experts
+        parts = replace(experts.submodules, activation_func=ClampedGate)
+        inner = replace(mlp.submodules, experts=replace(experts, submodules=parts))
+        return replace(spec, submodules=replace(spec.submodules, mlp=replace(mlp, submodules=inner)))
 
     return replace(block, layer_specs=[changed(spec) for spec in block.layer_specs])
 

@@ -216,6 +216,8 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
         ]
         for tp, cp in product(divisors, repeat=2):
             dense = base | {_TP: tp, _CP: cp}
+            if cp > 1 and model.attention_sinks and problem.device.platform != "cpu":
+                continue  # mrl/config/family_rules.py
             if (model.num_key_value_heads % tp and not shares_heads) or not is_legal_layout(dense, model):
                 continue
             layout = TrainLayout.build(dense, model)

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GptOssConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 import mrl.rank.attention as attention_module
 from mrl.model.computed_sizes import ATTENTION_LENGTHS
 from mrl.platforms.packs import Pack, tie
-from mrl.rank.attention import CausalAttention
+from mrl.rank.attention import CausalAttention, SinkAttention
 from mrl.rank.packing import kept_positions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "hardware"))
@@ -171,3 +174,82 @@ def test_ranks_that_share_sequences_compute_them_together(context, is_packed, mo
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
     for ours, expected in zip(results, [out.detach(), *(t.grad.double() for t in again)], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- sinks and windows: gpt-oss
+
+WINDOW = 20
+SINK_PACKS = {**PACKS, "longer than the window by one": [WINDOW, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1]}
+
+
+def with_sinks(window: int, context: int = 1, rank: int = 0) -> SinkAttention:
+    config = SimpleNamespace(num_attention_heads=HEADS, tensor_model_parallel_size=1, params_dtype=torch.float32)
+    group = SimpleNamespace(size=lambda: context, rank=lambda: rank)
+    made = SinkAttention(config, 2, None, "self", windows=(-1, window), pg_collection=SimpleNamespace(cp=group))
+    made.softmax_offset.data = torch.tensor([-2.0, 0.0, 1.5, 4.0])
+    return made
+
+
+def by_transformers(tensors: list[torch.Tensor], sinks: torch.Tensor, lengths: list[int], window: int) -> torch.Tensor:
+    """What gpt-oss' class in transformers computes of each sequence alone, by its own mask."""
+    config = GptOssConfig(sliding_window=window or None, layer_types=["full_attention"], num_hidden_layers=1)
+    config._attn_implementation = "eager"
+    module = SimpleNamespace(num_key_value_groups=HEADS // GROUPS, sinks=sinks, training=False)
+    make = create_sliding_window_causal_mask if window else create_causal_mask
+    outputs = []
+    for q, k, v in zip(*(tensor.split(lengths) for tensor in tensors), strict=True):
+        known = {"past_key_values": None, "attention_mask": torch.ones(1, len(q), dtype=torch.bool)}
+        mask = make(config=config, inputs_embeds=torch.zeros(1, len(q), 1), **known)
+        heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+        outputs.append(eager_attention_forward(module, *heads, mask, DIM**-0.5)[0][0].flatten(1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [0, WINDOW, 1, 200])
+@pytest.mark.parametrize("lengths", SINK_PACKS.values(), ids=SINK_PACKS)
+def test_sinks_and_windows_are_those_of_transformers(lengths, window):
+    results = []
+    for is_ours in (True, False):
+        tensors = inputs(lengths)
+        layer = with_sinks(window)
+        if is_ours:
+            starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+            out = layer(*tensors, packed_seq_params=SimpleNamespace(cu_seqlens_q_padded=starts))
+        else:
+            out = by_transformers(tensors, layer.softmax_offset, lengths, window)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        results.append([out.detach(), layer.softmax_offset.grad, *(tensor.grad for tensor in tensors)])
+    for ours, expected in zip(*results, strict=True):
+        assert (ours - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_context_ranks_attend_with_sinks_as_one_does(window, monkeypatch):
+    length = 16
+    tensors = [tensor.detach() for tensor in inputs([length])]
+    starts = SimpleNamespace(cu_seqlens_q_padded=torch.tensor([0, length], dtype=torch.int32))
+    whole = with_sinks(window)(*tensors, packed_seq_params=starts)
+    parts = [kept_positions(np.array([length]), 2, rank) for rank in range(2)]
+    for rank, own in enumerate(parts):
+        order = torch.from_numpy(np.concatenate(parts))
+        gathered = iter([tensors[1][order], tensors[2][order]])
+        monkeypatch.setattr(
+            attention_module, "gather_from_sequence_parallel_region", lambda x, group, known=gathered: next(known)
+        )
+        mine = [tensor[torch.from_numpy(own)] for tensor in tensors]
+        out = with_sinks(window, 2, rank)(*mine, packed_seq_params=starts)
+        assert (out - whole[torch.from_numpy(own)]).abs().max() < 1e-6
+
+
+def test_a_sequences_bits_do_not_depend_on_the_pack_with_windows():
+    lengths = [33, 47, 20, 16, 5, 64]
+    tensors = [tensor.detach() for tensor in inputs(lengths)]
+
+    def of(some: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
+        starts = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+        return with_sinks(WINDOW)(*some, packed_seq_params=SimpleNamespace(cu_seqlens_q_padded=starts))
+
+    together = of(tensors, lengths).split(lengths)
+    for number, length in enumerate(lengths):
+        alone = of([tensor.split(lengths)[number] for tensor in tensors], [length])
+        assert torch.equal(alone, together[number])

@@ -10,6 +10,7 @@ from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import (
     active_parameter_count,
     forward_flops_per_token,
+    gpt_oss,
     load_model_spec,
     model_spec,
     parameter_count,
@@ -55,6 +56,11 @@ TINY_KINDS_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 TINY_WIDE = {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16}
+TINY_GPT_OSS = {
+    "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                        "truncate": False, "original_max_position_embeddings": 32},
+}  # fmt: skip
 TINY_MINIMAX = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}
 CASES = {
     "llama": ("Llama", "llama", {}),
@@ -66,6 +72,7 @@ CASES = {
     "seed_oss without biases": ("SeedOss", "seed_oss", {"attention_bias": False}),
     "olmoe": ("Olmoe", "olmoe", {**TINY_WIDE, "rms_norm_eps": 1e-5}),
     "minimax_m2": ("MiniMaxM2", "minimax_m2", TINY_MINIMAX),
+    "gpt_oss": ("GptOss", "gpt_oss", TINY_GPT_OSS),
     "qwen2 tied": ("Qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2 untied": ("Qwen2", "qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3", "qwen3", {"head_dim": 12}),
@@ -154,9 +161,8 @@ def transformers_pair(prefix: str, keys: dict):
         import torch
         import transformers
     known = {k: v for k, v in {**TINY, **keys}.items() if k != "rope_theta"}
-    config = getattr(transformers, f"{prefix}Config")(
-        **known, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
-    )
+    rotation = {"rope_type": "default", "rope_theta": 10000.0}
+    config = getattr(transformers, f"{prefix}Config")(**{"rope_parameters": rotation, **known})
     with torch.device("meta"):
         model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
     written = json.loads(config.to_json_string(use_diff=False))
@@ -171,6 +177,9 @@ def checkpoint_shapes(model, tied: bool) -> dict[str, tuple[int, ...]]:
     for name, tensor in model.state_dict().items():
         shape = tuple(tensor.shape)
         base = name.rsplit(".", 1)[0]
+        if model.config.model_type == "gpt_oss" and ".experts." in name:  # mrl/model/gpt_oss.py
+            shapes |= {each.name: each.shape for each in gpt_oss.inside(name, shape)}
+            continue
         own = ("gate_proj", "up_proj", "down_proj")
         if model.config.model_type in ("mixtral", "minimax_m2"):  # whose files have the names of their first code
             name, base = name.replace(".mlp.", ".block_sparse_moe."), base.replace(".mlp.", ".block_sparse_moe.")

@@ -69,7 +69,7 @@ def test_every_recipe_goes_with_every_preset_by_its_name(path, recipe, tiny_worl
     resolved = load_config(path, recipe, teacher if recipe == "distillation" else ())
     model = planning_model_spec(resolved.config.model.path)[0]
     broken = [violation.field for violation in violations(resolved, model)]
-    lacks = recipe == "ppo" and (model.is_latent or model.is_hybrid)
+    lacks = recipe == "ppo" and (model.is_latent or model.is_hybrid or model.attention_sinks)
     assert broken == ["algorithm.adv_estimator"] * lacks
     said = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["algorithm"]
     # null in a recipe: derived from data

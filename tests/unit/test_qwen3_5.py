@@ -295,10 +295,12 @@ def test_experts_of_another_number_are_told(folders, tmp_path):
 
 
 def test_megatrons_side_is_given_the_text_models_tensors(folders):
-    from mrl.rank.mapped_bridge import WrappedFiles
+    from mrl.model import load_model_spec
+    from mrl.rank.mapped_bridge import JoinedFiles
 
+    whole = folders["whole moe"]
     expected = weights(folders["moe"])
-    found = WrappedFiles(str(folders["whole moe"])).load_some_hf_weight(list(expected))
+    found = JoinedFiles(str(whole), load_model_spec(whole)).load_some_hf_weight(list(expected))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name].bfloat16(), expected[name]) for name in expected)
 

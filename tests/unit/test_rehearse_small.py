@@ -72,7 +72,7 @@ def test_every_recipe_can_be_rehearsed_on_every_preset(path, recipe, tmp_path):
     (tmp_path / "rehearsal.yaml").write_text(rehearsal.to_yaml())
     model = model_spec(small_hf_config(hf_config_of(path), rehearsal.layout.layers, 320, 512))
     broken = [violation.field for violation in violations(load_config(tmp_path / "rehearsal.yaml"), model)]
-    lacks = recipe == "ppo" and (model.is_latent or model.is_hybrid)
+    lacks = recipe == "ppo" and (model.is_latent or model.is_hybrid or model.attention_sinks)
     assert sorted(broken) == ["algorithm.adv_estimator"] * lacks + without_engine(model)
 
 

@@ -28,7 +28,7 @@ from mrl.model import ModelSpec, model_spec, tensor_specs
 from mrl.model.hf_config import HfConfig
 from mrl.model.hf_files import checkpoint_tensors
 from mrl.model.layout import LayoutDegrees, RolloutLayout, is_legal_layout
-from mrl.model.registry import family_of, own_config
+from mrl.model.registry import family_of, inner_tensors, own_config
 from mrl.platforms.hosting import get_hosting
 from mrl.tools.family.config_keys import unread_keys
 from mrl.tools.family.drawn import APART, BIASES, MIXED, ODD, PLAIN, WHOLE, as_transformers, drawn_configs
@@ -389,15 +389,13 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _other_names(model: ModelSpec, folder: Path) -> list[str]:
-    from mrl.model.wrapped import inner_tensors
-
     wanted = {spec.name: spec.shape for spec in tensor_specs(model)}
     stored = {}
     for key, tensor in checkpoint_tensors(folder).items():
         is_tied_head = "lm_head" in key and model.tie_word_embeddings
         if is_tied_head or family_of(model).is_left_out(key, model):
             continue
-        stored |= {inner.name: inner.shape for inner in inner_tensors(key, tensor.shape)}
+        stored |= {inner.name: inner.shape for inner in inner_tensors(model, key, tensor.shape)}
     return [
         f"{name}: {stored.get(name, 'not in the checkpoint')}, {wanted.get(name, 'no row')}"
         for name in sorted(stored.keys() | wanted.keys())

@@ -104,6 +104,8 @@ def _odd(plain: dict[str, Any]) -> dict[str, Any]:
     odd = {**plain, **_ODD}
     if "moe_intermediate_size" in plain:
         odd["moe_intermediate_size"] = 40
+    if model_spec(plain).clamped_experts:
+        odd["intermediate_size"] = 96  # vLLM's CPU kernel with a clamp pads no expert
     if plain.get("kv_lora_rank"):
         odd |= _ODD_LATENT
     if plain.get("linear_num_key_heads"):

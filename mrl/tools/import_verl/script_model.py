@@ -24,7 +24,6 @@ _OTHERS = (
     (r"kimi[-_]?linear", "Kimi-Linear (linear attention beside latent attention)"),
     (r"deepseek[-_]?v(3[._]2|4)", "DeepSeek-V3.2 or later (attention through a sparse indexer)"),
     (r"deepseek[-_]?v2", "DeepSeek-V2 (latent attention with softmax routers)"),
-    (r"gpt[-_]?oss", "gpt-oss (attention sinks, biased experts)"),
     (r"glm(?!-?4\.[567])", "GLM-4"),
     (r"mimo", "MiMo (multi-token prediction)"),
     (r"gemma", "Gemma"),

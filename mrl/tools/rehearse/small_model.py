@@ -8,7 +8,7 @@ Several query heads still share a key-value head. Every size divides by the degr
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import log, sqrt
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from mrl.errors import ConfigError
 from mrl.model import ModelSpec, TensorSpec, model_spec, tensor_specs
 from mrl.model.hf_config import HfConfig
 from mrl.model.hf_files import HF_FILES
-from mrl.model.registry import own_config
+from mrl.model.registry import family_of, inner_tensors, own_config
 from mrl.model.rotation import settings as rotary_settings
+from mrl.model.weight_map import Inner
 
 # vLLM's CPU kernels compute in blocks of 32
 HIDDEN = 128
@@ -31,6 +32,7 @@ HEAD_DIM = 32
 DENSE = 256
 EXPERT = 128
 EXPERTS = 8
+_WINDOW = 8
 CHOSEN = 2
 _EXPERT_COUNTS = (
     "num_experts",
@@ -122,6 +124,11 @@ def _plain_experts(config: HfConfig) -> dict[str, Any]:
     return small | {"intermediate_size": EXPERT, "pad_token_id": None}
 
 
+def _with_windows(config: HfConfig) -> dict[str, Any]:
+    """Keeps windows, so short that the samples of a rehearsal are longer."""
+    return _plain_experts(config) | {"sliding_window": _WINDOW}
+
+
 def _without_padding(_: HfConfig) -> dict[str, Any]:
     """Says that no token is padding, for classes that have one where the key is absent."""
     return {"pad_token_id": None}
@@ -197,6 +204,7 @@ SMALL_FORMS: dict[str, SmallForm] = {
     "mixtral": _plain_experts,
     "olmoe": _plain_experts,
     "minimax_m2": _plain_experts,
+    "gpt_oss": _with_windows,
     "glm4_moe": _glm,
     "deepseek_v3": _latent,
     "glm4_moe_lite": _latent,
@@ -306,8 +314,21 @@ def write_checkpoint(
     rng = np.random.default_rng(seed)
     tensors = {spec.name: _random(spec, rng, model.zero_centered_norm) for spec in tensor_specs(model)}
     _make_ends_likely(tensors, model, ends, response)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(as_stored(model, tensors), folder / "model.safetensors", metadata={"format": "pt"})
     return model
+
+
+def as_stored(model: ModelSpec, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the tensors of a checkpoint's files. `tensors`: those of the model, by name."""
+    stored = family_of(model).stored
+    if stored is None:
+        return dict(tensors)
+    return {key: _joined(inner_tensors(model, key, shape), shape, tensors) for key, shape in stored(model).items()}
+
+
+def _joined(inner: Iterable[Inner], shape: tuple[int, ...], tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    parts = [tensors[each.name].T if each.is_turned else tensors[each.name] for each in inner]
+    return np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)
 
 
 def _random(spec: TensorSpec, rng: np.random.Generator, zero_centered_norm: bool) -> np.ndarray:

@@ -46,11 +46,11 @@ class KeyPosition:
 def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
     """Returns the parameters of a rank that has all of them, with global numbers of layers and experts.
 
-    Raises ConfigError for a model with constants, gated delta attention or norms over all heads, whose form in
+    Raises ConfigError for a model with constants, gated delta attention, sinks or norms over all heads, whose form in
     torch_dist files is unknown here.
     """
     shards = source_shards(model, TrainLayout.build({"world_size": 1}, model), 0)
-    if model.is_hybrid or model.wide_qk_norm or any(shard.is_constant for shard in shards):
+    if model.is_hybrid or model.wide_qk_norm or model.attention_sinks or any(shard.is_constant for shard in shards):
         raise ConfigError(
             f"{model.family} models are not converted from or to Megatron's torch_dist format; use Hugging Face files"
         )
