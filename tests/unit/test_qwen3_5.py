@@ -19,6 +19,7 @@ import mrl.checkpoint.planned_file
 import mrl.checkpoint.stored_boxes
 from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.export_check import check_export
 from mrl.checkpoint.open_checkpoint import open_hf, open_mrl
 from mrl.checkpoint.vision_tower import open_whole
 from mrl.cli.convert import parse_layout
@@ -303,6 +304,32 @@ def test_megatrons_side_is_given_the_text_models_tensors(folders):
     found = JoinedFiles(str(whole), load_model_spec(whole)).load_some_hf_weight(list(expected))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name].bfloat16(), expected[name]) for name in expected)
+
+
+def test_turned_experts_are_converted_and_checked_as_others(folders, tmp_path, small_parts):
+    """As in official folders of Qwen3-VL with experts."""
+    from mrl.rank.mapped_bridge import JoinedFiles
+
+    whole = tmp_path / "turned"
+    whole.mkdir()
+    (whole / "config.json").write_text((folders["whole moe"] / "config.json").read_text())
+    turned = {
+        key: tensor.transpose(1, 2).contiguous() if key.endswith("gate_up_proj") else tensor  # down: 64 by 64
+        for key, tensor in weights(folders["whole moe"]).items()
+    }
+    save_file(turned, whole / "model.safetensors", {"format": "pt"})
+    write_layout(open_hf(whole), tmp_path / "ours", parse_layout("tp=2,ep=2"))
+    source = open_mrl(tmp_path / "ours")
+    write_hf(source, tmp_path / "text")
+    assert same(weights(tmp_path / "text"), weights(folders["moe"]))
+    write_hf(source, tmp_path / "whole", Options(verify=True), open_whole(whole, source))
+    after = weights(tmp_path / "whole")
+    experts = {key: tensor for key, tensor in turned.items() if ".experts." in key}
+    assert experts and same({key: after[key] for key in experts}, experts)
+    expected = weights(folders["moe"])
+    found = JoinedFiles(str(whole), load_model_spec(whole)).load_some_hf_weight(list(expected))
+    assert all(torch.equal(found[name].bfloat16(), expected[name]) for name in expected)
+    assert check_export(whole, folders["moe"]).is_sound
 
 
 # ---------------------------------------------------------------- layouts, engines, plans
