@@ -48,6 +48,7 @@ from mrl.model.hf_files import INDEX, check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.registry import family_of, own_config
+from mrl.model.tensors import stored_shapes
 from mrl.model.wrapped import with_text_config
 
 NO_OPTIMIZER = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
@@ -82,7 +83,7 @@ def write_hf(
     written.
     """
     files = hf_plan(source.model, source.dtype)
-    container = Safetensors(source.dtype, joined_shapes(source.model))
+    container = Safetensors(source.dtype, stored_shapes(source.model))
     if whole is not None:
         files = _in_files(whole.entries, source.dtype)
         container = Safetensors(source.dtype, whole.shapes)
@@ -137,16 +138,10 @@ def write_layout(
 
 def hf_plan(model: ModelSpec, dtype: str) -> tuple[PlannedFile, ...]:
     """Plans files `model-NNNNN.safetensors` with tensors in the order of layers."""
-    if joined := joined_shapes(model):
-        return _in_files([stored_tensor(model, key, shape) for key, shape in joined.items()], dtype)
+    if family_of(model).stored is not None:
+        return _in_files([stored_tensor(model, key, shape) for key, shape in stored_shapes(model).items()], dtype)
     entries = [whole_tensor(spec.name, spec.shape, role=weight_role(spec)) for spec in tensor_specs(model)]
     return _in_files(entries, dtype)
-
-
-def joined_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Returns names and shapes of all tensors in the files, where those join tensors of the model; empty elsewhere."""
-    stored = family_of(model).stored
-    return stored(model) if stored else {}
 
 
 def _in_files(entries: list[StoredTensor], dtype: str) -> tuple[PlannedFile, ...]:

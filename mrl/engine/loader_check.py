@@ -20,7 +20,8 @@ import torch
 
 from mrl.model import ModelSpec, model_spec, tensor_specs
 from mrl.model.layout import RolloutLayout
-from mrl.model.registry import family_of
+from mrl.model.registry import family_of, inner_tensors
+from mrl.model.tensors import stored_shapes
 from mrl.model.vllm_parameters import Dialect, TargetParameter, target_parameters
 
 UNTOUCHED = -1.0
@@ -123,15 +124,13 @@ def numbered(spec: ModelSpec) -> dict[str, torch.Tensor]:
 
 def as_stored(spec: ModelSpec, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors of a checkpoint as its files have them, which vLLM's loader reads."""
-    family = family_of(spec)
-    if family.stored is None:
+    if family_of(spec).stored is None:
         return checkpoint
     found = {}
-    for key, shape in family.stored(spec).items():
-        parts = [checkpoint[each.name].reshape(each.shape) for each in family.inside(key, shape)]
-        turned = [each.is_turned for each in family.inside(key, shape)]
-        flat = [part.T.reshape(-1) if turn else part.reshape(-1) for part, turn in zip(parts, turned, strict=True)]
-        found[key] = torch.cat(flat).view(shape)
+    for key, shape in stored_shapes(spec).items():
+        inner = list(inner_tensors(spec, key, shape))
+        parts = [checkpoint[each.name].T if each.is_turned else checkpoint[each.name] for each in inner]
+        found[key] = torch.cat([part.reshape(-1) for part in parts]).view(shape)
     return found
 
 

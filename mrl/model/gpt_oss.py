@@ -161,18 +161,14 @@ def _each(prefix: str, name: str, count: int, shape: tuple[int, ...], is_turned:
         yield Inner(f"{prefix}{expert}.{name}", shape, expert * prod(shape[:-1]), is_turned)
 
 
-def stored(m: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Returns names and shapes of the tensors in the files of an export, which is never in MXFP4."""
-    from mrl.model.tensors import tensor_specs
-
-    found: dict[str, tuple[int, ...]] = {}
-    for spec in tensor_specs(m):
-        if spec.expert is None:
-            found[spec.name] = spec.shape
-        elif spec.expert == 0:
-            name = spec.name.replace(f"{_EXPERTS}0.", _EXPERTS).removesuffix(".weight")
-            found[name.replace(".bias", "_bias")] = (m.num_experts, *spec.shape[::-1])
-    return found
+def stored(name: str, shape: tuple[int, ...], experts: int) -> tuple[str, tuple[int, ...]]:
+    """Returns name and shape of the stored tensor that holds one of the model. Exports are never in MXFP4."""
+    found = _OF_EXPERT.fullmatch(name)
+    if found is None:
+        return name, shape
+    prefix, projection, leaf = found.groups()
+    suffix = "_bias" if leaf == "bias" else ""
+    return f"{prefix.rpartition('.')[0]}.{projection}_proj{suffix}", (experts, *shape[::-1])
 
 
 def for_loader(name: str, tensor: Any) -> tuple[str, Any]:

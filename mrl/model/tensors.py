@@ -7,7 +7,7 @@ from math import prod
 from types import MappingProxyType
 
 from mrl.model.hf_config import ModelSpec
-from mrl.model.registry import weight_map
+from mrl.model.registry import family_of, weight_map
 from mrl.model.weight_map import Weight, per_expert
 
 
@@ -48,6 +48,14 @@ def _tensors(
     for part in weight.parts:
         name = part.name.format(layer=layer, expert=expert)
         yield TensorSpec(name, part.shape, dtype, layer, expert, weight.is_constant)
+
+
+def stored_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Returns names and shapes of the tensors in an export's files, of which one may hold several of the model."""
+    stored = family_of(model).stored
+    if stored is None:
+        return {spec.name: spec.shape for spec in tensor_specs(model)}
+    return dict(stored(spec.name, spec.shape, model.num_experts) for spec in tensor_specs(model))
 
 
 def parameter_count(model: ModelSpec) -> int:

@@ -173,8 +173,8 @@ class Family:
     vllm_divides_evenly: bool = False
     # (name, shape) of a stored tensor, and the hidden size -> tensors of the model inside it; None: files have these
     inside: Callable[[str, tuple[int, ...], int], Iterable[Inner]] | None = None
-    # names and shapes of all stored tensors, where exports join tensors of the model
-    stored: Callable[[ModelSpec], dict[str, tuple[int, ...]]] | None = None
+    # (name, shape) of a tensor of the model, and the number of experts -> (name, shape) of the stored one in exports
+    stored: Callable[[str, tuple[int, ...], int], tuple[str, tuple[int, ...]]] | None = None
     # (name, tensor) of the model as vLLM's loader takes it, if it is not as the checkpoint has it
     for_loader: Callable[[str, Any], tuple[str, Any]] | None = None
     # Suffixes of names that official folders have in float32 beside bfloat16. They are read in the model's dtype, as in

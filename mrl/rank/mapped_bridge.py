@@ -315,10 +315,6 @@ class JoinedFiles(SafeTensorIO):
             parts = {key: files[self._file_of[key]].get_slice(key) for key in keys}
             return {name: _inner(parts, *self._places[name]) for name in hf_weight_names}
 
-    def load_one_hf_weight(self, hf_weight_name: str) -> Tensor:
-        """Loads one tensor by name."""
-        return self.load_some_hf_weight([hf_weight_name])[hf_weight_name]
-
 
 def _inner(parts: Mapping[str, Any], key: str, inner: Inner) -> Tensor:
     """Reads a tensor of the model. `parts`: the stored tensors by key, which are read when they are indexed."""

@@ -22,6 +22,7 @@ from mrl.model.hf_config import HfConfig
 from mrl.model.hf_files import HF_FILES
 from mrl.model.registry import family_of, inner_tensors, own_config
 from mrl.model.rotation import settings as rotary_settings
+from mrl.model.tensors import stored_shapes
 from mrl.model.weight_map import Inner
 
 # vLLM's CPU kernels compute in blocks of 32
@@ -320,10 +321,10 @@ def write_checkpoint(
 
 def as_stored(model: ModelSpec, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the tensors of a checkpoint's files. `tensors`: those of the model, by name."""
-    stored = family_of(model).stored
-    if stored is None:
+    if family_of(model).stored is None:
         return dict(tensors)
-    return {key: _joined(inner_tensors(model, key, shape), shape, tensors) for key, shape in stored(model).items()}
+    shapes = stored_shapes(model)
+    return {key: _joined(inner_tensors(model, key, shape), shape, tensors) for key, shape in shapes.items()}
 
 
 def _joined(inner: Iterable[Inner], shape: tuple[int, ...], tensors: Mapping[str, np.ndarray]) -> np.ndarray:
