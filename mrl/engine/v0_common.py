@@ -36,6 +36,7 @@ from mrl.engine.read_back import through_identity, unpacked, what_reading_shows
 from mrl.engine.receive import InitInfo, UpdateInfo, UpdatePath
 from mrl.engine.sleeping import SleepingExtension
 from mrl.errors import described
+from mrl.model.hf_config import QUANTIZATION
 from mrl.model.vllm_parameters import TargetParameter
 
 PACKED_EXPERTS = ("w13_weight", "w2_weight")  # that CPU packs; biases stay as they are
@@ -229,7 +230,13 @@ class AwaitedWeights(BaseModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fills all parameters, and the padding of a vocabulary with zeros. vLLM then processes them as after any
         load.
+
+        A quantisation that was overridden by none is taken out of the configuration, since loaders of some classes
+        (gpt-oss) read it wherever there is the key.
         """
+        config = vars(model_config.hf_config)
+        if QUANTIZATION in config and config[QUANTIZATION] is None:
+            del config[QUANTIZATION]
         fill(model.parameters())
         for layer in model.modules():
             rows = getattr(layer, "shard_indices", None)

@@ -5,6 +5,7 @@ transformers writes them; the oracle is transformers' own reader and class.
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,6 +130,18 @@ def test_ranks_read_it_too_and_engines_wait_for_their_first_sync(plain, stored, 
     arguments = _of_model(model, "cpu")
     assert arguments["hf_overrides"]["quantization_config"] is None and "load_format" in arguments
     assert model == load_model_spec(plain)
+
+
+def test_an_engines_loader_finds_no_quantisation_that_was_overridden_by_none():
+    """vLLM's loader of gpt-oss asks what it is wherever the configuration has the key."""
+    from mrl.engine.v0_common import AwaitedWeights
+
+    config = GptOssConfig(quantization_config={"quant_method": "mxfp4"})
+    config.update({"quantization_config": None})
+    assert hasattr(config, "quantization_config")
+    layer = torch.nn.Linear(2, 2)
+    AwaitedWeights.load_weights(None, layer, SimpleNamespace(hf_config=config))
+    assert not hasattr(config, "quantization_config") and config.to_dict()["model_type"] == "gpt_oss"
 
 
 def test_an_export_is_checked_and_mxfp4_is_not(plain, stored, tmp_path):
