@@ -81,6 +81,13 @@ SINK_RULES = (
         "the weight sync knows its parameters as that release has them",
     ),
     RuleRow(
+        "reshard.path",
+        lambda c, m: m.attention_sinks and c.reshard.path == "slow",
+        "must be fast for attention with sinks",
+        "vLLM's loader copies sinks without the call by which its reload would notice them, and keeps the old ones",
+        ("fast",),
+    ),
+    RuleRow(
         "actor.layout.context_parallel_size",
         lambda c, m: m.attention_sinks and not on_device(c, "cpu") and c.actor.layout.context_parallel_size > 1,
         "must be 1 for attention with sinks outside cpu",

@@ -20,9 +20,11 @@ from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.export_check import check_export
 from mrl.checkpoint.open_checkpoint import open_hf, open_mrl
+from mrl.config.load import load_config
+from mrl.config.rules import violations
 from mrl.engine.requests import _of_model
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.model import forward_flops, forward_flops_per_token, load_model_spec, model_spec
+from mrl.model import forward_flops, forward_flops_per_token, known_spec, load_model_spec, model_spec
 from mrl.model.hf_files import check_checkpoint
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.layout_rules import check_train_layout
@@ -246,3 +248,26 @@ def test_flops_count_what_a_window_shows(plain, window):
     of_pairs = 2 * model.num_attention_heads * 2 * model.head_dim * sum(seen)
     without = sum(lengths) * forward_flops_per_token(model, 0)
     assert forward_flops(model, lengths, sum(lengths)) == pytest.approx(without + of_pairs)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("reshard.path=slow", "must be fast for attention with sinks"),
+        ("actor.layout.context_parallel_size=2", "must be 1 for attention with sinks outside cpu"),
+        ("actor.lora.rank=8", "must be 0 for a model of the gpt_oss family"),
+        ("rollout.quantization=fp8", "experts with biases have no form in FP8"),
+        ("algorithm.adv_estimator=gae", "must not be gae for a model of the gpt_oss family"),
+        ("rollout.tensor_model_parallel_size=16", "must divide num_attention_heads = 64 and num_key_value_heads = 8"),
+        ("rollout.data_parallel_size=3", "must divide num_experts = 32"),
+        ("cluster.device=npu", "must be cuda or cpu for attention with sinks"),
+        ("model.override_transformer_config.bias_activation_fusion=true", "must be false for experts with biases"),
+        ("model.override_transformer_config.use_te_activation_func=false", "must be true for experts with biases"),
+        ("model.override_transformer_config.bias_dropout_fusion=true", "must be false for experts with biases"),
+    ],
+)
+def test_what_no_kernel_or_loader_of_it_does_is_refused(said, words):
+    preset = Path(__file__).parents[2] / "parallel_configs" / "gpt-oss-20b" / "h100-1x8.yaml"
+    more = ["rollout.expert_parallel_size=3"] if "data_parallel_size=3" in said else []
+    found = violations(load_config(preset, None, [said, *more]), known_spec("gpt-oss-20b"))
+    assert any(words in f"{violation.rule}; {violation.why}" for violation in found)
