@@ -2,8 +2,9 @@
 lotteries.
 
     python scripts/make_turn_world.py --out turn-world --seed 0
-    mrl train parallel_configs/tool-moe/cpu.yaml $(cat turn-world/options)
-    mrl train parallel_configs/tool-moe/cpu.yaml $(cat turn-world/options) --set algorithm.adv_estimator=grpo
+    given="parallel_configs/tool-moe/cpu.yaml $(cat turn-world/options)"
+    mrl train $given --set algorithm.adv_estimator=grpo_turn --set algorithm.gamma=0.1
+    mrl train $given --set algorithm.adv_estimator=grpo --run-dir runs/by-response
 
 In each of four turns the model is shown a word and picks a sign. Of half of the words one sign is worth 1, the others
 bring a drawn number, whatever is picked, whose spread is four times that. Summed up over a response the draws drown
@@ -139,8 +140,6 @@ def options(out: Path) -> dict[str, Any]:
         "actor.layout.sequence_parallel": "false",
         "actor.optim.lr": 1e-3,
         "actor.ppo_mini_batch_size": 8,
-        "algorithm.adv_estimator": "grpo_turn",
-        "algorithm.gamma": 0.1,
         "algorithm.policy_loss.loss_mode": "gspo-token",
         "data.train_files": f"{near}/data/train.parquet",
         "data.val_files": f"{near}/data/val.parquet",

@@ -28,9 +28,8 @@ from types import FrameType
 
 _TRIAL_S = 30.0  # within which a trial of imports has to end
 _READ_BYTES = 65536
-_LIBRARIES = tuple(
-    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+_LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+_PACKAGES = ("/site-packages/", "/dist-packages/")  # of this environment, and of those that it includes
 _IMPORTLIB = os.path.join(os.path.dirname(importlib.__file__), "")
 _CAME_WELL = b"+"
 
@@ -66,12 +65,11 @@ def is_librarys_own(frame: FrameType | None) -> bool:
 
     An import by a module that is being imported itself is not: it comes with that module.
     """
-    callers = [each for each in _outwards(frame) if not _imports(each.f_code.co_filename)]
-    if not callers or not _is_library(callers[0].f_code.co_filename):
+    callers = list(_outwards(frame))
+    first = next((each for each in callers if not _imports(each)), None)
+    if first is None or not _is_library(first.f_code.co_filename):
         return False
-    return all(
-        each.f_code.co_flags & inspect.CO_OPTIMIZED or not _is_library(each.f_code.co_filename) for each in callers
-    )
+    return not any(_is_imported(each) and _is_library(each.f_code.co_filename) for each in callers)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -80,12 +78,20 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _imports(file: str) -> bool:
-    return file.startswith(("<frozen importlib", _IMPORTLIB))
+def _imports(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(("<frozen importlib", _IMPORTLIB))
+
+
+def _is_imported(frame: FrameType) -> bool:
+    """Whether it is the body of a module that is being imported, and not that of the program."""
+    is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    return not is_function and frame.f_back is not None and _imports(frame.f_back)
 
 
 def _is_library(file: str | None) -> bool:
-    return file in (None, "built-in", "frozen") or file.startswith(("<frozen", *_LIBRARIES))
+    if file in (None, "built-in", "frozen") or file.startswith(("<frozen", *_LIBRARIES)):
+        return True
+    return any(each in file for each in _PACKAGES)
 
 
 class LaterImports:

@@ -78,8 +78,8 @@ class Done:
     stderr: str
 
 
-def mrl(*arguments: str, **popen) -> Done:
-    """The command to its end, RUN_S at most: then it is killed with all that is of its session.
+def mrl(*arguments: str, seconds: float = RUN_S, **popen) -> Done:
+    """The command to its end, `seconds` at most: then it is killed with all that is of its session.
 
     `popen`: as subprocess.Popen has them.
     """
@@ -92,12 +92,12 @@ def mrl(*arguments: str, **popen) -> Done:
     } | popen
     process = subprocess.Popen(["mrl", *arguments], **given)
     try:
-        out, err = process.communicate(timeout=RUN_S)
+        out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate(timeout=END_S)
         raise AssertionError(
-            f"mrl {arguments[0]}: not done after {RUN_S:.0f} s\n{out[-3000:]}\n{err[-3000:]}"
+            f"mrl {arguments[0]}: not done after {seconds:.0f} s\n{out[-3000:]}\n{err[-3000:]}"
         ) from None
     return Done(process.pid, process.returncode, out, err)
 
