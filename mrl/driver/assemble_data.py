@@ -168,7 +168,7 @@ def prompt_parameters(data: DataConfig, tools: Offer | None = None, rule: str | 
         data.drop_duplicates,
         data.reward_fn_key,
         tools,
-        None if rule is None else partial(unmatched, rule),
+        unmatched=None if rule is None else partial(unmatched, rule),
     )
 
 
