@@ -10,6 +10,7 @@ from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RunConfig, leaf
 from mrl.errors import nearest
 from mrl.model import ModelSpec
+from mrl.model.registry import family_of
 from mrl.model.rotation import DEFAULT
 from mrl.platforms.versions import row_of, vllm_generation, vllm_package
 
@@ -169,9 +170,15 @@ LATENT_RULES = (
     ),
     RuleRow(
         f"{_VLLM}.hf_overrides",
-        lambda c, m: (m.is_latent or m.is_wrapped) and bool(c.rollout.vllm_kwargs.get("hf_overrides")),
+        lambda c, m: bool(family_of(m).engine_keys(m) and c.rollout.vllm_kwargs.get("hf_overrides")),
         "must be left out for this model",
-        "mrl itself sets there what config.json may lack about routers, or that only the text model is used",
+        "mrl itself sets there what config.json may lack for vLLM's class, or that only the text model is used",
+    ),
+    RuleRow(
+        f"{_VLLM}.attention_backend",
+        lambda c, m: m.family == "hy_v3" and c.rollout.vllm_kwargs.get("attention_backend") == "HPC_ATTN",
+        "cannot be HPC_ATTN for this model",
+        "vLLM then has norms of queries and keys in float32, and the plan of the weight sync has them in rollout.dtype",
     ),
     RuleRow(
         f"{_VLLM}.attention_backend",

@@ -28,8 +28,6 @@ REFUSED: dict[str, str] = {
     "sigmoid alone",
     "HunYuanMoEV1ForCausalLM": "norms of queries and keys come after the rotation, and Megatron-core's before",
     "HunYuanDenseV1ForCausalLM": "norms of queries and keys come after the rotation, and Megatron-core's before",
-    "HYV3ForCausalLM": "vLLM has norms of queries and keys in float32 on some devices, and the plan of a weight sync "
-    "knows one format",
     "Step3p5ForCausalLM": "layers differ in their windows and numbers of heads, and Megatron-core's are alike",
     "MiMoForCausalLM": _NO_CLASS,
     "BailingMoeForCausalLM": _NO_CLASS,

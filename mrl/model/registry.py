@@ -21,6 +21,7 @@ from mrl.model import (
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
+    hy_v3,
     llama,
     minimax_m2,
     mistral,
@@ -71,6 +72,7 @@ _MODULES = (
     olmoe,
     minimax_m2,
     gpt_oss,
+    hy_v3,
 )
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 # architectures that also read images -> the family inside
@@ -90,7 +92,7 @@ _LIKE = (
 _AROUND = ("text_config", "thinker_config", "llm_config", "language_config")
 _NEW = (
     "Supported are Qwen2 to Qwen3.6, GLM-4.5 to 4.7, DeepSeek-V3 and R1, Moonlight and Kimi-K2, Llama, Mistral, "
-    "Mixtral, Phi-3 and 4, Seed-OSS, OLMoE, MiniMax-M2 and gpt-oss; what another family needs is in "
+    "Mixtral, Phi-3 and 4, Seed-OSS, OLMoE, MiniMax-M2, gpt-oss and Hy3; what another family needs is in "
     "docs/adding_a_family.md"
 )
 TOKENIZER_BYTES = 64 * MIB  # of tokenizer_config.json, which may list thousands of special tokens

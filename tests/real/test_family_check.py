@@ -20,7 +20,7 @@ pytestmark = pytest.mark.real
 MODELS = (
     "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "GLM-4.6", "DeepSeek-V3", "Moonlight-16B-A3B",
     "GLM-4.7-Flash", "Qwen3-Next-80B-A3B", "Qwen3.5-27B", "Qwen3.5-35B-A3B", "Llama-3.1-8B", "Mistral-7B-v0.3",
-    "Mixtral-8x7B", "phi-4", "Seed-OSS-36B", "OLMoE-1B-7B", "MiniMax-M2", "gpt-oss-20b",
+    "Mixtral-8x7B", "phi-4", "Seed-OSS-36B", "OLMoE-1B-7B", "MiniMax-M2", "gpt-oss-20b", "Hy3",
 )  # fmt: skip
 DRAWN = random.Random(datetime.date.today().toordinal()).sample(MODELS, 3)
 

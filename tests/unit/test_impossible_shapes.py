@@ -3,8 +3,10 @@
 import pytest
 from test_models import TINY, TINY_EXPERTS, TINY_MINIMAX, TINY_WIDE
 
+from mrl.config.load import load_config
+from mrl.config.rules import violations
 from mrl.errors import ConfigError
-from mrl.model import model_spec
+from mrl.model import known_spec, model_spec
 from mrl.model.registry import FAMILIES, family_of, known_hf_config
 from mrl.tools.family.drawn import APART, drawn_configs
 
@@ -46,6 +48,14 @@ def test_one_expert_whose_weight_is_always_one_is_refused(architecture):
         assert model_spec(_config(architecture, **{**one, "norm_topk_prob": False})).num_experts_per_tok == 1
     olmoe = {**_ROUTED["OlmoeForCausalLM"], "num_experts_per_tok": 1}
     assert model_spec(_config("OlmoeForCausalLM", **olmoe)).num_experts_per_tok == 1
+
+
+@pytest.mark.parametrize("name", ["Seed-OSS-36B", "Hy3"])
+def test_keys_that_mrl_gives_engines_are_not_replaced(name):
+    overrides = 'rollout.engine_kwargs.vllm={"hf_overrides": {"rope_theta": 1.0}, "attention_backend": "HPC_ATTN"}'
+    config = load_config("parallel_configs/tiny-moe/cpu.yaml", overrides=[overrides])
+    fields = {violation.field.rpartition(".")[2] for violation in violations(config, known_spec(name))}
+    assert "hf_overrides" in fields and ("attention_backend" in fields) == (name == "Hy3")
 
 
 def test_engines_of_seed_oss_get_its_biases_by_the_names_of_llamas_class():

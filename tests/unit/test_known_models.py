@@ -26,6 +26,7 @@ PUBLISHED = {
     "Seed-OSS-36B": (36, 36), "OLMoE-1B-7B": (6.9, 1.3), "MiniMax-M2": (230, 11), "GLM-4.6": (355, 33.6),
     "GLM-4.7": (355, 33.6), "GLM-4.7-Flash": (30, 3.9),
     "gpt-oss-20b": (20.9, 4.19), "gpt-oss-120b": (116.8, 5.71),  # arXiv:2508.10925; 0.58 more than there: embeddings
+    "Hy3": (295, 21),
     "Qwen3-Next-80B-A3B": (80, 3.9),  # 79.7 on the card; 3 active ones without the vocabulary matrices
 }  # fmt: skip
 

@@ -61,6 +61,8 @@ TINY_GPT_OSS = {
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
                         "truncate": False, "original_max_position_embeddings": 32},
 }  # fmt: skip
+TINY_HY3 = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16,
+            "num_shared_experts": 2}  # fmt: skip
 TINY_MINIMAX = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}
 CASES = {
     "llama": ("Llama", "llama", {}),
@@ -73,6 +75,12 @@ CASES = {
     "olmoe": ("Olmoe", "olmoe", {**TINY_WIDE, "rms_norm_eps": 1e-5}),
     "minimax_m2": ("MiniMaxM2", "minimax_m2", TINY_MINIMAX),
     "gpt_oss": ("GptOss", "gpt_oss", TINY_GPT_OSS),
+    "hy_v3": ("HYV3", "hy_v3", TINY_HY3),
+    "hy_v3 tied, two dense layers": (
+        "HYV3",
+        "hy_v3",
+        {**TINY_HY3, "tie_word_embeddings": True, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2},
+    ),
     "qwen2 tied": ("Qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2 untied": ("Qwen2", "qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3", "qwen3", {"head_dim": 12}),
@@ -181,6 +189,9 @@ def checkpoint_shapes(model, tied: bool) -> dict[str, tuple[int, ...]]:
             shapes |= {each.name: each.shape for each in gpt_oss.inside(name, shape)}
             continue
         own = ("gate_proj", "up_proj", "down_proj")
+        if model.config.model_type == "hy_v3":  # likewise
+            name = name.replace("mlp.gate.", "mlp.router.gate.").replace("shared_experts", "shared_mlp")
+            name = name.replace("e_score_correction_bias", "expert_bias")
         if model.config.model_type in ("mixtral", "minimax_m2"):  # whose files have the names of their first code
             name, base = name.replace(".mlp.", ".block_sparse_moe."), base.replace(".mlp.", ".block_sparse_moe.")
             own = ("w1", "w3", "w2")

@@ -70,6 +70,7 @@ OF_FAMILY = {
         "max_model_len": "of the engine, for the size of a table of angles",
         "num_mtp_modules": "of layers that are left out of training and engines",
     },
+    "HYV3ForCausalLM": {"enable_moe_fp32_combine": "of the rounding of a sum, which vLLM does not read"},
     "Qwen3_5ForCausalLM": {"norm_topk_prob": "of experts, and no layer has any"},
 }
 

@@ -161,6 +161,11 @@ def _glm(config: HfConfig) -> dict[str, Any]:
     return _experts(config) | {"first_k_dense_replace": min(dense, 1), "n_shared_experts": 1}
 
 
+def _hy3(config: HfConfig) -> dict[str, Any]:
+    """Shrinks Hy3, with one dense layer."""
+    return _experts(config) | {"num_shared_experts": 1, "mlp_layer_types": None, "pad_token_id": None}
+
+
 def _latent(config: HfConfig) -> dict[str, Any]:
     """Keeps the latent's size, for which vLLM's CPU kernel is compiled. Groups of experts stay, of two experts each."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM}
@@ -207,6 +212,7 @@ SMALL_FORMS: dict[str, SmallForm] = {
     "minimax_m2": _plain_experts,
     "gpt_oss": _with_windows,
     "glm4_moe": _glm,
+    "hy_v3": _hy3,
     "deepseek_v3": _latent,
     "glm4_moe_lite": _latent,
 }
