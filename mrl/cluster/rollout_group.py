@@ -28,7 +28,7 @@ from mrl.config.schema import RunConfig
 from mrl.engine.engine_state import ASLEEP, CONTROL_VERBS, WEIGHTS_AWAKE
 from mrl.engine.engine_worker import EngineWorker
 from mrl.engine.process_watch import end_processes
-from mrl.engine.requests import EngineSettings, VersionServed, engine_settings
+from mrl.engine.requests import DraftCounts, EngineSettings, VersionServed, engine_settings
 from mrl.errors import LostProcess
 from mrl.model import ModelSpec
 from mrl.platforms.hosting import get_hosting
@@ -332,8 +332,10 @@ class RolloutGroup:
         """
         served = self.call("commit", version, engines=engines)
         self.fleet.committed(self._still(engines), version)
-        stale, peaks, preemptions = zip(*served, strict=True) if served else ((), (0.0,), ())
-        return VersionServed(sum(stale), max(peaks), sum(preemptions))
+        if not served:
+            return VersionServed(0, 0.0, 0)
+        stale, peaks, preemptions, drafts = zip(*served, strict=True)
+        return VersionServed(sum(stale), max(peaks), sum(preemptions), sum(drafts, DraftCounts()))
 
     def pause_for_update(self, give_back: bool) -> bool:
         """Pauses every engine for new weights and `commit`. Returns whether one of them gives its requests back.

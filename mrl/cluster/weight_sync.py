@@ -169,6 +169,7 @@ class WeightSync:
             "rollout/stale_prefix_tokens": float(served.stale_tokens),
             "perf/kv_cache_peak": served.cache_peak,
             "perf/preemptions": float(preempted),
+            **served.drafts.metrics(),
         }
 
     def _slow(self, engines: set[int]) -> dict[str, float]:

@@ -40,7 +40,6 @@ _ROUTES_NEED = {
     "pipeline_parallel_size": (1, "each stage sees the routes of its own layers only"),
     "prefill_context_parallel_size": (1, "each rank sees the routes of its own tokens only"),
     "decode_context_parallel_size": (1, "each rank sees the routes of its own tokens only"),
-    "speculative_config": (None, "a draft model's routers write over those of the first layers"),
 }
 
 

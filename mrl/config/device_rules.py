@@ -103,6 +103,18 @@ def _completed_on_cpu(name: str) -> Rule:
     return judge
 
 
+def _drafts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Checks that this release of vLLM drafts as was tried."""
+    if config.rollout.speculation is None:
+        return
+    version = vllm_package(_assumed(config))[1]
+    able = [generation for generation in VLLM_GENERATIONS if generation.drafts]
+    if vllm_generation(version) not in (None, *able):
+        needed = " or ".join(generation.name for generation in able)
+        why = "sampled tokens and their log-probs were compared with the model's in that release alone"
+        yield Violation("rollout.speculation", f"needs vLLM {needed}, and {version} is to run", why, (None,))
+
+
 def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     name, version = vllm_package(_assumed(config))
     if release_of(version) not in (*(generation.release for generation in VLLM_GENERATIONS), None):
@@ -289,6 +301,7 @@ DEVICE_RULES = (
     _routes_by_block,
     _routes_in_turn,
     *map(_completed_on_cpu, ("data_parallel_size", "expert_parallel_size")),
+    _drafts,
     _adapters,
     _ascend,
     RuleRow(

@@ -56,22 +56,15 @@ _VLLM_DECIDED_BY = {
     "weight_transfer_config": _SYNC,
     "worker_extension_cls": _SYNC,
     "worker_cls": "mrl itself, by device",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "rollout.speculation"),
 }
 
-_DRAFTS = (
-    "the log-probs that vLLM returns beside drafted tokens are not those by which it sampled them, and training needs "
-    "these"
-)
 _SCALES = (
     "the first forward pass would fill scales of the KV cache, which no sync renews, and the check after a sync would "
     "take them for damaged (mrl/engine/constants.py)"
 )
 _VLLM = {
     **{name: Field(Effect.OURS, decides) for name, decides in _VLLM_DECIDED_BY.items()},
-    **{
-        name: Field(Effect.BARRED, _DRAFTS, (None,))
-        for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-    },
     "calculate_kv_scales": Field(Effect.BARRED, _SCALES, (False,)),
 }
 

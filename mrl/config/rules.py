@@ -41,6 +41,7 @@ from mrl.config.run_rules import PATH_RULES, RUN_RULES, SEEN_RULES
 from mrl.config.schedule_rules import SCHEDULE_RULES, schedule_notes
 from mrl.config.schema import RunConfig, leaf, schema_keys
 from mrl.config.section import KeyRule, notes_of
+from mrl.config.speculation_rules import SPECULATION_RULES, speculation_notes
 from mrl.errors import InvalidConfig, MrlError, UnknownValue, Violation
 from mrl.model import ModelSpec, planning_model_spec
 
@@ -77,6 +78,7 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         *loss_notes(resolved.config),
         *distillation_notes(resolved.config),
         *rollout_notes(resolved.config, model),
+        *speculation_notes(resolved.config),
         *quantisation_notes(resolved.config),
         *actor_notes(resolved.config, model),
         *override_notes(resolved.config, model),

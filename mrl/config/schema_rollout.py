@@ -197,6 +197,35 @@ class TurnsConfig(Section):
         return PYTHON in self.tools or VERL_TOOLS in self.environments
 
 
+class SpeculationConfig(Section):
+    """Speculative decoding: tokens are drafted cheaply, and the model checks several of them in one step.
+
+    Responses keep the model's distribution, and log-probs are the model's.
+    """
+
+    method: str = key(
+        ...,
+        "What drafts. ngram: the tokens that followed an earlier occurrence of the newest ones.",
+        advice="ngram pays where answers repeat their prompt or themselves, as edits of code do.",
+    )
+    tokens: int = key(
+        ...,
+        "Most tokens drafted for a response in one step.",
+        ge=1,
+        le=32,
+        unit="tokens",
+        advice="2 to 4. Drafts cost computing that large batches lack: watch drafts/tokens_per_step and timing_s/gen.",
+    )
+    lookup: int = key(
+        3,
+        "Fewest newest tokens that must have occurred before, for ngram to draft.",
+        ge=1,
+        le=64,
+        unit="tokens",
+        advice="2 to 5. Fewer draft more often, and more drafts are wrong.",
+    )
+
+
 class AgentConfig(Section):
     """An agent of your own, started once for each response. It is a command, or a function of a Python file."""
 
@@ -422,12 +451,12 @@ class RolloutConfig(Section):
     )
     engine_kwargs: dict[str, dict[str, Any]] = key(
         {},
-        "A mapping `vllm:` with arguments of vLLM that have no key here. They are checked against vLLM's own. "
-        "Speculative decoding (speculative_config) is refused: its log-probs are not those of sampling.",
+        "A mapping `vllm:` with arguments of vLLM that have no key here. They are checked against vLLM's own.",
         advice="cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32] frees memory. vLLM's pipeline parallelism is not "
         "supported.",
     )
     val_kwargs: ValSamplingConfig = ValSamplingConfig()
+    speculation: SpeculationConfig | None = None
     turns: TurnsConfig | None = None
     endpoint: bool = key(
         False,

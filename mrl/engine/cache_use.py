@@ -7,6 +7,8 @@ This costs time, and on most devices it also changes bits of its tokens.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from mrl.engine.requests import DraftCounts
+
 
 class CacheUse:
     """Counts since the engine was started."""
@@ -15,6 +17,7 @@ class CacheUse:
         self.share = 0.0  # share of the cache's blocks in use now
         self.peak = 0.0  # highest share since `renew`
         self.preemptions = 0  # because the cache was full
+        self.drafts = DraftCounts()  # since `renew`
         self._running = 0
         self._waiting = 0
         self._by_pause = 0  # preemptions by a pause that vLLM has not reported yet
@@ -27,8 +30,9 @@ class CacheUse:
         self._by_pause = min(self._by_pause + self._running, self._running + self._waiting)
 
     def renew(self) -> None:
-        """Notes new weights: from here on the peak is that of their requests."""
+        """Notes new weights: from here on peak and drafts are those of their requests."""
         self.peak = 0.0
+        self.drafts = DraftCounts()
 
     def note(self, share: float, preempted: int, running: int, waiting: int) -> None:
         """Notes one step of the scheduler. `running` and `waiting` are its numbers of requests."""
@@ -40,6 +44,12 @@ class CacheUse:
         self._by_pause -= by_pause
         self.preemptions += preempted - by_pause
 
+    def note_drafts(self, step: Any) -> None:
+        """Notes what one step of the scheduler did with drafts. `step`: vLLM's SpecDecodingStats."""
+        self.drafts += DraftCounts(
+            step.num_drafts, tuple(step.num_draft_tokens_per_pos), tuple(step.num_accepted_tokens_per_pos)
+        )
+
     def stat_logger(self) -> Callable[[Any, int], Any]:
         """Returns a class for AsyncLLM's `stat_loggers`, in vLLM 0.23 and 0.32, whose loggers write here.
 
@@ -49,6 +59,7 @@ class CacheUse:
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         note = self.note
+        note_drafts = self.note_drafts
 
         class Watch(PrometheusStatLogger):
             def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None):
@@ -62,6 +73,8 @@ class CacheUse:
                     running = scheduler_stats.num_running_reqs
                     waiting = scheduler_stats.num_waiting_reqs
                     note(scheduler_stats.kv_cache_usage, preempted, running, waiting)
+                    if scheduler_stats.spec_decoding_stats is not None:
+                        note_drafts(scheduler_stats.spec_decoding_stats)
 
             def log_engine_initialized(self) -> None:
                 pass

@@ -79,6 +79,10 @@ class CpuWorker(CPUWorker):
             from mrl.engine.cpu_delta import install
 
             install()
+        if self.vllm_config.speculative_config is not None:
+            from mrl.engine.cpu_drafts import install
+
+            install()
         if self.model_config.quantization is not None:
             from mrl.engine.cpu_fp8 import install
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrl.acting.tool import ToolsSpec, TurnsSpec
 from mrl.config.places import rollout_layout
 from mrl.config.schema import ActorConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
-from mrl.config.schema_rollout import AgentConfig, TurnsConfig
+from mrl.config.schema_rollout import AgentConfig, SpeculationConfig, TurnsConfig
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
 from mrl.engine.engine_state import AWAITED
@@ -21,6 +22,7 @@ from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
 from mrl.reward.builtin_rules import ENVIRONMENT
 
 _RANDOM = "dummy"  # vLLM's own load format for random weights
+_LONGEST_LOOKUP = 5  # vLLM's own default of prompt_lookup_max
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,46 @@ class EngineReading:
     all_act: bool = False  # all its responses wait for tools or environments, so it has no token to make
 
 
+@dataclass(frozen=True)
+class DraftCounts:
+    """What speculation did: counts over the requests of all engine steps."""
+
+    steps: int = 0  # of a request with drafted tokens; each gives one token more than it accepts
+    drafted: tuple[int, ...] = ()  # tokens, by their position in a draft
+    accepted: tuple[int, ...] = ()
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(
+            self.steps + other.steps,
+            tuple(map(sum, zip_longest(self.drafted, other.drafted, fillvalue=0))),
+            tuple(map(sum, zip_longest(self.accepted, other.accepted, fillvalue=0))),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics of these steps; empty where nothing was drafted."""
+        if not self.steps:
+            return {}
+        at = {
+            f"drafts/acceptance_at/{number}": accepted / drafted
+            for number, (drafted, accepted) in enumerate(zip(self.drafted, self.accepted, strict=True), 1)
+            if drafted
+        }
+        accepted = sum(self.accepted)
+        return {
+            "drafts/tokens": float(sum(self.drafted)),
+            "drafts/acceptance": accepted / sum(self.drafted),
+            "drafts/tokens_per_step": 1 + accepted / self.steps,
+            **at,
+        }
+
+
 class VersionServed(NamedTuple):
     """Counts of one version of the weights, in one engine or in all."""
 
     stale_tokens: int  # tokens from prefix caches that other weights had computed; should be 0 (CachedPrefixes)
     cache_peak: float  # share of the KV cache, in the fullest engine
     preemptions: int  # since the engines were started
+    drafts: DraftCounts = DraftCounts()
 
 
 @dataclass(frozen=True)
@@ -94,6 +130,11 @@ class EngineSettings:
     def awaits_weights(self) -> bool:
         """Whether it starts with placeholder weights, also where the user's own load format makes vLLM do so."""
         return self.arguments.get("load_format") in (AWAITED, _RANDOM)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are drafted."""
+        return self.arguments.get("speculative_config") is not None
 
     @property
     def is_on_cpu(self) -> bool:
@@ -244,7 +285,27 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
         arguments["linear_backend"] = hosting.fp8_backend
     if _wants_routes(config.actor) and hosting.returns_routes:
         arguments["enable_return_routed_experts"] = True
+    if rollout.speculation is not None:
+        arguments["speculative_config"] = _drafting(rollout.speculation, rollout.max_num_seqs, hosting)
     return arguments | rollout.engine_kwargs.get("vllm", {})
+
+
+def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Hosting) -> dict[str, Any]:
+    """Returns vLLM's argument speculative_config. The longest earlier occurrence counts, up to five tokens.
+
+    For the sake of captured graphs vLLM gives a new request of one token drafts that are always rejected, where others
+    are decoded. They take random numbers, so its tokens would depend on the others. It does not with a schedule of
+    drafts by batch size, here the same for every size.
+    """
+    schedule = {}
+    if hosting.checks_batch_order:
+        schedule = {"num_speculative_tokens_per_batch_size": [(1, most_sequences, speculation.tokens)]}
+    return schedule | {
+        "method": speculation.method,
+        "num_speculative_tokens": speculation.tokens,
+        "prompt_lookup_min": speculation.lookup,
+        "prompt_lookup_max": max(speculation.lookup, _LONGEST_LOOKUP),
+    }
 
 
 def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, Any]:

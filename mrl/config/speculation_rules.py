@@ -1,0 +1,90 @@
+"""Rules of speculative decoding (rollout.speculation): what it needs of model, device and the other features."""
+
+from collections.abc import Callable, Iterator
+
+from mrl.config.rule_row import RuleRow
+from mrl.config.schema import RunConfig
+from mrl.errors import Violation
+from mrl.model import ModelSpec
+from mrl.platforms.hosting import get_hosting
+
+_KEY = "rollout.speculation"
+_METHODS = ("ngram",)
+
+
+def _where_drafted(
+    field: str,
+    broken: Callable[[RunConfig, ModelSpec], bool],
+    rule: str,
+    why: str,
+    allowed: tuple = (None,),
+) -> RuleRow:
+    """Builds a row that is judged only where the run speculates."""
+    return RuleRow(field, lambda c, m: c.rollout.speculation is not None and broken(c, m), rule, why, allowed)
+
+
+def _method(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    speculation = config.rollout.speculation
+    if speculation is None or speculation.method in _METHODS:
+        return
+    if speculation.method == "mtp":
+        why = "a weight sync does not bring the layers for multi-token prediction, so their drafts would be stale"
+    else:
+        why = "a weight sync does not bring the weights of a drafting model, so its drafts would be stale"
+    yield Violation(f"{_KEY}.method", f"{speculation.method!r} is not supported", why, _METHODS)
+
+
+def _fills_steps(config: RunConfig, _: ModelSpec) -> bool:
+    rollout = config.rollout
+    hosting = get_hosting(config.cluster.device)
+    given = hosting.engine_arguments(config.data.max_sample_length, rollout.max_num_batched_tokens)
+    drafted = rollout.max_num_seqs * (rollout.speculation.tokens + 1)
+    return hosting.checks_batch_order and drafted > given["max_num_batched_tokens"]
+
+
+def speculation_notes(config: RunConfig) -> Iterator[str]:
+    """Yields a note where speculation was never tried."""
+    if config.rollout.speculation is not None and config.cluster.device == "cuda":
+        yield (
+            f"{_KEY}: on cuda vLLM has another sampler for drafted tokens than on cpu, where it was compared with "
+            "the model's distribution; the engines' start compares log-probs, and no run on cuda was seen"
+        )
+
+
+SPECULATION_RULES = (
+    _method,
+    _where_drafted(
+        f"{_KEY}.tokens",
+        lambda c, m: c.rollout.speculation.tokens >= c.data.max_response_length,
+        "must be less than data.max_response_length = {c.data.max_response_length}",
+        "the last tokens of every draft would be thrown away",
+        (),
+    ),
+    _where_drafted(
+        "rollout.max_num_seqs",
+        _fills_steps,
+        "times rollout.speculation.tokens + 1 must be at most rollout.max_num_batched_tokens on cpu",
+        "drafts are cut where a step is full, and a response's bits would depend on the other responses",
+        (),
+    ),
+    _where_drafted(
+        _KEY,
+        lambda c, m: c.cluster.device == "cpu" and bool(m.linear_layers),
+        "must be left out on cpu for models with gated delta attention",
+        "states that a rejected token has changed cannot be taken back there",
+    ),
+    _where_drafted(
+        "actor.router_replay",
+        lambda c, m: c.actor.router_replay == "R3",
+        "must not be R3 with rollout.speculation",
+        "routes of rejected tokens are not told from those of accepted ones",
+        ("disabled", "R2"),
+    ),
+    _where_drafted(
+        "rollout.data_parallel_size",
+        lambda c, m: c.rollout.data_parallel_size > 1,
+        "must be 1 with rollout.speculation",
+        "engines with data-parallel ranks were never seen to draft",
+        (1,),
+    ),
+)
