@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.convert_job import ConversionReport, Options, Target, run_conversion
+from mrl.checkpoint.draft_layers import FILE as DRAFTS_FILE
+from mrl.checkpoint.draft_layers import draft_layers, export, keep
 from mrl.checkpoint.group_files import name_again
 from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.checkpoint.manifest import (
@@ -44,7 +46,7 @@ from mrl.checkpoint.vision_tower import Whole, copy_tower
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, tensor_specs
 from mrl.model.hf_config import MTP_KEYS, without_quantization
-from mrl.model.hf_files import INDEX, check_same_architecture
+from mrl.model.hf_files import INDEX, check_same_architecture, read_safetensors_header, scale_of
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.registry import family_of, own_config
@@ -83,6 +85,7 @@ def write_hf(
     written.
     """
     files = hf_plan(source.model, source.dtype)
+    drafts = draft_layers(source.hf_files, source.model)
     container = Safetensors(source.dtype, stored_shapes(source.model))
     if whole is not None:
         files = _in_files(whole.entries, source.dtype)
@@ -92,14 +95,24 @@ def write_hf(
         copied = copy_hf_files(source.hf_files, folder)
         if whole is not None:
             copied |= copy_tower(whole, folder)
-        made = {"config.json": _config_of_export(source, whole), INDEX: _index(files, source.dtype, whole)}
+        if drafts:
+            copied |= export(drafts, source, folder)
+        made = {
+            "config.json": _config_of_export(source, whole, bool(drafts)),
+            INDEX: _index(files, source.dtype, whole, folder if drafts else None),
+        }
         for name, data in made.items():
             (folder / name).write_bytes(data)
         return copied | {name: facts_of(data) for name, data in made.items()}
 
     report = run_conversion(source, Target(files, container, False, finish, open_hf), Path(output), options)
     return replace(
-        report, left_out_layers=source.model.left_out_layers, of_vision_tower=len(whole.tower) if whole else 0
+        report,
+        left_out=tuple(name for name in report.left_out if name not in {*drafts.names, *map(scale_of, drafts.scales)}),
+        left_out_layers=0 if drafts else source.model.left_out_layers,
+        of_vision_tower=len(whole.tower) if whole else 0,
+        drafting=len(drafts.names),
+        other_copies=drafts.differing,
     )
 
 
@@ -168,9 +181,14 @@ def layout_plan(model: ModelSpec, layout: TrainLayout, roles: Iterable[str], dty
 
 
 def copy_hf_folder(source: Checkpoint, folder: Path) -> FileFacts:
-    """Copies configuration and tokenizer into the folder that every checkpoint of another form has for them."""
+    """Copies configuration, tokenizer and predicting layers into the folder that every checkpoint of another form has
+    for them.
+    """
     (folder / HF_FOLDER).mkdir(exist_ok=True)
-    return copy_hf_files(source.hf_files, folder / HF_FOLDER)
+    copied = copy_hf_files(source.hf_files, folder / HF_FOLDER)
+    if drafts := draft_layers(source.hf_files, source.model):
+        copied |= keep(drafts, folder / HF_FOLDER)
+    return copied
 
 
 def _name_groups_again(source: Path, folder: Path, files: FileFacts) -> None:
@@ -222,31 +240,39 @@ def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
     return not {MASTER, EXP_AVG}.intersection(roles) or source.manifest is None
 
 
-def _config_of_export(source: Checkpoint, whole: Whole | None) -> bytes:
-    """Returns config.json of an export, without layers and code that the export lacks.
+def _config_of_export(source: Checkpoint, whole: Whole | None, drafts: bool) -> bytes:
+    """Returns config.json of an export, without layers and code that the export lacks. `drafts`: it has the predicting
+    layers.
 
     It names the dtype of the weights: as `dtype` since transformers 4.56, as `torch_dtype` before.
     """
     if whole is not None:
         of_whole = whole.checkpoint.hf_config
-        return json.dumps(with_text_config(of_whole, _of_export(of_whole["text_config"], source)), indent=2).encode()
+        return json.dumps(
+            with_text_config(of_whole, _of_export(of_whole["text_config"], source, drafts)), indent=2
+        ).encode()
     data = own_config(without_quantization(json.loads((source.hf_files / "config.json").read_text())))
-    return json.dumps(_of_export(data, source), indent=2).encode()
+    return json.dumps(_of_export(data, source, drafts), indent=2).encode()
 
 
-def _of_export(config: Mapping[str, Any], source: Checkpoint) -> dict[str, Any]:
+def _of_export(config: Mapping[str, Any], source: Checkpoint, drafts: bool) -> dict[str, Any]:
     data = dict(config)
     data.pop("auto_map", None)
     keys = [key for key in ("dtype", "torch_dtype") if key in data] or ["torch_dtype"]
-    left_out = [key for key in MTP_KEYS if key in data and source.model.left_out_layers]
+    left_out = [key for key in MTP_KEYS if key in data and source.model.left_out_layers and not drafts]
     return data | dict.fromkeys(keys, source.dtype) | dict.fromkeys(left_out, 0)
 
 
-def _index(files: tuple[PlannedFile, ...], dtype: str, whole: Whole | None) -> bytes:
+def _index(files: tuple[PlannedFile, ...], dtype: str, whole: Whole | None, drafts_in: Path | None) -> bytes:
+    """Returns the index of an export. `drafts_in`: the folder with its predicting layers; None if it has none."""
     weight_map = {entry.key: file.name for file in files for entry in file.entries}
     total = sum(entry_bytes(entry, dtype) for file in files for entry in file.entries)
     if whole is not None:
         weight_map |= dict.fromkeys(whole.tower, VISION_FILE)
         total += whole.tower_bytes
+    if drafts_in is not None:
+        header = read_safetensors_header(drafts_in / DRAFTS_FILE)
+        weight_map |= dict.fromkeys(header, DRAFTS_FILE)
+        total += sum(tensor.stop - tensor.start for tensor in header.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(index, indent=2).encode()

@@ -74,6 +74,9 @@ class ConversionReport:
     left_out_layers: int = 0  # for multi-token prediction, which the written config.json no longer names
     left_out_critic: bool = False  # the source has a critic beside the model
     of_vision_tower: int = 0  # tensors copied unchanged from another checkpoint's vision tower
+    drafting: int = 0  # tensors of layers for multi-token prediction, as they were, with the trained embedding and head
+    # of these, tensors named like copies of the embedding or output layer that are none, and stay as they were
+    other_copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

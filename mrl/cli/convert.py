@@ -321,6 +321,13 @@ def _print_report(options: argparse.Namespace, report) -> None:
             f"note: the model's layers for multi-token prediction ({report.left_out_layers}) are not trained and are "
             "left out; config.json names none"
         )
+    if report.drafting:
+        print(f"note: {report.drafting} tensors of the layers for multi-token prediction are written as they were")
+    if report.other_copies:
+        print(
+            f"note: {', '.join(report.other_copies)}: not the bytes of the model's embedding or output layer, whose "
+            "copies these should be. They stay as they were; engines use the model's own"
+        )
     _print_critic(report.left_out_critic)
     if report.of_vision_tower:
         print(f"note: {report.of_vision_tower} tensors of the vision tower are copied as they are")

@@ -120,7 +120,7 @@ _SHAPES = (
 )
 _OLD_NAME = "it is an old name of another key, which plan and rules read"
 _INFERENCE = "it belongs to Megatron's own inference; here engines generate"
-_NO_MTP = "layers for multi-token prediction are neither built, trained nor exported"
+_NO_MTP = "layers for multi-token prediction are neither built nor trained"
 _FORMATS = "log-probs and pipeline stages take activations in the model's own format"
 _EIGHT_BIT_WEIGHTS = "checkpoints, the weight sync and offloading read weights in the model's own format"
 _FOUR_BIT = "Megatron 0.16.1 has it for pretraining on Blackwell alone; no row of mrl's can build it"

