@@ -25,7 +25,7 @@ from mrl.checkpoint.planned_file import BLOCK_BYTES, entry_bytes, tensor_blocks
 from mrl.checkpoint.safetensors_file import safetensors_header, write_blocks
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, tensor_specs
-from mrl.model.draft_layers import copied_tensor, is_drafting
+from mrl.model.draft_names import copied_tensor, is_drafting
 from mrl.model.fp8 import bfloat16_words
 from mrl.model.hf_files import (
     FP8,

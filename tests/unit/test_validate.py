@@ -254,7 +254,6 @@ def test_norms_and_activations_are_not_computed_again_in_fp8_that_is_scaled_late
     "argument",
     [
         "pipeline_parallel_size: 2", "prefill_context_parallel_size: 2", "decode_context_parallel_size: 2",
-        "speculative_config: {method: ngram}",
     ],
 )  # fmt: skip
 def test_engines_that_record_routes_see_those_of_all_layers_and_tokens(argument):
