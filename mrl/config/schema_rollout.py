@@ -197,6 +197,9 @@ class TurnsConfig(Section):
         return PYTHON in self.tools or VERL_TOOLS in self.environments
 
 
+MTP = "mtp"  # rollout.speculation.method
+
+
 class SpeculationConfig(Section):
     """Speculative decoding: tokens are drafted cheaply, and the model checks several of them in one step.
 
@@ -205,8 +208,10 @@ class SpeculationConfig(Section):
 
     method: str = key(
         ...,
-        "What drafts. ngram: the tokens that followed an earlier occurrence of the newest ones.",
-        advice="ngram pays where answers repeat their prompt or themselves, as edits of code do.",
+        "What drafts. ngram: the tokens that followed an earlier occurrence of the newest ones. mtp: the checkpoint's "
+        "layers for multi-token prediction, which are not trained.",
+        advice="ngram pays where answers repeat their prompt or themselves, as edits of code do. With mtp watch "
+        "drafts/acceptance, which falls as the policy moves away from the checkpoint.",
     )
     tokens: int = key(
         ...,

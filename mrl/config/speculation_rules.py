@@ -3,13 +3,15 @@
 from collections.abc import Callable, Iterator
 
 from mrl.config.rule_row import RuleRow
-from mrl.config.schema import RunConfig
+from mrl.config.schema import RolloutConfig, RunConfig
+from mrl.config.schema_rollout import MTP
 from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.platforms.hosting import get_hosting
 
 _KEY = "rollout.speculation"
-_METHODS = ("ngram",)
+_METHODS = ("ngram", MTP)
+_TRIED = ("glm4_moe",)  # families whose predicting layers were compared with transformers
 
 
 def _where_drafted(
@@ -27,11 +29,41 @@ def _method(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     speculation = config.rollout.speculation
     if speculation is None or speculation.method in _METHODS:
         return
-    if speculation.method == "mtp":
-        why = "a weight sync does not bring the layers for multi-token prediction, so their drafts would be stale"
-    else:
-        why = "a weight sync does not bring the weights of a drafting model, so its drafts would be stale"
+    why = "a weight sync does not bring the weights of a drafting model, so its drafts would be stale"
     yield Violation(f"{_KEY}.method", f"{speculation.method!r} is not supported", why, _METHODS)
+
+
+def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """Checks that the model has predicting layers that were tried, for so many tokens."""
+    speculation = config.rollout.speculation
+    if speculation is None or speculation.method != MTP:
+        return
+    key = f"{_KEY}.method"
+    layers = model.left_out_layers
+    if not layers:
+        yield Violation(key, "must be ngram", "the model has no layers for multi-token prediction", ("ngram",))
+    elif model.family not in _TRIED:
+        why = "drafts by layers of other families were never compared with the model's distribution"
+        yield Violation(key, f"must be ngram for {model.family}", why, ("ngram",))
+    elif speculation.tokens > layers and speculation.tokens % layers:
+        rule = f"must be at most {layers}, or a multiple of it, with method mtp"
+        why = "the model predicts so many tokens at once, and is asked again for each further time as many"
+        yield Violation(f"{_KEY}.tokens", rule, why, (layers, 2 * layers))
+
+
+def _uses_layers(config: RunConfig) -> bool:
+    return config.rollout.speculation is not None and config.rollout.speculation.method == MTP
+
+
+def room(rollout: RolloutConfig) -> int:
+    """Returns the positions behind the longest sample that an engine needs: of tokens that are checked, and of those
+    drafted meanwhile.
+
+    vLLM drafts for no sequence of a step in which one lacks them. Tokens would then depend on the other sequences.
+    """
+    if rollout.speculation is None:
+        return 0
+    return 2 * rollout.speculation.tokens + 1
 
 
 def _fills_steps(config: RunConfig, _: ModelSpec) -> bool:
@@ -53,11 +85,34 @@ def speculation_notes(config: RunConfig) -> Iterator[str]:
 
 SPECULATION_RULES = (
     _method,
+    _layers,
+    RuleRow(
+        f"{_KEY}.method",
+        lambda c, m: _uses_layers(c) and (m.loads_by_sync or c.rollout.fp8_block > 0),
+        "must be ngram where engines cannot read the model's files as they are",
+        "the predicting layers are read from the files, and these are in another number format or form",
+        ("ngram",),
+    ),
+    RuleRow(
+        f"{_KEY}.method",
+        lambda c, m: _uses_layers(c) and c.cluster.placement == "colocated" and c.cluster.device != "cpu",
+        "must be ngram with cluster.placement: colocated",
+        "an engine that sleeps forgets its weights, and no weight sync brings those of the predicting layers",
+        ("ngram",),
+    ),
     _where_drafted(
         f"{_KEY}.tokens",
         lambda c, m: c.rollout.speculation.tokens >= c.data.max_response_length,
         "must be less than data.max_response_length = {c.data.max_response_length}",
         "the last tokens of every draft would be thrown away",
+        (),
+    ),
+    _where_drafted(
+        "data.max_response_length",
+        lambda c, m: c.data.max_sample_length <= m.longest_sample < c.data.max_sample_length + room(c.rollout),
+        "plus max_prompt_length = {c.data.max_prompt_length} and 2 x rollout.speculation.tokens + 1 must be at most "
+        "{m.longest_sample}",
+        "engines compute drafts at positions behind a sample, and the model knows no further ones",
         (),
     ),
     _where_drafted(

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from mrl.acting.tool import ToolsSpec, TurnsSpec
 from mrl.config.places import rollout_layout
 from mrl.config.schema import ActorConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
-from mrl.config.schema_rollout import AgentConfig, SpeculationConfig, TurnsConfig
+from mrl.config.schema_rollout import MTP, AgentConfig, SpeculationConfig, TurnsConfig
+from mrl.config.speculation_rules import room
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
 from mrl.engine.engine_state import AWAITED
@@ -137,6 +138,11 @@ class EngineSettings:
         return self.arguments.get("speculative_config") is not None
 
     @property
+    def drafts_with_model(self) -> bool:
+        """Whether layers of the model for multi-token prediction draft."""
+        return self.speculates and self.arguments["speculative_config"]["method"] == MTP
+
+    @property
     def is_on_cpu(self) -> bool:
         """Whether its workers run on the CPU."""
         return self.arguments.get("worker_cls") == CPU_WORKER
@@ -252,7 +258,7 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
     """Returns arguments of AsyncEngineArgs. `rollout.engine_kwargs.vllm` adds to them and wins."""
     rollout = config.rollout
     layout = rollout_layout(config.rollout)
-    max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    max_model_len = config.data.max_prompt_length + config.data.max_response_length + room(rollout)
     optional = {
         "enforce_eager": rollout.enforce_eager,
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
@@ -291,7 +297,7 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
 
 
 def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Hosting) -> dict[str, Any]:
-    """Returns vLLM's argument speculative_config. The longest earlier occurrence counts, up to five tokens.
+    """Returns vLLM's argument speculative_config. For ngram the longest earlier occurrence counts, up to five tokens.
 
     For the sake of captured graphs vLLM gives a new request of one token drafts that are always rejected, where others
     are decoded. They take random numbers, so its tokens would depend on the others. It does not with a schedule of
@@ -300,6 +306,10 @@ def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Host
     schedule = {}
     if hosting.checks_batch_order:
         schedule = {"num_speculative_tokens_per_batch_size": [(1, most_sequences, speculation.tokens)]}
+    if speculation.method == MTP:
+        # no sync brings these layers, so they are read from the files also where the model's own are not
+        by_files = {"draft_load_config": {"load_format": "auto"}}
+        return schedule | by_files | {"method": MTP, "num_speculative_tokens": speculation.tokens}
     return schedule | {
         "method": speculation.method,
         "num_speculative_tokens": speculation.tokens,

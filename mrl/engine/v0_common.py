@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mrl.engine.awaited_weights import fill
 from mrl.engine.constants import sha256_of
+from mrl.engine.drafter import check_drafter, draft_digests
 from mrl.engine.engine_state import AWAITED
 from mrl.engine.handshake import EngineDegrees
 from mrl.engine.load_layout import leaf_of, weight_bytes
@@ -290,6 +291,7 @@ class CommonWorkerExtension(SleepingExtension):
     """Methods that vLLM mixes into its worker (`worker_extension_cls`), called through `collective_rpc`."""
 
     adapter: ClassVar[CommonAdapter]  # of this generation
+    drafts_loaded: dict[str, list[int]] | None = None  # digests of the drafting model, where there is one
 
     def answer(self, method: str, arguments: Sequence[Any] = ()) -> dict[str, Any]:
         """Calls one of this worker's methods. Returns {"value": its result}, or {"error": what it raised}.
@@ -335,7 +337,14 @@ class CommonWorkerExtension(SleepingExtension):
         """Returns the report of the last fast update: digests by parameter as received and as held, bytes and
         seconds.
         """
-        return self.update_path().report()
+        report = self.update_path().report()
+        if self.drafts_loaded is not None and report.get("held", True) is not None:
+            check_drafter(self.model_runner, self.drafts_loaded)
+        return report
+
+    def note_drafter(self) -> None:
+        """Notes the drafting model as it was loaded. Each update that is read back compares it from here on."""
+        self.drafts_loaded = draft_digests(self.model_runner)
 
     def weight_digests(self) -> dict[str, int]:
         """Returns the digest of every parameter as the engine holds it now (fast path only)."""

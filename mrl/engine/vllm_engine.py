@@ -147,6 +147,8 @@ class VllmEngine:
         await self._updates.connect_slow()
         await self._stamp_version(0)
         await self._capture_routes()
+        if self.settings.drafts_with_model:
+            await self._calls.workers("note_drafter")
         self._rendezvous = rendezvous_files(await self._calls.workers("rendezvous"))
         self._machine.serve(0)
         self._door.open()
