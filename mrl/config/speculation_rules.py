@@ -51,8 +51,11 @@ def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_KEY}.tokens", rule, why, (layers, 2 * layers))
 
 
-def _uses_layers(config: RunConfig) -> bool:
-    return config.rollout.speculation is not None and config.rollout.speculation.method == MTP
+def _uses_layers(config: RunConfig, model: ModelSpec) -> bool:
+    """Tells whether layers that were tried draft."""
+    speculation = config.rollout.speculation
+    is_tried = bool(model.left_out_layers) and model.family in _TRIED
+    return speculation is not None and speculation.method == MTP and is_tried
 
 
 def room(rollout: RolloutConfig) -> int:
@@ -88,14 +91,14 @@ SPECULATION_RULES = (
     _layers,
     RuleRow(
         f"{_KEY}.method",
-        lambda c, m: _uses_layers(c) and (m.loads_by_sync or c.rollout.fp8_block > 0),
+        lambda c, m: _uses_layers(c, m) and (m.loads_by_sync or c.rollout.fp8_block > 0),
         "must be ngram where engines cannot read the model's files as they are",
         "the predicting layers are read from the files, and these are in another number format or form",
         ("ngram",),
     ),
     RuleRow(
         f"{_KEY}.method",
-        lambda c, m: _uses_layers(c) and c.cluster.placement == "colocated" and c.cluster.device != "cpu",
+        lambda c, m: _uses_layers(c, m) and c.cluster.placement == "colocated" and c.cluster.device != "cpu",
         "must be ngram with cluster.placement: colocated",
         "an engine that sleeps forgets its weights, and no weight sync brings those of the predicting layers",
         ("ngram",),

