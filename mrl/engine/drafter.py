@@ -41,4 +41,3 @@ def check_drafter(runner: Any, loaded: dict[str, list[int]]) -> None:
 def _digest(tensor: Tensor) -> list[int]:
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
     return lane_sums(rows, (0, 0)).tolist()
-
