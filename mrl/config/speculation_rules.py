@@ -91,6 +91,13 @@ SPECULATION_RULES = (
     _layers,
     RuleRow(
         f"{_KEY}.method",
+        lambda c, m: _uses_layers(c, m) and c.cluster.device == "cpu" and c.rollout_dtype != "float32",
+        "must be ngram on cpu in 16 bits",
+        "bits of drafts, and so of tokens, would depend on the other responses of a step",
+        ("ngram",),
+    ),
+    RuleRow(
+        f"{_KEY}.method",
         lambda c, m: _uses_layers(c, m) and (m.loads_by_sync or c.rollout.fp8_block > 0),
         "must be ngram where engines cannot read the model's files as they are",
         "the predicting layers are read from the files, and these are in another number format or form",

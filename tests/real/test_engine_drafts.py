@@ -12,8 +12,7 @@ import pytest
 import torch
 from deadlines import END_S, RUN_S
 from engine_driver import run_engine
-from safetensors.torch import load_file, save_file
-from tiny_models import save, tiny_glm, tiny_moe
+from tiny_models import save, tiny_glm, tiny_moe, with_head
 
 pytestmark = pytest.mark.real
 
@@ -35,29 +34,6 @@ def config(path, method: str) -> dict:
     }
 
 
-def with_head(model, path) -> Path:
-    """A checkpoint with a predicting layer: the model's last one, what joins it to the words, and the copies."""
-    save(model, path)
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    last, hidden = model.config.num_hidden_layers, model.config.hidden_size
-    head = {
-        name.replace(f"layers.{last - 1}.", f"layers.{last}."): tensor.clone()
-        for name, tensor in tensors.items()
-        if f".layers.{last - 1}." in name
-    }
-    torch.manual_seed(1)
-    own = {"eh_proj.weight": 0.1 * torch.randn(hidden, 2 * hidden)}
-    own |= {f"{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    own |= {"shared_head.head.weight": tensors["lm_head.weight"].clone()}
-    own |= {"embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
-    head |= {f"model.layers.{last}.{name}": tensor for name, tensor in own.items()}
-    save_file(tensors | head, file, metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1, "num_mtp_layers": 1}))
-    return path
-
-
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_with_drafts_log_probs_are_transformers_and_a_seed_repeats_in_any_order(tmp_path, method):
     if method == "ngram":
@@ -65,7 +41,7 @@ def test_with_drafts_log_probs_are_transformers_and_a_seed_repeats_in_any_order(
         path = save(model, tmp_path / "model")
     else:
         model = tiny_glm(vocab_size=WORDS)
-        path = with_head(model, tmp_path / "model")
+        path = with_head(save(model, tmp_path / "model"))
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, WORDS, 5 + 3 * number).tolist() for number in range(12)]
     job = {"config": config(path, method), "prompts": prompts}

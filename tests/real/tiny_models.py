@@ -2,9 +2,11 @@
 so these have large matrices and uneven norms.
 """
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -272,6 +274,31 @@ def _uneven(architecture: type, config) -> PreTrainedModel:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def with_head(folder: Path) -> Path:
+    """Gives a GLM checkpoint a layer for multi-token prediction: its last layer, what joins it to the words, and the
+    copies of embedding and output layer.
+    """
+    file = folder / "model.safetensors"
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(file)
+    last, hidden = config["num_hidden_layers"], config["hidden_size"]
+    head = {
+        name.replace(f"layers.{last - 1}.", f"layers.{last}."): tensor.clone()
+        for name, tensor in tensors.items()
+        if f".layers.{last - 1}." in name
+    }
+    words = tensors["model.embed_tokens.weight"]
+    torch.manual_seed(1)
+    own = {"eh_proj.weight": (0.1 * torch.randn(hidden, 2 * hidden)).to(words.dtype)}
+    own |= {f"{name}.weight": torch.ones(hidden, dtype=words.dtype) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own |= {"shared_head.head.weight": tensors["lm_head.weight"].clone(), "embed_tokens.weight": words.clone()}
+    head |= {f"model.layers.{last}.{name}": tensor for name, tensor in own.items()}
+    save_file(tensors | head, file, metadata={"format": "pt"})
+    layers = {"num_nextn_predict_layers": 1, "num_mtp_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | layers))
+    return folder
 
 
 def save(model: PreTrainedModel, path: Path) -> Path:
