@@ -9,6 +9,7 @@ Private in vLLM, and why it is touched:
 
 * `layer.cpu_linear`, `dispatch_cpu_unquantized_gemm`: the closure that holds a packed linear, and what makes it.
 * `get_layerwise_info(layer).restore_metadata`: shape and dtype of a linear whose parameter packing left empty.
+* `_match_cos_sin_cache_dtype` of rotary embeddings: rounds their table to the dtype of queries, for good.
 * `model_runner.kv_caches`: the KV cache, layer by layer.
 * `shm_broadcast.SpinCondition.wait`: how a core waits for its workers, and a worker for its next call.
 """
@@ -89,6 +90,7 @@ class CpuWorker(CPUWorker):
             install()
         note_baseline()
         super().load_model(*arguments, **named)
+        round_angles(self.model_runner.get_model(), self.model_config.dtype)
 
     def sleep(self, level: int = 1) -> None:
         """Gives weights and KV cache back.
@@ -145,6 +147,18 @@ class CpuWorker(CPUWorker):
     def _refuse_asleep(self, what: str) -> None:
         if self.memory_asleep:
             raise RuntimeError(f"{what} was asked of a worker whose {' and '.join(self.memory_asleep)} are asleep")
+
+
+def round_angles(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds tables of angles to the engine's dtype, as vLLM does where they are first used.
+
+    gpt-oss makes them in float32. Devices use them before a sync, when vLLM measures its memory, and CPUs do not: the
+    rounding would count as a change of what no sync brings (constants.py).
+    """
+    for layer in model.modules():
+        rounded = getattr(layer, "_match_cos_sin_cache_dtype", None)
+        if rounded is not None and isinstance(getattr(layer, "cos_sin_cache", None), Tensor):
+            rounded(torch.empty(0, dtype=dtype))
 
 
 class NappingCondition(shm_broadcast.SpinCondition):

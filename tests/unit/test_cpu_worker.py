@@ -38,6 +38,7 @@ class CPUWorker:
     def __init__(self):
         self.parallel_config = SimpleNamespace(data_parallel_size=1, enable_expert_parallel=False)
         self.model_config, self.steps = SimpleNamespace(use_mla=False, is_hybrid=False, quantization=None), 0
+        self.model_config.dtype = torch.bfloat16
 
     def load_model(self):
         model = nn.ModuleDict(
@@ -219,3 +220,17 @@ def test_a_parameter_that_numpy_has_looked_at_leaves_all_the_same_and_a_cache_is
     cache.numpy()  # other names of its storage would keep the memory, so it cannot move
     with pytest.raises(RuntimeError, match="not resizable"):
         worker.sleep(level=2)
+
+
+def test_tables_of_angles_are_rounded_once_as_vllm_rounds_them_when_they_are_used(module):
+    class Rotation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cos_sin_cache", torch.tensor([0.1, 0.2]), persistent=False)
+
+        def _match_cos_sin_cache_dtype(self, query):
+            self.cos_sin_cache = self.cos_sin_cache.to(query.device, dtype=query.dtype)
+
+    model = nn.ModuleList([Rotation(), nn.Linear(2, 2)])
+    module.round_angles(model, torch.bfloat16)
+    assert model[0].cos_sin_cache.dtype is torch.bfloat16
