@@ -33,7 +33,7 @@ def _with(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig
 
 
 def _is_covered(model: ModelSpec) -> bool:
-    return not (model.is_hybrid or model.is_quantised)
+    return not model.is_quantised
 
 
 def _has_no_target(config: RunConfig, model: ModelSpec) -> bool:
@@ -118,13 +118,6 @@ LORA_RULES = (
     ),
     RuleRow(
         _RANK,
-        _with(lambda c, m: m.is_hybrid),
-        "must be 0 for a model of the {m.family} family",
-        "adapters are built for grouped-query and latent attention, and not for gated delta attention",
-        (0,),
-    ),
-    RuleRow(
-        _RANK,
         _with(lambda c, m: m.family in _OTHERWISE_NAMED),
         "must be 0 for a model of the {m.family} family",
         "its files join or name projections in another way, and adapters are built for q_proj, gate_proj and their kin",
@@ -132,7 +125,7 @@ LORA_RULES = (
     ),
     RuleRow(
         _RANK,
-        _with(lambda c, m: m.is_wrapped and not m.is_hybrid),
+        _with(lambda c, m: m.is_wrapped),
         "must be 0 for a model that is more than its text",
         "peft names modules by their place in the whole model, and adapters are built for text models alone",
         (0,),

@@ -5,10 +5,10 @@ weight is W + (alpha / rank) B A. Each pair belongs to one tensor of the checkpo
 Factors are cut like the weight:
 
     weight                      A                           B
-    rows cut (q, k, v,          whole on every              rows cut, as
+    rows cut (q, k, v, in,      whole on every              rows cut, as
     gate, up)                   tensor rank                 the weight's
-    columns cut (o, down)       columns cut, as             whole on every
-                                the weight's                tensor rank
+    columns cut (o, out,        columns cut, as             whole on every
+    down)                       the weight's                tensor rank
     whole on every tensor       whole on every              whole on every
     rank (down projections      tensor rank                 tensor rank
     of latent attention)
@@ -19,7 +19,7 @@ model.layers.0.self_attn.q_proj.lora_A.weight.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -33,10 +33,10 @@ from mrl.units import MIB
 ALL_LINEAR = "all-linear"
 # the last part of a module's name in the checkpoint, in the order in which a layer computes the modules
 TARGETS = (
-    "q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj",
-    "up_proj", "down_proj",
+    "q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "in_proj_qkvz",
+    "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a", "out_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
-_CUT_BY_COLUMNS = ("o_proj", "down_proj")
+_CUT_BY_COLUMNS = ("o_proj", "out_proj", "down_proj")
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 FIRST = "lora_A"
 SECOND = "lora_B"
@@ -130,10 +130,12 @@ class Adapted:
 
     target: str
     weights: tuple[str, ...]  # in the checkpoint: one weight, or one for each local expert
-    rows: tuple[int, int]  # this rank's rows of a weight [out, in]
+    # this rank's rows of a weight [out, in]: one range, or one of each section (queries, keys and values of gated delta
+    # attention by kind)
+    rows: tuple[tuple[int, int], ...]
     columns: tuple[int, int]
     width: int  # columns of a complete weight
-    # (first row in the layer's local weight, first of `rows` from its beginning, how many), in local order
+    # (first row in the layer's local weight, first of `rows` when they are joined, how many), in local order
     places: tuple[tuple[int, int, int], ...]
 
     @property
@@ -146,22 +148,39 @@ class Adapted:
         """Tells whether every tensor rank has the whole weight, for tokens of its own."""
         return self.target in _WHOLE
 
+    @property
+    def height(self) -> int:
+        """Returns how many rows of a weight this rank has."""
+        return sum(stop - start for start, stop in self.rows)
+
+    def place(self, row: int) -> int:
+        """Returns the place of one of a weight's rows among this rank's."""
+        before = 0
+        for start, stop in self.rows:
+            if start <= row < stop:
+                return before + row - start
+            before += stop - start
+        raise ValueError(f"{self.weights[0]}: row {row} is not among {self.rows}")
+
     def shape(self, factor: str, rank: int) -> tuple[int, int]:
         """Returns the shape of the parameter that holds this factor of all `weights`."""
         if factor == FIRST:
             return (len(self.weights) * rank, self.columns[1] - self.columns[0])
-        return (len(self.weights) * (self.rows[1] - self.rows[0]), rank)
+        return (len(self.weights) * self.height, rank)
 
     def pieces(self, factor: str, rank: int) -> tuple[Piece, ...]:
         """Returns the pieces of that parameter in checkpoint coordinates."""
-        hf_box = Box((self.rows, (0, rank)))
+        boxes = [Box((rows, (0, rank))) for rows in self.rows]
         if factor == FIRST:
-            hf_box = Box(((0, rank), self.columns))
-        height, width = hf_box.shape
-        return tuple(
-            Piece(factor_name(name, factor), hf_box, Box(((n * height, n * height + height), (0, width))))
-            for n, name in enumerate(self.weights)
-        )
+            boxes = [Box(((0, rank), self.columns))]
+        pieces = []
+        at = 0
+        for name in self.weights:
+            for box in boxes:
+                height, width = box.shape
+                pieces.append(Piece(factor_name(name, factor), box, Box(((at, at + height), (0, width)))))
+                at += height
+        return tuple(pieces)
 
 
 @dataclass(frozen=True)
@@ -207,16 +226,26 @@ def _layer(module: str, chunk: int, shards: Sequence[Shard], widths: Mapping[str
 
 def _adapted(target: str, shards: Sequence[Shard], widths: Mapping[str, int]) -> Adapted:
     pieces = [piece for piece in shards[0].pieces if target_of(piece.hf_name) == target]
-    rows = [piece.hf_box.ranges[0] for piece in pieces]
-    start = min(first for first, _ in rows)
-    stop = max(last for _, last in rows)
-    if sum(last - first for first, last in rows) != stop - start:
-        raise ValueError(f"{pieces[0].hf_name}: a rank has rows {rows}, which do not follow each other")
+    rows = _joined(piece.hf_box.ranges[0] for piece in pieces)
     names = tuple(
         next(piece.hf_name for piece in shard.pieces if target_of(piece.hf_name) == target) for shard in shards
     )
-    places = tuple((p.local_box.origin[0], p.hf_box.origin[0] - start, p.hf_box.shape[0]) for p in pieces)
-    return Adapted(target, names, (start, stop), pieces[0].hf_box.ranges[1], widths[names[0]], places)
+    adapted = Adapted(target, names, rows, pieces[0].hf_box.ranges[1], widths[names[0]], ())
+    places = tuple((p.local_box.origin[0], adapted.place(p.hf_box.origin[0]), p.hf_box.shape[0]) for p in pieces)
+    return replace(adapted, places=places)
+
+
+def _joined(rows: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns ranges in order, neighbours as one. Raises ValueError for a row that two of them have."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(rows):
+        if joined and start < joined[-1][1]:
+            raise ValueError(f"a rank has rows {start} to {joined[-1][1]} twice")
+        if joined and start == joined[-1][1]:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def adapter_shards(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora) -> tuple[Shard, ...]:

@@ -23,6 +23,8 @@ _F32 = 4
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _OF_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")  # whole on every rank
 _TO_HEADS = ("q_b_proj", "kv_b_proj")
+# of gated delta attention: Megatron's two layers, with the targets in each
+_OF_DELTA = (("in_proj_qkvz", "in_proj_qkv", "in_proj_z"), ("in_proj_ba", "in_proj_b", "in_proj_a"))
 _GATED = ("gate_proj", "up_proj")
 _DOWN = ("down_proj",)
 
@@ -45,15 +47,26 @@ class AdapterActivations:
         """Returns the bytes of a layer by term, without recomputation."""
         m = self.model
         tensor = self.layout.tensor
-        heads = m.num_attention_heads * m.value_head_dim // tensor
-        attention = self._latent() if m.is_latent else self._before(_ATTENTION, self.tokens, self.sharded, again=True)
-        attention += self._kept(("o_proj",), self.sharded) + self._dropped(("o_proj",), self.tokens * heads)
+        attention = self._delta() if kind.is_linear else self._attention()
         if kind.has_experts:
             return {"attention adapters": attention} | self._of_experts()
         width = m.intermediate_size // tensor
         mlp = self._before(_GATED, self.tokens, self.sharded, again=True)
         mlp += self._kept(_DOWN, self.sharded) + self._dropped(_DOWN, self.tokens * width)
         return {"attention adapters": attention, "mlp adapters": mlp}
+
+    def _attention(self) -> int:
+        m = self.model
+        heads = m.num_attention_heads * m.value_head_dim // self.layout.tensor
+        kept = self._latent() if m.is_latent else self._before(_ATTENTION, self.tokens, self.sharded, again=True)
+        return kept + self._kept(("o_proj",), self.sharded) + self._dropped(("o_proj",), self.tokens * heads)
+
+    def _delta(self) -> int:
+        """Returns the bytes of gated delta attention, whose norm is a module of its own."""
+        m = self.model
+        values = m.linear_num_value_heads * m.linear_value_head_dim // self.layout.tensor
+        kept = sum(self._before(names, self.tokens, self.sharded) for names in _OF_DELTA)
+        return kept + self._kept(("out_proj",), self.sharded) + self._dropped(("out_proj",), self.tokens * values)
 
     def _latent(self) -> int:
         """Returns the bytes of the projections of latent attention, each of which has an input of its own."""

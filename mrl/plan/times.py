@@ -52,7 +52,9 @@ _GROUPED_PRODUCTS = 2  # of a layer of experts in a forward pass: gate and up in
 # modules that share an input
 _QKV = ("q_proj", "k_proj", "v_proj")
 _LATENT = (("q_proj",), ("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), ("kv_b_proj",))  # no two in one layer
+_DELTA = (("in_proj_qkvz", "in_proj_qkv", "in_proj_z"), ("in_proj_ba", "in_proj_b", "in_proj_a"))
 _OUT = ("o_proj",)
+_OUT_OF_DELTA = ("out_proj",)
 _GATED = ("gate_proj", "up_proj")
 _DOWN = ("down_proj",)
 
@@ -524,9 +526,19 @@ def adapter_launches(work: PassWork, layout: TrainLayout, device: Device) -> int
     if work.model.is_moe and not has_grouped_product(device.platform, _BF16):
         experts = work.model.num_experts // layout.expert
     total = 0
-    attention = _LATENT if work.model.is_latent else (_QKV,)
+    attention: tuple[tuple[str, ...], ...] = (_QKV,)
+    if work.model.is_latent:
+        attention = _LATENT
+    out = _OUT
+    if work.model.is_hybrid:  # most layers
+        attention = _DELTA
+        out = _OUT_OF_DELTA
     found = set(adapted_modules(work.model, work.lora))
-    for names, copies in (*((names, 1) for names in (*attention, _OUT)), (_GATED, experts), (_DOWN, experts)):
+    for names, copies in (
+        *((names, 1) for names in (*attention, out)),
+        (_GATED, experts),
+        (_DOWN, experts),
+    ):
         targets = len(found.intersection(names))
         if targets:
             total += copies * (targets + 2 + 2 * (targets > 1)) + 2

@@ -201,9 +201,8 @@ class WeightFactors:
         (row, last_row), (column, last_column) = box.ranges
         begin = self.adapted.columns[0]
         firsts = shards(self.first, self.vp_chunk)[self.number * self.rank :][: self.rank]
-        height = self.adapted.rows[1] - self.adapted.rows[0]
-        top = self.number * height - self.adapted.rows[0]
-        seconds = shards(self.second, self.vp_chunk)[top + row : top + last_row]
+        top = self.number * self.adapted.height + self.adapted.place(row)
+        seconds = shards(self.second, self.vp_chunk)[top : top + last_row - row]
         return firsts[:, column - begin : last_column - begin].float(), seconds.float()
 
 

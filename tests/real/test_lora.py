@@ -15,7 +15,7 @@ from padded import PaddedBatch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_parity import CP, EP, ETP, PP, TP
-from tiny_models import save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_shared
+from tiny_models import save, tiny_dense, tiny_glm, tiny_kinds, tiny_latent, tiny_moe, tiny_next, tiny_shared
 from torch import Tensor
 
 from mrl.model import load_model_spec
@@ -26,11 +26,14 @@ pytestmark = [pytest.mark.real, pytest.mark.long]
 
 MODELS = {
     "moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm, "latent": tiny_latent,
-    "direct": partial(tiny_latent, q_lora_rank=None),
+    "direct": partial(tiny_latent, q_lora_rank=None), "next": tiny_next, "kinds": tiny_kinds,
 }  # fmt: skip
 ATTENTION, EXPERTS, SOME = ("q_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj"), ("k_proj", "o_proj", "up_proj")
+DELTA = ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a", "out_proj")
 DOWNS = ("q_a_proj", "kv_a_proj_with_mqa")
 VPP = "virtual_pipeline_model_parallel_size"
+# Of Qwen3-Next with adapters everywhere transformers' own float32 is 1.0e-5 from its float64, so that one has them on
+# gated delta attention alone. Qwen3.5 has them everywhere.
 # name -> (model, targets, ranks, degrees, fields of Megatron's transformer config)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARTS = ["layernorm", "moe_act", "core_attn"]
@@ -62,6 +65,11 @@ LAYOUTS = {
     "latent-pp2": ("latent", TARGETS, 2, {PP: 2}, {}),
     "latent-downs": ("latent", DOWNS, 2, {TP: 2}, {}),
     "direct-tp2": ("direct", TARGETS, 2, {TP: 2}, {}),
+    "next-delta": ("next", DELTA, 1, {}, {}),
+    "next-tp2-ep2": ("next", DELTA, 2, {TP: 2, EP: 2}, {}),
+    "kinds-delta": ("kinds", DELTA, 1, {}, {}),
+    "kinds-tp2": ("kinds", TARGETS, 2, {TP: 2}, {}),
+    "kinds-pp2": ("kinds", TARGETS, 2, {PP: 2}, {}),
     "moe-tp2-pp2-ep2": ("moe", TARGETS, 4, {TP: 2, PP: 2, EP: 2}, {}),
 }  # fmt: skip
 # the same with dropout of the adapters' inputs, which no other program draws alike

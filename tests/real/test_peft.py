@@ -20,7 +20,7 @@ import pytest
 import torch
 from peft_worker import loss_of
 from safetensors.torch import load_file, save_file
-from test_lora import ALPHA, ATTENTION, MODELS, RANK, SOME, Merged, _factors
+from test_lora import ALPHA, ATTENTION, DELTA, MODELS, RANK, SOME, Merged, _factors
 from tiny_models import save
 from torch import Tensor
 
@@ -45,8 +45,18 @@ CASES = {
     "latent": ("latent", TARGETS),
     "latent-attention": ("latent", LATENT),
     "direct-attention": ("direct", LATENT),
+    "next-delta": ("next", DELTA),
+    "kinds-delta": ("kinds", DELTA),
 }
-IN_TRANSFORMERS_5 = ("dense", "dense-attention", "moe", "latent-attention", "direct-attention")
+IN_TRANSFORMERS_5 = (
+    "dense",
+    "dense-attention",
+    "moe",
+    "latent-attention",
+    "direct-attention",
+    "next-delta",
+    "kinds-delta",
+)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from mrl.model.adapters import (
     SECOND,
     TARGETS,
     Lora,
+    adapted_layers,
     adapted_modules,
     adapted_tensors,
     adapter_count,
@@ -567,9 +568,10 @@ def _of_rules(model: ModelSpec, *overrides: str) -> list:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (known_spec("Qwen3-Next-80B-A3B"), "qwen3_next family"),
+        (known_spec("Mixtral-8x7B"), "mixtral family"),
         (replace(known_spec("DeepSeek-V3"), fp8_block=(128, 128)), "a checkpoint in FP8"),
         (replace(known_spec("Qwen2.5-7B"), is_wrapped=True), "more than its text"),
+        (known_spec("Qwen3.5-35B-A3B"), "more than its text"),
     ],
 )
 def test_families_whose_layers_have_no_adapters_are_refused_by_name(model, words):
@@ -586,6 +588,33 @@ def test_latent_attention_has_adapters_on_its_own_modules():
         assert found == (*own, *rest)
         (violation,) = _of_rules(model, "actor.lora.target_modules=[k_proj]")
         assert "names no module of a deepseek_v3 model" in str(violation)
+
+
+def test_gated_delta_attention_has_adapters_on_its_own_modules():
+    fused, apart = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    text = replace(known_spec("Qwen3.5-35B-A3B"), is_wrapped=False)
+    for model, own in ((known_spec("Qwen3-Next-80B-A3B"), fused), (text, apart)):
+        assert not _of_rules(model)
+        found = adapted_modules(model, Lora.of(4, 8, ["all-linear"]))
+        rest = ("q_proj", "k_proj", "v_proj", "o_proj", *own, "out_proj", "gate_proj", "up_proj", "down_proj")
+        assert found == rest
+
+
+def test_rows_of_a_rank_that_lie_apart_in_a_weight_are_joined_in_their_factor():
+    """By kind, a tensor rank has queries, keys and values of its heads, which do not follow each other."""
+    text = replace(known_spec("Qwen3.5-35B-A3B"), is_wrapped=False, num_layers=4, moe_layers=(0, 1, 2, 3),
+                   linear_layers=(0, 1, 2))  # fmt: skip
+    layout = TrainLayout.build({"world_size": 2, "tensor_model_parallel_size": 2}, text)
+    keys, values = (16 * 128, 32 * 128)
+    for rank in range(2):
+        layers = adapted_layers(text, layout, rank, Lora.of(4, 8, ["in_proj_qkv", "in_proj_z"]))
+        qkv, gates = layers[0].targets
+        each = [(first + rank * size // 2, first + (rank + 1) * size // 2)
+                for first, size in ((0, keys), (keys, keys), (2 * keys, values))]  # fmt: skip
+        assert qkv.rows == tuple(each) and gates.rows == ((rank * values // 2, (rank + 1) * values // 2),)
+        assert qkv.places == ((0, 0, keys // 2), (keys // 2, keys // 2, keys // 2), (keys, keys, values // 2))
+        assert [piece.hf_box.ranges[0] for piece in qkv.pieces("lora_B", 4)] == each
+        assert qkv.shape("lora_B", 4) == (keys + values // 2, 4) and qkv.place(each[1][0]) == keys // 2
 
 
 def test_the_smallest_side_is_that_of_the_targets():
