@@ -25,7 +25,8 @@ ONLY = {
     "mrl/engine/cpu_parallel.py": "vllm 0.32.0",
     "mrl/engine/route_capture.py": "vllm 0.32.0", "mrl/engine/cpu_latent.py": "vllm 0.32.0",
     "mrl/engine/cpu_fp8.py": "vllm 0.32.0",
-    "mrl/engine/cpu_delta.py": "vllm 0.32.0", "mrl/engine/inner_texts.py": "vllm 0.32.0",
+    "mrl/engine/cpu_delta.py": "vllm 0.32.0", "mrl/engine/cpu_drafts.py": "vllm 0.32.0",
+    "mrl/engine/inner_texts.py": "vllm 0.32.0",
     "mrl/engine/loader_check.py": "vllm 0.32.0",
 }  # fmt: skip
 VLLM = ("vllm 0.32.0", "vllm 0.23.0")
