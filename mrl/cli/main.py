@@ -21,6 +21,7 @@ from mrl.cli import (
     data,
     doctor,
     eval,
+    explain,
     family,
     import_verl,
     init,
@@ -43,7 +44,7 @@ GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "begin": (init, import_verl, data, doctor),
     "before a run": (validate, plan, verify, rehearse, family),
     "run": (train, submit, watch, eval),
-    "afterwards": (report, compare, samples, convert),
+    "afterwards": (report, compare, samples, explain, convert),
     "shell": (completion,),
 }
 PASS_ON = ("train", "submit")  # they draw on the terminal, or pass on what a job prints

@@ -1,0 +1,69 @@
+"""Implements `mrl explain`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from mrl.cli.config_arguments import positive
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    explain = commands.add_parser(
+        "explain",
+        help="say why a run broke: finds the step, computes it again from what is stored, changing one thing at a time",
+    )
+    explain.add_argument("run_dir", metavar="RUN", help="run directory of a run that is not going on")
+    explain.add_argument(
+        "--step", type=positive, metavar="N", help="step to explain; default: the first that leaves the run's own band"
+    )
+    explain.add_argument(
+        "--replay",
+        action="store_true",
+        help="only compute the step again (default: the newest one), and compare every number with the run's",
+    )
+    explain.add_argument("--json", action="store_true", help="print one JSON object")
+    explain.set_defaults(run=_explain)
+
+
+def _explain(options: argparse.Namespace) -> None:
+    if options.replay:
+        _replay(options)
+        return
+    from mrl.record.run_dir import json_line
+    from mrl.tools.explain.explain import explain, lines
+
+    found = explain(Path(options.run_dir), options.step)
+    if options.json:
+        print(json_line(found.to_json()), end="")
+    else:
+        print("\n".join(lines(found)))
+
+
+def _replay(options: argparse.Namespace) -> None:
+    """Computes one step again. Raises SystemExit(1) if it does not repeat."""
+    from mrl.tools.explain.replay import StoredRun, replay
+
+    run = StoredRun.read(Path(options.run_dir))
+    found = replay(run, options.step or run.steps[-1])
+    answer = {
+        "step": found.step,
+        "from": found.first,
+        "repeats": found.repeats,
+        "compared": found.compared,
+        "weights": found.weights,
+        "differences": {step: [list(each) for each in unlike] for step, unlike in found.differences.items()},
+        "seconds": found.seconds,
+    }
+    if options.json:
+        print(json.dumps(answer))
+    else:
+        word = "equal bits" if found.repeats else "NOT EQUAL"
+        print(f"steps {found.first + 1} to {found.step}: {word}, {found.compared} metrics compared")
+        for step, unlike in found.differences.items():
+            for name, was, now in unlike:
+                print(f"  step {step}: {name} was {was!r}, and is {now!r}")
+        if found.weights is not None:
+            print(f"weights and optimizer after step {found.step}: {'equal' if found.weights else 'NOT EQUAL'}")
+    if not found.repeats:
+        raise SystemExit(1)

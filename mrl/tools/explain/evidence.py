@@ -1,0 +1,149 @@
+"""What the stored samples of a step say by themselves: versions, groups, rewards, and where log-probs differ."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.config.schema import RunConfig
+from mrl.record.sample_files import StepFile, read_samples, readable
+
+_STANDS_OUT = 6.0  # robust deviations of a row among the rows of its step
+_FEW = 0.1  # share of the rows that counts as few of them
+_STEEP = 3.0  # last quarter of a response against the first: differences grow along it
+_OF_LENGTH = 0.8  # correlation of score and length at which a reward is said to pay it
+_LEAST_GAP = 1e-4  # nats: below it differences are rounding
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """Numbers of a step's rows. `gaps`: mean absolute difference of log-probs of each, nats; NaN where unknown."""
+
+    sample_id: np.ndarray
+    prompt_id: np.ndarray
+    group_id: np.ndarray
+    scores: np.ndarray
+    lengths: np.ndarray
+    versions: np.ndarray
+    gaps: np.ndarray
+    along: np.ndarray  # mean absolute difference in each quarter of the responses
+    slope: float  # of the trainer's log-probs on the engine's; 1 where both have one temperature; NaN: unknown
+    mean_slope_error: float
+
+    @classmethod
+    def read(cls, folder: Path, step: int) -> "StepSamples":
+        """Reads a step. Raises FileNotFoundError without one, and DataError for a damaged one."""
+        with readable(folder, step):
+            rows = read_samples(folder, step)
+            gaps = StepFile(folder, step).differences([row["sample_id"] for row in rows])
+        numbers = {name: np.array([row[name] for row in rows]) for name in ("sample_id", "prompt_id", "group_id")}
+        slope, error = _slope(rows, gaps)
+        return cls(
+            **numbers,
+            scores=np.array([float(row["reward"]["score"]) for row in rows]),
+            lengths=np.array([len(row["response_ids"]) for row in rows]),
+            versions=np.array([row["weight_version"] for row in rows]),
+            gaps=np.array([np.abs(gap).mean() if gap else np.nan for gap in gaps]),
+            along=_along(gaps),
+            slope=slope,
+            mean_slope_error=error,
+        )
+
+
+def _along(gaps: Sequence[Sequence[float] | None]) -> np.ndarray:
+    parts = [[], [], [], []]
+    for gap in gaps:
+        if gap and len(gap) >= 8:
+            for part, values in zip(parts, np.array_split(np.abs(gap), 4), strict=True):
+                part.append(values.mean())
+    return np.array([np.mean(part) if part else np.nan for part in parts])
+
+
+def _slope(rows: Sequence[Mapping[str, Any]], gaps: Sequence[Sequence[float] | None]) -> tuple[float, float]:
+    """Returns the slope of the trainer's log-probs on the engine's through 0, and its deviation."""
+    pairs = [(row["rollout_log_probs"], gap) for row, gap in zip(rows, gaps, strict=True) if gap]
+    if not pairs:
+        return np.nan, np.nan
+    engine = np.concatenate([np.array(values) for values, _ in pairs])
+    trainer = engine + np.concatenate([np.array(gap) for _, gap in pairs])
+    square = float((engine**2).sum())
+    if len(engine) < 16 or square <= 0:
+        return np.nan, np.nan
+    slope = float((engine * trainer).sum() / square)
+    left = trainer - slope * engine
+    return slope, float(((left**2).sum() / (len(engine) - 1) / square) ** 0.5)
+
+
+def stands_out(values: np.ndarray) -> np.ndarray:
+    """Tells which values are far from the others, bool, by median and median deviation."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return np.zeros(len(values), bool)
+    center = np.median(known)
+    spread = 1.4826 * np.median(np.abs(known - center)) or np.abs(known - center).mean() or 1.0
+    return np.nan_to_num(np.abs(values - center) / spread) > _STANDS_OUT
+
+
+def of_versions(config: RunConfig, step: int, samples: StepSamples) -> str:
+    """Says that responses are of other weights than the step's, in the synchronous order; empty if they are not."""
+    if config.trainer.schedule != "sync":
+        return ""
+    old = Counter(samples.versions[samples.versions != step - 1].tolist())
+    if not old:
+        return ""
+    shown = ", ".join(f"version {version} in {count}" for version, count in sorted(old.items()))
+    return f"{sum(old.values())} of {len(samples.versions)} responses are not of version {step - 1}: {shown}"
+
+
+def of_groups(samples: StepSamples) -> str:
+    """Says that groups have a single response; empty if none has."""
+    sizes = Counter(samples.group_id.tolist())
+    alone = sum(size == 1 for size in sizes.values())
+    if alone and len(sizes) > 1:
+        return f"{alone} of {len(sizes)} groups have one response, which nothing can be compared with"
+    return ""
+
+
+def of_length(now: StepSamples, before: Sequence[StepSamples]) -> str:
+    """Says that the score follows the length, which it did not before; empty otherwise."""
+
+    def correlation(samples: StepSamples) -> float:
+        if samples.scores.std() == 0 or samples.lengths.std() == 0:
+            return 0.0
+        return float(np.corrcoef(samples.scores, samples.lengths)[0, 1])
+
+    found = correlation(now)
+    usual = float(np.median([correlation(each) for each in before])) if before else 0.0
+    if found > _OF_LENGTH and usual < _OF_LENGTH / 2:
+        return f"scores follow the lengths of responses (correlation {found:.2f}, before {usual:.2f})"
+    return ""
+
+
+def of_mismatch(samples: StepSamples) -> list[str]:
+    """Says where generation and training differ, the most telling first; empty where they agree or nothing is known."""
+    known = samples.gaps[np.isfinite(samples.gaps)]
+    if not len(known) or known.mean() < _LEAST_GAP:
+        return []
+    found = []
+    rows = np.flatnonzero(stands_out(samples.gaps) & (samples.gaps > known.mean()))
+    if 0 < len(rows) <= _FEW * len(samples.gaps):
+        ids = ", ".join(str(each) for each in samples.sample_id[rows][:8])
+        found.append(
+            f"{len(rows)} of {len(known)} responses have most of it (ids {ids}): a fault of single requests or engines"
+        )
+    if np.isfinite(samples.slope) and abs(samples.slope - 1) > max(6 * samples.mean_slope_error, 0.02):
+        found.append(
+            f"the trainer's log-probs are {samples.slope:.3f} times the engine's in all responses: unlike "
+            "temperatures, or a scale of the logits"
+        )
+    if np.isfinite(samples.along).all() and samples.along[3] > _STEEP * samples.along[0]:
+        found.append(
+            f"it grows along responses, from {samples.along[0]:.2g} to {samples.along[3]:.2g} nats: positions (rotary "
+            "factors, yarn) or a cache"
+        )
+    if not found:
+        found.append("it is the same in all responses and places: weights or arithmetic of a whole engine")
+    return found

@@ -1,0 +1,138 @@
+"""Experiments with a step: what is changed, one thing at a time, and how much of the break each removes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mrl.config.schema import RunConfig
+from mrl.tools.explain.band import Break
+from mrl.tools.explain.evidence import StepSamples, stands_out
+
+_NEVER_CLIPS = 1e6  # a band that wide
+_QUARTERS = 4
+REMOVES = 0.5  # share of a break that an experiment must remove to be a verdict
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One change. `order`: what a rank is told. `cause`: the verdict if it removes the break, `cure`: what to do."""
+
+    name: str
+    order: Mapping[str, Any]
+    cause: str
+    cure: str
+
+
+def experiments_of(config: RunConfig, samples: StepSamples) -> list[Experiment]:
+    """Returns the experiments that a configuration and a step's samples allow."""
+    loss = config.algorithm.policy_loss
+    found = [
+        _of_settings(
+            "without clipping",
+            {f"algorithm.policy_loss.clip_ratio_{side}": _NEVER_CLIPS for side in ("low", "high")},
+            "the clip band holds the break",
+            f"compare algorithm.policy_loss.clip_ratio_low and _high ({loss.clip_ratio_low:g}, "
+            f"{loss.clip_ratio_high:g}) with what the loss and the response length need",
+        ),
+        Experiment(
+            "half the learning rate",
+            {"lr_times": 0.5},
+            "updates are too large",
+            f"lower actor.optim.lr ({config.actor.optim.lr:g})",
+        ),
+        Experiment(
+            "a fresh optimizer",
+            {"fresh_optimizer": True},
+            "the optimizer's moments",
+            "compare the steps since the last resume; a lower actor.optim.lr with warm-up builds moments anew",
+        ),
+    ]
+    if config.algorithm.use_kl_loss:
+        found.append(
+            _of_settings(
+                "without the KL term",
+                {"algorithm.use_kl_loss": False},
+                "the KL term",
+                "look at algorithm.kl_loss_coef and at the reference (ref.path)",
+            )
+        )
+    if config.algorithm.rollout_correction.level is not None:
+        found.append(
+            _of_settings(
+                "without the rollout correction",
+                {"algorithm.rollout_correction.level": None},
+                "the rollout correction",
+                "look at algorithm.rollout_correction and rollout_corr/*",
+            )
+        )
+    found += _of_rows(samples)
+    return found
+
+
+def _of_settings(name: str, settings: dict[str, Any], cause: str, cure: str) -> Experiment:
+    return Experiment(name, {"settings": settings}, cause, cure)
+
+
+def _of_rows(samples: StepSamples) -> list[Experiment]:
+    """Returns experiments that leave rows out: those that stand out, and each quarter of the groups."""
+    found = []
+    for what, values, cure in (
+        ("reward", samples.scores, "look at them with mrl samples RUN --step N --worst K, and at the reward function"),
+        ("length", samples.lengths.astype(np.float64), "look at data.max_response_length and at why they do not end"),
+        ("mismatch", samples.gaps, "look at the engines' logs: logs/engine-N.log"),
+    ):
+        rows = np.flatnonzero(stands_out(values))
+        if 0 < len(rows) < len(values) / 4:
+            ids = ", ".join(map(str, samples.sample_id[rows][:8]))
+            found.append(
+                Experiment(
+                    f"without the {len(rows)} responses whose {what} stands out",
+                    {"rows": rows.tolist()},
+                    f"{len(rows)} responses whose {what} stands out (ids {ids})",
+                    cure,
+                )
+            )
+    groups = np.unique(samples.group_id)
+    if len(groups) >= 2 * _QUARTERS:
+        for number, part in enumerate(np.array_split(groups, _QUARTERS), 1):
+            rows = np.flatnonzero(np.isin(samples.group_id, part))
+            prompts = np.unique(samples.prompt_id[rows])
+            found.append(
+                Experiment(
+                    f"without quarter {number} of the groups",
+                    {"rows": rows.tolist()},
+                    f"some of the groups of prompts {', '.join(map(str, prompts[:8]))}",
+                    "read their responses (mrl samples RUN --prompt ID)",
+                )
+            )
+    return found
+
+
+def removed(broken: Break, value: float | None, logs: bool) -> float:
+    """Returns the share of a break that is gone with another value: 1 inside the band, 0 where nothing changed."""
+    if value is None:
+        return 0.0
+    end = broken.high if broken.value > broken.high else broken.low
+    points = np.array([broken.value, value, end], np.float64)
+    if logs:
+        points = np.log(np.maximum(points, 1e-12))
+    was, now, edge = points
+    if not np.isfinite(was):
+        return float(np.isfinite(now))
+    if was == edge:
+        return 0.0
+    return float(np.clip((was - now) / (was - edge), -1.0, 1.0))
+
+
+def effects(
+    breaks: Sequence[Break], logs: Mapping[str, bool], metrics: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """Returns how much of the breaks each experiment removes, by its name: the mean over what a step's update tells."""
+    shares = {}
+    for name, found in metrics.items():
+        of_breaks = [removed(each, found[each.name], logs[each.name]) for each in breaks if each.name in found]
+        if of_breaks:
+            shares[name] = float(np.mean(of_breaks))
+    return shares

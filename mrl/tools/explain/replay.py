@@ -1,0 +1,264 @@
+"""Computes a run's steps again from what it stored: from the nearest checkpoint, or from the model, with its samples.
+
+    checkpoint of step K      steps K+1 .. N          step N once more, changed
+    or the model, K = 0  -->  samples/, in order  -->  each experiment from the state before N
+                              metrics compared
+
+The ranks are processes of this host in the run's own layout, without Ray and without engines. In the same layout, and
+on the same kind of device with the same software, every number comes out with equal bits.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.manifest import read_manifest
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.driver.update import gradient_norms
+from mrl.errors import ConfigError, EnvironmentFault, MrlError
+from mrl.platforms.hosting import get_hosting
+from mrl.process.free_ports import free_port
+from mrl.record.metrics import reduce_parts
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.sample_files import steps_with_responses
+from mrl.tools.compare_runs import is_of_clock
+from mrl.tools.explain.stored_step import replayed_faults
+
+STEP = "training/global_step"
+MOST_STEPS = 200  # between a checkpoint and the step, which are all computed again
+_TAIL = 2000  # characters of a failed rank's log
+# of generation and of the run, which a replay does not have
+_NOT_REPLAYED = ("offload/",)
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run directory as a replay needs it."""
+
+    folder: RunDir
+    config: RunConfig
+    rows: dict[int, dict[str, Any]]  # lines of metrics by step
+
+    @classmethod
+    def read(cls, path: Path) -> "StoredRun":
+        """Reads a run. Raises ConfigError for a folder without one, or of another version."""
+        folder = RunDir(path)
+        if not folder.config.is_file():
+            raise ConfigError(
+                f"{path}: holds no run (no {folder.config.name}); give a run directory, such as runs/first"
+            )
+        try:
+            config = load_config(folder.config).config
+        except MrlError as error:
+            first = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{folder.config}: was written by another version of mrl ({first}); explain it with that version, "
+                "which attempts.jsonl names"
+            ) from None
+        rows = {row[STEP]: row for row in read_metrics(folder.metrics)}
+        if not any(rows):
+            raise ConfigError(f"{folder.metrics}: has no step yet; there is nothing to explain")
+        return cls(folder, config, rows)
+
+    @property
+    def steps(self) -> list[int]:
+        """The finished steps, ascending."""
+        return sorted(step for step in self.rows if step > 0)
+
+    def base(self, step: int) -> tuple[int, Path | None]:
+        """Returns the newest checkpoint before a step, with its folder; (0, None) for the model itself.
+
+        Raises ConfigError where samples of a step in between are missing.
+        """
+        found = []
+        for folder in self.folder.checkpoints.glob("step-*"):
+            with suppress(ValueError):
+                number = int(folder.name.removeprefix("step-"))
+                if number < step and (folder / "manifest.json").is_file():
+                    found.append((number, folder))
+        first, folder = max(found, default=(0, None))
+        kept = set(steps_with_responses(self.folder.samples))
+        missing = [each for each in range(first + 1, step + 1) if each not in kept]
+        if missing:
+            start = (
+                f"the checkpoint of step {first}" if folder else "the run's start, as no checkpoint before it is left"
+            )
+            raise ConfigError(
+                f"--step {step}: it is computed again from {start}, and samples of step {missing[0]} are missing "
+                f"({len(missing)} in all); record.samples: all and a larger trainer.max_actor_ckpt_to_keep keep more"
+            )
+        if step - first > MOST_STEPS:
+            raise ConfigError(
+                f"--step {step}: the newest checkpoint before it is of step {first}, and at most {MOST_STEPS} steps "
+                "are computed again; a smaller trainer.save_freq keeps nearer ones"
+            )
+        return first, folder
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came out. `differences`: of each step, name, stored and replayed value of metrics that are not equal.
+
+    `weights`: whether the weights and optimizer states after the last step are those of its checkpoint; None where
+    there is none. `experiments`: metrics of the last step with one thing changed, by name; `failed`: those that could
+    not be computed, with the reason.
+    """
+
+    first: int
+    step: int
+    metrics: dict[str, float]
+    compared: int
+    differences: dict[int, list[tuple[str, Any, Any]]]
+    weights: bool | None
+    experiments: dict[str, dict[str, float]]
+    failed: dict[str, str]
+    seconds: float
+
+    @property
+    def repeats(self) -> bool:
+        """Tells whether everything came out with equal bits."""
+        return not self.differences and self.weights is not False
+
+
+def replay(
+    run: StoredRun, step: int, experiments: Sequence[Mapping[str, Any]] = (), timeout_s: float = 1800.0
+) -> Replay:
+    """Computes a step again, and experiments with it. Raises ConfigError for a run that does not allow it.
+
+    Raises EnvironmentFault where a rank fails.
+    """
+    if step not in run.rows or step < 1:
+        raise ConfigError(f"--step {step}: the run has no such step; it has {_range(run.steps)}")
+    if faults := replayed_faults(run.config):
+        raise ConfigError(f"{run.folder.path}: its steps cannot be computed again: {'; '.join(faults)}")
+    first, checkpoint = run.base(step)
+    begun = time.perf_counter()
+    kept = run.folder.checkpoints / f"step-{step}"
+    has_weights = (kept / "manifest.json").is_file()
+    with tempfile.TemporaryDirectory(prefix="mrl-replay-") as made:
+        folder = Path(made)
+        order = {
+            "run": str(run.folder.path.resolve()), "first": first + 1, "step": step, "weights": has_weights,
+            "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
+            "total_steps": _total_steps(run.config), "experiments": list(experiments),
+        }  # fmt: skip
+        (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
+        (folder / "config.yaml").write_text(run.folder.config.read_text(encoding="utf-8"), encoding="utf-8")
+        answers = _ranks(run.config, folder, timeout_s)
+    again = [_metrics([answer["steps"][place] for answer in answers]) for place in range(step - first)]
+    differences = {}
+    compared = 0
+    for number, metrics in zip(range(first + 1, step + 1), again, strict=True):
+        names = [name for name in metrics if name in run.rows[number] and _is_replayed(name)]
+        compared += len(names)
+        unlike = [(name, run.rows[number][name], metrics[name]) for name in names]
+        unlike = [each for each in unlike if not _same(each[1], each[2])]
+        if unlike:
+            differences[number] = unlike
+    found = [_experiment(place, answers) for place in range(len(experiments))]
+    return Replay(
+        first,
+        step,
+        again[-1],
+        compared,
+        differences,
+        _same_weights(kept, answers) if has_weights else None,
+        {name: metrics for name, metrics in found if isinstance(metrics, dict)},
+        {name: why for name, why in found if isinstance(why, str)},
+        time.perf_counter() - begun,
+    )
+
+
+def _range(steps: Sequence[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if steps else "none"
+
+
+def _is_replayed(name: str) -> bool:
+    return not is_of_clock(name) and not name.startswith(_NOT_REPLAYED)
+
+
+def _same(stored: Any, again: float) -> bool:
+    """Compares numbers; what is not finite is stored as null."""
+    return stored == again or (stored is None and not math.isfinite(again))
+
+
+def _total_steps(config: RunConfig) -> int:
+    """Returns the steps of the run, which its learning rates follow."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    from mrl.driver.assemble_data import read_data
+
+    return read_data(config.model.path, config.data, config.rollout, config.reward, config.trainer).total_steps
+
+
+def _ranks(config: RunConfig, folder: Path, timeout_s: float) -> list[dict[str, Any]]:
+    """Runs all ranks to their end. Returns their answers. Raises EnvironmentFault with a log's end if one fails."""
+    world = config.actor.layout.world_size
+    environment = os.environ | get_hosting(config.cluster.device).actor_environment()
+    port = str(free_port())
+    logs = [folder / f"rank-{rank}.log" for rank in range(world)]
+    processes: list[subprocess.Popen] = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-m", "mrl.tools.explain.replay_rank", str(rank), port, str(folder)]
+            with log.open("wb") as file:
+                processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                    )
+                )
+        _wait(processes, logs, timeout_s)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
+
+
+def _wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        codes = [process.poll() for process in processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            said = logs[failed[0]].read_text(errors="replace")[-_TAIL:]
+            raise EnvironmentFault(f"rank {failed[0]} of the replay ended with {codes[failed[0]]}:\n{said}")
+        if all(code == 0 for code in codes):
+            return
+        time.sleep(0.1)
+    raise EnvironmentFault(f"the replay is not done after {timeout_s:.0f} s, and was ended")
+
+
+def _metrics(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns a step's metrics, from the answers of all ranks in their order, as the driver makes them."""
+    parts = [part for answer in of_ranks for part in answer["parts"]]
+    metrics = dict(of_ranks[0]["scored"]) | reduce_parts(parts)
+    applied = len(gradient_norms(parts)) - metrics.get("actor/skipped_updates", 0.0)
+    return metrics | {"actor/updates": applied}
+
+
+def _experiment(place: int, answers: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, float] | str]:
+    """Returns an experiment's name with its metrics, or with the reason why it has none."""
+    of_ranks = [answer["experiments"][place] for answer in answers]
+    for answer in of_ranks:
+        if "failed" in answer:
+            return answer["name"], answer["failed"]
+    return of_ranks[0]["name"], _metrics(of_ranks)
+
+
+def _same_weights(checkpoint: Path, answers: Sequence[Mapping[str, Any]]) -> bool:
+    """Tells whether every rank's file would have the bytes of the checkpoint's."""
+    stored = read_manifest(checkpoint).files()
+    written = {name: facts for answer in answers for name, facts in answer["file"].items()}
+    return all(stored.get(name) == facts for name, facts in written.items())

@@ -1,0 +1,194 @@
+"""One rank's process of a replay: `python -m mrl.tools.explain.replay_rank RANK PORT FOLDER`.
+
+`FOLDER/order.json` says what to compute (replay.Order). All ranks read the same samples and cut them alike, so nothing
+is handed between them but what a step's own collectives carry. Each writes `FOLDER/rank-R.json`.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig, with_values
+from mrl.driver.step_batch import StepBatch
+from mrl.generate.rollouts import Rollouts, compared, metric_values
+from mrl.platforms import prepare_process
+from mrl.platforms.hosting import set_communicator_defaults, set_rank_defaults
+from mrl.rank.rank_step import RankStep
+from mrl.tools.explain.stored_step import stored_rollouts
+
+_RATES = ("max_lr", "min_lr")  # that Megatron's scheduler reads of a group of parameters
+
+
+class OwnRank:
+    """All ranks, as StepBatch asks them: this process answers for its own, and takes its answer for the others'."""
+
+    teacher = None
+    critic_layout = None
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+        self.route_readers: dict[str, Any] = {}
+        self.config = actor.config
+        self.model = actor.model
+        self.layout = actor.layout
+        self._step: RankStep | None = None
+
+    def score(self, arguments: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+        rows, own, samples, *handed = arguments[self._actor.rank]
+        self._step = RankStep(self._actor, rows)
+        scored, returns = self._step.score(own, samples, handed)
+        return [scored] * len(arguments), [returns] * len(arguments)
+
+    def each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str) -> list[Any]:
+        return [getattr(self._step, method)(*arguments[self._actor.rank])] * len(arguments)
+
+
+class Snapshot:
+    """Weights, optimizer and random states of a rank, to return to before each experiment."""
+
+    def __init__(self, actor: Any):
+        import torch
+
+        from mrl.rank.rank_parameters import MOMENTS, rank_parameters
+
+        self._actor = actor
+        self._of = []
+        with torch.no_grad():
+            for each in rank_parameters(actor):
+                kept = {"parameter": each.parameter.detach().clone()}
+                if each.optimizer is not None:
+                    main = each.main()
+                    moments = each.adam.moments(main)
+                    kept |= {"main": main.detach().clone(), "master": each.adam.master(main).detach().clone()}
+                    kept["moments"] = {name: moments[name].clone() for name in MOMENTS.values() if name in moments}
+                    kept["steps"] = each.adam.steps()
+                self._of.append((each, kept))
+        self._num_steps = actor.scheduler.num_steps
+        self.rates = {name: actor.optimizer.param_groups[0][name] for name in _RATES}
+        self._counts = actor.num_updates, actor.skipped_in_a_row
+        self._random = torch.get_rng_state()
+
+    def restore(self, fresh_optimizer: bool = False) -> None:
+        """Returns to the state. `fresh_optimizer`: with moments as before a first update."""
+        import torch
+
+        with torch.no_grad():
+            for each, kept in self._of:
+                each.parameter.data.copy_(kept["parameter"])
+                if each.optimizer is None:
+                    continue
+                main = each.main()
+                main.copy_(kept["main"])
+                each.adam.master(main).copy_(kept["master"])
+                moments = {name: torch.zeros_like(kept["master"]) for name in ("exp_avg", "exp_avg_sq")}
+                step = 0.0
+                if kept["moments"] and not fresh_optimizer:
+                    moments = {name: value.clone() for name, value in kept["moments"].items()}
+                    step = max(kept["steps"])
+                each.adam.set_moments(main, step, moments)
+        self._actor.residence.forget_copies()
+        scheduler = self._actor.scheduler
+        for group in self._actor.optimizer.param_groups:
+            group.update(self.rates)
+        scheduler.num_steps = self._num_steps
+        scheduler.step(0)
+        self._actor.num_updates, self._actor.skipped_in_a_row = self._counts
+        torch.set_rng_state(self._random)
+
+
+def built(config: RunConfig, rank: int, port: int, checkpoint: str | None) -> Any:
+    """Builds this rank's part of the actor as ActorWorker.start does, and loads it."""
+    layout = config.actor.layout
+    cuts = layout.tensor_model_parallel_size * layout.context_parallel_size > 1
+    set_communicator_defaults()
+    set_rank_defaults(config.cluster.device, cuts, config.model.grouped_gemm)
+    own = prepare_process(config.cluster.device, layout.model_dump(), config.model.override_transformer_config)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"override_transformer_config": own})})
+    from mrl.rank.actor import MegatronActor
+    from mrl.rank.rank_load import load_rank
+
+    actor = MegatronActor(config, rank, layout.world_size, "127.0.0.1", port)
+    if checkpoint is not None:
+        load_rank(actor, Path(checkpoint))
+    return actor
+
+
+def one_step(actor: Any, step: int, rollouts: Rollouts, left_out: np.ndarray | None = None) -> dict[str, Any]:
+    """Scores a step and updates the weights. `left_out`, bool [rows], marks rows that do not count.
+
+    Returns the metrics of scoring, and this rank's parts of those of updates.
+    """
+    config = actor.config
+    algorithm = config.algorithm
+    batch = StepBatch(OwnRank(actor), rollouts.samples)
+    counted = compared(batch.rows.group_id, rollouts.results, config.compares_responses)
+    if left_out is not None:
+        counted = counted & ~left_out
+    parts = {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys}
+    scored = batch.score(rollouts.rewards, counted, parts, by_reference=algorithm.needs_reference)
+    answers, metrics = batch._actor.each("update", [()] * actor.layout.world_size, "update")[0]
+    return {"step": step, "scored": dict(scored.metrics) | metrics, "parts": [dict(part) for part in answers]}
+
+
+def experiment(actor: Any, given: dict[str, Any], step: int, rollouts: Rollouts, start: Snapshot) -> dict[str, Any]:
+    """Computes a step with one thing changed: settings, rows that are left out, or the optimizer's state anew."""
+    from mrl.rank.loss_parameters import loss_parameters
+
+    start.restore(fresh_optimizer=given.get("fresh_optimizer", False))
+    usual = actor.config
+    left_out = None
+    if given.get("rows") is not None:
+        left_out = np.zeros(len(rollouts.results), bool)
+        left_out[given["rows"]] = True
+    try:
+        actor.config = with_values(usual, given.get("settings", {}))
+        actor.loss_parameters = loss_parameters(actor.config.algorithm, actor.config.distillation)
+        if "lr_times" in given:
+            for group in actor.optimizer.param_groups:
+                for name in _RATES:
+                    group[name] = given["lr_times"] * start.rates[name]
+            actor.scheduler.step(0)
+        return {"name": given["name"]} | one_step(actor, step, rollouts, left_out)
+    except Exception as error:
+        return {"name": given["name"], "failed": f"{type(error).__name__}: {error}"}
+    finally:
+        actor.config = usual
+        actor.loss_parameters = loss_parameters(usual.algorithm, usual.distillation)
+
+
+def main(rank: int, port: int, folder: Path) -> None:
+    """Computes what the order says, and writes this rank's answer."""
+    order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
+    run = Path(order["run"])
+    config = load_config(folder / "config.yaml").config
+    config = with_values(config, {"trainer.total_training_steps": order["total_steps"]})
+    actor = built(config, rank, port, order["checkpoint"])
+    samples = run / "samples"
+    steps = []
+    for step in range(order["first"], order["step"]):
+        steps.append(one_step(actor, step, stored_rollouts(config, samples, step)))
+    start = Snapshot(actor)
+    rollouts = stored_rollouts(config, samples, order["step"])
+    steps.append(one_step(actor, order["step"], rollouts))
+    answer = {"steps": steps, "file": _written(actor, folder) if order["weights"] else None}
+    answer["experiments"] = [experiment(actor, given, order["step"], rollouts, start) for given in order["experiments"]]
+    (folder / f"rank-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
+    actor.close()
+
+
+def _written(actor: Any, folder: Path) -> dict[str, Any]:
+    """Writes this rank's file of a checkpoint. Returns its size and SHA-256 by its name."""
+    from mrl.rank.rank_save import HostCopy
+
+    copy = HostCopy()
+    copy.take(actor)
+    return dict(copy.write(folder).files)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,80 @@
+"""What ranks are given of a step, made anew from its stored samples."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.config.schema import RunConfig
+from mrl.data.order import DataCursor
+from mrl.data.samples import Sample, packed
+from mrl.errors import ConfigError
+from mrl.generate.rollouts import Judge, Rollouts
+from mrl.record.sample_files import GROUND_TRUTH, read_samples, readable
+from mrl.reward.items import RewardResult
+from mrl.store.response_store import ResponseBlock, ResponseStore
+
+
+class StoredResponses(ResponseStore):
+    """Responses in this process's memory, in place of an object store."""
+
+    @staticmethod
+    def _get(references: Sequence[Any]) -> list[Any]:
+        return list(references)
+
+
+def stored_rollouts(config: RunConfig, folder: Path, step: int) -> Rollouts:
+    """Returns samples, results and rewards of a step as the run had them. `folder`: the run's samples.
+
+    Raises ConfigError for a step without a file, or with less than its rows. Raises DataError for a damaged file.
+    """
+    try:
+        with readable(folder, step):
+            rows = read_samples(folder, step)
+            samples = packed([_sample(row) for row in rows])
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder}: has no samples of step {step}, which has to be computed again; record.samples: all keeps them, "
+            "within record.samples_max_gib"
+        ) from None
+    store = StoredResponses.of(samples.numbers, ResponseBlock(samples))
+    judge = Judge(config.algorithm, config.reward, config.data.max_response_length)
+    return judge.rollouts(store, [_result(row) for row in rows], DataCursor(), {})
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    return Sample(
+        prompt_id=row["prompt_id"],
+        group_id=row["group_id"],
+        sample_id=row["sample_id"],
+        seed=row["seed"],
+        prompt_ids=np.array(row["prompt_ids"], np.int32),
+        response_ids=np.array(row["response_ids"], np.int32),
+        rollout_log_probs=np.array(row["rollout_log_probs"], np.float32),
+        stop_reason=row["stop_reason"],
+        weight_version=row["weight_version"],
+    )
+
+
+def _result(row: dict[str, Any]) -> RewardResult:
+    parts = {name: part for name, part in row["reward"].items() if name not in ("score", "reason", GROUND_TRUTH)}
+    return RewardResult(row["sample_id"], float(row["reward"]["score"]), parts, row["reward"].get("reason", "ok"))
+
+
+def replayed_faults(config: RunConfig) -> list[str]:
+    """Returns why steps of a configuration cannot be computed again here; empty where they can."""
+    faults = []
+    if config.record.samples != "all":
+        faults.append(f"record.samples: {config.record.samples} kept a part of each step's rows; all keeps them")
+    if config.actor.router_replay == "R3":
+        faults.append("actor.router_replay: R3 trained on the engines' routes, which are not among the stored samples")
+    if config.algorithm.needs_critic:
+        faults.append(f"algorithm.adv_estimator: {config.algorithm.adv_estimator} has a critic, which is not replayed")
+    if config.distillation.enabled:
+        faults.append("distillation.enabled: a teacher is not replayed")
+    if config.rollout.turns is not None or config.rollout.agent is not None:
+        faults.append("rollout.turns: responses of several turns are not replayed")
+    if config.algorithm.custom_advantage is not None:
+        faults.append("algorithm.custom_advantage: a function of yours may keep something from step to step")
+    return faults

@@ -1,0 +1,269 @@
+"""mrl explain: the first step outside a run's own band, what its samples say, and how verdicts follow from a replay."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from report_run import World, write_run
+
+from mrl.cli.main import main
+from mrl.errors import ConfigError, DataError
+from mrl.tools.explain import explain as explaining
+from mrl.tools.explain.band import DEGREES, FALSE_ALARM, STEP, WATCHED, breaks, judged_step, quantile, two_sided
+from mrl.tools.explain.evidence import StepSamples, of_groups, of_length, of_mismatch, of_versions
+from mrl.tools.explain.experiments import effects, experiments_of
+from mrl.tools.explain.explain import explain, lines
+from mrl.tools.explain.replay import Replay, StoredRun, replay
+from mrl.tools.explain.stored_step import stored_rollouts
+
+# ---------------------------------------------------------------- the run's own band
+
+
+def test_probabilities_are_those_of_printed_tables_of_students_t():
+    """Four degrees of freedom, two sides (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2)."""
+    assert DEGREES == 4
+    for p, deviation in ((0.2, 1.533), (0.1, 2.132), (0.05, 2.776), (0.02, 3.747), (0.01, 4.604), (0.002, 7.173)):
+        assert two_sided(deviation) == pytest.approx(p, rel=1e-3)
+        assert quantile(p) == pytest.approx(deviation, abs=6e-4)
+
+
+SIZES = (1e-6, 1e-4, 1.0, 2.0, 0.3, 0.01, 0.3, 50.0, 0.1)  # of the watched metrics
+
+
+def healthy(seed: int, steps: int = 60) -> list[dict]:
+    """A run whose metrics drift, with noise that remembers the step before, and of every second one heavy tails."""
+    rng = np.random.default_rng(seed)
+    rows = [{STEP: step} for step in range(1, steps + 1)]
+    for number, (watched, size) in enumerate(zip(WATCHED, SIZES, strict=True)):
+        noise = rng.standard_t(6, steps) if number % 2 else rng.normal(size=steps)
+        for step in range(1, steps):
+            noise[step] += 0.3 * noise[step - 1]
+        drift = rng.normal() * 0.01 * np.arange(steps)
+        values = size * np.exp(0.1 * noise + drift) if watched.logs else size * (1 + 0.1 * noise + drift)
+        for row, value in zip(rows, values, strict=True):
+            row[watched.name] = float(value)
+    return rows
+
+
+def test_of_healthy_runs_hardly_more_than_the_stated_share_is_called_broken():
+    called = sum(bool(breaks(healthy(seed, 40))) for seed in range(20))
+    assert called <= 2 * FALSE_ALARM * 20, called
+
+
+@pytest.mark.long
+def test_of_a_thousand_healthy_runs_no_more_than_the_stated_share_is_called_broken():
+    assert sum(bool(breaks(healthy(seed))) for seed in range(1000)) <= FALSE_ALARM * 1000
+
+
+def test_a_gradient_three_times_as_large_is_found_at_its_step():
+    found = []
+    for seed in range(6):
+        rows = healthy(1000 + seed, 40)
+        begins = 12 + 4 * seed
+        for row in rows[begins - 1 :]:
+            row["actor/grad_norm"] *= 3
+        first = breaks(rows)
+        found.append(bool(first) and first[0].step == begins and first[0].name == "actor/grad_norm")
+    assert sum(found) >= 5
+
+
+def test_a_number_that_is_none_is_a_break_and_what_follows_is_judged_by_what_was():
+    rows = healthy(3)
+    rows[29]["actor/grad_norm"] = None  # as JSON has NaN
+    first = breaks(rows)
+    assert [(each.step, each.name) for each in first] == [(30, "actor/grad_norm")]
+
+
+def test_few_steps_and_a_constant_metric_are_no_break():
+    assert breaks(healthy(1)[:8]) == [] and breaks([]) == []
+    flat = [{STEP: step, "critic/score/mean": 0.0, "actor/grad_norm": 0.0} for step in range(1, 40)]
+    assert breaks(flat) == [] and judged_step(flat, 30) == []
+
+
+# ---------------------------------------------------------------- what samples say
+
+
+def samples(rows: int = 32, **given) -> StepSamples:
+    rng = np.random.default_rng(0)
+    return replace(
+        StepSamples(
+            sample_id=np.arange(rows),
+            prompt_id=np.arange(rows) // 4,
+            group_id=np.arange(rows) // 4,
+            scores=rng.normal(size=rows),
+            lengths=rng.integers(10, 50, rows),
+            versions=np.full(rows, 4),
+            gaps=rng.uniform(1e-6, 2e-6, rows),
+            along=np.full(4, 1e-6),
+            slope=1.0,
+            mean_slope_error=1e-6,
+        ),
+        **given,
+    )
+
+
+def config_of(tmp_path, *settings):
+    return StoredRun.read(write_run(tmp_path / "run", World(settings=settings)).path).config
+
+
+def test_responses_of_other_weights_are_counted_in_the_synchronous_order(tmp_path):
+    config = config_of(tmp_path)
+    assert of_versions(config, 5, samples()) == ""
+    old = np.where(np.arange(32) < 8, 2, 4)
+    assert "8 of 32 responses are not of version 4: version 2 in 8" in of_versions(config, 5, samples(versions=old))
+
+
+def test_lone_responses_and_a_reward_that_began_to_pay_length_are_told():
+    assert of_groups(samples()) == ""
+    assert "32 of 32 groups have one response" in of_groups(samples(group_id=np.arange(32)))
+    lengths = np.arange(10, 42)
+    paid = samples(lengths=lengths, scores=lengths / 10)
+    assert "correlation 1.00" in of_length(paid, [samples()])
+    assert of_length(paid, [paid]) == "" and of_length(samples(), [samples()]) == ""
+
+
+def test_where_generation_differs_is_told_by_what_differs():
+    assert of_mismatch(samples()) == []
+    far = samples(gaps=np.where(np.arange(32) == 7, 0.5, 1e-3))
+    assert "1 of 32 responses have most of it (ids 7)" in of_mismatch(far)[0]
+    everywhere = dict(gaps=np.full(32, 0.1) + np.linspace(0, 0.01, 32))
+    assert "0.700 times the engine's" in of_mismatch(samples(slope=0.7, mean_slope_error=0.01, **everywhere))[0]
+    assert "grows along responses" in of_mismatch(samples(along=np.array([0.01, 0.02, 0.05, 0.2]), **everywhere))[0]
+    assert "the same in all responses" in of_mismatch(samples(**everywhere))[0]
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def a_run(tmp_path, monkeypatch, again=None, stored=None, broken="actor/grad_norm", **world):
+    """A run of 16 steps that breaks at the twelfth, and what a replay of it is taken to give."""
+    flat = [1.0 + 0.01 * (step % 3) for step in range(16)]
+    jump = [value * (8 if step >= 11 else 1) for step, value in enumerate(flat)]
+    metrics = {broken: jump} | {name: flat for name in ("actor/grad_norm", "actor/entropy") if name != broken}
+    run = write_run(tmp_path / "run", World(steps=16, total=16, metrics=metrics, **world))
+    monkeypatch.setattr(
+        explaining.StepSamples, "read", lambda folder, step: stored or samples(versions=np.full(32, 11))
+    )
+
+    def replayed(stored_run, step, orders):
+        given = again or Replay(6, step, {}, 70, {}, None, {}, {}, 1.0)
+        return replace(given, experiments={order["name"]: given.experiments.get(order["name"], {}) for order in orders})
+
+    monkeypatch.setattr(explaining, "replay", replayed)
+    return run
+
+
+def test_a_step_that_does_not_repeat_is_a_fault_of_the_process(tmp_path, monkeypatch):
+    for number, (names, kind, words) in enumerate((
+        ({"actor/grad_norm": 8.0}, "update", "log-probs repeat, and updates do not"),
+        ({"actor/grad_norm": 8.0, "actor/entropy": 1.0}, "ranks", "forward pass"),
+        ({"actor/grad_norm": 8.0, "actor/lr": 1e-3}, "update", "learning rate was not the schedule's"),
+    )):  # fmt: skip
+        unlike = {12: [(name, value, 1.0) for name, value in names.items()]}
+        run = a_run(tmp_path / str(number), monkeypatch, Replay(6, 12, {}, 70, unlike, None, {}, {}, 1.0))
+        found = explain(run.path)
+        assert found.step == 12 and not found.repeats
+        assert found.verdicts[0].kind == kind and words in found.verdicts[0].cause
+        assert "NOT EQUAL" in "\n".join(lines(found))
+
+
+def test_a_mismatch_of_a_step_that_repeats_is_the_engines(tmp_path, monkeypatch):
+    far = samples(versions=np.full(32, 11), gaps=np.full(32, 0.1), slope=0.7, mean_slope_error=0.01)
+    run = a_run(tmp_path, monkeypatch, stored=far, broken="rollout_corr/k3_kl")
+    first = explain(run.path).verdicts[0]
+    assert first.kind == "engines" and "unlike temperatures" in first.cause
+
+
+def test_old_weights_in_engines_are_the_first_verdict(tmp_path, monkeypatch):
+    run = a_run(tmp_path, monkeypatch, stored=samples(versions=np.full(32, 9)))
+    first = explain(run.path).verdicts[0]
+    assert first.kind == "samples" and "version 9 in 32" in first.evidence
+
+
+def test_experiments_are_ordered_by_what_they_remove(tmp_path, monkeypatch):
+    again = Replay(6, 12, {}, 70, {}, None, {
+        "without clipping": {"actor/grad_norm": 7.0}, "a fresh optimizer": {"actor/grad_norm": 1.0},
+        "half the learning rate": {"actor/grad_norm": 3.0},
+    }, {}, 1.0)  # fmt: skip
+    found = explain(a_run(tmp_path, monkeypatch, again).path)
+    assert [each.cause for each in found.verdicts] == ["the optimizer's moments", "updates are too large"]
+    assert found.verdicts[0].removes == 1.0 and 0.5 < found.verdicts[1].removes < 1
+    assert found.experiments["without clipping"] < 0.5
+
+
+def test_where_nothing_removes_the_break_it_says_so(tmp_path, monkeypatch, capsys):
+    run = a_run(tmp_path, monkeypatch)
+    main(["explain", str(run.path)])
+    said = capsys.readouterr().out
+    assert "nothing that was tried removes it" in said and "usually" in said and "by chance" in said
+    main(["explain", str(run.path), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["step"] == 12 and answer["breaks"][0]["name"] == "actor/grad_norm" and answer["false_alarm"] == 0.05
+
+
+def test_an_experiment_that_makes_a_break_worse_removes_nothing():
+    rows = healthy(0)
+    rows[-1]["actor/grad_norm"] *= 20
+    (broken,) = [each for each in breaks(rows) if each.name == "actor/grad_norm"]
+    logs = {each.name: each.logs for each in WATCHED}
+    found = effects([broken], logs, {"worse": {"actor/grad_norm": 40 * broken.value}, "none": {}})
+    assert found == {"worse": -1.0}
+
+
+def test_rows_that_stand_out_and_parts_of_the_groups_are_left_out_in_turn(tmp_path):
+    scores = np.zeros(64)
+    scores[5] = 40.0
+    tried = experiments_of(config_of(tmp_path), samples(64, scores=scores + np.linspace(0, 1, 64)))
+    rows = {each.name: each.order["rows"] for each in tried if "rows" in each.order}
+    assert rows["without the 1 responses whose reward stands out"] == [5]
+    quarters = [found for name, found in rows.items() if name.startswith("without quarter")]
+    assert len(quarters) == 4 and sorted(row for rows in quarters for row in rows) == list(range(64))
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_what_cannot_be_explained_is_refused_with_one_message_each(tmp_path, monkeypatch):
+    fine = a_run(tmp_path / "fine", monkeypatch)
+    monkeypatch.undo()
+    bare = a_run(tmp_path / "bare", monkeypatch, with_samples=False)
+    monkeypatch.undo()
+    other = write_run(tmp_path / "other" / "run")
+    other.config.write_text(other.config.read_text().replace("seed:", "seeds:", 1))
+    for path, step, words in (
+        (tmp_path, None, "holds no run"),
+        (fine.path, 40, "no such step; it has steps 1 to 16"),
+        (fine.path, 11, "every metric is within the band"),
+        (bare.path, None, "samples of step 1 are missing"),
+        (other.path, None, "was written by another version of mrl"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            explain(path, step)
+
+
+def test_damaged_samples_are_told_from_missing_ones(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run.samples / "step-6.parquet").write_bytes(b"PAR1 no more")
+    config = StoredRun.read(run.path).config
+    with pytest.raises(DataError, match="samples of step 6 cannot be read"):
+        stored_rollouts(config, run.samples, 6)
+    with pytest.raises(ConfigError, match="has no samples of step 5"):
+        stored_rollouts(config, run.samples, 5)
+
+
+def test_a_step_too_far_from_its_checkpoint_and_a_recipe_that_is_not_replayed_are_told(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", World(settings=["record.samples=8"]))
+    stored = StoredRun.read(run.path)
+    with pytest.raises(ConfigError, match=r"record\.samples: 8 kept a part"):
+        replay(stored, 6)
+    with pytest.raises(ConfigError, match="from the run's start, as no checkpoint before it is left, and samples of"):
+        stored.base(6)
+
+
+def test_stored_samples_come_back_as_they_were_trained_on(tmp_path):
+    run = write_run(tmp_path / "run")
+    found = stored_rollouts(StoredRun.read(run.path).config, run.samples, 6)
+    rows = found.samples.read()
+    assert rows.token_ids[:6].tolist() == [0, 1, 0, 3, 2, 4] and rows.rollout_log_probs[1] == np.float32(-3.0)
+    assert found.rewards.tolist() == [row / 5 for row in range(6)] and found.results[0].parts.keys() == {"note"}
