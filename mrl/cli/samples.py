@@ -18,6 +18,13 @@ def add(commands) -> None:
     samples.add_argument("run_dir", metavar="RUN", help="run directory")
     samples.add_argument("--step", type=positive, metavar="N", help="step to read; default: the newest with a file")
     samples.add_argument("--prompt", type=int, metavar="ID", help="only responses to this prompt")
+    samples.add_argument(
+        "--id",
+        type=int,
+        metavar="ID",
+        help="one response through everything: log-probs of engine and trainer, its group, advantage and reward, and "
+        "the same prompt in other steps",
+    )
     samples.add_argument("--worst", type=positive, metavar="K", help="the K with the lowest scores, lowest first")
     samples.add_argument(
         "--log-probs",
@@ -61,6 +68,9 @@ def _show(options: argparse.Namespace, run: Any, step: int, file: Any) -> None:
         rows = rows[file.prompt_ids[rows] == options.prompt]
         if not len(rows):
             raise ConfigError(f"--prompt {options.prompt}: step {step} has no response to it")
+    if options.id is not None:
+        _one_through_all(run, step, file, options)
+        return
     shown = file.read(rows[: options.worst])
     gaps = file.differences([row["sample_id"] for row in shown]) if options.log_probs else [None] * len(shown)
     if options.jsonl:
@@ -72,6 +82,29 @@ def _show(options: argparse.Namespace, run: Any, step: int, file: Any) -> None:
         print(_text(step, row, decode, options.turns))
         if options.log_probs:
             print(_table(row, gap, decode))
+
+
+def _one_through_all(run: Any, step: int, file: Any, options: argparse.Namespace) -> None:
+    """Prints everything that is kept of one response."""
+    from mrl.record.run_dir import json_line
+    from mrl.tools.one_sample import story_of
+
+    story = story_of(run, file, options.id)
+    if options.jsonl:
+        sys.stdout.write(json_line(story))
+        return
+    decode = _decoder(run.config, sorted(run.checkpoints.glob("step-*/hf"), reverse=True))
+    print(_text(step, story, decode, options.turns))
+    print(_table(story, story["trainer_less_rollout"], decode))
+    ratio = "" if story["ratio"] is None else f"; trainer over engine, whole response: {story['ratio']:.4g}"
+    print(f"--- weights of step {story['weight_version']}{ratio}")
+    scores = ", ".join(f"{each['sample_id']}: {each['score']:g}" for each in story["group"])
+    advantage = "not known from scores alone" if story["advantage"] is None else f"{story['advantage']:.4g}"
+    print(f"--- its group, score by id: {scores}\n--- advantage: {advantage}")
+    if story["dropped"]:
+        print(f"--- dropped: {story['dropped']}")
+    for other, found in story["other_steps"].items():
+        print(f"--- the same prompt in step {other}: scores {', '.join(f'{score:g}' for score in found)}")
 
 
 def _steps(folder: Path) -> list[int]:

@@ -2,6 +2,7 @@
 and exact resume.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -114,6 +115,8 @@ def test_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert finish(train(world, whole, *GRPO, **settings), whole) == 0, whole.with_suffix(".log").read_text()[-3000:]
     check_the_run_of_a_recipe(metrics(whole))
+    command = ["mrl", "explain", str(whole), "--replay", "--json"]
+    replaying = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)  # beside what follows
 
     process = train(world, broken, *GRPO, trainer__resume_mode="auto", **settings)  # there is no run yet: it begins one
     wait_for_step(process, broken, 2)
@@ -123,6 +126,9 @@ def test_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
     process.kill()
     process.wait()
     check_that_no_worker_outlives(started)
+
+    again = json.loads(replaying.communicate(timeout=RUN_S)[0])  # its last step, from the checkpoint before
+    assert again["repeats"] and again["weights"] and again["from"] == STEPS - 1 and again["compared"] > 50, again
 
     with ray_head(tmp_path / "ray") as environment:
         arguments = ["--run-dir", str(broken), *overrides(world, **settings)]

@@ -1,13 +1,15 @@
 """mrl explain: the first step outside a run's own band, what its samples say, and how verdicts follow from a replay."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from report_run import World, write_run
 
-from mrl.cli.main import main
+from mrl.cli.main import main, make_parser
+from mrl.driver.stored_step import stored_rollouts
 from mrl.errors import ConfigError, DataError
 from mrl.tools.explain import explain as explaining
 from mrl.tools.explain.band import DEGREES, FALSE_ALARM, STEP, WATCHED, breaks, judged_step, quantile, two_sided
@@ -15,7 +17,6 @@ from mrl.tools.explain.evidence import StepSamples, of_groups, of_length, of_mis
 from mrl.tools.explain.experiments import effects, experiments_of
 from mrl.tools.explain.explain import explain, lines
 from mrl.tools.explain.replay import Replay, StoredRun, replay
-from mrl.tools.explain.stored_step import stored_rollouts
 
 # ---------------------------------------------------------------- the run's own band
 
@@ -259,6 +260,23 @@ def test_a_step_too_far_from_its_checkpoint_and_a_recipe_that_is_not_replayed_ar
         replay(stored, 6)
     with pytest.raises(ConfigError, match="from the run's start, as no checkpoint before it is left, and samples of"):
         stored.base(6)
+
+
+def test_one_response_is_shown_through_everything(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    shutil.copy(run.samples / "step-6.parquet", run.samples / "step-3.parquet")
+    (run.samples / "step-2.parquet").write_bytes(b"no file of columns")
+    main(["samples", str(run.path), "--id", "3", "--jsonl"])
+    story = json.loads(capsys.readouterr().out)
+    # scores 0.4 and 0.6 of one prompt: GRPO's advantage is half their difference over their deviation (n - 1)
+    assert story["advantage"] == pytest.approx(0.1 / (0.02**0.5 + 1e-6))
+    assert [each["sample_id"] for each in story["group"]] == [2, 3] and story["other_steps"] == {"3": [0.4, 0.6]}
+    main(["samples", str(run.path), "--id", "3"])
+    said = capsys.readouterr().out
+    assert "its group, score by id: 2: 0.4, 3: 0.6" in said and "the same prompt in step 3: scores 0.4, 0.6" in said
+    with pytest.raises(ConfigError, match="--id 77: step 6 has no such response; it has 0 to 5"):
+        options = make_parser().parse_args(["samples", str(run.path), "--id", "77"])
+        options.run(options)
 
 
 def test_stored_samples_come_back_as_they_were_trained_on(tmp_path):

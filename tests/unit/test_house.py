@@ -148,7 +148,8 @@ def light_modules() -> list[str]:
 
 # Of one name in several rooms: a command of `mrl` beside what it calls, and what concerns one thing on two floors.
 COMMANDS = {
-    "convert", "doctor", "family", "import_verl", "plan", "prepare", "rehearse", "report", "samples", "versions",
+    "convert", "doctor", "explain", "family", "import_verl", "plan", "prepare", "rehearse", "report", "samples",
+    "versions",
 }  # fmt: skip
 ON_TWO_FLOORS = {
     "routes": "of experts: as data, and as ranks fetch them",

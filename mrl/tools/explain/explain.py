@@ -19,8 +19,7 @@ from mrl.record.attempts import read_attempts
 from mrl.tools.explain.band import FALSE_ALARM, WATCHED, Break, breaks, judged_step
 from mrl.tools.explain.evidence import StepSamples, of_groups, of_length, of_mismatch, of_versions
 from mrl.tools.explain.experiments import REMOVES, effects, experiments_of
-from mrl.tools.explain.replay import Replay, StoredRun, replay
-from mrl.tools.explain.stored_step import replayed_faults
+from mrl.tools.explain.replay import Replay, StoredRun, replay, replayed_faults
 
 _MISMATCH = ("rollout_corr/", "training/rollout_")
 _BEFORE = 5  # steps whose samples say what is usual

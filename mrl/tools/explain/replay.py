@@ -24,7 +24,6 @@ from typing import Any
 from mrl.checkpoint.manifest import read_manifest
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
-from mrl.driver.update import gradient_norms
 from mrl.errors import ConfigError, EnvironmentFault, MrlError
 from mrl.platforms.hosting import get_hosting
 from mrl.process.free_ports import free_port
@@ -32,7 +31,6 @@ from mrl.record.metrics import reduce_parts
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sample_files import steps_with_responses
 from mrl.tools.compare_runs import is_of_clock
-from mrl.tools.explain.stored_step import replayed_faults
 
 STEP = "training/global_step"
 MOST_STEPS = 200  # between a checkpoint and the step, which are all computed again
@@ -130,6 +128,24 @@ class Replay:
         return not self.differences and self.weights is not False
 
 
+def replayed_faults(config: RunConfig) -> list[str]:
+    """Returns why steps of a configuration cannot be computed again here; empty where they can."""
+    faults = []
+    if config.record.samples != "all":
+        faults.append(f"record.samples: {config.record.samples} kept a part of each step's rows; all keeps them")
+    if config.actor.router_replay == "R3":
+        faults.append("actor.router_replay: R3 trained on the engines' routes, which are not among the stored samples")
+    if config.algorithm.needs_critic:
+        faults.append(f"algorithm.adv_estimator: {config.algorithm.adv_estimator} has a critic, which is not replayed")
+    if config.distillation.enabled:
+        faults.append("distillation.enabled: a teacher is not replayed")
+    if config.rollout.turns is not None or config.rollout.agent is not None:
+        faults.append("rollout.turns: responses of several turns are not replayed")
+    if config.algorithm.custom_advantage is not None:
+        faults.append("algorithm.custom_advantage: a function of yours may keep something from step to step")
+    return faults
+
+
 def replay(
     run: StoredRun, step: int, experiments: Sequence[Mapping[str, Any]] = (), timeout_s: float = 1800.0
 ) -> Replay:
@@ -210,7 +226,7 @@ def _ranks(config: RunConfig, folder: Path, timeout_s: float) -> list[dict[str, 
     processes: list[subprocess.Popen] = []
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", "mrl.tools.explain.replay_rank", str(rank), port, str(folder)]
+            command = [sys.executable, "-m", "mrl.driver.replay_rank", str(rank), port, str(folder)]
             with log.open("wb") as file:
                 processes.append(
                     subprocess.Popen(
@@ -242,6 +258,8 @@ def _wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path], timeout_s
 
 def _metrics(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns a step's metrics, from the answers of all ranks in their order, as the driver makes them."""
+    from mrl.driver.update import gradient_norms  # loads Ray
+
     parts = [part for answer in of_ranks for part in answer["parts"]]
     metrics = dict(of_ranks[0]["scored"]) | reduce_parts(parts)
     applied = len(gradient_norms(parts)) - metrics.get("actor/skipped_updates", 0.0)

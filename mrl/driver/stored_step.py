@@ -27,7 +27,7 @@ class StoredResponses(ResponseStore):
 def stored_rollouts(config: RunConfig, folder: Path, step: int) -> Rollouts:
     """Returns samples, results and rewards of a step as the run had them. `folder`: the run's samples.
 
-    Raises ConfigError for a step without a file, or with less than its rows. Raises DataError for a damaged file.
+    Raises ConfigError for a step without a file, and DataError for a damaged one.
     """
     try:
         with readable(folder, step):
@@ -60,21 +60,3 @@ def _sample(row: dict[str, Any]) -> Sample:
 def _result(row: dict[str, Any]) -> RewardResult:
     parts = {name: part for name, part in row["reward"].items() if name not in ("score", "reason", GROUND_TRUTH)}
     return RewardResult(row["sample_id"], float(row["reward"]["score"]), parts, row["reward"].get("reason", "ok"))
-
-
-def replayed_faults(config: RunConfig) -> list[str]:
-    """Returns why steps of a configuration cannot be computed again here; empty where they can."""
-    faults = []
-    if config.record.samples != "all":
-        faults.append(f"record.samples: {config.record.samples} kept a part of each step's rows; all keeps them")
-    if config.actor.router_replay == "R3":
-        faults.append("actor.router_replay: R3 trained on the engines' routes, which are not among the stored samples")
-    if config.algorithm.needs_critic:
-        faults.append(f"algorithm.adv_estimator: {config.algorithm.adv_estimator} has a critic, which is not replayed")
-    if config.distillation.enabled:
-        faults.append("distillation.enabled: a teacher is not replayed")
-    if config.rollout.turns is not None or config.rollout.agent is not None:
-        faults.append("rollout.turns: responses of several turns are not replayed")
-    if config.algorithm.custom_advantage is not None:
-        faults.append("algorithm.custom_advantage: a function of yours may keep something from step to step")
-    return faults

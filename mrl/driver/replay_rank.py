@@ -1,7 +1,7 @@
-"""One rank's process of a replay: `python -m mrl.tools.explain.replay_rank RANK PORT FOLDER`.
+"""One rank's process of a replay: `python -m mrl.driver.replay_rank RANK PORT FOLDER`.
 
-`FOLDER/order.json` says what to compute (replay.Order). All ranks read the same samples and cut them alike, so nothing
-is handed between them but what a step's own collectives carry. Each writes `FOLDER/rank-R.json`.
+`FOLDER/order.json` says what to compute (mrl.tools.explain.replay). All ranks read the same samples and cut them alike,
+so nothing is handed between them but what a step's own collectives carry. Each writes `FOLDER/rank-R.json`.
 """
 
 import json
@@ -15,11 +15,11 @@ import numpy as np
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig, with_values
 from mrl.driver.step_batch import StepBatch
+from mrl.driver.stored_step import stored_rollouts
 from mrl.generate.rollouts import Rollouts, compared, metric_values
 from mrl.platforms import prepare_process
 from mrl.platforms.hosting import set_communicator_defaults, set_rank_defaults
 from mrl.rank.rank_step import RankStep
-from mrl.tools.explain.stored_step import stored_rollouts
 
 _RATES = ("max_lr", "min_lr")  # that Megatron's scheduler reads of a group of parameters
 
