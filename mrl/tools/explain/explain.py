@@ -27,7 +27,7 @@ _LOGS = {each.name: each.logs for each in WATCHED}
 
 
 @dataclass(frozen=True)
-class Finding:
+class LikelyCause:
     """One possible cause. `kind`: samples, ranks, update, engines, recipe or data. `removes`: of the break, 0 to 1."""
 
     kind: str
@@ -44,7 +44,7 @@ class Explanation:
     run: str
     step: int | None
     breaks: list[Break] = field(default_factory=list)
-    verdicts: list[Finding] = field(default_factory=list)
+    verdicts: list[LikelyCause] = field(default_factory=list)
     repeats: bool | None = None
     replayed: str = ""
     experiments: dict[str, float] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break]) -> Explanation
         verdicts += _of_engines(found, samples)
     shares = effects(found, _LOGS, again.experiments)
     verdicts += [
-        Finding(
+        LikelyCause(
             "recipe" if "rows" not in each.order else "data",
             each.cause,
             f"computed {each.name}, {shares[each.name]:.0%} of the break is gone",
@@ -118,12 +118,12 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break]) -> Explanation
     return Explanation(str(run.folder.path), step, list(found), verdicts, again.repeats, said, shares, again.seconds)
 
 
-def _of_samples(run: StoredRun, step: int, samples: StepSamples) -> list[Finding]:
+def _of_samples(run: StoredRun, step: int, samples: StepSamples) -> list[LikelyCause]:
     """Returns what the samples say by themselves."""
     found = []
     if told := of_versions(run.config, step, samples):
         found.append(
-            Finding(
+            LikelyCause(
                 "samples",
                 "engines generated with other weights than the step's",
                 told,
@@ -132,7 +132,9 @@ def _of_samples(run: StoredRun, step: int, samples: StepSamples) -> list[Finding
         )
     if told := of_groups(samples):
         found.append(
-            Finding("samples", "groups with one response", told, "look at rollout.n, and at what filters or loses rows")
+            LikelyCause(
+                "samples", "groups with one response", told, "look at rollout.n, and at what filters or loses rows"
+            )
         )
     before = []
     for earlier in range(max(1, step - _BEFORE), step):
@@ -142,16 +144,18 @@ def _of_samples(run: StoredRun, step: int, samples: StepSamples) -> list[Finding
             continue
     if told := of_length(samples, before):
         found.append(
-            Finding("samples", "the reward pays length", told, "read the best responses, and mend the reward function")
+            LikelyCause(
+                "samples", "the reward pays length", told, "read the best responses, and mend the reward function"
+            )
         )
     return found
 
 
-def _of_process(run: StoredRun, again: Replay) -> list[Finding]:
+def _of_process(run: StoredRun, again: Replay) -> list[LikelyCause]:
     """Says what kind of fault a step that does not repeat has: in the passes, in its learning rate, or in updates."""
     if not again.differences:
         return [
-            Finding(
+            LikelyCause(
                 "update",
                 f"weights or optimizer states after step {again.step} are not what the step makes",
                 "all metrics repeat, and the checkpoint's bytes do not",
@@ -178,15 +182,15 @@ def _of_process(run: StoredRun, again: Replay) -> list[Finding]:
         kind = "update"
         if resumed:
             cause = "log-probs repeat, and updates do not: the resume lost a part of the optimizer's state"
-    return [Finding(kind, cause, evidence, change)]
+    return [LikelyCause(kind, cause, evidence, change)]
 
 
-def _of_engines(found: Sequence[Break], samples: StepSamples | None) -> list[Finding]:
+def _of_engines(found: Sequence[Break], samples: StepSamples | None) -> list[LikelyCause]:
     """Says what generation did otherwise, where its log-probs left the band and the ranks' repeat."""
     if samples is None or not any(each.name.startswith(_MISMATCH) for each in found):
         return []
     return [
-        Finding(
+        LikelyCause(
             "engines",
             f"generation computed other probabilities than the ranks, which repeat: {told}",
             f"mean difference {samples.gaps[samples.gaps == samples.gaps].mean():.2g} nats a token",
