@@ -17,6 +17,7 @@ from mrl.tools.explain.evidence import StepSamples, of_groups, of_length, of_mis
 from mrl.tools.explain.experiments import effects, experiments_of
 from mrl.tools.explain.explain import explain, lines
 from mrl.tools.explain.replay import Replay, StoredRun, replay
+from mrl.tools.explain.signs import drift, signs
 
 # ---------------------------------------------------------------- the run's own band
 
@@ -285,3 +286,41 @@ def test_stored_samples_come_back_as_they_were_trained_on(tmp_path):
     rows = found.samples.read()
     assert rows.token_ids[:6].tolist() == [0, 1, 0, 3, 2, 4] and rows.rollout_log_probs[1] == np.float32(-3.0)
     assert found.rewards.tolist() == [row / 5 for row in range(6)] and found.results[0].parts.keys() == {"note"}
+
+
+# ---------------------------------------------------------------- early signs
+
+
+def test_the_chance_of_a_drift_is_how_often_noise_has_it():
+    """Half of what does not drift rises: 5 % of it with a chance below 5 %."""
+    for alike in (0.0, 0.4):
+        chances = []
+        for seed in range(400):
+            noise = np.random.default_rng(seed).normal(size=40)
+            for step in range(1, 40):
+                noise[step] += alike * noise[step - 1]
+            deviation, chance = drift(noise)
+            chances.append(chance if deviation > 0 else 1 - chance)
+        assert 0.02 <= np.mean(np.array(chances) < 0.05) <= 0.09
+    assert drift(range(20))[1] < 1e-6 and drift([1.0] * 20) == (0.0, 0.5) and drift([1, 2, 3]) == (0.0, 0.5)
+
+
+def steps_of(**metrics) -> list[dict]:
+    names = {name.replace("__", "/"): values for name, values in metrics.items()}
+    return [{STEP: step + 1} | {name: float(values[step]) for name, values in names.items()} for step in range(30)]
+
+
+def test_signs_say_what_drifts():
+    noise = np.random.default_rng(0).normal(size=30) * 0.1
+    rise = np.arange(30) / 10
+    assert signs(steps_of(response_length__clip_ratio=noise, actor__entropy=noise, critic__score__mean=noise)) == []
+    (cut,) = signs(steps_of(response_length__clip_ratio=rise + noise))
+    assert "cut off" in cut.words and cut.chance < 1e-6 and "by chance" in str(cut)
+    (apart,) = signs(steps_of(actor__entropy=-rise + noise, rollout_corr__k3_kl=rise + noise[::-1]))
+    assert apart.words.startswith("entropy falls while generation")
+    held_out = {"val-core/sum/mean@4": np.full(30, 0.3)}
+    (gamed,) = signs(steps_of(critic__score__mean=rise + noise, **held_out))
+    assert "may be gamed" in gamed.words
+    longer = rise + noise
+    (pays,) = signs(steps_of(critic__score__mean=longer, response_length__mean=10 * longer))
+    assert "as far as responses become longer" in pays.words

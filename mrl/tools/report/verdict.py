@@ -7,6 +7,8 @@ from typing import Literal
 import numpy as np
 
 from mrl.errors import EnvironmentFault, Interrupted, NumericAbort
+from mrl.tools.explain.band import breaks
+from mrl.tools.explain.signs import signs
 from mrl.tools.report.heldout import Difference, differences
 from mrl.tools.report.run_record import RunRecord
 
@@ -15,6 +17,7 @@ CUT_OFF = 0.2
 UNIFORM = 0.5
 FLAT_ENTROPY = 0.1
 TOLD = 5  # ranges of missing steps
+JUDGED = 300  # newest steps that are searched for one that leaves the run's own band
 _OF_OTHER_LINES = (
     "This page uses only the existing lines: restore metrics.jsonl from a copy, and find out what shortened it."
 )
@@ -207,6 +210,14 @@ def _cures(run: RunRecord) -> Iterator[str]:
         )
     for advice in run.advice:
         yield f"Step {advice.step}: {advice.text}"
+    newest = list(run.by_step.values())[-JUDGED:]
+    if left := breaks(newest)[:1]:
+        yield (
+            f"Step {left[0].step}: {left[0].words} left the run's own band ({left[0].name} {left[0].value:.3g}; by "
+            f"chance: {left[0].chance:.1g}): mrl explain {run.path} says why."
+        )
+    for sign in signs(newest):
+        yield f"Early sign: {sign}."
     cut = _recent(run, "response_length/clip_ratio")
     longest = run.settings.text("data.max_response_length")
     if cut is not None and cut > CUT_OFF:
