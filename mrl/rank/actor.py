@@ -314,7 +314,7 @@ class MegatronActor:
         batch = replace(batch, keep=None)  # tokens rejected from the loss have log-probs all the same
         inputs = self._inputs(batch, micros)
         if self.vision is not None:
-            around = self.vision.around(around)
+            around = self.vision.around(batch, around)
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
         if self.on_last_stage:
             return of_rows(micros, outputs)
@@ -394,7 +394,7 @@ class MegatronActor:
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
         if self.vision is not None:
-            around = self.vision.around(around, training=True)
+            around = self.vision.around(batch, around, training=True)
         config = self.config
         with drawing_noise(config.actor.lora.dropout, config.trainer.seed, self.num_updates, self.platform.device):
             results = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around)

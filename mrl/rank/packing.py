@@ -61,7 +61,6 @@ class MicroImages:
     """The images of a micro-batch whose tokens are on one context-parallel rank, on the host."""
 
     names: tuple[str, ...]  # as in RowImage
-    grids: np.ndarray  # int64 [images, 3], as in RowImage
     places: tuple[np.ndarray, ...]  # of each image, int64 [its tokens here]: index into batch * length
     parts: tuple[np.ndarray, ...]  # of each image, int64 [its tokens here]: which of its tokens they are
 
@@ -274,7 +273,7 @@ def _images(batch: TrainBatch, in_memory: np.ndarray, local: np.ndarray) -> Micr
             places.append(index[here])
             parts.append(here)
     names = tuple(batch.image_names[image].decode() for image in chosen)
-    return MicroImages(names, batch.image_grids[chosen].astype(np.int64), tuple(places), tuple(parts))
+    return MicroImages(names, tuple(places), tuple(parts))
 
 
 def computed_tokens(

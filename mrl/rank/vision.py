@@ -1,6 +1,7 @@
 """What a model sees: images of rows become features of the vision tower, in the places of their tokens.
 
-    pixels   --> tower (transformers' own module, frozen) --> features of each image, once a step
+    pixels   --> tower (transformers' own module, frozen) --> features of each image, once a step, by one of the ranks
+                 that share a replica's rows on the first stage
     first stage: embedding of tokens, with features in the places of images' tokens
                  layers 0, 1, ...: DeepStack's further features are added behind them (arXiv:2406.04334)
     every stage: queries and keys are turned by three positions a token, made by the model's own get_rope_index
@@ -12,14 +13,16 @@ images computes as if this file were not there.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 from safetensors import safe_open
@@ -31,6 +34,7 @@ from mrl.data.batch import TrainBatch
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.hf_files import read_safetensors_header, weight_files
 from mrl.model.wrapped import VISION_TOWER
+from mrl.rank.balance import balanced_parts
 from mrl.rank.forward import Around
 from mrl.rank.packing import MicroBatch
 
@@ -110,8 +114,8 @@ class Vision:
     """The images of one rank's model chunks."""
 
     def __init__(self, chunks: list[Module], folder: str, dtype: torch.dtype, device: torch.device, pixels: Pixels):
-        """`folder`: the checkpoint with the tower. `pixels`: asked on ranks of the first stage alone, once a step for
-        each image.
+        """`folder`: the checkpoint with the tower. `pixels`: asked on ranks of the first stage alone, once a step and a
+        replica for each image.
 
         Raises ConfigError where the first chunk has fewer layers than DeepStack has features.
         """
@@ -119,7 +123,8 @@ class Vision:
         self._device = device
         cores = unwrap_model(chunks)
         first = next((core for core in cores if core.pre_process), None)
-        self._whole = whole_model(folder, dtype, device, first is not None)
+        self._sees = first is not None
+        self._whole = whole_model(folder, dtype, device, self._sees)
         self._axes: Tensor | None = None  # int64 [turned pairs]: the position that turns a pair
         self._positions: Tensor | None = None  # of the micro-batch that a chunk computes
         self._placed: _Placed | None = None
@@ -180,9 +185,14 @@ class Vision:
         found, _ = self._whole.get_rope_index(kinds, kinds, torch.from_numpy(grids.astype(np.int64)))
         return found[:, 0].T.numpy()
 
-    def around(self, inner: Around, training: bool = False) -> Around:
-        """Returns a context in which one chunk's forward sees a micro-batch's images, with `inner` inside of it."""
+    def around(self, batch: TrainBatch, inner: Around, training: bool = False) -> Around:
+        """Returns a context in which one chunk's forward sees a micro-batch's images, with `inner` inside of it.
+
+        Collective over the ranks that share the rows of `batch`: features that are not there yet are computed.
+        """
         self._forget_recomputed()
+        if self._sees and batch.image_counts is not None:
+            self._look(batch)
 
         @contextmanager
         def both(model: Module, inputs: MicroBatch) -> Iterator[None]:
@@ -215,33 +225,56 @@ class Vision:
         share = length // shares
         begin = share * (mpu.get_tensor_model_parallel_rank() if sequence_parallel else 0)
         rows, features = [], []
-        for name, grid, places, parts in zip(images.names, images.grids, images.places, images.parts, strict=True):
+        for name, places, parts in zip(images.names, images.places, images.parts, strict=True):
             row, place = np.divmod(places, length)
             here = (place >= begin) & (place < begin + share)
             if here.any():
                 rows.append((place[here] - begin) * batch + row[here])
-                features.append(self._of_image(name, grid)[torch.from_numpy(parts[here])])
+                features.append(self._features[name][torch.from_numpy(parts[here])])
         if not rows:
             return None
         joined = torch.cat(features).to(self._device)
         return _Placed(torch.from_numpy(np.concatenate(rows)).to(self._device), joined.unbind(1))
 
-    def _of_image(self, name: str, grid: np.ndarray) -> Tensor:
+    def _look(self, batch: TrainBatch) -> None:
+        """Computes the features of all images of a replica's rows. Its ranks share them out by patches, and each sends
+        what it has computed to the others.
+        """
+        grids = dict(zip((name.decode() for name in batch.image_names), batch.image_grids.tolist(), strict=True))
+        names = [name for name in grids if name not in self._features]
+        if not names:
+            return
+        group = mpu.get_tensor_and_context_parallel_group()
+        shares = balanced_parts(np.array([prod(grids[name]) for name in names], np.float64), dist.get_world_size(group))
+        for owner, share in enumerate(shares):
+            of_owner = [names[number] for number in share]
+            if owner == dist.get_rank(group):
+                found = [self._of_image(name, grids[name]) for name in of_owner]
+            else:
+                found = [self._room_for(grids[name]) for name in of_owner]
+            for name, features in zip(of_owner, found, strict=True):
+                if len(shares) > 1:
+                    dist.broadcast(features, dist.get_global_rank(group, owner), group)
+                self._features[name] = features.cpu()
+
+    def _of_image(self, name: str, grid: list[int]) -> Tensor:
         """Returns features of an image, [tokens, layers, hidden]: in the places of its tokens, then DeepStack's.
 
         The tower computes images one by one, so that no image's bits depend on others.
         """
-        if name not in self._features:
-            with torch.no_grad():
-                found = self._whole.get_image_features(
-                    self._pixels(name).to(self._device), torch.from_numpy(grid)[None].to(self._device), return_dict=True
-                )
-            of_layers: Sequence[Sequence[Tensor]] = (
-                found.pooler_output,
-                *(getattr(found, "deepstack_features", None) or ()),
+        with torch.no_grad():
+            found = self._whole.get_image_features(
+                self._pixels(name).to(self._device), torch.tensor([grid], device=self._device), return_dict=True
             )
-            self._features[name] = torch.stack([features[0] for features in of_layers], 1).cpu()
-        return self._features[name]
+        of_layers = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
+        return torch.stack([features[0] for features in of_layers], 1)
+
+    def _room_for(self, grid: list[int]) -> Tensor:
+        """Returns memory for the features of an image that another rank computes."""
+        tower = self._whole.visual
+        tokens = prod(grid) // tower.spatial_merge_size**2
+        shape = (tokens, 1 + len(self._added), tower.config.out_hidden_size)
+        return torch.empty(shape, dtype=tower.dtype, device=self._device)
 
     def _embedded(self, embedding: Module, given: Any, hidden: Tensor) -> Tensor | None:
         if self._placed is None:

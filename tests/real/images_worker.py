@@ -31,6 +31,8 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
             found = traps(actor, folder, whole, case["words"])
         elif case["name"] == "sampled":
             found = sampled(actor, whole, case["words"], case["twin"])
+        elif case["name"].startswith("looked at"):
+            found = looked_at(actor, whole, case["words"])
         else:
             found = compared(actor, folder, case["words"])
         (out / f"{case['name']}-{rank}.json").write_text(json.dumps(found))
@@ -85,6 +87,19 @@ def sampled(actor: MegatronActor, whole: dict, words: int, twin: int) -> dict:
         ids[ends[2:] - 2] = token
         both.append(actor.log_probs(replace(batch, token_ids=ids)).log_probs)
     return {"gap": float(np.abs(both[0] - both[1]).max())}
+
+
+def looked_at(actor: MegatronActor, whole: dict, words: int) -> dict:
+    """The images that the tower of this rank computes in a step of three passes, and in the next step."""
+    drawn, steps = pixels_of(whole), []
+    actor.see(lambda name: steps[-1].append(name) or drawn(name))
+    for _ in range(2):
+        steps.append([])
+        batch = actor.prepared(batch_of(words, whole))
+        micros = actor._whole(batch).log_probs
+        for _ in range(3):
+            actor.policy_log_probs(batch, micros)
+    return {"steps": steps}
 
 
 @contextmanager

@@ -52,6 +52,7 @@ CASES = {
     "moe-tp2-cp2": ("vl-moe", 4, {TP: 2, CP: 2}, {}, {}),
     "moe-pp2-cp2": ("vl-moe", 4, {PP: 2, CP: 2}, {}, {}),
 }
+IMAGES = 4  # different ones in the rows
 ALWAYS = ("moe", "moe-padded", "moe-recomputed")  # the others are long
 
 
@@ -129,6 +130,20 @@ def test_without_each_part_rows_with_images_are_another_models_and_the_others_ar
     for trap, (sees, blind) in gaps.items():
         assert sees > 1000 * LOG_PROBS, trap
         assert blind < LOG_PROBS, trap
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["moe-tp2", "moe-cp2", "moe-pp2", "dense-dp2"])
+def test_each_image_is_looked_at_once_a_step_by_one_rank_of_a_replica(ranks, name):
+    found = ranks.found(2, [ranks.case(f"looked at {name}", *CASES[name])])[f"looked at {name}"]
+    for step in range(2):
+        of_ranks = [each["steps"][step] for each in found]
+        if name == "dense-dp2":  # each replica looks at the images of its own rows
+            assert all(len(names) == len(set(names)) for names in of_ranks)
+            assert len(set(of_ranks[0] + of_ranks[1])) == IMAGES
+            continue
+        assert sorted(map(len, of_ranks)) == [0, 4] if name == "moe-pp2" else [2, 2]
+        assert len(set(of_ranks[0] + of_ranks[1])) == IMAGES
 
 
 def test_an_image_token_that_the_model_has_said_is_a_word(ranks):

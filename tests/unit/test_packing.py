@@ -182,7 +182,6 @@ def test_each_token_of_an_image_is_at_its_place_on_one_rank(seen, shape):
     for rank in range(shape.context):
         micro = micro_batch(seen, rows, shape, rank)
         flat = micro.input_ids.reshape(-1)
-        assert micro.images.grids.tolist() == [[1, 2, 4 if name == "bb" else 6] for name in micro.images.names]
         for name, places, parts in zip(micro.images.names, micro.images.places, micro.images.parts, strict=True):
             for place, part in zip(places, parts, strict=True):
                 found.setdefault((name, int(flat[place])), []).append(int(part))
