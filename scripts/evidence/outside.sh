@@ -14,8 +14,13 @@ if [ ! -e "$stamp" ]; then
     $pip verl==0.9.1 "math-verify[antlr4_9_3]==0.9.0" trl==1.16.0 peft==0.21.2 torchdata==0.11.0 \
         openai==3.57.0 anthropic==2.14.0 "fla-core[cpu]==0.6.0"
     $pip --no-deps openrlhf==0.11.2 # its requirements want a GPU; its losses do not
+    # GiGPO's authors publish no package
+    mkdir -p "$venv/gigpo"
+    curl -fsSL -o "$venv/gigpo/core_gigpo.py" \
+        https://raw.githubusercontent.com/langfengQ/DrMAS/3b556f2c0373fe23d6b637cbd3673c076713aebe/gigpo/core_gigpo.py
     touch "$stamp"
 fi
+export PYTHONPATH=$venv/gigpo
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
 # vLLM's CPU build is in mrl's own environment, which its requirements share with no other peer
 own=(parsers)

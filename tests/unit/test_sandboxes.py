@@ -310,13 +310,14 @@ def killed_sessions(backend, count: int) -> list[str]:
         time.sleep(picker.uniform(0.15, latest))
         process.send_signal((signal.SIGTERM, signal.SIGKILL)[number % 2])
         process.wait(30)
-    if spec.backend == "docker":
-        time.sleep(5)  # for what the daemon was still asked to make
-        start(spec, image).end()  # the next run's, which removes what a killed keeper could not
     end = time.monotonic() + 60
     left = ["?"]
     while left and time.monotonic() < end:
         time.sleep(0.5)
+        if spec.backend == "docker":
+            # the next run's, which removes what a killed keeper could not: a daemon that has much to do still makes
+            # what it was asked for
+            start(spec, image).end()
         left = left_over(marker)
         if spec.backend == "docker":
             left += left_behind(spec.address)
