@@ -12,7 +12,7 @@ if [ ! -e "$stamp" ]; then
     pip="$venv/bin/python -m pip install -q --disable-pip-version-check"
     $pip "torch==2.13.0+cpu" 2>/dev/null || $pip "torch==2.13.0" --index-url https://download.pytorch.org/whl/cpu
     $pip verl==0.9.1 "math-verify[antlr4_9_3]==0.9.0" trl==1.16.0 peft==0.21.2 torchdata==0.11.0 \
-        openai==3.57.0 anthropic==2.14.0 "fla-core[cpu]==0.6.0"
+        openai==3.57.0 anthropic==2.14.0 "fla-core[cpu]==0.6.0" swebench==5.0.2
     $pip --no-deps openrlhf==0.11.2 # its requirements want a GPU; its losses do not
     # GiGPO's authors publish no package
     mkdir -p "$venv/gigpo"

@@ -26,7 +26,7 @@ import posixpath
 import re
 import sys
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -42,6 +42,8 @@ OWN = (
 )  # fmt: skip
 # Python modules of this name at the top of a repository would stand in for the runner's own
 _RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "nose", "py", *sys.stdlib_module_names}
+_PASSING = ("PASSED", "XFAIL")
+_OPTION = re.compile(r"(.*?)\[(.*)\]")
 _STATUS = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) +(\S.*)$")
 _MOST_OUTPUT = 8 * 2**20  # bytes of the tests' output that are read
 
@@ -136,7 +138,7 @@ class Task:
                 fresh.write(path, text.encode())
             ran = fresh.shell(self.test, seconds=room.spec.max_test_seconds, most=_MOST_OUTPUT)
             reward = self._reward(ran, fresh)
-        return reward, {"passed": self._share(ran, reward), "ended": float(not ran.reason)}
+        return reward, {"passed": self.share(ran, reward), "ended": float(not ran.reason)}
 
     def _carry(self, archive: bytes, fresh: Sandbox) -> None:
         """Brings the agent's files into the fresh sandbox, and removes what the agent removed."""
@@ -170,14 +172,15 @@ class Task:
         if self.reward_file is not None:
             return _number_in(fresh, self.reward_file)
         if self.expected:
-            return float(self._share(ran, 0.0) == 1.0)
+            return float(self.share(ran, 0.0) == 1.0)
         return float(ran.status == 0)
 
-    def _share(self, ran: Ran, reward: float) -> float:
+    def share(self, ran: Ran, reward: float) -> float:
+        """Returns the share of `expected` results that were met; without any, the reward between 0 and 1."""
         if not self.expected:
             return min(1.0, max(0.0, reward))
         found = statuses(ran.text)
-        met = [found.get(name, found.get(_dotted(name))) in ends.split("|") for name, ends in self.expected.items()]
+        met = [_status_of(name, found) in ends.split("|") for name, ends in self.expected.items()]
         return sum(met) / len(met)
 
 
@@ -233,16 +236,41 @@ def carried(archive: bytes, wanted: Callable[[str], bool]) -> bytes:
 
 
 def statuses(output: str) -> dict[str, str]:
-    """Reads the result of each test from what `pytest -rA` prints: by its name, and as `Class.test` too."""
+    """Reads the result of each test from what `pytest -rA` prints: by its name, and by the names that R2E-Gym
+    (`Class.test`) and the parsers of swebench give it. Of two equal names the later one counts.
+    """
     found = {}
     for line in re.sub(r"\x1b\[[0-9;]*m|\r", "", output).splitlines():
         if match := _STATUS.match(line.strip()):
-            status, name = match.groups()
-            name = name.split(" - ")[0].strip()
-            found[name] = status
-            found[_dotted(name)] = status
-            found.setdefault(name.split()[0], status)  # SWE-bench's names end at the first space
+            status, whole = match.groups()
+            name = whole
+            if status != "PASSED":  # a message may stand behind
+                name = whole.split(" - ")[0].strip()
+            for each in (whole, _dotted(name), name, *_of_swebench(name)):
+                found[each] = status
     return found
+
+
+def _of_swebench(name: str) -> Iterator[str]:
+    """Yields a name up to its first space, and so with a path among its parameters cut to its last part."""
+    first = name.split()[0]
+    yield first
+    if match := _OPTION.match(first):
+        test, option = match.groups()
+        if option.startswith("/") and not option.startswith("//") and "*" not in option:
+            yield f"{test}[/{option.split('/')[-1]}]"
+
+
+def _status_of(name: str, found: Mapping[str, str]) -> str | None:
+    """Returns the result of a test. A name that is cut off within its parameters, as 676 of SWE-bench Verified's are,
+    stands for the tests that begin so, where they agree on whether they pass (swebench's _resolve_case).
+    """
+    if name in found or name.count("[") <= name.count("]"):
+        return found.get(name)
+    begin_so = [status for each, status in found.items() if each.startswith(name)]
+    if len({status in _PASSING for status in begin_so}) != 1:
+        return None
+    return begin_so[0]
 
 
 def _dotted(name: str) -> str:
