@@ -343,6 +343,7 @@ def test_every_leaf_has_an_origin(small):
         "algorithm.custom_advantage",
         "rollout.turns",
         "rollout.agent",
+        "rollout.speculation",
     )
     optional = {key for key in leaves if key.startswith(tuple(f"{name}." for name in unset))}
     assert set(resolved.origins) == leaves - optional | set(unset)

@@ -39,6 +39,7 @@ class CPUWorker:
         self.parallel_config = SimpleNamespace(data_parallel_size=1, enable_expert_parallel=False)
         self.model_config, self.steps = SimpleNamespace(use_mla=False, is_hybrid=False, quantization=None), 0
         self.model_config.dtype = torch.bfloat16
+        self.vllm_config = SimpleNamespace(speculative_config=None)
 
     def load_model(self):
         model = nn.ModuleDict(

@@ -32,6 +32,7 @@ class Facts:
     linear_num_key_heads: int = 0
     attn_output_gate: bool = False
     wide_qk_norm: bool = False
+    clamped_experts: bool = False
 
     def with_layers(self, n: int) -> "Facts":
         return replace(self, num_layers=n, moe_layers=tuple(range(n)))

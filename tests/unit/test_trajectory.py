@@ -66,6 +66,7 @@ ELSEWHERE = {
     "training/(global_step|epoch|failed_.*)": "the run's own counts",
     "train/(num_gen_batches|uniform_group_share|trained_groups)": "groups",
     "reward/.*": "rewards",
+    "drafts/.*": "what engines drafted",
     "actor/(grad_norm|lr|updates|skipped_updates)": "the gradient, which is compared below and on Megatron",
     "actor/log_seq_ratio_square_mean": "becomes actor/log_seq_ratio_std",
     "critic/(grad_norm|lr|skipped_updates)": "the gradient of a critic",

@@ -9,6 +9,7 @@
 The first verdict is the first of these that speaks; verdicts of experiments are ordered by what they remove.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from mrl.tools.explain.evidence import StepSamples, of_groups, of_length, of_mis
 from mrl.tools.explain.experiments import REMOVES, effects, experiments_of
 from mrl.tools.explain.replay import Replay, StoredRun, replay, replayed_faults
 
-_MISMATCH = ("rollout_corr/", "training/rollout_")
+_MISMATCH = re.compile("rollout_corr/|training/rollout_")  # of engines and ranks
 _BEFORE = 5  # steps whose samples say what is usual
 _LOGS = {each.name: each.logs for each in WATCHED}
 
@@ -172,7 +173,7 @@ def _of_process(run: StoredRun, again: Replay) -> list[LikelyCause]:
     if "actor/lr" in names:
         cause, change = "the learning rate was not the schedule's", "compare actor.optim.lr with what the ranks had"
         kind = "update"
-    elif any(name.startswith(_MISMATCH) or name == "actor/entropy" for name in names):
+    elif any(_MISMATCH.match(name) or name == "actor/entropy" for name in names):
         cause = "the ranks' forward pass computed something else than it does now"
         change = "look at that node's devices and memory (mrl doctor), and at logs/actor-rank-N.log"
         kind = "ranks"
@@ -187,7 +188,7 @@ def _of_process(run: StoredRun, again: Replay) -> list[LikelyCause]:
 
 def _of_engines(found: Sequence[Break], samples: StepSamples | None) -> list[LikelyCause]:
     """Says what generation did otherwise, where its log-probs left the band and the ranks' repeat."""
-    if samples is None or not any(each.name.startswith(_MISMATCH) for each in found):
+    if samples is None or not any(_MISMATCH.match(each.name) for each in found):
         return []
     return [
         LikelyCause(
