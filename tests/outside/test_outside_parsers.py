@@ -8,7 +8,7 @@ from golden import differences, golden
 from jsonschema import Draft202012Validator
 
 from mrl.acting import dialects
-from mrl.acting.chat_text import _read_as
+from mrl.data.parameter_types import typed_parameters
 
 READ = {"xml": dialects._read_functions, "glm": dialects._read_pairs}
 CASES = [case for case in golden("parsers") if case["value"] is not None]
@@ -16,7 +16,7 @@ CASES = [case for case in golden("parsers") if case["value"] is not None]
 
 def read(case: dict) -> dialects.ToolCall:
     inside = case["text"].removeprefix("<tool_call>").removesuffix("</tool_call>").strip()
-    return READ[case["form"]](inside, {"f": _read_as(case["root"])})
+    return READ[case["form"]](inside, {"f": typed_parameters(case["root"])})
 
 
 def equal(one, other) -> bool:
