@@ -128,7 +128,9 @@ def test_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
     check_that_no_worker_outlives(started)
 
     again = json.loads(replaying.communicate(timeout=RUN_S)[0])  # its last step, from the checkpoint before
-    assert again["repeats"] and again["weights"] and again["from"] == STEPS - 1 and again["compared"] > 50, again
+    assert again["repeats"] and again["weights"] and again["from"] == STEPS - 1, again
+    of_ranks = [name for name in metrics(whole)[-1] if name.startswith(("actor/", "training/rollout_"))]
+    assert again["compared"] >= len(of_ranks) > 20, (again, of_ranks)
 
     with ray_head(tmp_path / "ray") as environment:
         arguments = ["--run-dir", str(broken), *overrides(world, **settings)]
