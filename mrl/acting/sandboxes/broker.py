@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
-from mrl.acting.sandboxes.sandbox import Ran, Sandbox, SandboxError, SandboxSpec
+from mrl.acting.sandboxes.sandbox import Command, Ran, Sandbox, SandboxError, SandboxSpec
 from mrl.acting.sandboxes.starting import start
 from mrl.errors import ConfigError
 
@@ -74,17 +74,9 @@ class _Brokered(Sandbox):
         self._number = number
         self.folder = folder
 
-    def _run(
-        self,
-        command: list[str],
-        input: bytes,
-        seconds: float,
-        most: int,
-        environment: dict[str, str],
-        stop: str | None = None,
-    ) -> Ran:
-        arguments = (command, seconds, most, environment, stop)
-        (status, reason, left_out), output = self._broker.ask("run", self._number, arguments, input)
+    def _run(self, command: Command) -> Ran:
+        arguments = (command.words, command.seconds, command.most, command.environment, command.stop)
+        (status, reason, left_out), output = self._broker.ask("run", self._number, arguments, command.input)
         return Ran(status, output, reason, left_out)
 
     def read(self, path: str) -> bytes:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mrl.acting.sandboxes.forwarder import start_forwarder
 from mrl.acting.sandboxes.namespaces import BASE, IMAGE, NamespaceHolder
-from mrl.acting.sandboxes.sandbox import PLAIN_S, VARIABLES, Ran, Sandbox, SandboxError, SandboxSpec
+from mrl.acting.sandboxes.sandbox import PLAIN_S, VARIABLES, Command, Ran, Sandbox, SandboxError, SandboxSpec
 from mrl.acting.sandboxes.watching import watched
 from mrl.acting.system_calls import without_administration
 
@@ -62,27 +62,18 @@ class Bubblewrap(Sandbox):
             return
         source = f"/{original.relative_to(original.anchor)}"
         copy = ["sh", "-c", 'cp -a "$0"/. "$1"', "/tmp/image", self.folder]
-        ran = self._run(copy, b"", PLAIN_S, 1000, {}, original=source)
+        ran = self._run(Command(copy, b"", PLAIN_S, 1000, {}), source)
         if not ran.is_well:
             raise SandboxError(f"the image's {self.folder} cannot be copied: {ran.reason or ran.text[:300]}")
 
-    def _run(
-        self,
-        command: list[str],
-        input: bytes,
-        seconds: float,
-        most: int,
-        environment: dict[str, str],
-        stop: str | None = None,
-        original: str | None = None,
-    ) -> Ran:
+    def _run(self, command: Command, original: str | None = None) -> Ran:
         if self._holder is None:
             raise SandboxError("the sandbox has ended")
         filtering, told = os.pipe()
         os.write(told, without_administration(platform.machine()))
         os.close(told)
         process = subprocess.Popen(
-            [PROGRAM, *self._options(environment, original), "--seccomp", str(filtering), "--", *command],
+            [PROGRAM, *self._options(command.environment, original), "--seccomp", str(filtering), "--", *command.words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -92,7 +83,7 @@ class Bubblewrap(Sandbox):
             preexec_fn=_entering(self._holder, self._spec),
         )
         os.close(filtering)
-        return watched(process, input, seconds, most, self._spec, stop)
+        return watched(process, command, self._spec)
 
     def _options(self, environment: Mapping[str, str], original: str | None) -> Iterator[str]:
         yield from ("--unshare-user", "--disable-userns", "--unshare-pid", "--unshare-ipc", "--unshare-uts")

@@ -23,7 +23,17 @@ from typing import Any
 from mrl.acting.kept_output import KeptOutput
 from mrl.acting.sandboxes.forwarder import start_forwarder
 from mrl.acting.sandboxes.namespaces import BYTES_PER_FILE, listener_of
-from mrl.acting.sandboxes.sandbox import KEY, SECONDS, STOPPED, VARIABLES, Ran, Sandbox, SandboxError, SandboxSpec
+from mrl.acting.sandboxes.sandbox import (
+    KEY,
+    SECONDS,
+    STOPPED,
+    VARIABLES,
+    Command,
+    Ran,
+    Sandbox,
+    SandboxError,
+    SandboxSpec,
+)
 from mrl.errors import ConfigError
 from mrl.reward.keeper import FAREWELL
 
@@ -138,28 +148,20 @@ class ContainerSandbox(Sandbox):
             log_config={"Type": "none", "Config": {}},
         )
 
-    def _run(
-        self,
-        command: list[str],
-        input: bytes,
-        seconds: float,
-        most: int,
-        environment: dict[str, str],
-        stop: str | None = None,
-    ) -> Ran:
+    def _run(self, command: Command) -> Ran:
         if self._has_ended:
             raise SandboxError("the sandbox has ended")
         with _told():
             started = self._client.exec_create(
                 self._name,
-                ["sh", "-c", _WRAPPED, "sh", *command],
-                stdin=bool(input),
-                environment=environment,
+                ["sh", "-c", _WRAPPED, "sh", *command.words],
+                stdin=bool(command.input),
+                environment=command.environment,
                 workdir=self.folder,
             )
             stream = self._client.exec_start(started["Id"], socket=True)
             try:
-                output, reason = _talked(_plain(stream), input, seconds, most, stop)
+                output, reason = _talked(_plain(stream), command)
             finally:
                 stream.close()
             if reason:
@@ -246,17 +248,17 @@ def _plain(stream: Any) -> socket.socket:
     return getattr(stream, "_sock", stream)
 
 
-def _talked(stream: socket.socket, input: bytes, seconds: float, most: int, stop: str | None) -> tuple[KeptOutput, str]:
+def _talked(stream: socket.socket, command: Command) -> tuple[KeptOutput, str]:
     """Sends the input, and reads the output until it ends. Returns why it has to be ended; empty where it has ended."""
-    output = KeptOutput(most // 2)
-    end = time.monotonic() + seconds
+    output = KeptOutput(command.most // 2)
+    end = time.monotonic() + command.seconds
     pending = bytearray()
-    unsent = memoryview(input)
+    unsent = memoryview(command.input)
     stream.setblocking(False)
     poll = select.poll()
-    poll.register(stream, select.POLLIN | (select.POLLOUT if input else 0))
+    poll.register(stream, select.POLLIN | (select.POLLOUT if command.input else 0))
     while (left := end - time.monotonic()) > 0:
-        if stop is not None and os.path.exists(stop):
+        if command.stop is not None and os.path.exists(command.stop):
             return output, STOPPED
         for _, events in poll.poll(min(left, _LOOK_S) * 1000):
             if events & select.POLLOUT:

@@ -15,7 +15,18 @@ from importlib import import_module
 from typing import Any
 
 from mrl.acting.kept_output import KeptOutput
-from mrl.acting.sandboxes.sandbox import KEY, MIB, PLAIN_S, SECONDS, VARIABLES, Ran, Sandbox, SandboxError, SandboxSpec
+from mrl.acting.sandboxes.sandbox import (
+    KEY,
+    MIB,
+    PLAIN_S,
+    SECONDS,
+    VARIABLES,
+    Command,
+    Ran,
+    Sandbox,
+    SandboxError,
+    SandboxSpec,
+)
 from mrl.errors import ConfigError
 
 LIFE_S = 3600
@@ -63,23 +74,17 @@ class _Remote(Sandbox):
     def _store(self, path: str, content: bytes) -> None:
         """Writes a file."""
 
-    def _run(
-        self,
-        command: list[str],
-        input: bytes,
-        seconds: float,
-        most: int,
-        environment: dict[str, str],
-        stop: str | None = None,
-    ) -> Ran:
-        script = shlex.join(command)
-        if input:
+    def _run(self, command: Command) -> Ran:
+        if command.stop is not None:
+            raise SandboxError("a command elsewhere is not ended by a file of this host")
+        script = shlex.join(command.words)
+        if command.input:
             name = f"/tmp/mrl-{secrets.token_hex(8)}"
-            self._store(name, input)
+            self._store(name, command.input)
             script = f"{script} < {name}"
-        variables = {"HOME": VARIABLES["HOME"], "LANG": VARIABLES["LANG"], **environment}
-        status, output = self._script(script, self.folder, seconds, variables)
-        kept = KeptOutput(most // 2)
+        variables = {"HOME": VARIABLES["HOME"], "LANG": VARIABLES["LANG"], **command.environment}
+        status, output = self._script(script, self.folder, command.seconds, variables)
+        kept = KeptOutput(command.most // 2)
         kept.add(output.encode() if isinstance(output, str) else output)
         return Ran(status, kept.content, SECONDS if status is None else "", kept.left_out)
 

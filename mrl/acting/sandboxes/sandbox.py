@@ -78,6 +78,18 @@ class Ran(NamedTuple):
         return self.output.decode("utf-8", "replace")
 
 
+@dataclass(frozen=True)
+class Command:
+    """What a sandbox runs, as `Sandbox.run` is told."""
+
+    words: list[str]
+    input: bytes
+    seconds: float
+    most: int
+    environment: dict[str, str]
+    stop: str | None = None
+
+
 class Sandbox(ABC):
     """One sandbox. It runs one command at a time. Use it as a context manager, or call `end`."""
 
@@ -97,18 +109,10 @@ class Sandbox(ABC):
         `stop` is a file of this host whose appearance ends the command. Raises SandboxError where the sandbox itself
         has ended.
         """
-        return self._run(list(command), input, seconds, most, dict(environment or {}), stop)
+        return self._run(Command(list(command), input, seconds, most, dict(environment or {}), stop))
 
     @abstractmethod
-    def _run(
-        self,
-        command: list[str],
-        input: bytes,
-        seconds: float,
-        most: int,
-        environment: dict[str, str],
-        stop: str | None = None,
-    ) -> Ran:
+    def _run(self, command: Command) -> Ran:
         """Does what `run` says."""
 
     @abstractmethod

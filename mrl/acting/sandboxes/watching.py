@@ -10,25 +10,23 @@ from contextlib import suppress
 from pathlib import Path
 
 from mrl.acting.kept_output import KeptOutput
-from mrl.acting.sandboxes.sandbox import MEMORY, PROCESSES, SECONDS, STOPPED, Ran, SandboxSpec
+from mrl.acting.sandboxes.sandbox import MEMORY, PROCESSES, SECONDS, STOPPED, Command, Ran, SandboxSpec
 
 _LOOK_S = 0.1  # between two looks at memory and processes
 _READ_BYTES = 65536
 _KIB = 1024
 
 
-def watched(
-    process: subprocess.Popen, input: bytes, seconds: float, most: int, spec: SandboxSpec, stop: str | None = None
-) -> Ran:
-    """Feeds a process, reads what it prints, and ends it where it takes too much, or where the file `stop` appears. It
-    has pipes for both.
+def watched(process: subprocess.Popen, command: Command, spec: SandboxSpec) -> Ran:
+    """Feeds a process, reads what it prints, and ends it where it takes too much, or where the command's file `stop`
+    appears. It has pipes for both.
     """
-    output = KeptOutput(most // 2)
-    end = time.monotonic() + seconds
+    output = KeptOutput(command.most // 2)
+    end = time.monotonic() + command.seconds
     look = time.monotonic() + _LOOK_S
     reason = ""
-    poll = _polled(process, input)
-    unsent = memoryview(input)
+    poll = _polled(process, command.input)
+    unsent = memoryview(command.input)
     while not reason:
         for descriptor, _ in poll.poll(_LOOK_S * 1000):
             if descriptor == process.stdout.fileno():
@@ -43,7 +41,9 @@ def watched(
         if now > end:
             reason = SECONDS
         elif now > look:
-            reason = STOPPED if stop is not None and os.path.exists(stop) else too_much(process.pid, spec)
+            reason = (
+                STOPPED if command.stop is not None and os.path.exists(command.stop) else too_much(process.pid, spec)
+            )
             look = now + _LOOK_S
     return _ended(process, output, reason)
 
