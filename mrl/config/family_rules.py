@@ -67,6 +67,17 @@ ROTATION_RULES = (
     ),
 )
 
+
+def cuts_context(model: ModelSpec, device: str) -> bool:
+    """Tells whether there are kernels of context parallelism for a model's attention on a kind of device."""
+    return device == "cpu" or not (model.attention_sinks or model.is_latent)
+
+
+def _cuts_in_vain(config: RunConfig, model: ModelSpec) -> bool:
+    cut = config.actor.layout.context_parallel_size > 1
+    return cut and not cuts_context(model, config.cluster.device)
+
+
 SINK_RULES = (
     RuleRow(
         "cluster.device",
@@ -90,7 +101,7 @@ SINK_RULES = (
     ),
     RuleRow(
         "actor.layout.context_parallel_size",
-        lambda c, m: m.attention_sinks and not on_device(c, "cpu") and c.actor.layout.context_parallel_size > 1,
+        lambda c, m: m.attention_sinks and _cuts_in_vain(c, m),
         "must be 1 for attention with sinks outside cpu",
         "no kernel of Transformer Engine 2.11 has sinks in a pack, and torch's would need a mask of all tokens of a "
         "sequence by all of its tokens",
@@ -146,7 +157,7 @@ LATENT_RULES = (
     ),
     RuleRow(
         "actor.layout.context_parallel_size",
-        _latent(lambda c, m: not on_device(c, "cpu") and c.actor.layout.context_parallel_size > 1),
+        _latent(_cuts_in_vain),
         "must be 1 with latent attention outside cpu",
         "values are narrower than keys, which Transformer Engine's kernels for context parallelism were never seen to "
         "take in a pack",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from mrl.config.family_rules import cuts_context
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.adapters import Lora
@@ -216,8 +217,8 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
         ]
         for tp, cp in product(divisors, repeat=2):
             dense = base | {_TP: tp, _CP: cp}
-            if cp > 1 and model.attention_sinks and problem.device.platform != "cpu":
-                continue  # mrl/config/family_rules.py
+            if cp > 1 and not cuts_context(model, problem.device.platform):
+                continue
             if (model.num_key_value_heads % tp and not shares_heads) or not is_legal_layout(dense, model):
                 continue
             layout = TrainLayout.build(dense, model)

@@ -403,3 +403,13 @@ def test_a_long_search_says_how_far_it_is(capsys, monkeypatch):
         tell(layouts, layouts // 2)
     said = capsys.readouterr().err.splitlines()
     assert said == ["searching: 1,000 layouts so far, 500 fit, 3 s", "searching: 2,000 layouts so far, 1,000 fit, 6 s"]
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "openai/gpt-oss-120b"])
+def test_no_layout_cuts_the_context_of_attention_that_has_no_kernels_for_it(name):
+    """As LATENT_RULES and SINK_RULES refuse it outside cpu."""
+    model = planning_model_spec(name)[0]
+    config = load_config(ROOT / "parallel_configs" / "qwen3-30b-a3b" / "h200-1x8.yaml").config
+    problem = search_problem(config, model, find_device("h200-141g"), 64, 8, MEGATRON)
+    found = {layout.context for _, layout in legal_layouts(problem)}
+    assert found == {1}
