@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from mrl.plan.measured_steps import STEP
+
 FALSE_ALARM = 0.05  # of a whole run
 WINDOW = 20  # steps that predict the next one
 LEAST = 8  # steps before a first step is judged
 DEGREES = 4
-STEP = "training/global_step"
 
 
 @dataclass(frozen=True)

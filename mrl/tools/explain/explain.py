@@ -116,6 +116,8 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break]) -> Explanation
     said = f"steps {again.first + 1} to {step} again, {again.compared} metrics compared"
     if again.weights is not None:
         said += f", weights and optimizer after it {'equal' if again.weights else 'NOT equal'} the checkpoint's"
+    for name, why in again.failed.items():
+        said += f"; {name} could not be computed: {why}"
     return Explanation(str(run.folder.path), step, list(found), verdicts, again.repeats, said, shares, again.seconds)
 
 

@@ -25,6 +25,7 @@ from mrl.checkpoint.manifest import read_manifest
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, EnvironmentFault, MrlError
+from mrl.plan.measured_steps import STEP
 from mrl.platforms.hosting import get_hosting
 from mrl.process.free_ports import free_port
 from mrl.record.metrics import reduce_parts
@@ -32,7 +33,6 @@ from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sample_files import steps_with_responses
 from mrl.tools.compare_runs import is_of_clock
 
-STEP = "training/global_step"
 MOST_STEPS = 200  # between a checkpoint and the step, which are all computed again
 _TAIL = 2000  # characters of a failed rank's log
 # of generation and of the run, which a replay does not have

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mrl.plan.measured_steps import STEP
+
 WINDOW = 40
 LEAST = 12  # steps
 CHANCE = 0.01  # a sign less likely than that is told; of each kind there is one test
@@ -52,7 +54,7 @@ def drift(values: Sequence[float]) -> tuple[float, float]:
 
 def signs(rows: Sequence[Mapping[str, Any]]) -> list[Sign]:
     """Returns the signs of a run's lines, the least likely first."""
-    rows = [row for row in rows if row["training/global_step"] > 0][-WINDOW:]
+    rows = [row for row in rows if row[STEP] > 0][-WINDOW:]
     return sorted((sign for sign in _all(rows) if sign.chance < CHANCE), key=lambda sign: sign.chance)
 
 
