@@ -4,7 +4,7 @@ python -m mrl.engine.loader_check JOB.json
 
 vLLM's model is built as each worker of a layout and takes numbered tensors by its loader. Every element of a checkpoint
 has a number of its own, below 2^24, so that float32 holds it. Afterwards each parameter must hold exactly the numbers
-that the map says, and zeros where it says padding. Only the process groups are stand-ins: they know a size and a rank.
+that the map says, and zeros where it says padding. Only the process groups are mocks, which know a size and a rank.
 """
 
 import json
@@ -20,8 +20,8 @@ import torch
 
 from mrl.model import ModelSpec, model_spec, tensor_specs
 from mrl.model.layout import RolloutLayout
-from mrl.model.registry import family_of, inner_tensors
-from mrl.model.tensors import stored_shapes
+from mrl.model.registry import family_of
+from mrl.model.tensors import as_stored
 from mrl.model.vllm_parameters import Dialect, TargetParameter, target_parameters
 
 UNTOUCHED = -1.0
@@ -122,18 +122,6 @@ def numbered(spec: ModelSpec) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def as_stored(spec: ModelSpec, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a checkpoint as its files have them, which vLLM's loader reads."""
-    if family_of(spec).stored is None:
-        return checkpoint
-    found = {}
-    for key, shape in stored_shapes(spec).items():
-        inner = list(inner_tensors(spec, key, shape))
-        parts = [checkpoint[each.name].T if each.is_turned else checkpoint[each.name] for each in inner]
-        found[key] = torch.cat([part.reshape(-1) for part in parts]).view(shape)
-    return found
-
-
 def described(target: TargetParameter, checkpoint: dict[str, torch.Tensor]) -> torch.Tensor:
     """Returns what a parameter holds if its description is right."""
     tensor = torch.zeros(target.local_shape)
@@ -161,7 +149,8 @@ def differences(
     """
     spec = model_spec(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     checkpoint = numbered(spec)
-    stored = as_stored(spec, checkpoint)
+    arrays = {name: tensor.numpy() for name, tensor in checkpoint.items()}
+    stored = {key: torch.from_numpy(array) for key, array in as_stored(spec, arrays).items()}
     keys = family_of(spec).engine_keys(spec)
     given = {"hf_overrides": keys} if keys else {}
     faults = []

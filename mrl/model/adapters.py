@@ -36,6 +36,8 @@ TARGETS = (
     "q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "in_proj_qkvz",
     "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a", "out_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
+# inputs of gated delta attention: Megatron's two layers, with the targets in each
+DELTA_INPUTS = (("in_proj_qkvz", "in_proj_qkv", "in_proj_z"), ("in_proj_ba", "in_proj_b", "in_proj_a"))
 _CUT_BY_COLUMNS = ("o_proj", "out_proj", "down_proj")
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 FIRST = "lora_A"

@@ -24,7 +24,6 @@ from mrl.model.hf_config import (
     HfConfig,
     ModelSpec,
     common,
-    or_default,
     refuse_tied,
     refuse_unless,
     required,
@@ -35,8 +34,6 @@ from mrl.model.rotation import Yarn, settings
 from mrl.model.weight_map import VLLM_NORMS, Family, Inner, Part, Weight, copied
 
 _SLIDING = "sliding_attention"
-_HEAD_DIM = 64
-_WINDOW = 128
 _EPSILON = 1e-5  # of all norms of vLLM's class, whatever the configuration says
 # vLLM's class has these numbers, whatever the configuration says
 _PLAIN = {
@@ -62,14 +59,13 @@ def read(config: HfConfig) -> ModelSpec:
     layers = required(config, "num_hidden_layers")
     _refuse_other_layers(config, layers)
     _refuse_other_rotation(config)
-    refuse_unless("rms_norm_eps", or_default(config, "rms_norm_eps", _EPSILON), _EPSILON)
-    window = or_default(config, "sliding_window", _WINDOW)
+    refuse_unless("rms_norm_eps", required(config, "rms_norm_eps"), _EPSILON)
+    window = required(config, "sliding_window")
     if type(window) is not int or window < 1:
         refuse_unless("sliding_window", window, "a whole number above 0")
-    size = or_default(config, "head_dim", _HEAD_DIM)
+    size = required(config, "head_dim")
     experts_per_token = required(config, "num_experts_per_tok")
-    stored = without_quantization({"rms_norm_eps": _EPSILON, **config})
-    fields = common(stored, kv_heads=8, head_dim=size, **_PLAIN)
+    fields = common(without_quantization(config), head_dim=size, **_PLAIN)
     if is_mxfp4:
         fields["dtype"] = "bfloat16"
     return ModelSpec(

@@ -1,14 +1,17 @@
 """The checkpoint's view of the weight map: names and shapes of all tensors, parameter counts, FLOPs of a token."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from types import MappingProxyType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mrl.model.hf_config import ModelSpec
-from mrl.model.registry import family_of, weight_map
-from mrl.model.weight_map import Weight, per_expert
+from mrl.model.registry import family_of, inner_tensors, weight_map
+from mrl.model.weight_map import Inner, Weight, per_expert
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,19 @@ def stored_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     if stored is None:
         return {spec.name: spec.shape for spec in tensor_specs(model)}
     return dict(stored(spec.name, spec.shape, model.num_experts) for spec in tensor_specs(model))
+
+
+def as_stored(model: ModelSpec, tensors: Mapping[str, NDArray]) -> dict[str, NDArray]:
+    """Returns the tensors of a checkpoint's files. `tensors`: those of the model, by name."""
+    if family_of(model).stored is None:
+        return dict(tensors)
+    shapes = stored_shapes(model)
+    return {key: _joined(inner_tensors(model, key, shape), shape, tensors) for key, shape in shapes.items()}
+
+
+def _joined(inner: Iterable[Inner], shape: tuple[int, ...], tensors: Mapping[str, NDArray]) -> NDArray:
+    parts = [tensors[each.name].T if each.is_turned else tensors[each.name] for each in inner]
+    return np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)
 
 
 def parameter_count(model: ModelSpec) -> int:

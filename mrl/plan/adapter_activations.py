@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mrl.model import ModelSpec
-from mrl.model.adapters import Lora, adapted_modules
+from mrl.model.adapters import DELTA_INPUTS, Lora, adapted_modules
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout
 
@@ -23,8 +23,6 @@ _F32 = 4
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _OF_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")  # whole on every rank
 _TO_HEADS = ("q_b_proj", "kv_b_proj")
-# of gated delta attention: Megatron's two layers, with the targets in each
-_OF_DELTA = (("in_proj_qkvz", "in_proj_qkv", "in_proj_z"), ("in_proj_ba", "in_proj_b", "in_proj_a"))
 _GATED = ("gate_proj", "up_proj")
 _DOWN = ("down_proj",)
 
@@ -65,7 +63,7 @@ class AdapterActivations:
         """Returns the bytes of gated delta attention, whose norm is a module of its own."""
         m = self.model
         values = m.linear_num_value_heads * m.linear_value_head_dim // self.layout.tensor
-        kept = sum(self._before(names, self.tokens, self.sharded) for names in _OF_DELTA)
+        kept = sum(self._before(names, self.tokens, self.sharded) for names in DELTA_INPUTS)
         return kept + self._kept(("out_proj",), self.sharded) + self._dropped(("out_proj",), self.tokens * values)
 
     def _latent(self) -> int:

@@ -21,7 +21,7 @@ from math import ceil
 from mrl.config.lora_rules import reference_is_the_base
 from mrl.config.schema import RunConfig
 from mrl.model import ModelSpec, forward_flops_per_token, module_flops_per_token
-from mrl.model.adapters import Lora, adapted_modules
+from mrl.model.adapters import DELTA_INPUTS, Lora, adapted_modules
 from mrl.model.computed_sizes import DELTA_CHUNK, delta_float32, delta_of_fla
 from mrl.model.layout import TrainLayout
 from mrl.model.precision import Precision
@@ -52,7 +52,6 @@ _GROUPED_PRODUCTS = 2  # of a layer of experts in a forward pass: gate and up in
 # modules that share an input
 _QKV = ("q_proj", "k_proj", "v_proj")
 _LATENT = (("q_proj",), ("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), ("kv_b_proj",))  # no two in one layer
-_DELTA = (("in_proj_qkvz", "in_proj_qkv", "in_proj_z"), ("in_proj_ba", "in_proj_b", "in_proj_a"))
 _OUT = ("o_proj",)
 _OUT_OF_DELTA = ("out_proj",)
 _GATED = ("gate_proj", "up_proj")
@@ -531,7 +530,7 @@ def adapter_launches(work: PassWork, layout: TrainLayout, device: Device) -> int
         attention = _LATENT
     out = _OUT
     if work.model.is_hybrid:  # most layers
-        attention = _DELTA
+        attention = DELTA_INPUTS
         out = _OUT_OF_DELTA
     found = set(adapted_modules(work.model, work.lora))
     for names, copies in (

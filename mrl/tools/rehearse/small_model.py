@@ -8,7 +8,7 @@ Several query heads still share a key-value head. Every size divides by the degr
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import log, sqrt
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,9 @@ from mrl.errors import ConfigError
 from mrl.model import ModelSpec, TensorSpec, model_spec, tensor_specs
 from mrl.model.hf_config import HfConfig
 from mrl.model.hf_files import HF_FILES
-from mrl.model.registry import family_of, inner_tensors, own_config
+from mrl.model.registry import own_config
 from mrl.model.rotation import settings as rotary_settings
-from mrl.model.tensors import stored_shapes
-from mrl.model.weight_map import Inner
+from mrl.model.tensors import as_stored
 
 # vLLM's CPU kernels compute in blocks of 32
 HIDDEN = 128
@@ -323,19 +322,6 @@ def write_checkpoint(
     _make_ends_likely(tensors, model, ends, response)
     save_file(as_stored(model, tensors), folder / "model.safetensors", metadata={"format": "pt"})
     return model
-
-
-def as_stored(model: ModelSpec, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors of a checkpoint's files. `tensors`: those of the model, by name."""
-    if family_of(model).stored is None:
-        return dict(tensors)
-    shapes = stored_shapes(model)
-    return {key: _joined(inner_tensors(model, key, shape), shape, tensors) for key, shape in shapes.items()}
-
-
-def _joined(inner: Iterable[Inner], shape: tuple[int, ...], tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-    parts = [tensors[each.name].T if each.is_turned else tensors[each.name] for each in inner]
-    return np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)
 
 
 def _random(spec: TensorSpec, rng: np.random.Generator, zero_centered_norm: bool) -> np.ndarray:
