@@ -11,6 +11,7 @@ from checks import Figures, Machine, Skip, check
 
 _TOKENS, _BATCHES = 32, (1, 32, 256, 512)
 _LENGTH = 512  # of the longest sequence
+_SHARE = 0.3  # of the device's memory: two engines fit, should one still be ending
 TUNED = "VLLM_TUNED_CONFIG_FOLDER"  # of configurations of vLLM's expert kernels that somebody made here
 
 
@@ -25,8 +26,8 @@ def decode(machine: Machine) -> Figures:
     if find_spec("vllm") is None:
         raise Skip("vLLM is not installed")
     os.environ.update(engine_environment(machine))
-    few, many = (2, 6) if machine.device != "cpu" else (1, 2)
-    batches = _BATCHES if machine.device != "cpu" else (1, 4)
+    few, many = machine.size(2, 1), machine.size(6, 2)
+    batches = (1, 4) if machine.small else _BATCHES
     shallow, deep = _steps(machine, few, batches), _steps(machine, many, batches)
     layers = {batch: (deep[batch] - shallow[batch]) / (many - few) for batch in batches}
     host = {batch: shallow[batch] - few * layers[batch] for batch in batches}
@@ -36,7 +37,7 @@ def decode(machine: Machine) -> Figures:
     of_layer = {str(batch): round(seconds * 1e6, 1) for batch, seconds in layers.items()}
     found = machine.part({"layer_us": of_layer, "sequence_us": a_sequence * 1e6, "step_s": by_batch})
     found["tuned_folder"] = os.environ.get(TUNED, "")
-    whole = _steps(machine, few, batches, experts=machine.size(128, 32))
+    whole = _steps(machine, few, batches, experts=128)
     found["step_of_128_experts_s"] = {str(batch): round(seconds, 6) for batch, seconds in whole.items()}
     return found
 
@@ -49,16 +50,17 @@ def _steps(machine: Machine, layers: int, batches: tuple[int, ...], experts: int
 
     with tempfile.TemporaryDirectory() as folder:
         config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-                  "hidden_size": 2048, "num_hidden_layers": layers,
-                  "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-                  "intermediate_size": 6144, "moe_intermediate_size": 768,
-                  "num_experts": experts, "num_experts_per_tok": 8, "vocab_size": 32000,
+                  "hidden_size": machine.size(2048, 256), "num_hidden_layers": layers,
+                  "num_attention_heads": machine.size(32, 8), "num_key_value_heads": 4,
+                  "head_dim": machine.size(128, 32), "intermediate_size": machine.size(6144, 256),
+                  "moe_intermediate_size": machine.size(768, 128), "num_experts": machine.size(experts, experts // 4),
+                  "num_experts_per_tok": machine.size(8, 4), "vocab_size": machine.size(32000, 1000),
                   "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
                   "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "rope_theta": 1e6,
                   "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False}  # fmt: skip
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         engine = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=_LENGTH,
-                     max_num_seqs=batches[-1], gpu_memory_utilization=0.5,
+                     max_num_seqs=batches[-1], gpu_memory_utilization=_SHARE,
                      **get_hosting(machine.device).engine_arguments(_LENGTH, None))  # fmt: skip
         steps = {}
         for batch in batches:
@@ -71,5 +73,5 @@ def _steps(machine: Machine, layers: int, batches: tuple[int, ...], experts: int
                 engine.generate(prompts, params, use_tqdm=False)
                 times.append(time.perf_counter() - began)
             steps[batch] = min(times) / _TOKENS
-        del engine
+        engine.llm_engine.engine_core.shutdown()  # the next one must not see memory become free while it measures
     return steps
