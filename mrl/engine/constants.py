@@ -1,7 +1,8 @@
-"""What generation reads beside the weights of the plan: rotary caches, scales of the KV cache, a router's bias.
+"""What generation reads beside the weights of the plan: rotary caches, scales of the KV cache, a router's bias, maps of
+experts.
 
 No sync brings them, and sleep level 2 keeps only those of them that are registered as buffers (vLLM issue 29341,
-vllm-ascend pull request 17217, NeMo-RL issue 2631). So a worker notes them before anything has slept, restores after a
+vllm-ascend pull requests 17217 and 13012, NeMo-RL issue 2631). So a worker notes them before anything has slept, restores after a
 sleep what vLLM does not, and compares all of them after a sync.
 """
 
@@ -16,11 +17,15 @@ import torch
 from torch import Tensor, nn
 
 # plain attributes of modules; others are made from weights (MLA's absorbed projections), or belong to one step
-_CONSTANT = re.compile(r"cos|sin|inv_freq|slopes|_scale$")
+# (vllm-ascend 0.23 has a layer's map of its experts as one: ops/fused_moe/fused_moe_0_23_0.py)
+_CONSTANT = re.compile(r"cos|sin|inv_freq|slopes|_scale$|expert_map$")
 _OF_A_STEP = re.compile(r"buffer|workspace|scratch|load|indices")  # buffers that a step writes
 _BIAS = re.compile(r"bias$")
-# vllm-ascend 0.23 keeps these in a module, made in the memory that sleeps (ops/rotary_embedding.py)
+# vllm-ascend 0.23 keeps these in modules, made in the memory that sleeps: tensors, and by the way in which experts
+# exchange tokens, an object whose dispatcher has the local number of each expert
 _OF_MODULES = {"vllm_ascend.ops.rotary_embedding": ("_cos_cache", "_sin_cache", "_cos_sin_cache")}
+_EXCHANGES = ("vllm_ascend.ops.fused_moe.moe_comm_method", "_MoECommMethods")
+_LOCAL_NUMBERS = "expert_ids_per_ep_rank"
 
 
 def sha256_of(tensor: Tensor) -> str:
@@ -43,6 +48,11 @@ def loose_constants(model: nn.Module) -> dict[str, Tensor]:
             value = getattr(sys.modules.get(module_name), name, None)
             if _is_plain(value):
                 found[f"{module_name}.{name}"] = value
+    module_name, name = _EXCHANGES
+    for way, exchange in getattr(sys.modules.get(module_name), name, {}).items():
+        value = getattr(exchange.token_dispatcher, _LOCAL_NUMBERS, None)
+        if _is_plain(value):
+            found[f"{module_name}.{name}[{way}].{_LOCAL_NUMBERS}"] = value
     return found
 
 

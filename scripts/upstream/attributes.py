@@ -157,6 +157,30 @@ REACHED = (
         "mrl/",
     ),
     Reached(
+        ("vllm-ascend",),
+        "vllm_ascend.ops.rotary_embedding",
+        ("_cos_cache", "_sin_cache", "_cos_sin_cache"),
+        "mrl/engine/constants.py",
+    ),
+    Reached(
+        ("vllm-ascend",),
+        "vllm_ascend.ops.fused_moe.moe_comm_method",
+        ("_MoECommMethods",),
+        "mrl/engine/constants.py",
+    ),
+    Reached(
+        ("vllm-ascend",),
+        "vllm_ascend.ops.fused_moe.moe_comm_method.MoECommMethod",
+        ("token_dispatcher",),
+        "mrl/engine/constants.py",
+    ),
+    Reached(
+        ("vllm-ascend",),
+        "vllm_ascend.ops.fused_moe.token_dispatcher.TokenDispatcherWithAll2AllV",
+        ("expert_ids_per_ep_rank",),
+        "mrl/engine/constants.py",
+    ),
+    Reached(
         ("torch-npu",),
         "torch_npu.npu",
         (

@@ -122,19 +122,36 @@ def test_weights_come_back_as_nan_in_the_layout_of_before_and_buffers_as_they_we
 
 
 def test_tensors_that_are_no_buffers_come_back_too(monkeypatch):
-    """A layer's own, and those that vllm-ascend keeps in a module."""
+    """A layer's own, and those that vllm-ascend keeps in modules, as pull requests 17217 and 13012 found them."""
     kept = SimpleNamespace(_cos_cache=torch.arange(3.0), _sin_cache=None)
+    numbers = torch.tensor([0, 1, 0, 1])
+    ways = {
+        "ALLTOALL": SimpleNamespace(token_dispatcher=SimpleNamespace(expert_ids_per_ep_rank=numbers)),
+        "ALLGATHER": SimpleNamespace(token_dispatcher=SimpleNamespace()),
+    }
+    of_experts = "vllm_ascend.ops.fused_moe.moe_comm_method"
     monkeypatch.setitem(sys.modules, "vllm_ascend.ops.rotary_embedding", kept)
+    monkeypatch.setitem(sys.modules, of_experts, SimpleNamespace(_MoECommMethods=ways))
     worker = Ascend()
-    worker.model._k_scale = torch.tensor(0.5)
+    worker.model._k_scale, worker.model._expert_map = torch.tensor(0.5), torch.tensor([-1, 0, 1, -1])
     worker.give_memory()
-    worker.model._k_scale.fill_(-1), kept._cos_cache.fill_(-1)  # what is found in the pages that come back
+    for tensor in (worker.model._k_scale, worker.model._expert_map, kept._cos_cache, numbers):
+        tensor.fill_(-5)  # what is found in the pages that come back
     worker.take_memory(WEIGHTS)
     assert worker.model._k_scale == 0.5 and kept._cos_cache.tolist() == [0, 1, 2]
-    Constants.of(worker.model).check(worker.model, ())
-    kept._cos_cache.fill_(7)
-    with pytest.raises(RuntimeError, match=r"vllm_ascend\.ops\.rotary_embedding\._cos_cache; no sync brings it"):
-        Constants.of(worker.model).check(worker.model, ())
+    assert worker.model._expert_map.tolist() == [-1, 0, 1, -1] and numbers.tolist() == [0, 1, 0, 1]
+    noted = Constants.of(worker.model)
+    noted.check(worker.model, ())
+    for tensor, name in (
+        (kept._cos_cache, r"vllm_ascend\.ops\.rotary_embedding\._cos_cache"),
+        (numbers, rf"{of_experts}\._MoECommMethods\[ALLTOALL\]\.expert_ids_per_ep_rank"),
+        (worker.model._expert_map, r"\._expert_map"),
+    ):
+        before = tensor.clone()
+        tensor.fill_(7)
+        with pytest.raises(RuntimeError, match=rf"when the engine started: {name}; no sync brings it"):
+            noted.check(worker.model, ())
+        tensor.copy_(before)
 
 
 def test_the_workers_own_wake_is_caught_by_the_layout():
