@@ -2,8 +2,8 @@
 experts.
 
 No sync brings them, and sleep level 2 keeps only those of them that are registered as buffers (vLLM issue 29341,
-vllm-ascend pull requests 17217 and 13012, NeMo-RL issue 2631). So a worker notes them before anything has slept, restores after a
-sleep what vLLM does not, and compares all of them after a sync.
+vllm-ascend pull requests 17217 and 13012, NeMo-RL issue 2631). So a worker notes them before anything has slept,
+restores after a sleep what vLLM does not, and compares all of them after a sync.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -76,8 +76,11 @@ class Transfer(Protocol):
     def arena(self, nbytes: int) -> Tensor:
         """Returns uint8 [nbytes] on this device, in memory that other processes can open while it lives.
 
-        Raises EnvironmentFault if the allocator cannot give such memory.
+        Takes a kept one where it is large enough. Raises EnvironmentFault if the allocator cannot give such memory.
         """
+
+    def keep(self, arena: Tensor) -> None:
+        """Takes an arena that is no longer used, for the next call of `arena`."""
 
     def share_memory(self, tensor: Tensor) -> dict[str, Any]:
         """Returns a handle of a whole arena, as plain data.
@@ -130,6 +133,9 @@ class CpuTransfer:
     def arena(self, nbytes: int) -> Tensor:
         raise EnvironmentFault(_NO_DEVICE)
 
+    def keep(self, arena: Tensor) -> None:
+        raise EnvironmentFault(_NO_DEVICE)
+
     def share_memory(self, tensor: Tensor) -> dict[str, Any]:
         raise EnvironmentFault(_NO_DEVICE)
 
@@ -145,12 +151,17 @@ class _DeviceMemory:
     and opening them needs more from the system. Two releases of torch had defects there (pytorch 179220 and 190860).
     Memory of a private pool is refused too: vLLM's sleep unmaps the pages of its pool, although other processes have
     them open.
+
+    **Memory that was shared is never freed, so it is kept.** torch counts one opening for each sharing, in an unsigned
+    number (CudaIPCTypes.h), and frees at 0 alone. Several ranks that open one arena, and a rank that is killed, leave
+    another number behind (vLLM issue 51258, verl pull request 6958). Each new connection would take an arena more.
     """
 
     name: str  # of the torch module
     loads_kernels_lazily = True
     _FIELDS = ("device", "handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")
     _EXPANDABLE = b"e"
+    _kept: ClassVar[list[Tensor]] = []  # of this process
 
     @property
     def _module(self) -> Any:
@@ -182,6 +193,9 @@ class _DeviceMemory:
         return work.wait(timedelta(seconds=timeout_s))
 
     def arena(self, nbytes: int) -> Tensor:
+        for number, kept in enumerate(self._kept):
+            if kept.numel() >= nbytes:
+                return self._kept.pop(number)[:nbytes]
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._module.synchronize()
         if pool := _private_pool(self._module.memory_snapshot(), tensor.data_ptr()):
@@ -190,6 +204,9 @@ class _DeviceMemory:
                 "So other processes must not open it; set reshard.transport: shm"
             )
         return tensor
+
+    def keep(self, arena: Tensor) -> None:
+        self._kept.append(arena.new_empty(0).set_(arena.untyped_storage()))
 
     def share_memory(self, tensor: Tensor) -> dict[str, Any]:
         share = getattr(tensor.untyped_storage(), f"_share_{self.name}_")

@@ -403,7 +403,9 @@ class DeviceReceiver(SharedMemoryReceiver):
 
     def close(self) -> None:
         super().close()
-        self._device_data = None
+        if self._device_data is not None:
+            self._transfer.keep(self._device_data)
+            self._device_data = None
 
 
 class DeviceSender(SharedMemorySender):

@@ -178,6 +178,9 @@ class NcclLike(CudaTransfer):
         self._path = str(self._folder / uuid.uuid4().hex)
         return torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
 
+    def keep(self, arena: torch.Tensor) -> None:
+        """Leaves it to the process's end."""
+
     def share_memory(self, tensor: torch.Tensor) -> dict[str, Any]:
         return {"path": self._path, "bytes": tensor.numel()}
 

@@ -31,9 +31,13 @@ class OneDevice(CpuTransfer):
 
     def __init__(self, arenas: dict[str, torch.Tensor], opened: dict[str, list[StorageWeakRef]]):
         self.arenas, self.opened = arenas, opened
+        self.kept: list[torch.Tensor] = []
 
     def arena(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def keep(self, arena):
+        self.kept.append(arena)
 
     def share_memory(self, tensor):
         name = str(len(self.arenas))
@@ -100,6 +104,12 @@ def test_a_closed_sender_keeps_no_memory_of_its_peer(one_device):
         for sender in world.senders.values():
             sender.close()
         assert mapped.expired()
+        (receiver,) = world.receivers.values()
+        end = getattr(receiver.end, "_ends", [receiver.end])[0]
+        transfer, arena = end._transfer, end._device_data
+        receiver.close()
+        receiver.close()
+        assert [kept.data_ptr() for kept in transfer.kept] == [arena.data_ptr()], "for the next connection"
 
 
 def device_module(pool: tuple[int, int] = (0, 0), expandable: bool = False) -> SimpleNamespace:
@@ -142,6 +152,21 @@ def test_a_handle_is_plain_data_and_opens_on_the_own_number_of_the_device(alloca
     assert transfer.open_memory(handle).numel() == 256
     # the last: whether the maker's event is waited for, which would have to be opened
     assert opened == [(3, b"\x02copaque", 256, 0, b"counter", 0, b"event", False)]
+
+
+def test_an_arena_that_is_no_longer_used_serves_the_next_connection(allocator, monkeypatch):
+    """What was shared is never freed: torch's count of openings is of one a sharing (vLLM issue 51258)."""
+    transfer, _, _ = allocator
+    monkeypatch.setattr(transfer, "_kept", [])
+    first, second = transfer.arena(256), transfer.arena(256)
+    address = first.data_ptr()
+    transfer.keep(first)
+    again = transfer.arena(192)
+    assert again.data_ptr() == address and again.numel() == 192 and transfer.share_memory(again)["bytes"] == 192
+    assert transfer.arena(192).data_ptr() not in (address, second.data_ptr()), "it is one connection's"
+    transfer.keep(again)
+    assert transfer.arena(257).data_ptr() != address, "too small"
+    assert transfer.arena(256).data_ptr() == address, "all of it again"
 
 
 def test_memory_that_the_device_cannot_reach_is_said_with_the_cure(allocator, monkeypatch):
