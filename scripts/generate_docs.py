@@ -362,7 +362,8 @@ def predictions() -> str:
         "# Predictions against published runs\n",
         "What `mrl plan` predicts of runs that others have published, in the shapes that they were measured in "
         "(`python scripts/published_runs.py`). Low and high are the same formulas with every constant at the better or "
-        "the worse end of its range. A decode step is one token of every sequence; an update is one optimizer step.\n",
+        "the worse end of its range. A decode step is one token of every sequence; an update is one optimizer step. "
+        "What is off by more than 15% says why.\n",
         *_table(("run", "published", "low", "expected", "high", "error", "source", "missed because")),
     ]
     page += [_row(*_prediction(run)) for run in published_runs.compared()]
@@ -383,7 +384,8 @@ def _prediction(run: "published_runs.Compared") -> tuple[str, ...]:
     published, *sides = (f"{1000 * s:.3g} ms" if s < 0.1 else f"{s:.3g} s" for s in (
         row["seconds"], run.low, run.expected, run.high))  # fmt: skip
     goal = f" (goal {row['goal']:.0%})" if "goal" in row else ""
-    return row["run"], published, *sides, f"{run.error:+.0%}{goal}", row["source"], row.get("missed", "")
+    source = f"{row['source']}. Counted with its path: {row['path']}" if "path" in row else row["source"]
+    return row["run"], published, *sides, f"{run.error:+.0%}{goal}", source, row.get("missed", "")
 
 
 def _constant(row: dict[str, str]) -> tuple[str, ...]:
