@@ -2,9 +2,12 @@
 
 import importlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +101,49 @@ def test_every_line_is_kept_with_what_made_it_and_one_without_time_says_so(monke
     assert checks.Machine("cpu").size(48, 2) == 2
     with pytest.raises(SystemExit, match="layers=many: each is NAME=N"):
         ladder._sizes(["layers=many"])
+
+
+HALF_A_RUN = """
+import json, os, sys, time
+sys.path.insert(0, sys.argv.pop(1))
+import checks
+name = sys.argv[2]
+if name == "first":
+    checks.say({"check": name, "status": "ok"})
+else:
+    checks.Machine("cpu", name).part({"process": os.getpid()})
+    time.sleep(600)
+"""
+CLIMBING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import checks, ladder
+ladder.HERE, ladder.FILES = Path(sys.argv[2]), ()
+ladder._stamp = lambda machine: {"machine": "a device", "commit": "c0ffee"}
+for name in ("first", "second", "third"):
+    checks.CHECKS[name] = checks.Check(name, print)
+sys.argv[1:] = ["cpu", "first", "second", "third", "--out", sys.argv[3]]
+ladder.main()
+"""
+
+
+def test_what_was_found_before_the_whole_run_is_killed_is_in_the_file(tmp_path):
+    """As where a device's time is over: a check that has ended, and a part of the one that has not."""
+    here = str(ROOT / "scripts" / "hardware")
+    (tmp_path / "ladder.py").write_text(HALF_A_RUN.replace("sys.argv.pop(1)", repr(here)))
+    out = tmp_path / "lines.jsonl"
+    climb = subprocess.Popen([sys.executable, "-c", CLIMBING, here, str(tmp_path), str(out)])
+    until = time.monotonic() + 50
+    while not out.exists() or len(out.read_text().splitlines()) < 2:
+        assert climb.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    climb.kill()
+    climb.wait()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    os.killpg(lines[1]["process"], signal.SIGKILL)
+    assert [(line["check"], line["status"]) for line in lines] == [("first", "ok"), ("second", "part")]
+    assert all((line["machine"], line["commit"]) == ("a device", "c0ffee") for line in lines)
 
 
 def test_a_piece_is_of_checks_in_the_order_of_their_worth():
