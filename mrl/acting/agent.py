@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,8 @@ CLOSED = (
 )
 _LONGEST_LINE = 4096  # bytes of a program's first line
 _MOST_FILES = 65536
+_CHECKED_S = 40.0  # for a harness to look at its configuration
+_TOLD = 1000  # characters of what it finds
 Run = Callable[..., Any]
 
 
@@ -156,6 +159,26 @@ def harness_of(harness: Harness, program: str, more: Sequence[str], config: Mapp
         _run_process((program, *loop, *arguments), script and [*script, *arguments], harness.input(told).encode())
 
     return run
+
+
+def tried_config(harness: Harness, program: str, config: Mapping[str, Any]) -> str:
+    """Says what the harness's own package finds wrong with its configuration; empty for nothing. Takes seconds."""
+    with tempfile.TemporaryDirectory() as home:
+        try:
+            ended = subprocess.run(
+                [program, loop_path(harness), "check"],
+                input=json.dumps({"config": dict(config)}),
+                env={**os.environ, "HOME": home},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_CHECKED_S,
+            )
+        except subprocess.TimeoutExpired:
+            return f"its package took more than {_CHECKED_S:g} s to look at it"
+    if ended.returncode == 0:
+        return ""
+    return (ended.stderr.strip().splitlines() or [f"it ended with exit status {ended.returncode}"])[-1][:_TOLD]
 
 
 def _run_process(words: Sequence[str], script: Sequence[str] | None, content: bytes) -> None:

@@ -71,7 +71,7 @@ class ChatMessage:
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for two messages that say the same. Clients rewrite arguments, ids and white space."""
-        calls = tuple((call.name, json.dumps(_plain(call.arguments), sort_keys=True)) for call in self.calls)
+        calls = tuple((call.name, json.dumps(plain(call.arguments), sort_keys=True)) for call in self.calls)
         return self.role, self.content.strip(), calls
 
     @property
@@ -84,14 +84,14 @@ class ChatMessage:
         return message
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Writes whole numbers as integers. A client in JavaScript writes 1.0 as 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: plain(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value
 
 

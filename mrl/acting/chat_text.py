@@ -84,9 +84,10 @@ class ChatText:
             if len(asked.raw) > MOST_CHARACTERS * most:
                 raise BadRequest(f"the prompt has {len(asked.raw)} characters, and at most {most} tokens are taken")
             asked = replace(asked, ids=tuple(self._dialect.encoded([(asked.raw, True)])), raw=None)
-        unknown = [number for number in asked.ids or () if not 0 <= number < self._dialect.vocabulary]
+        vocabulary = self._dialect.vocabulary
+        unknown = [number for number in asked.ids or () if not 0 <= number < vocabulary]
         if unknown:
-            raise BadRequest(f"token {unknown[0]} is none of the {self._dialect.vocabulary} of the vocabulary")
+            raise BadRequest(f"token {unknown[0]} is none of the {vocabulary} of the vocabulary")
         return asked
 
     def prompt(self, asked: ChatRequest) -> list[int]:

@@ -16,16 +16,21 @@ All answers of one question are kept until the session ends, because a client ma
 conversation goes on from decides: at the end an answer that nothing follows is passed over where another of the same
 question is newer, or has been gone on from since. Where an answer of the question has been gone on from already,
 another one begins a branch ("asked again"). A request that is still being answered has its place and its number
-already, so two equal ones at once are siblings. The objects are immutable. They know turns by number only; their tokens
-are kept elsewhere.
+already, so two equal ones at once are siblings. Turns are known by number only; their tokens are kept elsewhere.
+
+Finding a place takes a time that grows with the request, and not with the number of turns. Each beginning of a
+conversation has a number, its node: tools lead from node 0 to a node, and each message to the next. Turns and questions
+are found by the node at which they end.
 """
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest
+from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest, plain
 
 
 class Move(StrEnum):
@@ -59,6 +64,7 @@ class KeptTurn:
     question: int  # number of the first turn that answers the same messages behind the same turn
     again: int = 0  # how often that question had been asked before
     is_instructed: bool = False  # its first message is the instructions of a request in the form of Responses
+    node: int = 0  # behind its messages
 
 
 @dataclass(frozen=True)
@@ -73,69 +79,117 @@ class ChatPlace:
     again: int = 0  # how often that question has been asked before
 
 
-@dataclass(frozen=True)
+@dataclass
+class _Question:
+    """What became of the messages that were asked behind one turn."""
+
+    answers: list[int] = field(default_factory=list)  # numbers of the turns that answer them, in order
+    behind: list[int] = field(default_factory=list)  # numbers of the turns that follow one of these, in order
+
+
 class KeptTurns:
     """The turns of one session, in the order in which they were asked for."""
 
-    turns: tuple[KeptTurn, ...] = ()
-    asked: int = 0  # requests so far; the next turn gets the next number
+    def __init__(self) -> None:
+        self.asked = 0  # requests so far; the next turn gets the next number
+        self._turns: dict[int, KeptTurn] = {}
+        self._nodes: dict[tuple[int, Any], int] = {}  # (node, what follows it) -> node
+        self._said: dict[int, int] = {}  # node behind an answer -> the newest turn that ends there
+        self._questions: dict[tuple[int | None, int], _Question] = {}  # (parent, node behind the messages) -> question
+        self._following: Counter[int] = Counter()  # turn -> how many follow it
+        self._first_tools: Counter[int] = Counter()  # node behind tools -> how many turns without a parent have them
+        self._first_messages: Counter[Any] = Counter()  # key of a message -> how many of these begin with it
+
+    @property
+    def turns(self) -> list[KeptTurn]:
+        """All turns, in order."""
+        return list(self._turns.values())
 
     def place(self, asked: ChatRequest) -> ChatPlace:
         """Finds where a request belongs. Raises BadRequest where it has nothing new to answer."""
-        parent, known = self._deepest(asked, None, 0)
+        first, nodes = self._known(asked)
+        parent, known = self._deepest(nodes)
         new = asked.messages[known:]
         if not new:
             raise BadRequest("the conversation ends with what the model said: there is nothing to answer")
-        if not self.turns:
+        if not self._turns:
             return ChatPlace(Move.BEGINS, None, new)
-        followed = self._followed
-        keys = _keys(new)
-        same = [turn for turn in self._behind(parent, asked) if _keys(turn.messages) == keys]
-        if same:
-            again = 1 + max(turn.again for turn in same)
-            place = ChatPlace(Move.RETRIES, parent, new, question=same[0].question, again=again)
-            if any(turn.number in followed for turn in same):
+        same = None
+        if len(nodes) == len(asked.messages):
+            same = self._questions.get((parent, nodes[-1]))
+        if same is not None:
+            question = self._turns[same.answers[0]].question
+            again = 1 + self._turns[same.answers[-1]].again
+            place = ChatPlace(Move.RETRIES, parent, new, question=question, again=again)
+            if same.behind:
                 return replace(place, move=Move.BRANCHES, why=Why.ASKED_AGAIN)
             return place
-        if parent is not None and parent not in followed:
+        if parent is not None and not self._following[parent]:
             if self._is_late(parent):
                 return ChatPlace(Move.BRANCHES, parent, new, Why.ASKED_AGAIN)
             return ChatPlace(Move.EXTENDS, parent, new)
-        return ChatPlace(Move.BRANCHES, parent, new, self._why(asked, parent, known))
+        return ChatPlace(Move.BRANCHES, parent, new, self._why(parent, new, first, nodes[known:]))
 
-    def opened(self, asked: ChatRequest, place: ChatPlace) -> "KeptTurns":
-        """Returns the turns with that of a request added, which is still to be answered. Its number is `asked`."""
-        number = self.asked + 1
+    def open(self, asked: ChatRequest, place: ChatPlace) -> int:
+        """Adds the turn of a request, which is still to be answered. Returns its number."""
+        self.asked = number = self.asked + 1
         question = place.question or number
+        if place.parent is None:
+            node = self._node(0, _tools_key(asked))
+            self._first_tools[node] += 1
+            self._first_messages[place.messages[0].key] += 1
+        else:
+            before = self._turns[place.parent]
+            node = self._node(before.node, before.said.key)
+            self._following[place.parent] += 1
+            self._question(before).behind.append(number)
+        for message in place.messages:
+            node = self._node(node, message.key)
         turn = KeptTurn(
-            number, place.parent, asked.tools, place.messages, None, question, place.again, asked.is_instructed
+            number, place.parent, asked.tools, place.messages, None, question, place.again, asked.is_instructed, node
         )
-        return replace(self, turns=(*self.turns, turn), asked=number)
+        self._turns[number] = turn
+        self._questions.setdefault((place.parent, node), _Question()).answers.append(number)
+        return number
 
-    def answered(self, number: int, said: ChatMessage) -> "KeptTurns":
-        """Returns the turns with the model's answer to request `number`."""
-        turns = (replace(turn, said=said) if turn.number == number else turn for turn in self.turns)
-        return replace(self, turns=tuple(turns))
+    def answer(self, number: int, said: ChatMessage) -> None:
+        """Adds the model's answer to request `number`."""
+        turn = replace(self._turns[number], said=said)
+        self._turns[number] = turn
+        node = self._node(turn.node, said.key)
+        self._said[node] = max(number, self._said.get(node, 0))
 
-    def without(self, number: int) -> "KeptTurns":
-        """Returns the turns as if request `number` had not been asked."""
-        return replace(self, turns=tuple(turn for turn in self.turns if turn.number != number))
+    def drop(self, number: int) -> None:
+        """Takes back request `number`, which has no answer, as if it had not been made."""
+        turn = self._turns.pop(number, None)
+        if turn is None:
+            return
+        if turn.parent is None:
+            self._first_tools[self._node(0, _tools_key(turn))] -= 1
+            self._first_messages[turn.messages[0].key] -= 1
+        else:
+            self._following[turn.parent] -= 1
+            self._question(self._turns[turn.parent]).behind.remove(number)
+        question = self._question(turn)
+        question.answers.remove(number)
+        if not question.answers:
+            del self._questions[turn.parent, turn.node]
 
-    @property
-    def all_answered(self) -> "KeptTurns":
-        """The turns without those that are still to be answered."""
-        return replace(self, turns=tuple(turn for turn in self.turns if turn.said is not None))
+    def drop_unanswered(self) -> None:
+        """Takes back all requests that have no answer."""
+        for turn in self.turns:
+            if turn.said is None:
+                self.drop(turn.number)
 
     def history(self, number: int) -> tuple[ChatMessage, ...]:
         """Returns the conversation up to and with turn `number`, without instructions."""
-        turns = {turn.number: turn for turn in self.turns}
-        first, *later = (turns[each] for each in self.path(number))
+        first, *later = (self._turns[each] for each in self.path(number))
         begin = first.messages[first.is_instructed :]
         return (*begin, first.said, *(message for turn in later for message in (*turn.messages, turn.said)))
 
     def tools_of(self, number: int) -> tuple[Mapping[str, Any], ...]:
         """Returns the tools of turn `number`."""
-        return next(turn.tools for turn in self.turns if turn.number == number)
+        return self._turns[number].tools
 
     @property
     def leaves(self) -> list[int]:
@@ -149,8 +203,7 @@ class KeptTurns:
     @property
     def all_leaves(self) -> list[int]:
         """Numbers of the turns that nothing follows, in order."""
-        followed = self._followed
-        return [turn.number for turn in self.turns if turn.number not in followed]
+        return [number for number in self._turns if not self._following[number]]
 
     @property
     def passed_over(self) -> dict[int, int]:
@@ -174,69 +227,62 @@ class KeptTurns:
 
     def path(self, number: int) -> list[int]:
         """Returns the numbers of the turns from the beginning to turn `number`, itself included."""
-        parents = {turn.number: turn.parent for turn in self.turns}
         path = []
         at: int | None = number
         while at is not None:
-            path.insert(0, at)
-            at = parents[at]
-        return path
+            path.append(at)
+            at = self._turns[at].parent
+        return path[::-1]
 
-    def _deepest(self, asked: ChatRequest, parent: int | None, known: int) -> tuple[int | None, int]:
+    def _node(self, before: int, what: Any) -> int:
+        """Returns the node to which `what` leads from another one; a new one where nothing has led there yet."""
+        return self._nodes.setdefault((before, what), len(self._nodes) + 1)
+
+    def _known(self, asked: ChatRequest) -> tuple[int | None, list[int]]:
+        """Returns the node behind the request's tools, and those behind its messages as far as there are any."""
+        first = self._nodes.get((0, _tools_key(asked)))
+        nodes: list[int] = []
+        at = first
+        for message in asked.messages:
+            at = self._nodes.get((at, message.key))
+            if at is None:
+                break
+            nodes.append(at)
+        return first, nodes
+
+    def _deepest(self, nodes: Sequence[int]) -> tuple[int | None, int]:
         """Finds the deepest turn whose messages all stand in the request; the newest of several.
 
         Returns it with the number of messages of the request up to there.
         """
-        found = (parent, known)
-        for turn in self._behind(parent, asked):
-            if turn.said is None:
-                continue
-            whole = (*turn.messages, turn.said)
-            end = known + len(whole)
-            if _keys(asked.messages[known:end]) != _keys(whole):
-                continue
-            deeper = self._deepest(asked, turn.number, end)
-            if deeper[1] >= found[1]:
-                found = deeper
-        return found
+        for known in range(len(nodes), 0, -1):
+            if nodes[known - 1] in self._said:
+                return self._said[nodes[known - 1]], known
+        return None, 0
 
-    def _behind(self, parent: int | None, asked: ChatRequest) -> list[KeptTurn]:
-        """Returns the turns that follow another one and have the tools of the request."""
-        return [turn for turn in self.turns if turn.parent == parent and turn.tools == asked.tools]
+    def _question(self, turn: KeptTurn) -> _Question:
+        return self._questions[turn.parent, turn.node]
 
     def _is_late(self, number: int) -> bool:
         """Tells whether another answer of a turn's question has been gone on from since the turn was said."""
-        questions = {turn.number: turn.question for turn in self.turns}
-        first_behind: dict[int, int] = {}
-        for turn in self.turns:
-            if turn.parent is not None and questions[turn.parent] == questions[number]:
-                first_behind.setdefault(turn.parent, turn.number)
-        return bool(first_behind) and min(first_behind.values()) > number
+        behind = self._question(self._turns[number]).behind
+        return bool(behind) and behind[0] > number
 
-    @property
-    def _followed(self) -> set[int | None]:
-        """Numbers of the turns that others follow."""
-        return {turn.parent for turn in self.turns}
-
-    def _why(self, asked: ChatRequest, parent: int | None, known: int) -> Why:
-        new = _keys(asked.messages[known:])
-        siblings = [turn for turn in self.turns if turn.parent == parent]
-        told = [_keys(turn.messages) for turn in self._behind(parent, asked)]
-        if not told:
+    def _why(
+        self, parent: int | None, new: Sequence[ChatMessage], first: int | None, nodes: Sequence[int]
+    ) -> Why:
+        """Returns why new messages begin a branch. `first`: node behind the tools; `nodes`: behind the new messages."""
+        if parent is None and not self._first_tools[first]:
             return Why.TOOLS
-        if any(_says_another(new, before) for before in told):
-            return Why.FORGED
-        if parent is None and all(turn.messages[0].key != new[0] for turn in siblings):
+        # Another answer than the model's follows the messages of a turn: the model's own would have been found.
+        for node, follows in zip(nodes, new[1:], strict=False):
+            if follows.role == "assistant" and (parent, node) in self._questions:
+                return Why.FORGED
+        if parent is None and not self._first_messages[new[0].key]:
             return Why.OTHER
         return Why.EDITED
 
 
-def _says_another(new: Sequence[tuple[Any, ...]], told: Sequence[tuple[Any, ...]]) -> bool:
-    """Returns whether another answer than the model's follows the messages of a turn. The model's own would have been
-    found.
-    """
-    return new[: len(told)] == told and new[len(told)][0] == "assistant"
-
-
-def _keys(messages: Sequence[ChatMessage]) -> list[tuple[Any, ...]]:
-    return [message.key for message in messages]
+def _tools_key(of: ChatRequest | KeptTurn) -> str:
+    """Equal for equal tools."""
+    return json.dumps(plain(list(of.tools)), sort_keys=True)

@@ -10,11 +10,13 @@ A harness is a program, and knows nothing of the process that starts it: beside 
 """
 
 import json
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+VERIFIERS = "verifiers"
 MODEL = "policy"  # the endpoint's only one
 _HERE = Path(__file__).parent
 _PATIENCE_MS = 24 * 3600 * 1000  # of a client for one answer; the run has limits of its own
@@ -56,6 +58,16 @@ class Harness:
     variables: Callable[[Told], dict[str, str]] = lambda told: {}
     input: Callable[[Told], str] = lambda told: told.task
     loop: str | None = None  # file of mrl's own that the program, an interpreter, runs
+    fault: Callable[[Mapping[str, Any]], str] = lambda config: ""  # what is wrong with a harness_config; empty: nothing
+    tries_config: bool = False  # the loop's argument `check` finds that out with the harness's own package
+
+    def config_fault(self, config: Mapping[str, Any]) -> str:
+        """Says what is wrong with a harness_config, as far as that is known without the harness; empty for nothing."""
+        try:
+            json.dumps(config)
+        except (TypeError, ValueError) as error:
+            return f"must hold texts, numbers, booleans, lists and mappings alone: {error}"
+        return self.fault(config)
 
 
 def _claude_files(told: Told) -> dict[str, str]:
@@ -95,6 +107,24 @@ def _codex_files(told: Told) -> dict[str, str]:
     return {".codex/config.toml": toml(merged(own, told.config))}
 
 
+def _codex_fault(config: Mapping[str, Any]) -> str:
+    try:
+        is_same = tomllib.loads(toml(config)) == config
+    except tomllib.TOMLDecodeError:
+        is_same = False
+    return "" if is_same else "must hold what TOML can: no null, and no mappings in lists"
+
+
+def _plain_fault(config: Mapping[str, Any]) -> str:
+    for name, value in config.items():
+        if name not in _OF_PLAIN:
+            return f"has {name!r}; known with the harness plain: {', '.join(_OF_PLAIN)}"
+        if isinstance(value, bool) or not isinstance(value, _OF_PLAIN[name]) or value <= 0:
+            return f"has the value {value!r} of {name}, which is a number above 0"
+    return ""
+
+
+_OF_PLAIN: dict[str, Any] = {"seconds": int | float, "most": int}
 _MINI = "mrl.yaml"
 
 
@@ -125,6 +155,7 @@ HARNESSES: dict[str, Harness] = {
         lambda told: ["exec", "--skip-git-repo-check", "-"],
         _codex_files,
         lambda told: {"CODEX_HOME": f"{told.home}/.codex"},
+        fault=_codex_fault,
     ),
     "mini_swe_agent": Harness(
         "mini",
@@ -139,14 +170,20 @@ HARNESSES: dict[str, Harness] = {
         lambda told: "",
     ),
     "plain": Harness(
-        "python3", "Python 3.8 or newer", lambda told: [], input=lambda told: told.as_json, loop="plain_loop.py"
+        "python3",
+        "Python 3.8 or newer",
+        lambda told: [],
+        input=lambda told: told.as_json,
+        loop="plain_loop.py",
+        fault=_plain_fault,
     ),
-    "verifiers": Harness(
+    VERIFIERS: Harness(
         "python3",
         "pip install verifiers==0.4.0, in a virtual environment of its own",
         lambda told: [],
         input=lambda told: told.as_json,
         loop="verifiers_loop.py",
+        tries_config=True,
     ),
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mrl.acting.agent import AGENT, Run, agent_fault, agent_tool, command_of, harness_of
+from mrl.acting.agent import AGENT, Run, agent_fault, agent_tool, command_of, harness_of, tried_config
 from mrl.acting.builtin import BUILTIN_ENVIRONMENTS, BUILTIN_TOOLS
 from mrl.acting.environment import Environment
 from mrl.acting.harnesses import HARNESSES
@@ -83,6 +83,9 @@ def _harness(spec: ToolsSpec) -> Run:
             f"rollout.agent.harness: {spec.harness} needs the program {spec.program or harness.program!r}, which was "
             f"not found: {harness.install}, or name it in rollout.agent.program"
         )
+    is_first = spec.listed is None  # the process that a pool starts first looks at what stays as it is
+    if is_first and harness.tries_config and (fault := tried_config(harness, program, spec.harness_config)):
+        raise ConfigError(f"rollout.agent.harness_config: {spec.harness} does not take it: {fault}")
     return harness_of(harness, program, spec.arguments, spec.harness_config)
 
 

@@ -2,6 +2,7 @@
 
     python verifiers_loop.py < {"row", "config", "url", "reward_key"}       plays
     python verifiers_loop.py rows COUNT < {"config"}                        prints tasks, a line of JSON each
+    python verifiers_loop.py check < {"config"}                             ends with what is wrong with it
 
 A program of its own, run by an interpreter that has verifiers and need not have mrl. `config` is the environment's
 configuration as verifiers reads it under [env]. A seat that names no runtime runs as processes of this host, where
@@ -85,11 +86,28 @@ def post(told, reward, parts):
     opener.open(urllib.request.Request(told["url"] + "/v1/reward", body, headers)).close()
 
 
+def check(config):
+    """Ends with one line where the configuration is wrong, or names what is not installed."""
+    try:
+        environment(config)
+    except Exception as error:  # of the package, and of a taskset's module
+        raise SystemExit(said(error)) from None
+
+
+def said(error):
+    """Returns an error in one line; of a validation each key with what is wrong."""
+    if hasattr(error, "errors"):
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    return f"{type(error).__name__}: {error}"
+
+
 def main():
     """Does what the arguments say."""
     told = json.load(sys.stdin)
     if sys.argv[1:2] == ["rows"]:
         return rows(told["config"], int(sys.argv[2]))
+    if sys.argv[1:2] == ["check"]:
+        return check(told["config"])
     post(told, *asyncio.run(play(told)))
 
 

@@ -5,11 +5,12 @@ import argparse
 from mrl.errors import ConfigError
 
 
-def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    """Adds CONFIG, --recipe and --set. With `optional` CONFIG may be left out."""
-    parser.add_argument(
-        "config", nargs="?" if optional else None, help="a YAML file, such as parallel_configs/tiny-moe/cpu.yaml"
-    )
+_TOLD = "a YAML file, such as parallel_configs/tiny-moe/cpu.yaml"
+
+
+def add_config(parser: argparse.ArgumentParser, optional: bool = False, told: str = _TOLD) -> None:
+    """Adds CONFIG, --recipe and --set. With `optional` CONFIG may be left out. `told`: help on it."""
+    parser.add_argument("config", nargs="?" if optional else None, help=told)
     parser.add_argument("--recipe", help="algorithm settings that come with mrl, by name: gspo, grpo, ...")
     parser.add_argument(
         "--set",

@@ -5,7 +5,7 @@ import json
 import os
 import time
 
-from mrl.cli.config_arguments import positive
+from mrl.cli.config_arguments import add_config, positive, resolved_config
 from mrl.errors import EnvironmentFault
 from mrl.platforms import PLATFORMS
 
@@ -17,6 +17,9 @@ def add(commands) -> None:
     """Registers the command."""
     doctor = commands.add_parser(
         "doctor", help="check this host for a run: versions, devices, limits, Ray, engine; takes seconds"
+    )
+    add_config(
+        doctor, optional=True, told="a configuration whose MCP servers and agent are tried too; default: none"
     )
     doctor.add_argument("--device", choices=PLATFORMS, help="check for runs on this device; default: what the host has")
     doctor.add_argument(
@@ -64,17 +67,21 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _checks(device: str, options: argparse.Namespace) -> list:
+    from mrl.tools.doctor.agent_checks import agent_checks, checks_of
     from mrl.tools.doctor.host_checks import cluster_checks, host_checks
     from mrl.tools.doctor.host_facts import read_host
     from mrl.tools.doctor.probes import DEADLINE_S, probes, run_probes
     from mrl.tools.doctor.version_checks import engine_checks, version_checks
 
+    of_run = []
+    if options.config is not None:
+        of_run = [*checks_of(resolved_config(options).config)]
     host = read_host(device, options.port or PORTS, options.nnodes)
     judged = [check for part in (version_checks, host_checks, cluster_checks, engine_checks) for check in part(host)]
     address = options.address or os.environ.get("RAY_ADDRESS")
     tried = probes(device, None if address in ("", "local") else address, options.deep, options.nnodes)
     patient = options.deep or (address and options.nnodes > 1)
-    return [*judged, *run_probes(tried, _DEEP_DEADLINE_S if patient else DEADLINE_S)]
+    return [*judged, *agent_checks(), *of_run, *run_probes(tried, _DEEP_DEADLINE_S if patient else DEADLINE_S)]
 
 
 def _print_table(device: str, checks: list) -> None:

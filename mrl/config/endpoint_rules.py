@@ -60,6 +60,11 @@ def _one_agent(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(
                 f"rollout.agent.{name}", "must be left out without a harness", "it is the harness's", (None,)
             )
+    if agent.harness is not None and agent.harness_config:
+        from mrl.acting.harnesses import HARNESSES
+
+        if fault := HARNESSES[agent.harness].config_fault(agent.harness_config):
+            yield Violation("rollout.agent.harness_config", fault, "it is merged into the harness's own")
     if agent.harness == VERIFIERS and not agent.harness_config.get("taskset"):
         why = "it names the taskset, as under [env] of a TOML file of verifiers"
         yield Violation("rollout.agent.harness_config", "must have `taskset` with the harness verifiers", why)

@@ -32,7 +32,7 @@ from mrl.acting.tool import TurnsSpec
 from mrl.data.samples import STOP_REASONS, Samples, TurnCall, with_outcome, with_turns
 from mrl.engine.endpoint import Endpoint, Keys
 from mrl.engine.kept_tokens import going_on
-from mrl.engine.partners import Line, followed, sampled_turns
+from mrl.engine.partners import Line, followed, last_turn
 from mrl.engine.requests import Request, Sampling
 from mrl.engine.spoken import TOKENS, SpokenTurns
 from mrl.process.own import own_cpus
@@ -104,7 +104,6 @@ class AgentSession:
         self._talk = AgentTalk(spec.max_turns, spec.max_seconds)
         self._spoken = SpokenTurns(spec.keeps_all_answers)
         self._at_once = asyncio.Semaphore(spec.max_requests)
-        self._placing = asyncio.Lock()
         self._reading = 0  # requests whose place and tokens are being found
         self._sampling: set[asyncio.Task[Line]] = set()
         self._changed = asyncio.Event()  # something happened that may end the session
@@ -171,9 +170,9 @@ class AgentSession:
             if asked.ids is not None or asked.raw is not None:
                 most = self._agents.spec.max_prompt_length + self._most
                 asked = await asyncio.to_thread(self._agents.text.with_ids, asked, most)
-            async with self._placing:  # megabytes of messages take seconds
-                chat, place = await asyncio.to_thread(self._spoken.place, asked)
-                number = self._spoken.open(chat, place)
+            chat = await asyncio.to_thread(self._spoken.whole, asked)  # megabytes of messages take seconds
+            place = self._spoken.place(chat)
+            number = self._spoken.open(chat, place)
             try:
                 ids = await asyncio.to_thread(self._tokens, chat, place)
                 self._check_is_open()
@@ -201,7 +200,7 @@ class AgentSession:
                 return raw
             if characters(place.messages) > MOST_CHARACTERS * self._most:
                 return None
-            turn = sampled_turns(self._spoken[place.parent].row)[-1]
+            turn = last_turn(self._spoken[place.parent].row)
             return [*text.follow(turn.tolist(), place.messages, chat.tools), *begun]
         most = self._agents.spec.max_prompt_length
         ids = raw
@@ -289,7 +288,7 @@ class AgentSession:
     ) -> ChatAnswer:
         """Keeps a turn, and returns it as the client's answer."""
         text = self._agents.text
-        turn = sampled_turns(made)[-1].tolist()
+        turn = last_turn(made).tolist()
         said = text.said(turn, chat, number)
         marks = []
         if place.move is Move.BRANCHES:

@@ -149,7 +149,7 @@ class ToolPartner:
 
     def sampled(self, talk: Conversation, line: Line) -> Conversation:
         """Returns the conversation after a turn, and reads the turn's calls."""
-        self._turn = sampled_turns(line.made)[-1]
+        self._turn = last_turn(line.made)
         self._calls = self._read(talk.turn, self._turn)
         added = int(line.made.response_lengths[0]) - talk.tokens
         problems = [call.problem for call in self._calls]
@@ -255,3 +255,11 @@ def sampled_turns(made: Samples) -> list[np.ndarray]:
     starts = made.turn_starts[1:]
     parts = zip(np.split(response, starts), np.split(made.sampled, starts), strict=True)
     return [ids[sampled] for ids, sampled in parts]
+
+
+def last_turn(made: Samples) -> np.ndarray:
+    """Returns the sampled tokens of the last turn, int32 [tokens]."""
+    made = with_turns(made)
+    (response,) = made.responses()
+    start = int(made.turn_starts[-1])
+    return response[start:][made.sampled[start:]]

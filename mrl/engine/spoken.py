@@ -1,8 +1,10 @@
 """The turns of an agent's session with their tokens: where a request belongs, and the row that is trained."""
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,8 @@ from mrl.data.samples import Samples, TurnCall, with_turns
 from mrl.schedule.branches import Branch, as_one_row
 
 TOKENS = "tokens"  # role of a message that is token ids, as a text of numbers
+
+_digest = partial(hashlib.blake2b, digest_size=16)
 
 
 @dataclass
@@ -51,6 +55,7 @@ class SpokenTurns:
         self._keeps_all = keeps_all
         self._kept = KeptTurns()
         self._turns: dict[int, SpokenTurn] = {}
+        self._by_tokens: dict[int, dict[bytes, int]] = {}  # number of tokens -> their digest -> the newest turn
         self.last: SpokenTurn | None = None  # the turn that was answered last
 
     def __contains__(self, number: int | None) -> bool:
@@ -59,15 +64,21 @@ class SpokenTurns:
     def __getitem__(self, number: int) -> SpokenTurn:
         return self._turns[number]
 
-    def place(self, asked: ChatRequest) -> tuple[ChatRequest, ChatPlace]:
-        """Returns the request with all its messages, and where it belongs. Raises BadRequest where it has nothing new
-        to answer.
+    def whole(self, asked: ChatRequest) -> ChatRequest:
+        """Returns the request with all its messages, ready to be placed. Raises BadRequest where it goes on from what
+        is not there. It may run in another thread than the rest.
         """
         if asked.previous:
             asked = self._with_history(asked)
         elif asked.ids is not None:
             asked = self._with_tokens(asked)
-        return asked, self._kept.place(asked)
+        for message in asked.messages:
+            _ = message.key  # computed here, and kept: of megabytes it takes long
+        return asked
+
+    def place(self, asked: ChatRequest) -> ChatPlace:
+        """Returns where a whole request belongs. Raises BadRequest where it has nothing new to answer."""
+        return self._kept.place(asked)
 
     def _with_history(self, asked: ChatRequest) -> ChatRequest:
         """Puts the conversation up to an earlier response in front of the messages, behind their instructions."""
@@ -75,20 +86,24 @@ class SpokenTurns:
         if number not in self._turns:
             raise BadRequest(f"`previous_response_id` is {asked.previous[:60]!r}, which is no response of this session")
         own = asked.is_instructed
-        messages = (*asked.messages[:own], *self._kept.history(number), *asked.messages[own:])
-        return replace(asked, messages=in_order_of_calls(messages))
+        *before, last = self._kept.history(number)
+        new = in_order_of_calls((last, *asked.messages[own:]))
+        return replace(asked, messages=(*asked.messages[:own], *before, *new))
 
     def _with_tokens(self, asked: ChatRequest) -> ChatRequest:
         """Finds the turn whose tokens are the beginning of the request's, the longest of several."""
-        ids = np.array(asked.ids, np.int64)
-        begins = [
-            number
-            for number, turn in list(self._turns.items())  # others are answered meanwhile, in another thread
-            if np.array_equal(turn.row.token_ids, ids[: len(turn.row.token_ids)])
-        ]
-        if not begins:
+        ids = np.array(asked.ids, np.int32)
+        parent = None
+        read = 0
+        digest = _digest()
+        for length in sorted(self._by_tokens):
+            if length > len(ids):
+                break
+            digest.update(ids[read:length])
+            read = length
+            parent = self._by_tokens[length].get(digest.digest(), parent)
+        if parent is None:
             return replace(asked, messages=(_tokens(ids),))
-        parent = max(begins, key=lambda number: (len(self._turns[number].row.token_ids), number))
         row = self._turns[parent].row
         new = ids[len(row.token_ids) :]
         if not len(new) and not row.truncated[0]:
@@ -98,17 +113,19 @@ class SpokenTurns:
 
     def open(self, asked: ChatRequest, place: ChatPlace) -> int:
         """Reserves a place. Returns its number, which the answer will have."""
-        self._kept = self._kept.opened(asked, place)
-        return self._kept.asked
+        return self._kept.open(asked, place)
 
     def drop(self, number: int) -> None:
         """Gives a place back, as if the request had not been made."""
-        self._kept = self._kept.without(number)
+        self._kept.drop(number)
 
     def add(self, number: int, said: ChatMessage, row: Samples, marks: Sequence[TurnCall]) -> None:
         """Adds the model's answer to a request."""
-        self._kept = self._kept.answered(number, said)
+        self._kept.answer(number, said)
         self._turns[number] = self.last = SpokenTurn(row, list(marks))
+        of_length = self._by_tokens.setdefault(len(row.token_ids), {})
+        digest = _digest(row.token_ids).digest()
+        of_length[digest] = max(number, of_length.get(digest, 0))
 
     def acted(self, reason: str, seconds: float) -> None:
         """Records what the agent did after the turn that was answered last: one call, whose reason is the newest, also
@@ -151,7 +168,7 @@ class SpokenTurns:
 
     def _ends(self, most: int) -> tuple[list[int], list[int]]:
         """Returns the ends of the branches that fit into a row, and of all."""
-        self._kept = self._kept.all_answered
+        self._kept.drop_unanswered()
         leaves = self._kept.all_leaves if self._keeps_all else self._kept.leaves
         *earlier, last = leaves
         ends = [last]

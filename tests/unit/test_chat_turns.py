@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
-from mrl.acting.chat_turns import ChatPlace, KeptTurn, KeptTurns, Move, Why
+from mrl.acting.chat_turns import ChatPlace, KeptTurns, Move, Why
 
 
 def user(text: str) -> ChatMessage:
@@ -25,17 +25,23 @@ def asked(*messages: ChatMessage, tools=()) -> ChatRequest:
     return ChatRequest(messages, tools)
 
 
-def with_turn(kept: KeptTurns, request: ChatRequest, place: ChatPlace, answer: ChatMessage) -> KeptTurns:
-    return kept.opened(request, place).answered(kept.asked + 1, answer)
+def answered(kept: KeptTurns, request: ChatRequest, answer: ChatMessage) -> ChatPlace:
+    place = kept.place(request)
+    kept.answer(kept.open(request, place), answer)
+    return place
+
+
+def sampled(*steps: tuple[ChatRequest, ChatMessage]) -> tuple[KeptTurns, list[ChatPlace]]:
+    kept = KeptTurns()
+    return kept, [answered(kept, *step) for step in steps]
 
 
 U1, A1, T2, A2, T3 = user("u1"), said("a1", "f"), tool("t2"), said("a2"), tool("t3")
 FIRST = asked(U1)
-ONE = with_turn(KeptTurns(), FIRST, KeptTurns().place(FIRST), A1)
 SECOND = asked(U1, A1, T2)
-TWO = with_turn(ONE, SECOND, ONE.place(SECOND), A2)
 THIRD = asked(U1, A1, T2, A2, T3)
-THREE = with_turn(TWO, THIRD, TWO.place(THIRD), said("a3"))
+STEPS = ((FIRST, A1), (SECOND, A2), (THIRD, said("a3")))
+ONE, TWO, THREE = (sampled(*STEPS[:count])[0] for count in (1, 2, 3))
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
 
 
@@ -66,14 +72,6 @@ def test_where_nothing_is_new_there_is_nothing_to_answer():
         ONE.place(asked(U1, A1))
 
 
-def sampled(*steps: tuple[ChatRequest, ChatMessage]) -> tuple[KeptTurns, list[ChatPlace]]:
-    kept, places = KeptTurns(), []
-    for request, answer in steps:
-        places.append(kept.place(request))
-        kept = with_turn(kept, request, places[-1], answer)
-    return kept, places
-
-
 A, B, C, D, E = (said(name) for name in "ABCDE")
 BEST_OF = [(FIRST, A), (FIRST, B), (FIRST, C)]
 
@@ -96,19 +94,44 @@ def test_what_is_asked_at_once_has_its_place_before_it_is_answered():
     """By hand: the same question twice is one of two siblings, another behind the same turn begins a branch; a request
     that is given up is as if it had not been asked, and its number is not given again.
     """
-    both = ONE.opened(SECOND, ONE.place(SECOND))
+    both, _ = sampled(*STEPS[:1])
+    assert both.open(SECOND, both.place(SECOND)) == 2
     assert both.place(SECOND) == ChatPlace(Move.RETRIES, 1, (T2,), question=2, again=1)
     assert both.place(asked(U1, A1, T3)) == ChatPlace(Move.BRANCHES, 1, (T3,), Why.EDITED)
     with pytest.raises(BadRequest, match="nothing to answer"):
         both.place(FIRST.__class__((U1, A1)))
-    alone = both.without(2)
-    assert alone.place(SECOND) == ChatPlace(Move.EXTENDS, 1, (T2,))
-    assert both.all_leaves == [2] and both.all_answered.leaves == [1]
-    twice = both.opened(SECOND, both.place(SECOND)).answered(3, B).answered(2, A)
-    assert twice.leaves == [3] and twice.passed_over == {2: 3} and twice.all_leaves == [2, 3]
-    assert alone.opened(SECOND, alone.place(SECOND)).asked == 3
-    follows = twice.place(asked(U1, A1, T2, A, T3))
-    assert follows == ChatPlace(Move.EXTENDS, 2, (T3,)) and twice.history(2) == (U1, A1, T2, A)
+    assert both.all_leaves == [2]
+    both.drop(2)
+    both.drop(2)
+    assert both.place(SECOND) == ChatPlace(Move.EXTENDS, 1, (T2,)) and both.all_leaves == [1]
+    assert [both.open(SECOND, both.place(SECOND)) for _ in range(2)] == [3, 4]
+    both.answer(4, B)
+    both.answer(3, A)
+    assert both.leaves == [4] and both.passed_over == {3: 4} and both.all_leaves == [3, 4]
+    follows = both.place(asked(U1, A1, T2, A, T3))
+    assert follows == ChatPlace(Move.EXTENDS, 3, (T3,)) and both.history(3) == (U1, A1, T2, A)
+    both.open(asked(U1, A1, T2, A, T3), follows)
+    both.drop_unanswered()
+    assert both.all_leaves == [3, 4]
+
+
+def test_of_equal_answers_the_newest_question_is_gone_on_with_whichever_came_first():
+    kept, _ = sampled(*STEPS[:1])
+    for _ in range(2):
+        kept.open(SECOND, kept.place(SECOND))
+    kept.answer(3, A2)
+    kept.answer(2, A2)
+    assert kept.place(THIRD) == ChatPlace(Move.EXTENDS, 3, (T3,))
+
+
+def test_a_question_whose_beginning_was_given_up_is_no_longer_known():
+    """By hand: other tools, another first message, an answer of the model's, each of a request that was taken back."""
+    kept, _ = sampled(*STEPS[:1])
+    for given in (asked(user("u9")), asked(U1, tools=TOOLS), asked(U1, A1, T3)):
+        before = kept.place(given)
+        kept.drop(kept.open(given, before))
+        assert kept.place(given) == before
+    assert kept.place(asked(U1, A1, T3, said("x"), T2)).move is Move.EXTENDS
 
 
 def test_several_answers_of_one_question_that_are_gone_on_from_are_branches():
@@ -133,24 +156,51 @@ def test_questions_of_other_tools_are_others():
     assert kept.leaves == [1, 2] and not kept.passed_over
 
 
-def test_ten_thousand_answers_of_one_question_are_compared_in_no_time():
-    turns = tuple(KeptTurn(number, None, (), (U1,), A, 1) for number in range(1, 10_001))
-    kept = KeptTurns(turns, 10_000)
-    began = time.monotonic()
-    assert len(kept.passed_over) == 9_999
-    assert kept.place(asked(U1)).move is Move.RETRIES
-    assert time.monotonic() - began < 5
+MANY = 10_000
+LARGE = {  # a session of MANY requests: each request and its answer, then how many leaves, and turns passed over
+    "siblings": (lambda i: ((U1,), said(f"a{i}")), MANY, MANY - 1),
+    "equal siblings, each gone on from": (lambda i: ((U1, A1, T2) if i % 2 else (U1,), A1), MANY // 2, 0),
+    "one question for each": (lambda i: ((user(f"u{i}"),), A1), MANY, 0),
+    "many behind one turn": (lambda i: ((U1, A1, tool(f"t{i}")) if i else (U1,), A1), MANY - 1, 0),
+    "forged": (lambda i: ((U1, said(f"x{i}"), T2) if i else (U1,), A1), MANY, 0),
+}
+
+
+@pytest.mark.parametrize("shape", LARGE)
+def test_ten_thousand_requests_are_placed_in_no_time(shape):
+    """Ten times more than it takes on a laptop. An index that looks at all turns would take minutes."""
+    step, leaves, passed_over = LARGE[shape]
+    kept = KeptTurns()
+    began = time.process_time()
+    for i in range(MANY):
+        messages, answer = step(i)
+        answered(kept, asked(*messages), answer)
+    found = (len(kept.all_leaves), len(kept.passed_over))
+    assert time.process_time() - began < 5
+    assert found == (leaves, passed_over)
+
+
+def test_a_conversation_of_thousands_of_turns_is_no_deeper_than_python_may_go():
+    kept = KeptTurns()
+    messages = []
+    for i in range(2_000):
+        messages.append(user(f"u{i}"))
+        place = answered(kept, asked(*messages), A1)
+        messages.append(A1)
+    assert place == ChatPlace(Move.EXTENDS, 1_999, (user("u1999"),))
+    assert kept.path(2_000) == list(range(1, 2_001)) and kept.leaves == [2_000]
+    assert kept.history(2_000) == tuple(messages)
 
 
 def test_of_turns_that_said_the_same_the_newest_is_gone_on_with():
-    again = with_turn(TWO, FIRST, TWO.place(FIRST), A1)  # asked again behind which turn 2 stands, and said the same
+    again, _ = sampled(*STEPS[:2], (FIRST, A1))  # asked again behind which turn 2 stands, and said the same
     assert again.place(asked(U1, A1, T3)) == ChatPlace(Move.EXTENDS, 3, (T3,))
     assert again.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,)), "but the one that holds more of the request"
 
 
 def test_a_client_goes_back_to_a_line_that_it_left():
     branch = asked(U1, A1, tool("t2'"))
-    both = with_turn(TWO, branch, TWO.place(branch), said("b2"))
+    both, _ = sampled(*STEPS[:2], (branch, said("b2")))
     assert both.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,))
     assert both.place(asked(*branch.messages, said("b2"), T3)) == ChatPlace(Move.EXTENDS, 3, (T3,))
 
@@ -174,10 +224,9 @@ class Client:
             whole[-1] = said("forged")
         new = [rng.choice([user, tool])(str(rng.randint(0, 3))) for _ in range(rng.randint(1, 2))]
         request = asked(*whole, *new)
-        place = self.kept.place(request)
-        self.check(request, place)
+        self.check(request, self.kept.place(request))
         answer = said(f"a{self.kept.asked}", *rng.sample("fg", rng.randint(0, 2)))
-        self.kept = with_turn(self.kept, request, place, answer)
+        answered(self.kept, request, answer)
         self.lines.append((*request.messages, answer))
 
     def check(self, request: ChatRequest, place: ChatPlace) -> None:

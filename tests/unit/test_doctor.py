@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from mrl.cli.main import main
+from mrl.config.load import load_config
 from mrl.platforms.device_state import DeviceState, parse_gpus, parse_peers, state_faults
 from mrl.platforms.inventory import HostDevices, Rdma, find_rdma
 from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
+from mrl.tools.doctor.agent_checks import agent_checks, checks_of
 from mrl.tools.doctor.host_checks import cluster_checks, host_checks
 from mrl.tools.doctor.host_facts import Finding, HostFacts, read_host
 from mrl.tools.doctor.probes import Probe, probes, run_probes
@@ -297,6 +299,42 @@ def test_the_command_answers_in_seconds_and_imports_nothing_heavy():
     assert answer["seconds"] < 10
     assert all(set(check) == {"name", "status", "found", "cure"} for check in answer["checks"])
     assert code == (4 if any(check["status"] == "failure" for check in answer["checks"]) else 0)
+
+
+def test_servers_and_the_agent_of_a_configuration_are_tried_each_by_itself(tmp_path):
+    program = tmp_path / "codex"
+    program.write_text("#!/bin/sh\necho codex-cli 0.171.0")
+    program.chmod(0o755)
+    odd = f"[{sys.executable}, -S, {Path(__file__).parent / 'mcp_odd.py'}]"
+    servers = f"{{odd: {{command: {odd}}}, gone: {{command: [no-such-server]}}}}"
+    config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, [f"rollout.turns.mcp_servers={servers}"]).config
+    assert {check.name: (check.status, check.found) for check in checks_of(config)} == {
+        "mcp:odd": ("ok", "the server starts and lists 1: does"),
+        "mcp:gone": (
+            "failure",
+            "rollout.turns.mcp_servers.gone.command: no executable program 'no-such-server' was found",
+        ),
+    }
+    agent = ["rollout.endpoint=true", "rollout.turns={network: true}"]
+    for name, status in ((program, "ok"), ("no-such-codex", "failure")):
+        harness = f"rollout.agent={{harness: codex, program: {name}}}"
+        config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, [*agent, harness]).config
+        (found,) = checks_of(config)
+        assert (found.name, found.status) == ("agent", status) and "codex" in found.found
+
+
+def test_what_agents_need_is_looked_for_and_nothing_of_it_is_demanded(tmp_path, monkeypatch):
+    program = tmp_path / "codex"
+    program.write_text("#!/bin/sh\necho codex-cli 0.171.0")
+    program.chmod(0o755)
+    (tmp_path / "mini").write_text("#!/bin/sh\nexec sleep 60")
+    (tmp_path / "mini").chmod(0o755)
+    monkeypatch.setattr("mrl.tools.doctor.agent_checks._VERSION_S", 0.2)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    found = {check.name: check.found for check in agent_checks()}
+    assert found["harness:codex"].startswith(f"{program}, version codex-cli 0.171.0; tried: npm install -g @openai")
+    assert "does not say its version" in found["harness:mini_swe_agent"]
+    assert "not on PATH" in found["harness:claude_code"] and found["mcp"]
 
 
 def test_a_host_that_is_not_fit_ends_with_the_environments_exit_code(monkeypatch, capsys):

@@ -100,6 +100,47 @@ def test_a_program_that_is_not_there_is_told_with_its_cure():
         check_tools(ToolsSpec((), network=True, harness="codex", program="no-such-codex"))
 
 
+CHECKS = """#!{python}
+import runpy, sys
+from pydantic import BaseModel, ConfigDict
+class Agent(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    max_turns: int = 1
+class Config(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    taskset: dict
+    agent: Agent = Agent()
+loop = runpy.run_path(sys.argv[1])
+loop["main"].__globals__["environment"] = Config.model_validate  # verifiers reads its own by pydantic too
+sys.argv[:] = sys.argv[1:]
+loop["main"]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"taskset": {"id": "sums"}, "agent": {"max_turns": 4}}, None),
+        ({"taskset": {"id": "sums"}, "agnet": {}}, "agnet: Extra inputs are not permitted"),
+        (
+            {"taskset": 3, "agent": {"max_turns": "many", "max_turn": 3}},
+            "taskset: Input should be a valid dictionary; agent.max_turns: Input should be a valid integer.*; "
+            "agent.max_turn: Extra",
+        ),
+    ],
+)
+def test_a_configuration_that_the_harnesss_package_does_not_take_is_told_before_the_first_row(tmp_path, config, why):
+    program = tmp_path / "python"
+    program.write_text(CHECKS.format(python=sys.executable))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    spec = ToolsSpec((), network=True, harness="verifiers", program=str(program), harness_config=config)
+    if why is None:
+        assert check_tools(spec).agent
+        return
+    with pytest.raises(ConfigError, match=f"harness_config: verifiers does not take it: {why}"):
+        check_tools(spec)
+
+
 def test_the_plain_loop_runs_what_is_called_until_nothing_is():
     tools = ToolsSpec((), network=True, harness="plain")
     said = (CALL.format("echo 408; exit 3"), "Four.")

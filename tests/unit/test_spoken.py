@@ -3,7 +3,6 @@
 import asyncio
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from mrl.acting.chat_api import ChatMessage, ChatRequest
@@ -12,7 +11,7 @@ from mrl.acting.tool import TurnsSpec
 from mrl.data.samples import CALL_REASONS, Sample, Samples, packed
 from mrl.engine.agents import AgentSession
 from mrl.engine.requests import Request, Sampling
-from mrl.engine.spoken import SpokenTurns
+from mrl.engine.spoken import SpokenTurns, _digest
 from mrl.schedule.conversation import Stop
 
 USER = ChatMessage("user", "q")
@@ -23,8 +22,8 @@ def row(response: list[int], prompt: tuple[int, ...] = (7, 8)) -> Samples:
 
 
 def asked_and_answered(spoken: SpokenTurns, *messages: ChatMessage, ids: list[int], said: str = "a") -> int:
-    request, place = spoken.place(ChatRequest(messages))
-    number = spoken.open(request, place)
+    request = spoken.whole(ChatRequest(messages))
+    number = spoken.open(request, spoken.place(request))
     spoken.add(number, ChatMessage("assistant", said), row(ids), [])
     return number
 
@@ -59,18 +58,30 @@ def session(**more) -> AgentSession:
 
 
 def test_answers_come_while_tokens_are_sought_among_those_before(monkeypatch):
-    """Looking through the turns happens in a thread of its own."""
+    """Looking for the turn happens in a thread of its own."""
     spoken = SpokenTurns()
-    asked_and_answered(spoken, USER, ids=[1])
-    equal = np.array_equal
+    for ids in ([1], [1, 2]):
+        asked_and_answered(spoken, USER, ids=ids)
+    digest = _digest
 
-    def slow(first, second):
-        asked_and_answered(spoken, USER, ids=[2])  # as the loop does it meanwhile
-        return equal(first, second)
+    def slow(*given):
+        monkeypatch.setattr("mrl.engine.spoken._digest", digest)
+        asked_and_answered(spoken, USER, ids=[1, 2, 3, 4])  # as the loop does it meanwhile
+        return digest(*given)
 
-    monkeypatch.setattr("mrl.engine.spoken.np.array_equal", slow)
-    request, _ = spoken.place(ChatRequest((), ids=(7, 8, 1, 5)))
-    assert request.messages[-1].content == "5"
+    monkeypatch.setattr("mrl.engine.spoken._digest", slow)
+    request = spoken.whole(ChatRequest((), ids=(7, 8, 1, 5)))
+    assert request.messages[-1].content == "5" and len(spoken.row(50).numbers) == 1
+
+
+def test_of_turns_with_which_token_ids_begin_the_longest_and_then_the_newest_is_gone_on_from():
+    spoken = SpokenTurns()
+    for ids, said in (([1], "a"), ([1], "b"), ([1, 2], "c"), ([1, 3], "d")):
+        asked_and_answered(spoken, USER, ids=ids, said=said)
+    told = {ids: spoken.whole(ChatRequest((), ids=ids)).messages for ids in ((7, 8, 1, 5), (7, 8, 1, 2, 5), (7, 9, 5))}
+    assert [message.content for message in told[7, 8, 1, 5]] == ["q", "b", "5"]
+    assert [message.content for message in told[7, 8, 1, 2, 5]] == ["q", "c", "5"]
+    assert [message.content for message in told[7, 9, 5]] == ["7 9 5"]
 
 
 def test_an_answer_that_cannot_be_told_leaves_no_request_open():

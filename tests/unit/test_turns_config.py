@@ -118,6 +118,21 @@ BROKEN_AGENTS = {
         [*ENDPOINT, "rollout.agent.harness=codex"], "rollout.agent.command", "must be given where there is no"
     ),
     "a program without a harness": ([*ENDPOINT, "rollout.agent.program=x"], "rollout.agent.program", "be left out"),
+    "of plain another key": (
+        [*ENDPOINT, "rollout.agent={harness: plain, harness_config: {second: 3}}"],
+        "rollout.agent.harness_config",
+        "has 'second'; known with the harness plain: seconds, most",
+    ),
+    "of plain a text": (
+        [*ENDPOINT, "rollout.agent={harness: plain, harness_config: {seconds: soon}}"],
+        "rollout.agent.harness_config",
+        "'soon' of seconds, which is a number above 0",
+    ),
+    "of codex no TOML": (
+        [*ENDPOINT, "rollout.agent={harness: codex, harness_config: {features: null}}"],
+        "rollout.agent.harness_config",
+        "must hold what TOML can",
+    ),
     "no taskset": ([*ENDPOINT, "rollout.agent={harness: verifiers}"], "rollout.agent.harness_config", "`taskset`"),
     "a home for a harness": (
         [*ENDPOINT, "rollout.agent={harness: codex}", "rollout.turns.environment=[HOME]"],
