@@ -302,7 +302,7 @@ DOORS = {
             for part in ("agents", "call_reader", "conversations", "endpoint", "partners", "requests", "spoken")
         ),
         *(f"mrl.driver.{part}" for part in ("assemble_data", "first_look", "preflight")),
-        *(f"mrl.config.{part}" for part in ("rollout_rules", "schema_rollout")),
+        *(f"mrl.config.{part}" for part in ("endpoint_rules", "rollout_rules", "schema_rollout")),
         *(f"mrl.tools.{part}" for part in ("doctor", "import_verl", "rehearse")),
     ),
     "mrl.acting.sandboxes": (
