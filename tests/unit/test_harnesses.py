@@ -172,6 +172,9 @@ ASKS = (
     """--post-data '{"messages": [{"role": "user", "content": "Mend it."}]}' "$OPENAI_BASE_URL/chat/completions" """
     "> /tmp/a; "
 )
+MENDS = ASKS + (  # and edits the tests, which stay the image's own
+    "grep -q Mended /tmp/a && grep -q '\"reward_key\": \"\"' && echo 'expr $1 + $2' > f; echo sh >> tests/check"
+)
 TEST = "sh tests/check"
 WELL = {"passed": 1.0, "ended": 1.0}
 
@@ -181,15 +184,18 @@ def image(tmp_path_factory) -> str:
     return str(root_folder(tmp_path_factory.mktemp("image") / "root"))
 
 
-def boxed(image: str, does: str, **more) -> ToolsSpec:
-    sandbox = {"image": image, "folder": "/repo", "max_memory_gib": 0.2, "max_disk_mib": 8.0}
-    return ToolsSpec((), command=("sh", "-c", does), in_sandbox=True, sandbox=sandbox, **more)
+def boxed(image: str, does: str, backend: dict | None = None) -> ToolsSpec:
+    sandbox = {"image": image, "folder": "/repo", "max_memory_gib": 0.2, "max_disk_mib": 8.0} | (backend or {})
+    return ToolsSpec((), command=("sh", "-c", does), in_sandbox=True, sandbox=sandbox)
 
 
-def judged(image: str, does: str, log: Path | None = None, task: dict | None = None, **more) -> tuple:
+def judged(
+    image: str, does: str, log: Path | None = None, task: dict | None = None, backend: dict | None = None, **more
+) -> tuple:
     """How a response ended, and what its environment said."""
     given = row({"task": {"test": TEST} | (task or {})})
-    (made,) = rows(Engine("Mended."), talks(boxed(image, does), log, **{"needs_reward": True, **more}), [given])
+    spec = boxed(image, does, backend)
+    (made,) = rows(Engine("Mended."), talks(spec, log, **{"needs_reward": True, **more}), [given])
     (outcome,) = outcomes(made)
     return stop_of(made), outcome["outcome"]["reward"], outcome["outcome"]["parts"]
 
@@ -198,9 +204,7 @@ def judged(image: str, does: str, log: Path | None = None, task: dict | None = N
 def test_an_agent_in_a_sandbox_asks_the_endpoint_and_is_judged_by_the_rows_tests(image, tmp_path):
     """It has no network beside, and the key of the reward is not given to it."""
     # a command's standard input is what it is told
-    heard = "grep -q Mended /tmp/a && grep -q '\"reward_key\": \"\"' && echo 'expr $1 + $2' > f; "
-    mends = ASKS + heard + "echo sh >> tests/check"
-    assert judged(image, mends, tmp_path / "log") == ("closed", 1.0, WELL), (tmp_path / "log").read_text()
+    assert judged(image, MENDS, tmp_path / "log") == ("closed", 1.0, WELL), (tmp_path / "log").read_text()
     assert judged(image, ASKS) == ("closed", 0.0, {"passed": 0.0, "ended": 1.0})
     nowhere = "wget -q -T 2 -O- http://127.0.0.2:80 && echo 'expr $1 + $2' > f; true; "
     assert judged(image, nowhere + ASKS)[1] == 0.0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from sandbox_images import BWRAP, DOCKERD, IMAGE, daemon, root_folder
+from test_harnesses import ASKS, MENDS, WELL, judged
 
 from mrl.acting.sandboxes.broker import Broker
 from mrl.acting.sandboxes.containers import left_behind
@@ -207,6 +208,18 @@ def test_the_endpoint_is_at_its_own_address_inside_and_nothing_else_is(sandbox, 
     spec, image = backend
     with start(spec, image, "/repo") as without:
         assert "refused" in without.shell(asked).text
+
+
+@DOCKERD
+@pytest.mark.long
+def test_an_agent_in_a_container_asks_the_endpoint_and_is_judged_by_the_rows_tests(address, tmp_path):
+    """As in bubblewrap (test_harnesses). An image that is not there is no doing of the model's."""
+    docker = {"backend": "docker", "address": address}
+    log = tmp_path / "log"
+    assert judged(IMAGE, MENDS, log, backend=docker) == ("closed", 1.0, WELL), log.read_text()
+    assert judged("no-such:image", ASKS, log, backend=docker)[0] == "environment"
+    assert "no-such:image" in log.read_text()
+    assert left_behind(address) == []
 
 
 def test_what_cannot_be_started_is_told(backend):
