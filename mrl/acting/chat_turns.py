@@ -268,9 +268,7 @@ class KeptTurns:
         behind = self._question(self._turns[number]).behind
         return bool(behind) and behind[0] > number
 
-    def _why(
-        self, parent: int | None, new: Sequence[ChatMessage], first: int | None, nodes: Sequence[int]
-    ) -> Why:
+    def _why(self, parent: int | None, new: Sequence[ChatMessage], first: int | None, nodes: Sequence[int]) -> Why:
         """Returns why new messages begin a branch. `first`: node behind the tools; `nodes`: behind the new messages."""
         if parent is None and not self._first_tools[first]:
             return Why.TOOLS

@@ -4,7 +4,6 @@ import argparse
 
 from mrl.errors import ConfigError
 
-
 _TOLD = "a YAML file, such as parallel_configs/tiny-moe/cpu.yaml"
 
 
