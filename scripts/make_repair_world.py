@@ -34,7 +34,7 @@ DATA_SOURCE = "tiny/repairs"
 SIGNS = {"sum": "+", "difference": "-", "product": "*", "remainder": "%"}
 TRIED = ((9, 4), (8, 3))  # pairs of numbers whose sums, differences, products and remainders all differ
 NAMES = "abcdefghijklmnopqrstuvwxyz"
-HELD_OUT = 48
+HELD_OUT = 96
 POSITIONS = 96
 WORDS = ("system", "user", "assistant", "run", '{"name": "', '", "arguments": {"command": "', '"}}', "sed -i s/",
          "(it printed nothing)", "done", *SIGNS)  # fmt: skip
@@ -59,13 +59,15 @@ Repair = tuple[str, str, str]  # the word, the sign that stands there, and the f
 class Repairing(Calling):
     """Supervised training. `share`: of replacements that are the right ones; the others are drawn, right or not.
 
-    Without smoothing, since a call of 16 tokens is to come out whole nearly always, and only its choice to be unsure.
+    Without smoothing and annealed, since a call of 16 tokens is to come out whole nearly always, and only its choice to
+    be unsure.
     """
 
-    steps: int = 250
+    steps: int = 500
     batch: int = 32
     label_smoothing: float = 0.0
     share: float = 0.12
+    annealed: float = 0.5
 
 
 def busybox_root(folder: Path) -> None:
@@ -91,6 +93,25 @@ def split_repairs(seed: int) -> tuple[list[Repair], list[Repair]]:
     ]
     random.Random(seed).shuffle(repairs)
     return repairs[HELD_OUT:], repairs[:HELD_OUT]
+
+
+def others_tests(repairs: list[Repair], seed: int) -> list[int]:
+    """Whose tests judge each repository of the control, each tests once.
+
+    As its own tests do, they fail while the sign that stands there does: else leaving it alone would pay.
+    """
+    picker = random.Random(seed)
+    others = picker.sample(range(len(repairs)), len(repairs))
+
+    def passes(number: int, other: int) -> bool:
+        return SIGNS[repairs[other][0]] == repairs[number][1]
+
+    for number in range(len(repairs)):
+        while passes(number, others[number]):
+            swap = picker.randrange(len(repairs))
+            if not passes(number, others[swap]) and not passes(swap, others[number]):
+                others[number], others[swap] = others[swap], others[number]
+    return others
 
 
 def write_repository(folder: Path, repair: Repair) -> None:
@@ -161,10 +182,18 @@ def options(out: Path) -> dict[str, Any]:
     near = os.path.relpath(out)
     return {
         "model.path": f"{near}/model",
+        "cluster.n_gpus_per_node": 2,
+        "actor.layout.world_size": 1,
+        "actor.layout.tensor_model_parallel_size": 1,
+        "actor.layout.expert_model_parallel_size": 1,
+        "actor.layout.sequence_parallel": "false",
         "data.train_files": f"{near}/data/train.parquet",
         "data.val_files": f"{near}/data/val.parquet",
-        "actor.optim.lr": 7e-4,
-        "actor.ppo_mini_batch_size": 8,
+        "actor.optim.lr": 1e-4,
+        "actor.ppo_mini_batch_size": 2,  # four updates a step
+        # Nothing but this holds the form of calls where the reward is drawn: without it 60 steps unlearn it.
+        "algorithm.use_kl_loss": "true",
+        "algorithm.kl_loss_coef": 0.3,
         "data.train_batch_size": 8,
         "data.max_prompt_length": 24,
         "data.max_response_length": 64,
@@ -202,12 +231,10 @@ def build(out: Path, seed: int, plan: Calling) -> dict[str, Any]:
     for split, repairs in (("train", train), ("val", held_out)):
         for number, repair in enumerate(repairs):
             write_repository(image / "repositories" / split / str(number), repair)
-    shuffled = list(range(len(train)))
-    random.Random(seed + 1).shuffle(shuffled)
     (out / "data").mkdir()
     of_files = {
         "train": data_rows(train, "train"),
-        "shuffled": data_rows(train, "train", shuffled),
+        "shuffled": data_rows(train, "train", others_tests(train, seed + 1)),
         "val": data_rows(held_out, "val"),
     }
     for name, rows in of_files.items():

@@ -72,6 +72,7 @@ class Calling:
     lr: float = 2e-3
     label_smoothing: float = 0.05
     share: float = 0.25
+    annealed: float = 0.0  # of the steps, the last ones, over which the learning rate falls to nothing
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,18 @@ def warm_up(model: Qwen3MoeForCausalLM, answers: Answers, products: list[Product
     fit(model, rows, answers.tokenizer.pad_token_id, plan)
 
 
+def rate(step: int, plan: Calling) -> float:
+    """Of `plan.lr`, at a step from 0 on: it rises over 30 steps, and falls over the annealed ones."""
+    rising = min(1.0, (step + 1) / 30)
+    if not plan.annealed:
+        return rising
+    return min(rising, (plan.steps - step) / (plan.annealed * plan.steps))
+
+
 def fit(model: Qwen3MoeForCausalLM, rows: Callable[[], list[Row]], pad: int, plan: Calling) -> None:
     """Trains `model` in place on what `rows` gives for each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan))
     for step in range(1, plan.steps + 1):
         ids, labels = batch_of(rows(), pad)
         logits = model(ids).logits[:, :-1]

@@ -1,4 +1,6 @@
-"""A run learns to mend repositories from their tests, and controls do not."""
+"""A run learns to mend repositories from their tests, and controls do not; and credit by turn learns what a response's
+cannot.
+"""
 
 import subprocess
 import sys
@@ -35,25 +37,39 @@ def made(tmp_path_factory) -> Callable[[str, int], Path]:
     return make
 
 
-def learned(world: Path, run_dir: Path, part: str, *more: str) -> tuple[float, float]:
-    """A held-out part's mean before and after a run."""
-    done = mrl(
-        "train", str(PRESET), "--run-dir", str(run_dir), *(world / "options").read_text().split(), *more, seconds=RUN_S
-    )
+def learned(world: Path, run_dir: Path, part: str, *given: str) -> float:
+    """What a run adds to a held-out part's mean, from before its first step to behind its last one."""
+    options = (world / "options").read_text().split()
+    more = [word for each in given for word in ("--set", each)]
+    done = mrl("train", str(PRESET), "--run-dir", str(run_dir), *options, *more, seconds=RUN_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (name,) = {name for row in metrics(run_dir) for name in row if name.endswith(f"/{part}/mean@4")}
-    found = [row[name] for row in metrics(run_dir) if name in row]
-    return found[0], found[-1]
+    rows = metrics(run_dir)
+    (name,) = {name for row in rows for name in row if name.endswith(f"/{part}/mean@4")}
+    assert name in rows[0] and name in rows[-1]
+    return rows[-1][name] - rows[0][name]
 
 
-@pytest.mark.parametrize("kind", ["trained", "shuffled", "random"])
-def test_repairs_are_learned_from_tests_and_from_nothing_else(made, tmp_path, kind):
-    """40 points in 60 steps; of other repositories' tests, and of a coin, at most 5."""
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_repairs_are_learned_from_their_tests(made, tmp_path, seed):
+    """40 points in 60 steps."""
+    assert learned(made("repair", seed), tmp_path / "run", "acc") >= 0.40
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "random"])
+def test_repairs_are_not_learned_from_other_tests_or_a_coin(made, tmp_path, kind):
+    """At most 5 points; all but the reward is as above."""
     world = made("repair", 0)
-    controls = {
+    given = {
         "shuffled": (f"data.train_files={world}/data/shuffled.parquet",),
         "random": ("reward.function=exact_match", f"reward.custom_reward_function.path={world}/random_reward.py"),
-    }
-    more = [word for given in controls.get(kind, ()) for word in ("--set", given)]
-    first, last = learned(world, tmp_path / "run", "acc", *more)
-    assert last - first >= 0.40 if kind == "trained" else last - first <= 0.05
+    }[kind]
+    assert learned(world, tmp_path / "run", "acc", *given) <= 0.05
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_credit_by_turn_learns_what_credit_by_response_cannot(made, tmp_path, seed):
+    """25 points and a quarter of that, in the same 40 steps of the same rows."""
+    world = made("turn", seed)
+    by_turn = learned(world, tmp_path / "turn", "right", "algorithm.adv_estimator=grpo_turn", "algorithm.gamma=0.01")
+    by_response = learned(world, tmp_path / "response", "right", "algorithm.adv_estimator=grpo")
+    assert by_turn >= 0.25 and by_response <= by_turn / 4

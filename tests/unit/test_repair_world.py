@@ -69,6 +69,19 @@ def test_the_control_has_the_tests_of_other_repositories(world):
     assert sum(own) < 5 and len({task["test"].split()[1] for task in tasks}) == len(rows)
 
 
+def test_other_tests_fail_as_own_ones_do_while_nothing_is_mended(script):
+    """A control that would be rewarded for leaving the sign alone would unlearn calls."""
+    repairs, _ = script.split_repairs(0)
+    others = script.others_tests(repairs, 1)
+    assert sorted(others) == list(range(len(repairs)))
+    wanted = [script.SIGNS[repairs[other][0]] for other in others]
+    standing = [sign for _, sign, _ in repairs]
+    own = [script.SIGNS[word] for word, _, _ in repairs]
+    assert not any(sign == want for sign, want in zip(standing, wanted, strict=True))
+    right = sum(mine == want for mine, want in zip(own, wanted, strict=True))
+    assert 0.2 < right / len(repairs) < 0.47  # one in three, by chance
+
+
 def test_its_tests_tell_each_sign_from_each_other(script):
     for numbers in script.TRIED:
         assert len({script.computed(sign, *numbers) for sign in script.SIGNS.values()}) == len(script.SIGNS)

@@ -70,4 +70,12 @@ def test_a_right_sign_is_worth_one_and_a_lottery_what_is_drawn(kind):
             assert [reply.end for reply in replies] == [False, False, True]
             assert replies[2].parts == {"right": sum(wanted) / 2}
             lots.append(replies[1].reward)
-    assert abs(statistics.mean(lots)) < 2.0 and 2.5 < statistics.stdev(lots) < 5.5
+    assert abs(statistics.mean(lots)) < 4.0 and 5.0 < statistics.stdev(lots) < 11.0
+
+
+def test_each_training_row_has_as_many_lotteries_as_words_that_are_worth_something(script):
+    picker = random.Random(0)
+    rows = [script.mixed(picker) for _ in range(100)]
+    assert all(sum(word in script.LOTTERIES for word in row) == script.TURNS // 2 for row in rows)
+    assert {word for row in rows for word in row} == {*script.SIGNS, *script.LOTTERIES}
+    assert {row[0] in script.LOTTERIES for row in rows} == {True, False}
