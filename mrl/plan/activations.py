@@ -10,6 +10,7 @@ Notation: s tokens of a rank (its share under context parallelism), `sharded` th
 size, b bytes.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -421,15 +422,16 @@ class Activations:
         return {}
 
     def _chunk(self, kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
-        sizes = {kind: sum(self.layer(kind).values()) for kind in set(kinds)}
-        full = [sizes[kind] for kind in kinds]
+        layers = Counter(kinds)
+        sizes = {kind: sum(self.layer(kind).values()) for kind in layers}
         match self.recompute.granularity:
             case None:
-                return sum(full), 0
+                return sum(sizes[kind] * count for kind, count in layers.items()), 0
             case "selective":
-                dropped = {kind: self._dropped(self.layer(kind)) for kind in sizes}
-                return sum(full) - sum(dropped[kind] for kind in kinds), max(dropped.values(), default=0)
-        return self._fully_recomputed(full)
+                dropped = {kind: self._dropped(self.layer(kind)) for kind in layers}
+                kept = sum((sizes[kind] - dropped[kind]) * count for kind, count in layers.items())
+                return kept, max(dropped.values(), default=0)
+        return self._fully_recomputed([sizes[kind] for kind in kinds])
 
     def _fully_recomputed(self, full: list[int]) -> tuple[int, int]:
         n = self.recompute.num_layers
@@ -514,7 +516,11 @@ class Activations:
         kinds = chunk_kinds(self.model, self.layout, pp)
         unlike = {id(of_chunk): of_chunk for of_chunk in kinds}  # equal ones of many layers take long to compare
         sizes = {key: self.chunk(of_chunk) for key, of_chunk in unlike.items()}
-        kept = sum(sizes[id(kinds[vp])][0] for vp in in_flight(self.layout, pp, micro_batches))
+        chunks = in_flight(self.layout, pp, micro_batches)
+        if len(sizes) == 1:
+            kept = len(chunks) * sizes[id(kinds[0])][0]
+        else:
+            kept = sum(sizes[id(kinds[vp])][0] for vp in chunks)
         if pp == 0:
             kept += self.embedding() * min(micro_batches, self.layout.pipeline)
         head = 0

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 
 from mrl.config.places import cluster_shape, rollout_layout
 from mrl.config.schema import LoraConfig, RunConfig
@@ -26,7 +27,7 @@ from mrl.plan.devices import (
     find_device,
 )
 from mrl.plan.engine_memory import EngineMemory, engine_memory, engine_memory_with_cache, engine_share
-from mrl.platforms.hosting import get_hosting
+from mrl.platforms.hosting import MemoryReach, get_hosting
 from mrl.reshard.setup import pair_route
 from mrl.units import GIB, MIB, round_up
 
@@ -312,6 +313,8 @@ _PASSES = (("tp",), ("cp",), ("pp",))
 _UPDATES = (("cp", "dp"),)  # beside one of all ranks, for the gradient's norm
 _EXPERT_PASSES = (("ep",), ("etp",), ("etp", "ep"))
 _EXPERT_UPDATES = (("edp",),)
+_ALL = (("tp", "cp", "dp", "pp"),)
+_ENDS = (("pp",),)
 
 
 def process_groups(config: RunConfig, model: ModelSpec, actor: TrainLayout) -> int:
@@ -339,7 +342,7 @@ def actor_groups(layout: TrainLayout, model: ModelSpec) -> int:
 
     Besides those of its passes and updates, these are the group of all processes, and one for what routers count.
     """
-    routing = model.is_moe and len(layout.dense_group(0, "tp", "cp", "dp")) > 1
+    routing = model.is_moe and layout.world_size > layout.pipeline
     return groups_of(layout, model, is_trained=True) + (layout.world_size > 1) + routing
 
 
@@ -348,16 +351,15 @@ def groups_of(layout: TrainLayout, model: ModelSpec, is_trained: bool) -> int:
 
     The first pipeline stage and the last have one for tied embeddings.
     """
-    dense = _PASSES + _UPDATES * is_trained
-    sizes = [len(layout.dense_group(0, *axes)) for axes in dense]
+    groups = _PASSES + _UPDATES * is_trained
     if model.is_moe:
-        experts = _EXPERT_PASSES + _EXPERT_UPDATES * is_trained
-        sizes += [len(layout.expert_group(0, *axes)) for axes in experts]
+        groups += _EXPERT_PASSES + _EXPERT_UPDATES * is_trained
     if is_trained:
-        sizes.append(layout.world_size)
+        groups += _ALL
     if model.tie_word_embeddings:
-        sizes.append(layout.pipeline)
-    return sum(size > 1 for size in sizes)
+        groups += _ENDS
+    sizes = layout.dense_sizes._asdict() | layout.expert_sizes._asdict()
+    return sum(any(sizes[axis] > 1 for axis in axes) for axes in groups)
 
 
 def engine_groups(layout: RolloutLayout, is_moe: bool) -> int:
@@ -383,11 +385,16 @@ def most_pairs(config: RunConfig) -> int:
         ranks, workers = _places(config)
     except MrlError:
         return 0
+    return _most_pairs(config.reshard.transport, get_hosting(config.cluster.device).memory_reach, ranks, workers)
+
+
+@lru_cache(maxsize=64)  # a search of engines asks for few places very often
+def _most_pairs(kind: str, reach: MemoryReach, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> int:
     pairs: Counter[Place] = Counter()
     for these, others in ((ranks, workers), (workers, ranks)):
         nodes = _by_node(others)
         for place, count in Counter(these).items():
-            pairs[place] += count * _served(config, place, nodes)
+            pairs[place] += count * _served(kind, reach, place, nodes)
     return max(pairs.values())
 
 
@@ -411,12 +418,10 @@ def _by_node(places: Sequence[Place]) -> dict[int, list[Place]]:
     return nodes
 
 
-def _served(config: RunConfig, place: Place, others: Mapping[int, Sequence[Place]]) -> int:
+def _served(kind: str, reach: MemoryReach, place: Place, others: Mapping[int, Sequence[Place]]) -> int:
     """Returns how many processes on the other side p2p joins with a process at `place`. `others`: their places by
     node.
     """
-    kind = config.reshard.transport
-    reach = get_hosting(config.cluster.device).memory_reach
     served = 0
     for node, there in others.items():
         if node == place.node:

@@ -9,6 +9,7 @@ further analysis only if parameters, gradients and optimizer alone are too large
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -84,13 +85,18 @@ class SearchProblem:
 
     def device_in(self, layout: TrainLayout) -> Device:
         """Returns the device with the communicators of a layout's process groups."""
-        return replace(self.device, communicators_of_ranks=self.device.group * actor_groups(layout, self.model))
+        return _with_communicators(self.device, actor_groups(layout, self.model))
 
     def work_in(self, layout: TrainLayout) -> PassWork:
         """Returns the work with a layout's micro-batches. Budgets of a device grow with context parallelism."""
         if self.micro_of is None:
             return self.work
         return replace(self.work, micro=self.micro_of(layout))
+
+
+@cache
+def _with_communicators(device: Device, groups: int) -> Device:
+    return replace(device, communicators_of_ranks=device.group * groups)
 
 
 @dataclass(frozen=True)
