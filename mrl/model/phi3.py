@@ -64,4 +64,5 @@ FAMILY = Family(
     read,
     _layer,
     vllm_order=("self_attn.qkv_proj.", *VLLM_ATTENTION, "mlp.", *VLLM_NORMS),
+    has_code_beside=True,
 )

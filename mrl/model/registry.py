@@ -171,21 +171,22 @@ def model_spec(config: HfConfig) -> ModelSpec:
     Raises ConfigError for remote code, an unsupported architecture, a missing key, or a feature that training would not
     compute.
     """
-    refuse_impossible(config)
     names = config.get("architectures") or []
-    if not names:
+    refuse_impossible({"architectures": names})
+    wrapper = wrapper_of(config)
+    family = wrapper or next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    if names and family is None:  # before its sizes, which may have other meanings there
+        reasons = [REFUSED[name] for name in names if name in REFUSED]
+        why = "".join(f": {reason}" for reason in reasons[:1])
+        raise ConfigError(f"config.json: architectures = {names} is not supported{why}. {_nearest(config)} {_NEW}")
+    refuse_impossible(config)
+    if family is None:
         raise ConfigError(
             f"config.json has no architectures: write the class of model_type {config.get('model_type')!r} in "
             "transformers, such as Qwen3ForCausalLM"
         )
     if len(known := [name for name in names if name in FAMILIES or name in _WRAPPERS]) > 1:
         raise ConfigError(f"config.json: architectures = {names}: {' and '.join(known)} are different models; keep one")
-    wrapper = wrapper_of(config)
-    family = wrapper or next((FAMILIES[name] for name in names if name in FAMILIES), None)
-    if family is None:
-        reasons = [REFUSED[name] for name in names if name in REFUSED]
-        why = "".join(f": {reason}" for reason in reasons[:1])
-        raise ConfigError(f"config.json: architectures = {names} is not supported{why}. {_nearest(config)} {_NEW}")
     if config.get("auto_map") and not family.has_code_beside:
         raise ConfigError(
             f"config.json of {', '.join(names)} has auto_map: the checkpoint wants its own code to run "
@@ -205,6 +206,10 @@ def _nearest(config: HfConfig) -> str:
     said = ""
     if any(line.startswith(("vision", "audio", "image_", *_AROUND)) for line in lines):
         said = "Only text is trained. "
+    inside = [config[key].get("model_type") for key in _AROUND if isinstance(config.get(key), dict)]
+    for family in FAMILIES.values():
+        if any(family.model_type == _SAME_TYPE.get(str(own), own) for own in inside):
+            return f"{said}Its text model is {family.model_type}'s, which is supported in a folder of its own."
     for patterns, family in _LIKE:
         if all(any(re.search(pattern, line) for line in lines) for pattern in patterns):
             return f"{said}The nearest supported family is {family.model_type}."

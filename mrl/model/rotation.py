@@ -264,6 +264,11 @@ _KEYS = (
     "truncate", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "alpha", _SECTIONS,
     "mrope_interleaved",
 )  # fmt: skip
+# of older vLLM, which multiplied it with the usual magnitude
+_RENAMED = {
+    "attn_factor": ", nor do transformers and vLLM 0.32 read it; give the whole magnitude, attn_factor * (1 + 0.1 "
+    "ln(factor)), as attention_factor, or leave it out"
+}
 _LENGTH = "original_max_position_embeddings"
 
 
@@ -294,8 +299,9 @@ def _entry(name: str, entry: HfConfig, beside: HfConfig) -> dict[str, Any]:
     """Returns one entry's settings with those `beside` it. Raises ConfigError for what readers disagree about."""
     for key, value in entry.items():
         if key not in _KEYS:
+            mend = _RENAMED.get(key, "")
             raise ConfigError(
-                f"config.json: {name}.{key} = {shown(value)} is not supported: training would not compute it"
+                f"config.json: {name}.{key} = {shown(value)} is not supported: training would not compute it{mend}"
             )
         if value is None and key != "attention_factor":
             raise ConfigError(f"config.json: {name}.{key} = None: vLLM reads no such value; leave it out")

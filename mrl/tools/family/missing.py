@@ -20,6 +20,14 @@ def config_of(model: str) -> dict[str, Any]:
     return dict(own_config(config))
 
 
+def _of_engine(files: list[str]) -> str:
+    if not files:
+        return "no class"
+    if files[0] == "transformers":
+        return "no class of its own (it runs transformers'): give engine_architecture one of vLLM's with the same layers"
+    return f"models/{files[0]}.py"
+
+
 def _published(model: str) -> dict[str, Any]:
     name = known_name(model)
     if name is None or Path(model).is_dir():
@@ -34,7 +42,7 @@ def _missing(config: dict[str, Any], names: list[str]) -> str:
         folder = transformers_folder(str(model_type))
         lines.append(f"  transformers: {f'models/{folder.name}' if folder else 'no class, so nothing to compare with'}")
         engine = [found for name in names if (found := vllm_file(name))]
-        lines.append(f"  vLLM: {f'models/{engine[0]}.py' if engine else 'no class'}")
+        lines.append(f"  vLLM: {_of_engine(engine)}")
     except MrlError as error:
         lines.append(f"  {error}")
     lines.append(
