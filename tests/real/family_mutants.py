@@ -108,10 +108,11 @@ JUDGES = {"loader": by_loader, "ranks": by_ranks}  # each in a process of its ow
 
 def mutants(family: Family, config: dict, rng: random.Random) -> Iterator[tuple[str, Family]]:
     model = family.read(config)
-    layer = "expert_layer" if model.is_moe else "dense_layer"
-    build = getattr(family, layer)
-    for name, change in row_mutants(build(model), rng):
-        yield name, replace(family, **{layer: lambda m, change=change: change(build(m))})
+    layers = ["expert_layer" if model.is_moe else "dense_layer", *["linear_layer"] * model.is_hybrid]
+    for layer in layers:
+        build = getattr(family, layer)
+        for name, change in row_mutants(build(model), rng):
+            yield name, replace(family, **{layer: lambda m, b=build, change=change: change(b(m))})
     for name, fields in spec_mutants(model):
         yield name, replace(family, read=lambda c, fields=fields: replace(family.read(c), **fields))
 

@@ -17,6 +17,7 @@ from mrl.model import (
     read_hf_config,
     tensor_specs,
 )
+from mrl.model.registry import known_hf_config
 
 TINY = {
     "hidden_size": 32,
@@ -302,6 +303,12 @@ def test_old_and_new_spellings_give_the_same_model():
     assert model_spec(new) == model_spec(QWEN3_30B_A3B)
 
 
+@pytest.mark.parametrize("name", ["phi-4", "DeepSeek-V3", "MiniMax-M2"])
+def test_official_folders_with_code_beside_the_weights_are_read_without_it(name):
+    config = known_hf_config(name)
+    assert model_spec(config | {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}) == model_spec(config)
+
+
 def test_sparse_step_and_dense_layers_say_which_layers_have_experts():
     spec = model_spec({**QWEN3_30B_A3B, "num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert spec.moe_layers == (1, 5, 7)
@@ -317,6 +324,21 @@ def test_sparse_step_and_dense_layers_say_which_layers_have_experts():
         ({"auto_map": {"AutoModel": "modeling.X"}}, "trust_remote_code"),
         ({"architectures": ["X"], "auto_map": {"AutoModel": "modeling.X"}, "kv_lora_rank": 8}, r"is deepseek_v3\. "),
         ({"architectures": ["X"], "vision_config": {}, "text_config": {}}, r"Only text is trained\. The nearest"),
+        # no experts in granite-4.0-micro: what it is counts, not a size that other classes cannot have
+        ({"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0}, "residuals and logits are scaled"),
+        ({"architectures": ["HunYuanMoEV1ForCausalLM"]}, "norms of queries and keys come after the rotation"),
+        ({"architectures": ["Llama4ForConditionalGeneration"]}, "most layers attend within chunks"),
+        ({"architectures": ["Qwen3MoeForCausalLM", "LlamaForCausalLM"]}, "are different models; keep one"),
+        ({"architectures": []}, "no architectures: write the class of model_type 'qwen3_moe'"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "architectures = .*must be a list"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank = 512 is of layers that qwen3_moe has none of"),
+        ({"n_routed_experts": 64}, "n_routed_experts = 64 is another name of num_experts, which is 128"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads = 5 must divide num_attention_heads = 32"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok = 129 must be at most 128"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.88}},
+            "whole magnitude",
+        ),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_experts": None}, "num_experts or num_local_experts"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
@@ -353,6 +375,19 @@ def test_what_cannot_be_trained_is_refused_by_name(change, message):
         (
             {"text_config": {"num_experts": None, "enable_moe_block": False, "intermediate_size": 2112}},
             "Only text is trained. The nearest supported family is qwen3.",
+        ),
+        # Mistral-Small-3.2, Kimi-K2.5 and InternVL-3.5
+        (
+            {"text_config": {"model_type": "mistral"}, "vision_config": {}},
+            "Only text is trained. Its text model is mistral's, which is supported in a folder of its own.",
+        ),
+        (
+            {"text_config": {"model_type": "kimi_k2"}, "vision_config": {}},
+            "Only text is trained. Its text model is deepseek_v3's, which is supported in a folder of its own.",
+        ),
+        (
+            {"llm_config": {"model_type": "qwen3"}, "num_local_experts": 0},
+            "Only text is trained. Its text model is qwen3's, which is supported in a folder of its own.",
         ),
         ({"moe_num_experts": 288, "share_expert_dim": 1280}, "The nearest supported family is glm4_moe."),
         ({"moe_num_experts": 288, "intermediate_size": 8}, "The nearest supported family is qwen3_moe."),

@@ -24,7 +24,9 @@ def _of_engine(files: list[str]) -> str:
     if not files:
         return "no class"
     if files[0] == "transformers":
-        return "no class of its own (it runs transformers'): give engine_architecture one of vLLM's with the same layers"
+        return (
+            "no class of its own (it runs transformers'): give engine_architecture one of vLLM's with the same layers"
+        )
     return f"models/{files[0]}.py"
 
 
