@@ -25,8 +25,11 @@ others=$((others - 1))
 device=$(mrl_device)
 devices=${SLURM_GPUS_ON_NODE:-$(mrl_count "$device")}
 
-# the batch shell runs on the first node; what its name resolves to is often loopback, so the address is asked of the interface
-address=$(ip -4 -o address show ${INTERFACE:+dev "$INTERFACE"} scope global | awk '{ split($4, part, "/"); print part[1]; exit }')
+# the batch shell runs on the first node; what its name resolves to is often loopback, so the address is asked of the interface.
+# Bridges of containers and virtual machines have global addresses too, the same ones on every node
+bridges='^(docker|podman|br-|veth|virbr|lxc|cni|flannel|cali)'
+address=$(ip -4 -o address show ${INTERFACE:+dev "$INTERFACE"} scope global |
+    awk -v bridges="$bridges" -v named="${INTERFACE:-}" 'named || $2 !~ bridges { split($4, part, "/"); print part[1]; exit }')
 [ -n "$address" ] || { echo "no address${INTERFACE:+ on $INTERFACE} of $first: set INTERFACE" >&2; exit 4; }
 # a port of this job's own: another job of yours may share the network, though not the nodes
 port=$((6379 + SLURM_JOB_ID % 1000))

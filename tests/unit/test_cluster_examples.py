@@ -98,7 +98,9 @@ class Allocation:
         self.bin, self.log = folder / "bin", folder / "calls"
         self.bin.mkdir()
         self.script("scontrol", f"seq -f node-%g {nodes}")
-        self.script("ip", "echo '2: eth0    inet 10.1.2.3/24 brd 10.1.2.255 scope global eth0'")
+        interfaces = (("docker0", "172.17.0.1/16"), ("br-4f1c", "172.18.0.1/16"), ("eth0", "10.1.2.3/24"))
+        self.script("ip", "\n".join(f"echo '{n}: {name}    inet {address} brd 10.1.2.255 scope global {name}'"
+                                    for n, (name, address) in enumerate(interfaces, 2)))  # fmt: skip
         self.script("srun", f'echo "srun ${{HOST:-}} ${{HEAD:-}} $*" >>{self.log}\nexec sleep 30')
         self.script("ray", f'echo " 0.0/{8 * nodes}.0 GPU"')
 
