@@ -38,6 +38,7 @@ _LABELS = {
 }  # fmt: skip
 RESPONSE_ID = "resp_"  # and the number of the answer
 _ANSWER_ID = re.compile(r"(?:chatcmpl-|msg_|resp_|cmpl-)(\d{1,9})", re.ASCII)
+_OTHER_ROLES = {"developer": "system", "function": "tool"}  # a newer and an older name of OpenAI's
 _TEXTS = ("text", "input_text", "output_text")  # types of a text in a content
 _MOST_SETTINGS = 64  # that are counted of one request
 _SETTING = re.compile(r"[\w.-]{1,64}", re.ASCII)  # a name that a column holds
@@ -176,11 +177,13 @@ def parse_openai(body: Any) -> ChatRequest:
 def _openai_message(message: Any) -> ChatMessage:
     check_mapping(message, "a message")
     role = message.get("role")
-    if role == "developer":
-        role = "system"
+    if isinstance(role, str):
+        role = _OTHER_ROLES.get(role, role)
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: {', '.join(ROLES)}")
     calls = [_openaicall_of(call) for call in list_of(message, "tool_calls")]
+    if message.get("function_call") is not None:  # the older form, which has one call without an id
+        calls.append(_openaicall_of({"function": message["function_call"]}))
     return ChatMessage(role, text_of(message.get("content")), tuple(calls), word_of(message.get("tool_call_id")))
 
 
@@ -401,7 +404,7 @@ def word_of(value: Any) -> str:
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a content, which is a text or a list of text parts."""
+    """Returns the text of a content, which is a text or a list of parts. Raises BadRequest for a part without text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -411,10 +414,29 @@ def text_of(content: Any) -> str:
     texts = []
     for part in content:
         check_mapping(part, "a part of a message")
-        if part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+        text = _text_of_part(part)
+        if not isinstance(text, str):
             raise BadRequest(f"a part of a message has the type {str(part.get('type'))[:40]!r}; only text is supported")
-        texts.append(part["text"])
+        texts.append(text)
     return "".join(texts)
+
+
+def _text_of_part(part: Mapping[str, Any]) -> Any:
+    """Returns the text of one part, whatever it is called; no text for pictures, sounds and files."""
+    match part.get("type"):
+        case kind if kind in _TEXTS:
+            return part.get("text")
+        case "refusal":  # of OpenAI's assistant
+            return part.get("refusal")
+        case "tool_reference":  # of Anthropic's search for tools
+            return part.get("tool_name")
+        case "search_result":
+            return text_of(part.get("content"))
+        case "document" if isinstance(source := part.get("source"), Mapping):
+            if source.get("type") == "content":
+                return text_of(source.get("content"))
+            return source.get("data") if source.get("type") == "text" else None
+    return None
 
 
 def tool_of(function: Mapping[str, Any], parameters: Any) -> dict[str, Any]:

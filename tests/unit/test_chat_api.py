@@ -13,6 +13,7 @@ from mrl.acting.chat_api import (
     ChatMessage,
     parse_anthropic,
     parse_openai,
+    text_of,
 )
 
 TOOL = {"name": "search", "description": "Finds.", "parameters": {"type": "object", "properties": {"q": {}}}}
@@ -60,6 +61,45 @@ def test_both_forms_of_one_conversation_say_the_same():
     assert one.messages[1].content == "Who is it?" and one.max_tokens == 9
     assert one.messages[2].calls == (ChatCall("c1", "search", ARGUMENTS),)
     assert one.tools == ({"type": "function", "function": TOOL},)
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ({"type": "refusal", "refusal": "No."}, "No."),
+        ({"type": "tool_reference", "tool_name": "grep"}, "grep"),
+        (
+            {"type": "search_result", "source": "u", "title": "t", "content": [{"type": "text", "text": "found"}]},
+            "found",
+        ),
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "read"}}, "read"),
+        ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "read"}]}}, "read"),
+        ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "QQ=="}}, None),
+        ({"type": "document", "source": "read"}, None),
+        ({"type": "image", "source": {"type": "text", "data": "x"}}, None),
+        ({"type": "refusal"}, None),
+        ({"type": ["text"], "text": "x"}, None),
+    ],
+)
+def test_what_is_text_is_read_by_whatever_name_and_nothing_else_is(part, text):
+    """Blocks of Anthropic's and parts of OpenAI's reference that hold text."""
+    if text is not None:
+        assert text_of([part, {"type": "text", "text": "!"}]) == f"{text}!"
+        return
+    with pytest.raises(BadRequest, match="only text is supported"):
+        text_of([part])
+
+
+def test_the_older_form_of_calls_in_a_history_is_read():
+    older = {"name": "double", "arguments": '{"a": 3}'}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "function_call": older},
+        {"role": "function", "name": "double", "content": "6"},
+    ]
+    _, said, told = parse_openai({"messages": messages}).messages
+    assert [(call.name, call.arguments) for call in said.calls] == [("double", {"a": 3})]
+    assert (told.role, told.content) == ("tool", "6")
 
 
 def test_results_stand_in_the_order_of_the_calls_that_they_answer():
