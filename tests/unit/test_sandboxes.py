@@ -219,6 +219,9 @@ def test_an_agent_in_a_container_asks_the_endpoint_and_is_judged_by_the_rows_tes
     assert judged(IMAGE, MENDS, log, backend=docker) == ("closed", 1.0, WELL), log.read_text()
     assert judged("no-such:image", ASKS, log, backend=docker)[0] == "environment"
     assert "no-such:image" in log.read_text()
+    end = time.monotonic() + 30
+    while left_behind(address) and time.monotonic() < end:  # the pool does not wait for the end of a sandbox
+        time.sleep(0.1)
     assert left_behind(address) == []
 
 
