@@ -193,7 +193,7 @@ def options(out: Path) -> dict[str, Any]:
         "actor.ppo_mini_batch_size": 2,  # four updates a step
         # Nothing but this holds the form of calls where the reward is drawn: without it 60 steps unlearn it.
         "algorithm.use_kl_loss": "true",
-        "algorithm.kl_loss_coef": 0.3,
+        "algorithm.kl_loss_coef": 0.2,
         "data.train_batch_size": 8,
         "data.max_prompt_length": 24,
         "data.max_response_length": 64,
