@@ -6,7 +6,9 @@ so nothing is handed between them but what a step's own collectives carry. Each 
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig, with_values
+from mrl.driver.replay_views import KEPT, Weights, compared_views, viewed, weights_of
 from mrl.driver.step_batch import StepBatch
 from mrl.driver.stored_step import stored_rollouts
 from mrl.generate.rollouts import Rollouts, compared, metric_values
@@ -37,6 +40,12 @@ class OwnRank:
         self.model = actor.model
         self.layout = actor.layout
         self._step: RankStep | None = None
+
+    @property
+    def row_gaps(self) -> np.ndarray:
+        """Mean absolute difference of log-probs from generation's, of all rows of the newest step, float64 [rows]."""
+        gaps = self._step.gaps
+        return gaps["log_gap"] / np.maximum(gaps["tokens"], 1)
 
     def score(self, arguments: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
         rows, own, samples, *handed = arguments[self._actor.rank]
@@ -73,8 +82,10 @@ class Snapshot:
         self._counts = actor.num_updates, actor.skipped_in_a_row
         self._random = torch.get_rng_state()
 
-    def restore(self, fresh_optimizer: bool = False) -> None:
-        """Returns to the state. `fresh_optimizer`: with moments as before a first update."""
+    def restore(self, fresh_optimizer: bool = False, lost_moments: bool = False) -> None:
+        """Returns to the state. `fresh_optimizer`: with moments as before a first update; `lost_moments`: with none,
+        but the count of updates.
+        """
         import torch
 
         with torch.no_grad():
@@ -90,6 +101,8 @@ class Snapshot:
                 if kept["moments"] and not fresh_optimizer:
                     moments = {name: value.clone() for name, value in kept["moments"].items()}
                     step = max(kept["steps"])
+                if lost_moments:
+                    moments = {name: torch.zeros_like(value) for name, value in moments.items()}
                 each.adam.set_moments(main, step, moments)
         self._actor.residence.forget_copies()
         scheduler = self._actor.scheduler
@@ -135,11 +148,34 @@ def one_step(actor: Any, step: int, rollouts: Rollouts, left_out: np.ndarray | N
     return {"step": step, "scored": dict(scored.metrics) | metrics, "parts": [dict(part) for part in answers]}
 
 
+@contextmanager
+def without_replica(replica: int | None) -> Iterator[None]:
+    """Loses the gradients of one data-parallel replica, as if it had none."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import DistributedDataParallel
+
+    summed = DistributedDataParallel.start_grad_sync
+
+    def lost(self, *arguments, **named):
+        if mpu.get_data_parallel_rank() == replica:
+            for buffer in (*self.buffers, *self.expert_parallel_buffers):
+                buffer.grad_data.zero_()
+        return summed(self, *arguments, **named)
+
+    DistributedDataParallel.start_grad_sync = lost
+    try:
+        yield
+    finally:
+        DistributedDataParallel.start_grad_sync = summed
+
+
 def experiment(actor: Any, given: dict[str, Any], step: int, rollouts: Rollouts, start: Snapshot) -> dict[str, Any]:
-    """Computes a step with one thing changed: settings, rows that are left out, or the optimizer's state anew."""
+    """Computes a step with one thing changed: settings, numbers of the loss, rows that are left out, the optimizer's
+    state, a replica's gradients, or the forward pass (mrl.driver.replay_views).
+    """
     from mrl.rank.loss_parameters import loss_parameters
 
-    start.restore(fresh_optimizer=given.get("fresh_optimizer", False))
+    start.restore(given.get("fresh_optimizer", False), given.get("lost_moments", False))
     usual = actor.config
     left_out = None
     if given.get("rows") is not None:
@@ -147,13 +183,18 @@ def experiment(actor: Any, given: dict[str, Any], step: int, rollouts: Rollouts,
         left_out[given["rows"]] = True
     try:
         actor.config = with_values(usual, given.get("settings", {}))
-        actor.loss_parameters = loss_parameters(actor.config.algorithm, actor.config.distillation)
+        parameters = loss_parameters(actor.config.algorithm, actor.config.distillation)
+        actor.loss_parameters = replace(parameters, **given.get("loss", {}))
         if "lr_times" in given:
             for group in actor.optimizer.param_groups:
                 for name in _RATES:
                     group[name] = given["lr_times"] * start.rates[name]
             actor.scheduler.step(0)
-        return {"name": given["name"]} | one_step(actor, step, rollouts, left_out)
+        with ExitStack() as changed:
+            changed.enter_context(viewed(actor, given.get("view", {"kind": "own"}), {}))
+            if "lost_replica" in given:
+                changed.enter_context(without_replica(given["lost_replica"]))
+            return {"name": given["name"]} | one_step(actor, step, rollouts, left_out)
     except Exception as error:
         return {"name": given["name"], "failed": f"{type(error).__name__}: {error}"}
     finally:
@@ -166,16 +207,29 @@ def main(rank: int, port: int, folder: Path) -> None:
     order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
     run = Path(order["run"])
     config = load_config(folder / "config.yaml").config
-    config = with_values(config, {"trainer.total_training_steps": order["total_steps"]})
+    config = with_values(config, {"trainer.total_training_steps": order["total_steps"]} | order["settings"])
     actor = built(config, rank, port, order["checkpoint"])
     samples = run / "samples"
     steps = []
+    older: dict[int, Weights] = {}  # by version
     for step in range(order["first"], order["step"]):
+        if order["views"] and step > order["step"] - 1 - KEPT:
+            older[step - 1] = weights_of(actor)
         steps.append(one_step(actor, step, stored_rollouts(config, samples, step)))
     start = Snapshot(actor)
     rollouts = stored_rollouts(config, samples, order["step"])
+    views = []
+    if order["views"]:
+        ranks = OwnRank(actor)
+
+        def gaps() -> np.ndarray:
+            StepBatch(ranks, rollouts.samples).gaps()
+            return ranks.row_gaps
+
+        views = compared_views(actor, older, gaps)
+        start.restore()
     steps.append(one_step(actor, order["step"], rollouts))
-    answer = {"steps": steps, "file": _written(actor, folder) if order["weights"] else None}
+    answer = {"steps": steps, "views": views, "file": _written(actor, folder) if order["weights"] else None}
     answer["experiments"] = [experiment(actor, given, order["step"], rollouts, start) for given in order["experiments"]]
     (folder / f"rank-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     actor.close()

@@ -118,6 +118,7 @@ class RankStep:
         self._trained = np.zeros(len(rows), np.int64)  # trained tokens of every row
         self._seconds: dict[str, float] = {}
         self.phase = ("", 0.0)  # what it is at, and since when by time.monotonic
+        self.gaps: RowValues | None = None  # of all rows, `mismatch_of_rows`; known where old log-probs were computed
 
     def score(
         self, own: ReplicaRows, samples: ResponseStore, handed: Sequence[HandedRows] = ()
@@ -141,6 +142,7 @@ class RankStep:
         if rows.only_gaps or not algorithm.on_policy:
             with self._at(LOG_PROBS):
                 gaps, entropy = self._gaps(self._tokens.score())
+                self.gaps = gaps
                 if not rows.only_gaps:
                     metrics = _gap_metrics(gaps, entropy)
         if rows.only_gaps:

@@ -1,21 +1,13 @@
-"""`mrl explain` on whole runs: healthy ones repeat bit by bit, and the first verdict names what was planted."""
+"""`mrl explain` on healthy runs: they repeat bit by bit. What breaks runs is in test_planted.py."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from world import PRESET, ROOT, make_world, mrl, overrides
+from world import PRESET, make_world, mrl, overrides
 
 STEPS = 16
 RESPONSES = 64  # of a step
-# kind of the first verdict, and words of its cause
-PLANTED = {
-    "learning_rate": ("update", "the learning rate was not the schedule's"),
-    "softmax": ("ranks", "forward pass"),
-    "gradients": ("update", "gradients or the optimizer's state were wrong"),
-    "temperature": ("engines", "unlike temperatures"),
-}
 TWO_REPLICAS = {
     "actor__layout__tensor_model_parallel_size": 1, "actor__layout__expert_model_parallel_size": 1,
     "actor__layout__sequence_parallel": False,
@@ -27,17 +19,13 @@ def world(tmp_path_factory) -> Path:
     return make_world(tmp_path_factory.mktemp("world"), prompts=160)
 
 
-def trained(world: Path, run_dir: Path, planted: str = "", **values) -> Path:
-    """A run of sixteen steps with checkpoints; `planted`: see planted/sitecustomize.py."""
-    environment = dict(os.environ)
-    if planted:
-        paths = [str(ROOT / "tests" / "real" / "planted"), str(ROOT), environment.get("PYTHONPATH", "")]
-        environment |= {"MRL_PLANTED": planted, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+def trained(world: Path, run_dir: Path, **values) -> Path:
+    """A run of sixteen steps with checkpoints."""
     settings = dict(
         trainer__total_training_steps=STEPS, trainer__save_freq=8, trainer__test_freq=-1,
         trainer__val_before_train=False, trainer__max_actor_ckpt_to_keep=3, rollout__n=RESPONSES // 8,
     )  # fmt: skip
-    done = mrl("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings | values), env=environment)
+    done = mrl("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings | values))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return run_dir
 
@@ -52,17 +40,3 @@ def test_a_healthy_run_repeats_bit_by_bit_and_is_not_called_broken(world, tmp_pa
     assert "no step leaves the run's own band" in mrl("explain", str(run)).stdout
     compared = [json.loads(line) for line in (run / "plan_compared.jsonl").read_text().splitlines()]
     assert [line["step"] for line in compared] == [2, 5]
-
-
-@pytest.mark.real
-@pytest.mark.long
-@pytest.mark.parametrize("name", PLANTED)
-def test_the_first_verdict_names_the_kind_of_what_was_planted(world, tmp_path, name):
-    kind, words = PLANTED[name]
-    values = TWO_REPLICAS if name == "gradients" else {}
-    run = trained(world, tmp_path / "run", planted=f"{name}@12@{RESPONSES}", **values)
-    done = mrl("explain", str(run), "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    answer = json.loads(done.stdout)
-    first = answer["verdicts"][0]
-    assert first["kind"] == kind and words in first["cause"], answer

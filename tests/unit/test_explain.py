@@ -9,14 +9,16 @@ import pytest
 from report_run import World, write_run
 
 from mrl.cli.main import main, make_parser
+from mrl.driver import replay_views
 from mrl.driver.stored_step import stored_rollouts
 from mrl.errors import ConfigError, DataError
 from mrl.tools.explain import explain as explaining
 from mrl.tools.explain.band import DEGREES, FALSE_ALARM, STEP, WATCHED, breaks, judged_step, quantile, two_sided
-from mrl.tools.explain.evidence import StepSamples, of_groups, of_length, of_mismatch, of_versions
-from mrl.tools.explain.experiments import effects, experiments_of
-from mrl.tools.explain.explain import explain, lines
+from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
+from mrl.tools.explain.experiments import effects, experiments_of, likeness
+from mrl.tools.explain.explain import explain, lines, of_views
 from mrl.tools.explain.replay import Replay, StoredRun, replay
+from mrl.tools.explain.rewards import Step, of_rewards, of_sources
 from mrl.tools.explain.signs import drift, signs
 
 # ---------------------------------------------------------------- the run's own band
@@ -95,6 +97,7 @@ def samples(rows: int = 32, **given) -> StepSamples:
             group_id=np.arange(rows) // 4,
             scores=rng.normal(size=rows),
             lengths=rng.integers(10, 50, rows),
+            cut_off=np.zeros(rows, bool),
             versions=np.full(rows, 4),
             gaps=rng.uniform(1e-6, 2e-6, rows),
             along=np.full(4, 1e-6),
@@ -148,11 +151,12 @@ def a_run(tmp_path, monkeypatch, again=None, stored=None, broken="actor/grad_nor
         explaining.StepSamples, "read", lambda folder, step: stored or samples(versions=np.full(32, 11))
     )
 
-    def replayed(stored_run, step, orders):
+    def replayed(stored_run, step, orders=(), **further):
         given = again or Replay(6, step, {}, 70, {}, None, {}, {}, 1.0)
         return replace(given, experiments={order["name"]: given.experiments.get(order["name"], {}) for order in orders})
 
     monkeypatch.setattr(explaining, "replay", replayed)
+    monkeypatch.setattr(explaining, "rescorer", lambda run: "scores are not asked for again")
     return run
 
 
@@ -221,6 +225,134 @@ def test_rows_that_stand_out_and_parts_of_the_groups_are_left_out_in_turn(tmp_pa
     assert rows["without the 1 responses whose reward stands out"] == [5]
     quarters = [found for name, found in rows.items() if name.startswith("without quarter")]
     assert len(quarters) == 4 and sorted(row for rows in quarters for row in rows) == list(range(64))
+
+
+# ---------------------------------------------------------------- scores, computed again
+
+
+def scored(scores, again, lengths=None, sources=None, texts=None) -> Step:
+    rows = len(scores)
+    texts = texts or [str(row) for row in range(rows)]
+    return Step(
+        scores=np.array(scores, float),
+        again=np.array(again, float),
+        lengths=np.array(lengths if lengths is not None else np.ones(rows), int),
+        sources=np.array(sources or ["one"] * rows),
+        responses=[[ord(sign) for sign in text] for text in texts],
+        prompts=[],
+        texts=texts,
+    )
+
+
+def test_scores_that_the_reward_function_does_not_give_are_told_by_what_they_follow():
+    rng = np.random.default_rng(0)
+    right = rng.integers(0, 2, 40).astype(float)
+    assert of_rewards(scored(right, right)) is None
+    failed = np.where(np.arange(40) < 5, np.nan, right)
+    assert of_rewards(scored(1 - right, np.full(40, np.nan))) is None and of_rewards(scored(right, failed)) is None
+    two = ["one", "two"] * 20
+    flipped = np.where(np.arange(40) % 2 == 1, -right, right)
+    assert of_rewards(scored(flipped, right, sources=two))[0] == "scores of source two had the other sign"
+    lengths = rng.integers(1, 30, 40)
+    assert of_rewards(scored(lengths / 30, right, lengths))[0] == "the reward paid length"
+    texts = [rng.choice(["ab", "cb", "db"]) for _ in range(40)]
+    paid = [float(text[0] == "c") for text in texts]
+    assert "a form of the response: the first token" in of_rewards(scored(paid, right, texts=texts))[0]
+    assert "judged by another truth" in of_rewards(scored(0 * right, right))[0]
+    anything = of_rewards(scored(right + rng.normal(size=40), right))
+    assert anything[0] == "the reward function gave other scores than it gives now" and "40 of 40" in anything[1]
+
+
+def test_a_source_whose_truths_are_shifted_is_told_from_one_that_changed():
+    rng = np.random.default_rng(1)
+    sources = ["one", "two"] * 20
+
+    def step(of_two):
+        scores = np.where(np.arange(40) % 2 == 1, of_two, rng.integers(0, 2, 40)).astype(float)
+        return scored(scores, scores, sources=sources)
+
+    class Again:
+        def __init__(self, mean):
+            self._mean = mean
+
+        def shifted(self, now, source):
+            return {-1: np.full(20, self._mean), 1: np.zeros(20)}
+
+    before = [step(rng.integers(0, 2, 40)) for _ in range(5)]
+    assert of_sources(step(rng.integers(0, 2, 40)), before, Again(0.0)) is None
+    assert of_sources(step(0), before, Again(0.5))[0] == "truths of source two are shifted by a row"
+    assert of_sources(step(0), before, Again(0.0))[0] == "rewards of source two changed"
+
+
+# ---------------------------------------------------------------- what was computed in their place
+
+
+def test_a_guess_is_like_the_run_as_far_as_it_gives_what_did_not_repeat():
+    unlike = [("a", 2.0, 1.0), ("b", None, 1.0), ("c", 3.0, 1.0)]
+    assert likeness(unlike, {"a": 2.0, "c": 3.0}) == 1.0 and likeness(unlike, {"a": 1.5, "c": 2.0}) == 0.5
+    assert likeness(unlike, {"a": 1.0, "c": -9.0}) == 0.0 and likeness(unlike, {}) == 0.0
+
+
+def test_a_guess_that_gives_what_the_run_had_is_the_verdict(tmp_path, monkeypatch):
+    unlike = {12: [("actor/grad_norm", 8.0, 1.0)]}
+    for name, words in (
+        ("with a band that clips nothing", "clipped nothing"),
+        ("with moments of zero", "its moments were zero"),
+    ):
+        again = Replay(6, 12, {}, 70, unlike, None, {name: {"actor/grad_norm": 8.0}}, {}, 1.0)
+        first = explain(a_run(tmp_path / words, monkeypatch, again).path).verdicts[0]
+        assert first.kind == "update" and words in first.cause and "100% of the difference" in first.evidence
+
+
+class Engines:
+    """Ranks whose model is one number: their log-probs differ from generation's by how far it is from what that had."""
+
+    def __init__(self, config, generation):
+        self.config = config
+        self.generation = generation
+
+    def gaps(self):
+        return np.abs(np.log(self.config.rollout.temperature / self.generation)) + np.zeros(8)
+
+
+def test_the_temperature_of_generation_is_found_from_its_log_probs(tmp_path, monkeypatch):
+    ranks = Engines(config_of(tmp_path), 0.63)
+    monkeypatch.setattr(replay_views, "views_of", lambda actor, older: [])
+    monkeypatch.setattr(replay_views, "experts_of", lambda actor, older: [])
+    monkeypatch.delitem(replay_views._SEARCHED, "softmax")
+    own, found = replay_views.compared_views(ranks, {}, ranks.gaps)
+    assert own["kind"] == "own" and own["gap"] == pytest.approx(np.log(1 / 0.63))
+    assert found["value"] == pytest.approx(0.63, rel=0.01) and found["fits"] < 0.01
+    assert ranks.config.rollout.temperature == 1.0  # put back
+
+
+def test_what_gives_generations_log_probs_is_the_verdict(tmp_path):
+    run = StoredRun.read(write_run(tmp_path / "run").path)
+    own = {"kind": "own", "gap": 0.2, "fits": 0.2}
+    for view, words in (
+        ({"kind": "temperature", "value": 0.6}, "temperature 0.6"),
+        ({"kind": "version", "value": 3}, "weights of version 3, and not of 5"),
+        ({"kind": "expert", "layer": 1, "expert": 2, "value": 4}, "expert 2 of layer 1 was stale"),
+        ({"kind": "router"}, "router computed in bfloat16"),
+        ({"kind": "rounded"}, "rounded to bfloat16"),
+        ({"kind": "softmax", "value": 2.0}, "2 times the ranks' softmax scale"),
+        ({"kind": "rotation", "stretch": ["yarn", {"factor": 4.0}]}, "positions by yarn with factor 4"),
+    ):
+        views = [own, {"kind": "x", "failed": "no"}, view | {"gap": 1e-6, "fits": 1e-6}]
+        (first,) = of_views(run, 6, views)
+        assert first.kind == "engines" and words in first.cause and first.removes > 0.99
+        assert of_views(run, 6, [own, view | {"gap": 0.2, "fits": 0.15}]) == []
+    assert of_views(run, 6, []) == []
+
+
+def test_responses_cut_off_below_the_limit_are_told(tmp_path):
+    config = config_of(tmp_path)
+    longest = config.data.max_response_length
+    assert of_cut_off(config, samples()) == ""
+    at_limit = samples(cut_off=np.ones(32, bool), lengths=np.full(32, longest))
+    assert of_cut_off(config, at_limit) == ""
+    early = of_cut_off(config, samples(cut_off=np.ones(32, bool), lengths=np.full(32, longest - 1)))
+    assert f"32 of 32 responses are cut off at {longest - 1}" in early
 
 
 # ---------------------------------------------------------------- bad input

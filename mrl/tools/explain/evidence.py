@@ -27,6 +27,7 @@ class StepSamples:
     group_id: np.ndarray
     scores: np.ndarray
     lengths: np.ndarray
+    cut_off: np.ndarray  # bool: ended by a limit of tokens
     versions: np.ndarray
     gaps: np.ndarray
     along: np.ndarray  # mean absolute difference in each quarter of the responses
@@ -45,6 +46,7 @@ class StepSamples:
             **numbers,
             scores=np.array([float(row["reward"]["score"]) for row in rows]),
             lengths=np.array([len(row["response_ids"]) for row in rows]),
+            cut_off=np.array([row["stop_reason"] == "length" for row in rows]),
             versions=np.array([row["weight_version"] for row in rows]),
             gaps=np.array([np.abs(gap).mean() if gap else np.nan for gap in gaps]),
             along=_along(gaps),
@@ -96,6 +98,19 @@ def of_versions(config: RunConfig, step: int, samples: StepSamples) -> str:
         return ""
     shown = ", ".join(f"version {version} in {count}" for version, count in sorted(old.items()))
     return f"{sum(old.values())} of {len(samples.versions)} responses are not of version {step - 1}: {shown}"
+
+
+def of_cut_off(config: RunConfig, samples: StepSamples) -> str:
+    """Says that responses are cut off below data.max_response_length; empty if none is, as in runs of several turns."""
+    longest = config.data.max_response_length
+    early = samples.cut_off & (samples.lengths < longest)
+    if config.rollout.turns is not None or early.sum() <= _FEW * len(early):
+        return ""
+    lengths = samples.lengths[early]
+    return (
+        f"{early.sum()} of {len(early)} responses are cut off at {lengths.min()} to {lengths.max()} tokens, and "
+        f"data.max_response_length is {longest}"
+    )
 
 
 def of_groups(samples: StepSamples) -> str:

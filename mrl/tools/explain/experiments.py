@@ -71,6 +71,83 @@ def experiments_of(config: RunConfig, samples: StepSamples) -> list[Experiment]:
     return found
 
 
+def guesses_of(config: RunConfig, replicas: int) -> list[Experiment]:
+    """Returns what may have been wrong in a step that does not repeat: one of them may give what the run had."""
+    algorithm = config.algorithm
+    usual = config.rollout.temperature
+    found = [
+        Experiment(
+            "with a band that clips nothing",
+            {"loss": {"clip_ratio_low": _NEVER_CLIPS, "clip_ratio_high": _NEVER_CLIPS}},
+            "the update clipped nothing: its clip band was too wide",
+            "compare algorithm.policy_loss.clip_ratio_low and _high with those of the ranks",
+        ),
+        Experiment(
+            "with a fresh optimizer",
+            {"fresh_optimizer": True},
+            "the optimizer's state was lost: its moments and its count",
+            "resume from the checkpoint before, and look at what the resume loaded (logs/actor-rank-N.log)",
+        ),
+        Experiment(
+            "with moments of zero",
+            {"lost_moments": True},
+            "the optimizer's state was lost: its moments were zero",
+            "resume from the checkpoint before, and look at what the resume loaded (logs/actor-rank-N.log)",
+        ),
+    ]
+    if algorithm.use_kl_loss:
+        for words, coefficient in (("the other sign of the KL term", -1.0), ("no KL term", 0.0)):
+            found.append(
+                Experiment(
+                    f"with {words}",
+                    {"loss": {"kl_loss_coef": coefficient * algorithm.kl_loss_coef}},
+                    f"the update had {words}",
+                    "compare algorithm.kl_loss_coef and kl_loss_type with what the ranks compute",
+                )
+            )
+    for replica in range(replicas if replicas > 1 else 0):
+        found.append(
+            Experiment(
+                f"without the gradients of replica {replica}",
+                {"lost_replica": replica},
+                f"gradients of replica {replica} of {replicas} were lost",
+                "look at logs/actor-rank-N.log of its ranks, and at its links (mrl doctor)",
+            )
+        )
+    for factor in (0.1, 0.5, 2.0, 10.0):
+        found.append(
+            Experiment(
+                f"with {factor:g} times the learning rate",
+                {"lr_times": factor},
+                f"the learning rate was {factor:g} times the schedule's",
+                "compare actor.optim.lr with what the ranks had",
+            )
+        )
+    for factor in (0.6, 0.8, 1.25, 1.67):
+        found.append(
+            Experiment(
+                f"at temperature {factor * usual:g}",
+                {"settings": {"rollout.temperature": factor * usual}},
+                f"the ranks' forward pass had another temperature, such as {factor * usual:g}",
+                "compare rollout.temperature with that of the ranks",
+            )
+        )
+    return found
+
+
+def likeness(differences: Sequence[tuple[str, Any, Any]], metrics: Mapping[str, float]) -> float:
+    """Returns how much of what did not repeat is explained by a guess: 1 if its metrics are those of the run.
+
+    `differences`: name, the run's value, the repeated one. Metrics count alike, and none for less than nothing.
+    """
+    shares = []
+    for name, was, again in differences:
+        if was is None or name not in metrics or not np.isfinite([was, again, metrics[name]]).all():
+            continue
+        shares.append(max(0.0, 1 - abs(metrics[name] - was) / abs(again - was)))
+    return float(np.mean(shares)) if shares else 0.0
+
+
 def _of_settings(name: str, settings: dict[str, Any], cause: str, cure: str) -> Experiment:
     return Experiment(name, {"settings": settings}, cause, cure)
 

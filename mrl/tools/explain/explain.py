@@ -6,30 +6,44 @@
     3 the engines    where log-probs repeat, and generation's are far from them, generation computed something else
     4 experiments    where all that is as it should be, the step is computed with one thing changed at a time
 
+Scores of stored responses are computed again, too: what the reward function does not give now was a fault of scoring.
+Where no step leaves the band, the newest scores and steps are computed again all the same, as faults may be small.
+
 The first verdict is the first of these that speaks; verdicts of experiments are ordered by what they remove.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import ConfigError
+import numpy as np
+
+from mrl.errors import ConfigError, MrlError
 from mrl.record.attempts import read_attempts
+from mrl.record.sample_files import steps_with_responses
 from mrl.tools.explain.band import FALSE_ALARM, WATCHED, Break, breaks, judged_step
-from mrl.tools.explain.evidence import StepSamples, of_groups, of_length, of_mismatch, of_versions
-from mrl.tools.explain.experiments import REMOVES, effects, experiments_of
+from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
+from mrl.tools.explain.experiments import REMOVES, effects, experiments_of, guesses_of, likeness
 from mrl.tools.explain.replay import Replay, StoredRun, replay, replayed_faults
+from mrl.tools.explain.rewards import Rescorer, of_rewards, of_sources, rescorer
 
 _MISMATCH = re.compile("rollout_corr/|training/rollout_")  # of engines and ranks
+LIKE = 0.9  # of what did not repeat, that a guess must give to be the verdict
+_AUDITED_SCORES = 10_000  # responses that are scored again where no step leaves the band
+_AUDITED_STEPS = 20
 _BEFORE = 5  # steps whose samples say what is usual
 _LOGS = {each.name: each.logs for each in WATCHED}
 
 
 @dataclass(frozen=True)
 class LikelyCause:
-    """One possible cause. `kind`: samples, ranks, update, engines, recipe or data. `removes`: of the break, 0 to 1."""
+    """One possible cause. `removes`: of the break, 0 to 1.
+
+    `kind`: samples, reward, ranks, update, engines, recipe or data.
+    """
 
     kind: str
     cause: str
@@ -66,7 +80,7 @@ def explain(path: Path, step: int | None = None) -> Explanation:
     if step is None:
         found = breaks(rows)
         if not found:
-            return Explanation(str(path), None)
+            return _audited(run)
         step = found[0].step
     elif step not in run.rows or step < 1:
         raise ConfigError(f"--step {step}: the run has no such step; it has steps {run.steps[0]} to {run.steps[-1]}")
@@ -90,17 +104,19 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break]) -> Explanation
             run.base(step)  # says which samples are missing, and the key that keeps them
     if samples is not None:
         verdicts += _of_samples(run, step, samples)
+        verdicts += _of_scores(run, step, rescorer(run))
     if faults := replayed_faults(run.config):
-        verdicts += _of_engines(found, samples)
+        verdicts += [*_of_routes(run, step, found), *_of_engines(found, samples)]
         return Explanation(
             str(run.folder.path), step, list(found), verdicts, None, f"not replayed: {'; '.join(faults)}"
         )
     tried = experiments_of(run.config, samples)
-    again = replay(run, step, [dict(each.order) | {"name": each.name} for each in tried])
+    differs = any(_MISMATCH.match(each.name) for each in found)
+    again = replay(run, step, [dict(each.order) | {"name": each.name} for each in tried], views=differs)
     if not again.repeats:
         verdicts = [*_of_process(run, again), *verdicts]
-    else:
-        verdicts += _of_engines(found, samples)
+    elif differs:
+        verdicts = [*verdicts, *of_views(run, step, again.views), *_of_engines(found, samples)]
     shares = effects(found, _LOGS, again.experiments)
     verdicts += [
         LikelyCause(
@@ -121,6 +137,54 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break]) -> Explanation
     return Explanation(str(run.folder.path), step, list(found), verdicts, again.repeats, said, shares, again.seconds)
 
 
+def _audited(run: StoredRun) -> Explanation:
+    """Explains a run of which no step leaves its band: whether its newest scores and steps repeat."""
+    again = rescorer(run)
+    kept = [step for step in steps_with_responses(run.folder.samples) if step in run.rows]
+    said = ""
+    if isinstance(again, Rescorer):
+        counted = 0
+        newest = []
+        for step in reversed(kept):
+            newest.append(step)
+            counted += len(StepSamples.read(run.folder.samples, step).scores)
+            if counted > _AUDITED_SCORES:
+                break
+        for step in reversed(newest):
+            if verdicts := _of_scores(run, step, again):
+                return Explanation(str(run.folder.path), step, verdicts=verdicts)
+        said = f"scores of {len(newest)} steps repeat"
+    if not replayed_faults(run.config):
+        last = run.steps[-1]
+        try:
+            found = replay(run, last, earlier=min(_AUDITED_STEPS, last) - 1)
+        except ConfigError:
+            return Explanation(str(run.folder.path), None, replayed=said)
+        if not found.repeats:
+            step = min(found.differences, default=last)
+            return Explanation(str(run.folder.path), step, verdicts=_of_process(run, found), repeats=False)
+        said += f"{', and ' * bool(said)}steps {found.first + 1} to {last} repeat in {found.compared} metrics"
+        return Explanation(str(run.folder.path), None, repeats=True, replayed=said, seconds=found.seconds)
+    return Explanation(str(run.folder.path), None, replayed=said)
+
+
+def _of_scores(run: StoredRun, step: int, again: Rescorer | str) -> list[LikelyCause]:
+    """Says what is wrong with a step's scores: other ones than the reward function gives, or those of one source."""
+    if isinstance(again, str):
+        return []
+    now = again.step(step)
+    if told := of_rewards(now, again):
+        cure = "read these responses (mrl samples RUN --step N), and look at logs/ of the scorers and at the function"
+        return [LikelyCause("reward", *told, cure)]
+    before = []
+    for earlier in range(max(1, step - _BEFORE), step):
+        with suppress(FileNotFoundError):
+            before.append(again.step(earlier))
+    if told := of_sources(now, before, again):
+        return [LikelyCause("reward", *told, "look at that source's rows (data.train_files) and reward function")]
+    return []
+
+
 def _of_samples(run: StoredRun, step: int, samples: StepSamples) -> list[LikelyCause]:
     """Returns what the samples say by themselves."""
     found = []
@@ -131,6 +195,15 @@ def _of_samples(run: StoredRun, step: int, samples: StepSamples) -> list[LikelyC
                 "engines generated with other weights than the step's",
                 told,
                 "look at reshard/verified and reshard/weight_version of the steps before, and at logs/ of the engines",
+            )
+        )
+    if told := of_cut_off(run.config, samples):
+        found.append(
+            LikelyCause(
+                "samples",
+                "responses are cut off before they end",
+                told,
+                "look at the engines' max_tokens and max_model_len, and at data.max_response_length",
             )
         )
     if told := of_groups(samples):
@@ -167,12 +240,24 @@ def _of_process(run: StoredRun, again: Replay) -> list[LikelyCause]:
         ]
     step = min(again.differences)
     unlike = again.differences[step]
+    guesses = guesses_of(run.config, run.replicas)
+    try:
+        guessed = replay(run, step, [dict(each.order) | {"name": each.name} for each in guesses]).experiments
+    except MrlError:
+        guessed = {}  # the step does not repeat, whatever it was
+    likely = {each.name: likeness(unlike, guessed.get(each.name, {})) for each in guesses}
     names = {name for name, _, _ in unlike}
     shown = "; ".join(f"{name} was {was!r}, and is {now!r}" for name, was, now in unlike[:4])
     resumed = [each.step for each in read_attempts(run.folder.path) if each.step == step - 1 and each.step > 0]
     after = " right after a resume" if resumed else ""
     evidence = f"step {step}{after} does not repeat in {len(unlike)} metrics: {shown}"
-    if "actor/lr" in names:
+    nearest = max(guesses, key=lambda each: likely[each.name])
+    lost = run.rows[step].get("actor/skipped_updates", 0.0)
+    if lost and "actor/skipped_updates" in names:
+        cause = f"gradients were not finite in {lost:.0f} updates, which were skipped; the same rows give finite ones"
+        change = "look at logs/actor-rank-N.log of that step, and at that node's devices (mrl doctor)"
+        kind = "update"
+    elif "actor/lr" in names:
         cause, change = "the learning rate was not the schedule's", "compare actor.optim.lr with what the ranks had"
         kind = "update"
     elif any(_MISMATCH.match(name) or name == "actor/entropy" for name in names):
@@ -185,30 +270,117 @@ def _of_process(run: StoredRun, again: Replay) -> list[LikelyCause]:
         kind = "update"
         if resumed:
             cause = "log-probs repeat, and updates do not: the resume lost a part of the optimizer's state"
+    if likely[nearest.name] >= LIKE and "actor/lr" not in names and not lost:
+        cause, change = nearest.cause, nearest.cure
+        evidence += f". Computed {nearest.name}, {likely[nearest.name]:.0%} of the difference is what the run had"
     return [LikelyCause(kind, cause, evidence, change)]
+
+
+def _of_routes(run: StoredRun, step: int, found: Sequence[Break]) -> list[LikelyCause]:
+    """Says whether replayed routes hold the break of a run with router_replay R3: without them its log-probs agree."""
+    was = run.rows[step].get("training/rollout_log_probs_abs_diff_mean")
+    if not was or not any(_MISMATCH.match(each.name) for each in found):
+        return []
+    try:
+        again = replay(run, step, views=True, settings={"actor.router_replay": "disabled"})
+    except MrlError:
+        return []  # it has another fault, too
+    now = again.views[0].get("gap", was)
+    if now > (1 - REMOVES) * was:
+        return of_views(run, step, again.views)
+    return [
+        LikelyCause(
+            "engines",
+            "routes that were replayed are not those of their tokens",
+            f"with the routers' own choices, the mean difference falls from {was:.2g} to {now:.2g} nats a token",
+            "look at actor.router_replay and at logs/engine-N.log; disabled trains without engines' routes",
+            1 - now / was,
+        )
+    ]
+
+
+def of_views(run: StoredRun, step: int, views: Sequence[Mapping[str, Any]]) -> list[LikelyCause]:
+    """Says what generation computed, where one of the views gives its log-probs; the best first."""
+    if not views or "gap" not in views[0]:
+        return []
+    own = views[0]["gap"]
+    named = sorted((view for view in views[1:] if "fits" in view), key=lambda view: view["fits"])
+    best = [view for view in named if view["fits"] <= (1 - REMOVES) * own]
+    found = []
+    for view in best[:3]:
+        share = 1 - view["fits"] / own
+        found.append(
+            LikelyCause(
+                "engines",
+                _in_words(run, step, view),
+                f"computed so, the mean difference falls from {own:.2g} to {view['fits']:.2g} nats a token "
+                f"({share:.0%} less)",
+                _CURES[view["kind"]],
+                share,
+            )
+        )
+    return found
+
+
+_CURES = {
+    "temperature": "compare rollout.temperature with what the engines' requests have",
+    "version": "look at reshard/verified and reshard/weight_version of the steps before, and at logs/engine-N.log",
+    "expert": "look at reshard/verified, and set reshard.verify_every: 1; restart that engine",
+    "router": "compare the engines' router with model.override_transformer_config.moe_router_dtype",
+    "rounded": "compare rollout.dtype and quantization with model.dtype",
+    "rotation": "compare rope scaling of the engines' config.json with the trainer's",
+    "softmax": "compare the scale of attention of engines and ranks",
+}
+
+
+def _in_words(run: StoredRun, step: int, view: Mapping[str, Any]) -> str:
+    kind = view["kind"]
+    if kind == "temperature":
+        return (
+            f"engines sampled at temperature {view['value']:.3g}, and ranks compute with "
+            f"{run.config.rollout.temperature:g}"
+        )
+    if kind == "version":
+        return f"generation had the weights of version {view['value']}, and not of {step - 1}"
+    if kind == "expert":
+        return (
+            f"expert {view['expert']} of layer {view['layer']} was stale in generation: it had the weights of version "
+            f"{view['value']}, and the rest those of {step - 1}"
+        )
+    if kind == "router":
+        return "generation's router computed in bfloat16, and the ranks' does not"
+    if kind == "rounded":
+        return "generation's weights were rounded to bfloat16"
+    if kind == "softmax":
+        return f"generation's attention had {view['value']:.3g} times the ranks' softmax scale"
+    name, given = view["stretch"]
+    return f"generation turned positions by {name} with factor {given['factor']:g}, of which the ranks know nothing"
 
 
 def _of_engines(found: Sequence[Break], samples: StepSamples | None) -> list[LikelyCause]:
     """Says what generation did otherwise, where its log-probs left the band and the ranks' repeat."""
     if samples is None or not any(_MISMATCH.match(each.name) for each in found):
         return []
+    known = samples.gaps[np.isfinite(samples.gaps)]
+    size = f"mean difference {known.mean():.2g} nats a token" if len(known) else "differences of tokens were not kept"
     return [
         LikelyCause(
             "engines",
             f"generation computed other probabilities than the ranks, which repeat: {told}",
-            f"mean difference {samples.gaps[samples.gaps == samples.gaps].mean():.2g} nats a token",
+            size,
             "compare rollout.* with model.*: dtype, quantization, rope scaling, temperature; and logs/engine-N.log",
         )
-        for told in of_mismatch(samples)
+        for told in of_mismatch(samples) or ["where, the samples do not say"]
     ]
 
 
 def lines(found: Explanation) -> list[str]:
     """Returns the explanation as text."""
     if found.step is None:
-        return [
+        said = (
             f"{found.run}: no step leaves the run's own band; in {FALSE_ALARM:.0%} of healthy runs one would by chance"
-        ]
+        )
+        return [said, *filter(None, [found.replayed])]
     said = [f"{found.run}: step {found.step}"]
     for each in found.breaks:
         said.append(

@@ -17,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mrl.checkpoint.manifest import read_manifest
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
+from mrl.config.schema import RunConfig, with_values
 from mrl.errors import ConfigError, EnvironmentFault, MrlError
 from mrl.plan.measured_steps import STEP
 from mrl.platforms.hosting import get_hosting
@@ -34,6 +35,7 @@ from mrl.record.sample_files import steps_with_responses
 from mrl.tools.compare_runs import is_of_clock
 
 MOST_STEPS = 200  # between a checkpoint and the step, which are all computed again
+OLDER_VERSIONS = 3  # that generation may have had, see mrl.driver.replay_views
 _TAIL = 2000  # characters of a failed rank's log
 # of generation and of the run, which a replay does not have
 _NOT_REPLAYED = ("offload/",)
@@ -73,16 +75,31 @@ class StoredRun:
         """The finished steps, ascending."""
         return sorted(step for step in self.rows if step > 0)
 
-    def base(self, step: int) -> tuple[int, Path | None]:
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas of the actor."""
+        layout = self.config.actor.layout
+        return layout.world_size // (
+            layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
+        )
+
+    def base(self, step: int, earlier: int = 0) -> tuple[int, Path | None]:
         """Returns the newest checkpoint before a step, with its folder; (0, None) for the model itself.
 
-        Raises ConfigError where samples of a step in between are missing.
+        With `earlier` it is one that is as many steps before that, if there is one. Raises ConfigError where samples of
+        a step in between are missing.
         """
+        if earlier:
+            with suppress(ConfigError):
+                return self._base(step - earlier, step)
+        return self._base(step, step)
+
+    def _base(self, before: int, step: int) -> tuple[int, Path | None]:
         found = []
         for folder in self.folder.checkpoints.glob("step-*"):
             with suppress(ValueError):
                 number = int(folder.name.removeprefix("step-"))
-                if number < step and (folder / "manifest.json").is_file():
+                if number < before and (folder / "manifest.json").is_file():
                     found.append((number, folder))
         first, folder = max(found, default=(0, None))
         kept = set(steps_with_responses(self.folder.samples))
@@ -109,7 +126,8 @@ class Replay:
 
     `weights`: whether the weights and optimizer states after the last step are those of its checkpoint; None where
     there is none. `experiments`: metrics of the last step with one thing changed, by name; `failed`: those that could
-    not be computed, with the reason.
+    not be computed, with the reason. `views`: other ways in which generation may have computed the last step's
+    log-probs, the model's own first (mrl.driver.replay_views).
     """
 
     first: int
@@ -121,6 +139,7 @@ class Replay:
     experiments: dict[str, dict[str, float]]
     failed: dict[str, str]
     seconds: float
+    views: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def repeats(self) -> bool:
@@ -147,17 +166,25 @@ def replayed_faults(config: RunConfig) -> list[str]:
 
 
 def replay(
-    run: StoredRun, step: int, experiments: Sequence[Mapping[str, Any]] = (), timeout_s: float = 1800.0
+    run: StoredRun,
+    step: int,
+    experiments: Sequence[Mapping[str, Any]] = (),
+    timeout_s: float = 1800.0,
+    views: bool = False,
+    earlier: int = 0,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Replay:
     """Computes a step again, and experiments with it. Raises ConfigError for a run that does not allow it.
 
+    `views`: also computes how generation may have come to its log-probs. `earlier`: steps that are computed again
+    before this one, if a checkpoint allows it. `settings` replace those of the run by path.
     Raises EnvironmentFault where a rank fails.
     """
     if step not in run.rows or step < 1:
         raise ConfigError(f"--step {step}: the run has no such step; it has {_range(run.steps)}")
-    if faults := replayed_faults(run.config):
+    if faults := replayed_faults(with_values(run.config, settings)):
         raise ConfigError(f"{run.folder.path}: its steps cannot be computed again: {'; '.join(faults)}")
-    first, checkpoint = run.base(step)
+    first, checkpoint = run.base(step, max(earlier, OLDER_VERSIONS if views else 0))
     begun = time.perf_counter()
     kept = run.folder.checkpoints / f"step-{step}"
     has_weights = (kept / "manifest.json").is_file()
@@ -167,6 +194,7 @@ def replay(
             "run": str(run.folder.path.resolve()), "first": first + 1, "step": step, "weights": has_weights,
             "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
             "total_steps": _total_steps(run.config), "experiments": list(experiments),
+            "views": views, "settings": dict(settings),
         }  # fmt: skip
         (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
         (folder / "config.yaml").write_text(run.folder.config.read_text(encoding="utf-8"), encoding="utf-8")
@@ -192,6 +220,7 @@ def replay(
         {name: metrics for name, metrics in found if isinstance(metrics, dict)},
         {name: why for name, why in found if isinstance(why, str)},
         time.perf_counter() - begun,
+        answers[0]["views"],
     )
 
 

@@ -1,0 +1,226 @@
+"""Scores stored responses again, and says what the run's scores follow where they are others.
+
+The reward function is the run's own, called in processes of its own as the trainer calls it. What it does not answer
+alike twice is left out, as are responses that it failed on. Scores of the network's judges are not asked for again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.data.batch import Prompt
+from mrl.data.dataset import load_tokenizer
+from mrl.data.quick_tokenizer import quick_decoder
+from mrl.errors import MrlError
+from mrl.model.hub import local_folder
+from mrl.record.sample_files import read_samples, readable
+from mrl.reward.items import OK, RewardItem
+from mrl.reward.pool import RewardPool
+from mrl.tools.explain.replay import StoredRun
+
+_SAME = 1e-6
+_FOLLOWS = 0.8  # share of the variance of scores, and correlation, at which they are said to follow something
+_ALIKE = 0.9  # share of responses that another truth must explain
+_NEIGHBOURS = (-1, 1)  # rows of the same source
+_WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's responses. `scores` are the run's and `again` those of now, NaN where they are not compared; [rows]."""
+
+    scores: np.ndarray
+    again: np.ndarray
+    lengths: np.ndarray
+    sources: np.ndarray
+    responses: list[list[int]]
+    prompts: list[Prompt]
+    texts: list[str]
+
+    @cached_property
+    def unlike(self) -> np.ndarray:
+        """Tells which scores are others now, bool [rows]."""
+        return np.abs(self.again - self.scores) > _SAME
+
+
+class Rescorer:
+    """Reads a run's prompts and reward function once, and scores steps again."""
+
+    def __init__(self, run: StoredRun):
+        from mrl.driver.assemble_data import read_data
+
+        config = run.config
+        self._run = run
+        self._data = read_data(config.model.path, config.data, config.rollout, config.reward, config.trainer)
+        folder = local_folder(config.model.path)
+        self._tokenizer = quick_decoder(Path(folder)) or load_tokenizer(folder)
+        self._by_id = {prompt.prompt_id: prompt for prompt in self._data.stream.prompts}
+        of_sources: dict[str, list[Prompt]] = {}
+        for prompt in self._by_id.values():
+            of_sources.setdefault(prompt.data_source, []).append(prompt)
+        self._of_sources = of_sources
+
+    def step(self, step: int) -> Step:
+        """Scores a step's responses. Raises FileNotFoundError without its samples."""
+        folder = self._run.folder.samples
+        with readable(folder, step):
+            rows = read_samples(folder, step)
+        prompts = [self._by_id[row["prompt_id"]] for row in rows]
+        responses = [list(row["response_ids"]) for row in rows]
+        texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+        judged = np.array([row["reward"].get("reason", OK) == OK for row in rows])
+        twice = [self._scores(prompts, texts, [prompt.ground_truth for prompt in prompts]) for _ in range(2)]
+        same = np.abs(twice[0] - twice[1]) <= _SAME
+        return Step(
+            scores=np.array([float(row["reward"]["score"]) for row in rows]),
+            again=np.where(judged & same, twice[0], np.nan),
+            lengths=np.array([len(ids) for ids in responses]),
+            sources=np.array([prompt.data_source for prompt in prompts]),
+            responses=responses,
+            prompts=prompts,
+            texts=texts,
+        )
+
+    def _scores(self, prompts: Sequence[Prompt], texts: Sequence[str], truths: Sequence[Any]) -> np.ndarray:
+        """Returns scores, float64 [rows]; NaN where the function failed."""
+        reward = self._run.config.reward
+        items = [
+            RewardItem(number, prompt.data_source, text, truth, prompt.extra_info)
+            for number, (prompt, text, truth) in enumerate(zip(prompts, texts, truths, strict=True))
+        ]
+        with RewardPool(self._data.reward, _WORKERS, reward.timeout_s) as pool:
+            for item in items:
+                pool.submit(item)
+            results = pool.drain()
+        return np.array([each.score if each.reason == OK else np.nan for each in results])
+
+    def shifted(self, step: Step, source: str) -> dict[int, np.ndarray]:
+        """Returns scores of a source's responses by the truth of neighbouring rows, by how far these are."""
+        rows = np.flatnonzero(step.sources == source)
+        own = self._of_sources[source]
+        place = {prompt.prompt_id: number for number, prompt in enumerate(own)}
+        prompts = [step.prompts[row] for row in rows]
+        texts = [step.texts[row] for row in rows]
+        found = {}
+        for far in _NEIGHBOURS:
+            truths = [own[(place[prompt.prompt_id] + far) % len(own)].ground_truth for prompt in prompts]
+            found[far] = self._scores(prompts, texts, truths)
+        return found
+
+
+def rescorer(run: StoredRun) -> "Rescorer | str":
+    """Returns what scores a run's steps again, or why nothing can."""
+    config = run.config
+    if config.reward.network:
+        return "reward.network: judges in the network are not asked again"
+    if config.rollout.turns is not None or config.rollout.agent is not None:
+        return "rollout.turns: rewards of several turns are not computed again"
+    try:
+        return Rescorer(run)
+    except MrlError as error:
+        return f"scores are not computed again: {str(error).splitlines()[0]}"
+
+
+def of_rewards(step: Step, again: Rescorer | None = None) -> tuple[str, str] | None:
+    """Returns a cause and its evidence where scores are not what the reward function gives now; None if they are."""
+    rows = np.flatnonzero(step.unlike)
+    if not len(rows):
+        return None
+    sources = np.unique(step.sources[rows])
+    where = ""
+    whole = np.isfinite(step.again)
+    if len(sources) == 1 and len(np.unique(step.sources)) > 1:
+        where = f" of source {sources[0]}"
+        whole &= step.sources == sources[0]
+    evidence = (
+        f"{len(rows)} of {len(step.scores)} responses{where} got other scores than the reward function gives now (mean "
+        f"{step.scores[rows].mean():.3g}, now {step.again[rows].mean():.3g})"
+    )
+    if _is_flipped(step.scores[rows], step.again[rows]):
+        return f"scores{where} had the other sign", evidence
+    length = _correlation(step.scores[whole], step.lengths[whole])
+    if abs(length) > _FOLLOWS > abs(_correlation(step.again[whole], step.lengths[whole])):
+        return f"the reward{where} paid length", f"{evidence}; they follow the length, correlation {length:.2f}"
+    for name, values in _forms(step):
+        share = _explained(step.scores[whole], values[whole])
+        if share > _FOLLOWS > _explained(step.again[whole], values[whole]):
+            words = f"{evidence}; {name} explains {share:.0%} of their variance, whatever the response says"
+            return f"the reward{where} paid a form of the response: {name}", words
+    if again is not None and len(sources) == 1:
+        own = step.scores[step.sources == sources[0]]
+        for far, scores in again.shifted(step, str(sources[0])).items():
+            if (np.abs(scores - own) <= _SAME).mean() >= max(_ALIKE, 1 - len(rows) / len(own)):
+                way = "before" if far < 0 else "after"
+                return f"responses{where} were judged by the truth of the row {way}", evidence
+    if (step.scores[rows] <= step.scores.min() + _SAME).mean() > _ALIKE:
+        return f"right answers{where} were not paid: they were judged by another truth", evidence
+    return f"the reward function{where} gave other scores than it gives now", evidence
+
+
+def of_sources(now: Step, before: Sequence[Step], again: Rescorer) -> tuple[str, str] | None:
+    """Returns a cause and its evidence where scores repeat, and those of one source are far from what they were."""
+    found = []
+    for source in np.unique(now.sources):
+        own = now.scores[now.sources == source]
+        usual = np.concatenate([step.scores[step.sources == source] for step in before] or [own[:0]])
+        if len(usual) < 2 * len(own) or len(own) < 8:
+            continue
+        spread = max(usual.std(), 1e-9) * (1 / len(own) + 1 / len(usual)) ** 0.5
+        if abs(own.mean() - usual.mean()) > 4 * spread:
+            found.append((str(source), float(own.mean()), float(usual.mean())))
+    if len(found) != 1 or len(np.unique(now.sources)) < 2:
+        return None
+    source, mean, usual = found[0]
+    evidence = f"mean score of source {source} is {mean:.3g}, and was {usual:.3g}; other sources are as they were"
+    if mean * usual < 0 and abs(mean + usual) < 0.5 * abs(usual):
+        return f"scores of source {source} have the other sign", evidence
+    for far, scores in again.shifted(now, source).items():
+        if np.nanmean(scores) > mean + 0.5 * (usual - mean):
+            way = "before" if far < 0 else "after"
+            return (
+                f"truths of source {source} are shifted by a row",
+                f"{evidence}; by the truth of the row {way} it is {np.nanmean(scores):.3g}",
+            )
+    return f"rewards of source {source} changed", evidence
+
+
+def _is_flipped(scores: np.ndarray, again: np.ndarray) -> bool:
+    return bool((np.abs(scores + again) <= _SAME).all())
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> float:
+    if len(a) < 3 or np.std(a) == 0 or np.std(b) == 0:
+        return 0.0
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _forms(step: Step) -> list[tuple[str, np.ndarray]]:
+    """Returns forms of responses by name, int [rows]: one of them may be what is paid."""
+    found = [
+        ("the first token", np.array([ids[0] if ids else -1 for ids in step.responses])),
+        ("the last token", np.array([ids[-1] if ids else -1 for ids in step.responses])),
+    ]
+    kinds = {
+        "a digit": str.isdigit, "a letter": str.isalpha, "a space": str.isspace,
+        "a sign that is neither": lambda sign: not (sign.isalnum() or sign.isspace()),
+    }  # fmt: skip
+    for name, is_kind in kinds.items():
+        found.append((f"whether it has {name}", np.array([any(map(is_kind, text)) for text in step.texts], int)))
+    common = {sign for text in step.texts for sign in text}
+    for sign in sorted(common)[:200]:
+        found.append((f"whether it has {sign!r}", np.array([sign in text for text in step.texts], int)))
+    return found
+
+
+def _explained(scores: np.ndarray, groups: np.ndarray) -> float:
+    """Returns the share of the variance of scores that lies between groups, less what as many explain of noise."""
+    total = float(((scores - scores.mean()) ** 2).sum()) if len(scores) else 0.0
+    names = np.unique(groups)
+    if total == 0 or len(names) < 2 or len(names) > len(scores) / 2:
+        return 0.0
+    within = sum(float(((scores[groups == name] - scores[groups == name].mean()) ** 2).sum()) for name in names)
+    return 1 - within / (len(scores) - len(names)) / (total / (len(scores) - 1))

@@ -1,0 +1,21 @@
+"""The first verdict of `mrl explain` names what was planted in a run: causes of planted_causes.py, at drawn steps."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from planted_causes import CAUSES, judged, warm_world
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return warm_world(tmp_path_factory.mktemp("planted") / "world")
+
+
+@pytest.mark.real
+@pytest.mark.long
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+def test_the_first_verdict_names_what_was_planted(world, tmp_path, cause):
+    line = judged(world, tmp_path, cause, int(os.environ.get("MRL_PLANTED_SEED", "0")))
+    assert line["right"], json.dumps(line)
