@@ -18,7 +18,7 @@ from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_le
 from mrl.tools.explain.experiments import effects, experiments_of, likeness
 from mrl.tools.explain.explain import explain, lines, of_views
 from mrl.tools.explain.replay import Replay, StoredRun, replay
-from mrl.tools.explain.rewards import Step, of_rewards, of_sources
+from mrl.tools.explain.rewards import ScoredResponses, of_rewards, of_sources
 from mrl.tools.explain.signs import drift, signs
 
 # ---------------------------------------------------------------- the run's own band
@@ -230,10 +230,10 @@ def test_rows_that_stand_out_and_parts_of_the_groups_are_left_out_in_turn(tmp_pa
 # ---------------------------------------------------------------- scores, computed again
 
 
-def scored(scores, again, lengths=None, sources=None, texts=None) -> Step:
+def scored(scores, again, lengths=None, sources=None, texts=None) -> ScoredResponses:
     rows = len(scores)
     texts = texts or [str(row) for row in range(rows)]
-    return Step(
+    return ScoredResponses(
         scores=np.array(scores, float),
         again=np.array(again, float),
         lengths=np.array(lengths if lengths is not None else np.ones(rows), int),

@@ -30,7 +30,7 @@ _WORKERS = 2
 
 
 @dataclass(frozen=True)
-class Step:
+class ScoredResponses:
     """A step's responses. `scores` are the run's and `again` those of now, NaN where they are not compared; [rows]."""
 
     scores: np.ndarray
@@ -64,7 +64,7 @@ class Rescorer:
             of_sources.setdefault(prompt.data_source, []).append(prompt)
         self._of_sources = of_sources
 
-    def step(self, step: int) -> Step:
+    def step(self, step: int) -> ScoredResponses:
         """Scores a step's responses. Raises FileNotFoundError without its samples."""
         folder = self._run.folder.samples
         with readable(folder, step):
@@ -75,7 +75,7 @@ class Rescorer:
         judged = np.array([row["reward"].get("reason", OK) == OK for row in rows])
         twice = [self._scores(prompts, texts, [prompt.ground_truth for prompt in prompts]) for _ in range(2)]
         same = np.abs(twice[0] - twice[1]) <= _SAME
-        return Step(
+        return ScoredResponses(
             scores=np.array([float(row["reward"]["score"]) for row in rows]),
             again=np.where(judged & same, twice[0], np.nan),
             lengths=np.array([len(ids) for ids in responses]),
@@ -98,7 +98,7 @@ class Rescorer:
             results = pool.drain()
         return np.array([each.score if each.reason == OK else np.nan for each in results])
 
-    def shifted(self, step: Step, source: str) -> dict[int, np.ndarray]:
+    def shifted(self, step: ScoredResponses, source: str) -> dict[int, np.ndarray]:
         """Returns scores of a source's responses by the truth of neighbouring rows, by how far these are."""
         rows = np.flatnonzero(step.sources == source)
         own = self._of_sources[source]
@@ -125,7 +125,7 @@ def rescorer(run: StoredRun) -> "Rescorer | str":
         return f"scores are not computed again: {str(error).splitlines()[0]}"
 
 
-def of_rewards(step: Step, again: Rescorer | None = None) -> tuple[str, str] | None:
+def of_rewards(step: ScoredResponses, again: Rescorer | None = None) -> tuple[str, str] | None:
     """Returns a cause and its evidence where scores are not what the reward function gives now; None if they are."""
     rows = np.flatnonzero(step.unlike)
     if not len(rows):
@@ -161,7 +161,7 @@ def of_rewards(step: Step, again: Rescorer | None = None) -> tuple[str, str] | N
     return f"the reward function{where} gave other scores than it gives now", evidence
 
 
-def of_sources(now: Step, before: Sequence[Step], again: Rescorer) -> tuple[str, str] | None:
+def of_sources(now: ScoredResponses, before: Sequence[ScoredResponses], again: Rescorer) -> tuple[str, str] | None:
     """Returns a cause and its evidence where scores repeat, and those of one source are far from what they were."""
     found = []
     for source in np.unique(now.sources):
@@ -198,7 +198,7 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a, b)[0, 1])
 
 
-def _forms(step: Step) -> list[tuple[str, np.ndarray]]:
+def _forms(step: ScoredResponses) -> list[tuple[str, np.ndarray]]:
     """Returns forms of responses by name, int [rows]: one of them may be what is paid."""
     found = [
         ("the first token", np.array([ids[0] if ids else -1 for ids in step.responses])),
