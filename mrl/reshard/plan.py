@@ -227,7 +227,7 @@ class ReshardPlan:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Suspends garbage collection. Grains and copies form no cycles, and searching hundreds of thousands is slow."""
+    """Suspends garbage collection. Plain data forms no cycles, and searching hundreds of thousands of it is slow."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -23,6 +23,7 @@ from mrl.plan.devices import Device
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.times import phase_seconds
+from mrl.reshard.plan import no_collection
 from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit
 from mrl.tools.search_report import differing, holds_teacher, problem_with, run_with
 from mrl.tools.switches import DEEPEP, deepep_would_spare, missing_switches
@@ -58,6 +59,7 @@ def step_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, fl
     return phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))
 
 
+@no_collection()
 def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult) -> WholeRun | None:
     """Returns the fastest run that fits and breaks no rule, for devices, batch and limits of `config`.
 

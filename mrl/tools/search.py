@@ -29,6 +29,7 @@ from mrl.plan.plan_inputs import actor_groups
 from mrl.plan.times import Overlap, PassSeconds, PassWork, micro_batch_count, update_seconds
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
+from mrl.reshard.plan import no_collection
 from mrl.units import GIB
 
 # cheaper ways first; the plan counts matrix products alone, so that norms and activations cost it nothing
@@ -158,6 +159,7 @@ class SearchResult:
     near: int = 0
 
 
+@no_collection()
 def search(problem: SearchProblem, tell: Callable[[int, int], None] | None = None) -> SearchResult:
     """Analyses every legal layout. `tell` is called before each, with the numbers of layouts so far and of fitting
     ones.
