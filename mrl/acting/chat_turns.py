@@ -94,6 +94,8 @@ class KeptTurns:
         self.asked = 0  # requests so far; the next turn gets the next number
         self._turns: dict[int, KeptTurn] = {}
         self._nodes: dict[tuple[int, Any], int] = {}  # (node, what follows it) -> node
+        self._uses: Counter[int] = Counter()  # node -> how many turns pass it
+        self._newest_node = 0
         self._said: dict[int, int] = {}  # node behind an answer -> the newest turn that ends there
         self._questions: dict[tuple[int | None, int], _Question] = {}  # (parent, node behind the messages) -> question
         self._following: Counter[int] = Counter()  # turn -> how many follow it
@@ -145,6 +147,7 @@ class KeptTurns:
             self._question(before).behind.append(number)
         for message in place.messages:
             node = self._node(node, message.key)
+            self._uses[node] += 1
         turn = KeptTurn(
             number, place.parent, asked.tools, place.messages, None, question, place.again, asked.is_instructed, node
         )
@@ -157,6 +160,7 @@ class KeptTurns:
         turn = replace(self._turns[number], said=said)
         self._turns[number] = turn
         node = self._node(turn.node, said.key)
+        self._uses[node] += 1
         self._said[node] = max(number, self._said.get(node, 0))
 
     def drop(self, number: int) -> None:
@@ -165,11 +169,15 @@ class KeptTurns:
         if turn is None:
             return
         if turn.parent is None:
-            self._first_tools[self._node(0, _tools_key(turn))] -= 1
+            node = self._node(0, _tools_key(turn))
+            self._first_tools[node] -= 1
             self._first_messages[turn.messages[0].key] -= 1
         else:
+            before = self._turns[turn.parent]
+            node = self._node(before.node, before.said.key)
             self._following[turn.parent] -= 1
-            self._question(self._turns[turn.parent]).behind.remove(number)
+            self._question(before).behind.remove(number)
+        self._forget(node, turn.messages)
         question = self._question(turn)
         question.answers.remove(number)
         if not question.answers:
@@ -236,7 +244,20 @@ class KeptTurns:
 
     def _node(self, before: int, what: Any) -> int:
         """Returns the node to which `what` leads from another one; a new one where nothing has led there yet."""
-        return self._nodes.setdefault((before, what), len(self._nodes) + 1)
+        node = self._nodes.get((before, what))
+        if node is None:
+            self._newest_node = node = self._newest_node + 1
+            self._nodes[before, what] = node
+        return node
+
+    def _forget(self, before: int, messages: Sequence[ChatMessage]) -> None:
+        """Removes the nodes of messages behind a node that no turn passes any more: they hold what was said."""
+        for message in messages:
+            node = self._nodes[before, message.key]
+            self._uses[node] -= 1
+            if not self._uses[node]:
+                del self._nodes[before, message.key], self._uses[node]
+            before = node
 
     def _known(self, asked: ChatRequest) -> tuple[int | None, list[int]]:
         """Returns the node behind the request's tools, and those behind its messages as far as there are any."""

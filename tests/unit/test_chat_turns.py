@@ -134,6 +134,25 @@ def test_a_question_whose_beginning_was_given_up_is_no_longer_known():
     assert kept.place(asked(U1, A1, T3, said("x"), T2)).move is Move.EXTENDS
 
 
+def test_what_is_given_up_leaves_nothing_behind():
+    """A client may send megabytes that are refused, again and again."""
+    kept, _ = sampled(*STEPS[:2])
+    before = dict(kept._nodes)
+    for messages in ((user("long"), said("x"), user("longer")), (U1, A1, T3), (U1, A1, T2), (U1, A1, T2, A2, T3)):
+        kept.drop(kept.open(asked(*messages), kept.place(asked(*messages))))
+        assert kept._nodes == before
+    assert kept.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,))
+
+
+def test_what_is_given_up_takes_nothing_of_what_was_said_meanwhile():
+    kept = KeptTurns()
+    number = kept.open(FIRST, kept.place(FIRST))
+    forged = kept.open(SECOND, kept.place(SECOND))  # before the model has said it
+    kept.answer(number, A1)
+    kept.drop(forged)
+    assert kept.place(SECOND) == ChatPlace(Move.EXTENDS, number, (T2,))
+
+
 def test_several_answers_of_one_question_that_are_gone_on_from_are_branches():
     kept, places = sampled(*BEST_OF, (asked(U1, A, T2), D), (asked(U1, B, T2), E), (asked(U1, A, T2, D, T3), C))
     assert (places[4].move, places[4].why, places[4].parent) == (Move.BRANCHES, Why.ASKED_AGAIN, 2)
