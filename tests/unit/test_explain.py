@@ -259,6 +259,13 @@ def test_scores_that_the_reward_function_does_not_give_are_told_by_what_they_fol
     paid = [float(text[0] == "c") for text in texts]
     assert "a form of the response: the first token" in of_rewards(scored(paid, right, texts=texts))[0]
     assert "judged by another truth" in of_rewards(scored(0 * right, right))[0]
+    for paid, words in ((0 * right, "judged by another truth"), (np.roll(right, 1), "truth of the row before")):
+
+        class Again:
+            def shifted(self, step, source, paid=paid):
+                return {-1: paid, 1: 0 * right}
+
+        assert words in of_rewards(scored(paid, right), Again())[0]
     anything = of_rewards(scored(right + rng.normal(size=40), right))
     assert anything[0] == "the reward function gave other scores than it gives now" and "40 of 40" in anything[1]
 

@@ -153,7 +153,9 @@ def of_rewards(step: ScoredResponses, again: Rescorer | None = None) -> tuple[st
     if again is not None and len(sources) == 1:
         own = step.scores[step.sources == sources[0]]
         for far, scores in again.shifted(step, str(sources[0])).items():
-            if (np.abs(scores - own) <= _SAME).mean() >= max(_ALIKE, 1 - len(rows) / len(own)):
+            # any wrong truth pays little: only answers that were paid tell one from another
+            paid = own > own.min() + _SAME
+            if paid.any() and (np.abs(scores - own) <= _SAME)[paid].mean() >= _ALIKE:
                 way = "before" if far < 0 else "after"
                 return f"responses{where} were judged by the truth of the row {way}", evidence
     if (step.scores[rows] <= step.scores.min() + _SAME).mean() > _ALIKE:
