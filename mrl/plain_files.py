@@ -56,6 +56,17 @@ def read_text(path: Path, limit: int, errors: str = "strict") -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def utf8(data: bytes) -> str:
+    """Returns text of bytes. Raises ValueError for what other readers of JSON would not take either: another encoding,
+    a byte order mark.
+    """
+    encoding = json.detect_encoding(data)
+    if encoding != "utf-8":
+        kind = "UTF-8 with a byte order mark" if encoding == "utf-8-sig" else encoding.upper()
+        raise ValueError(f"saved as {kind}; save it as UTF-8 without a mark")
+    return data.decode()
+
+
 def parse_json(text: str | bytes, strict: bool = True) -> Any:
     """Returns the value of JSON text. Without `strict`, NaN and infinities are accepted, as Python's own writer makes
     them.
@@ -75,7 +86,7 @@ def parse_json(text: str | bytes, strict: bool = True) -> Any:
 
 def read_json(path: Path, limit: int = JSON_BYTES, strict: bool = True) -> Any:
     """Returns the value of a JSON file, parsed by `parse_json`. Raises what `read_bytes` and `parse_json` raise."""
-    return parse_json(read_bytes(path, limit), strict)
+    return parse_json(utf8(read_bytes(path, limit)), strict)
 
 
 def read_settings(path: Path, limit: int) -> dict[str, Any]:

@@ -280,7 +280,7 @@ def _look_at(check: _Check, spec: TensorSpec) -> None:
     if len(spec.shape) > 1:
         _zero(check, name, found, "rows", rows)
         _zero(check, name, found, "columns", columns)
-    if check.origin is None:
+    if check.origin is None or not found.length:  # biases are made as zeros: only their step says something (_far)
         return
     if len(spec.shape) == 1 and found.share > _NEAR / 100 and (other := _nearer_vector(check, name, found)):
         found.is_named = True
@@ -362,10 +362,18 @@ def _outlying(check: _Check, name: str, rows: _Lines, columns: _Lines) -> str:
 def _far(check: _Check) -> None:
     """Says which tensors moved far out of the others: their step is many times the usual, and so is their share.
 
-    Both, as the same step is a large share of small weights, and the same share a large step of large weights.
+    Both, as the same step is a large share of small weights, and the same share a large step of large weights. What
+    was zero has a step alone.
     """
+    if check.origin is None:
+        return
     moved = {name: found for name, found in check.values.items() if found.moved and not found.bad}
-    if check.origin is None or len(moved) < _ENOUGH:
+    from_zero = {name: moved.pop(name) for name in [name for name, found in moved.items() if not found.length]}
+    usual = median([found.step for found in moved.values()] or [0.0])
+    for name, found in from_zero.items():
+        if found.step > FAR * usual and not found.is_constant:
+            check.say(name, f"is zero in the origin, and moved by {found.step:.2g}; half of the others by {usual:.2g}")
+    if len(moved) < _ENOUGH:
         return
     step = median(found.step for found in moved.values())
     share = median(found.share for found in moved.values())

@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.fp8 import bfloat16_words
-from mrl.model.hf_files import FP8, INDEX, TensorBytes, read_index, read_safetensors_header, scale_of, weight_files
+from mrl.model.hf_files import (
+    FP8,
+    INDEX,
+    SINGLE,
+    TensorBytes,
+    read_index,
+    read_safetensors_header,
+    scale_of,
+    weight_files,
+)
 from mrl.model.registry import inner_tensors
 from mrl.model.weight_map import Inner
 from mrl.plain_files import JSON_BYTES, open_regular, read_settings
@@ -77,6 +86,9 @@ class ExportedFiles:
 
     def _compare_index(self) -> None:
         if not (self.folder / INDEX).exists():
+            files = sorted(set(self._files.values()))
+            if files != [SINGLE]:
+                self.faults.append(("", f"{files[0]} without {INDEX}: transformers finds no weights; write the index"))
             return
         listed = read_index(self.folder / INDEX)
         for key, file in listed.items():

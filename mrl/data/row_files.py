@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.errors import DataError
-from mrl.plain_files import parse_json, read_json
+from mrl.plain_files import parse_json, read_bytes
 from mrl.units import MIB, plain_number
 
 ROWS_AT_ONCE = 1024
@@ -78,7 +78,7 @@ def read_foreign_rows(file: str) -> Iterator[RawRow]:
 def _json_array_rows(path: Path) -> Iterator[RawRow]:
     """Yields the objects of one JSON array, which has to fit into memory."""
     try:
-        values = read_json(path, ARRAY_BYTES, strict=False)
+        values = parse_json(read_bytes(path, ARRAY_BYTES), strict=False)
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     for row, value in enumerate(values):

@@ -11,14 +11,14 @@ from mrl.model import ModelSpec, load_model_spec, tensor_specs
 from mrl.model.int4 import COLUMNS, PACKED
 from mrl.model.mxfp4 import BLOCKS, CODE, GROUP_BYTES, SCALES
 from mrl.model.registry import family_of, inner_tensors
-from mrl.plain_files import open_regular, parse_json, read_json
+from mrl.plain_files import open_regular, parse_json, read_json, utf8
 
 _HEADER_LIMIT = 100 * 1024**2  # bytes, the format's own limit
 _SHOWN = 5
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _COMPARED = 16 * 1024**2  # bytes of two tensors that are compared at once
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 # bits of an element, by dtype of the format; unknown for others
 ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 FP8 = "F8_E4M3"
@@ -50,8 +50,9 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
         tensors = {name: _tensor_bytes(entry, 8 + length) for name, entry in header.items()}
         _check_apart(tensors, 8 + length)
         end = max((tensor.stop for tensor in tensors.values()), default=0) - 8 - length
-        if size < 8 + length + end:
-            raise ValueError(f"its header describes {8 + length + end} bytes and it has {size}: it was cut short")
+        if size != 8 + length + end:
+            why = "it was cut short" if size < 8 + length + end else "what lies behind them belongs to no tensor"
+            raise ValueError(f"its header describes {8 + length + end} bytes and it has {size}: {why}")
         return tensors
     except FileNotFoundError:
         raise EnvironmentFault(f"{file} does not exist{_why_missing(file)}") from None
@@ -86,7 +87,7 @@ def _header(file: Path, size: int) -> tuple[dict, int]:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
             raise ValueError(f"its header claims {length} bytes of a file of {size}")
-        return parse_json(stream.read(length)), length
+        return parse_json(utf8(stream.read(length))), length
 
 
 def _tensor_bytes(entry: dict, base: int) -> TensorBytes:
@@ -101,11 +102,16 @@ def _tensor_bytes(entry: dict, base: int) -> TensorBytes:
 
 
 def _check_apart(tensors: dict[str, TensorBytes], begin: int) -> None:
-    """Raises ValueError if two tensors overlap, or one has another size than its shape needs."""
+    """Raises ValueError if tensors overlap or leave bytes between them, which the format's library refuses, or if one
+    has another size than its shape needs.
+    """
     end = begin
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if tensor.start < end:
-            raise ValueError(f"{name[:80]} begins at byte {tensor.start}, before the tensor ahead of it ends")
+        if tensor.start != end:
+            where = (
+                "before the tensor ahead of it ends" if tensor.start < end else f"and bytes from {end} are no tensor's"
+            )
+            raise ValueError(f"{name[:80]} begins at byte {tensor.start}, {where}")
         size = ITEM_BITS.get(tensor.dtype)
         if size is not None and prod(tensor.shape) * size != (tensor.stop - tensor.start) * 8:
             raise ValueError(f"{name[:80]} has {tensor.stop - tensor.start} bytes, not those of its shape")
@@ -403,9 +409,9 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(read_index(index).values()))
         if outside := [n for n in names if Path(n).name != n]:
             raise EnvironmentFault(f"{index} names files outside its directory: {outside[:_SHOWN]}")
-        if (folder / _SINGLE).exists() and _SINGLE not in names:
+        if (folder / SINGLE).exists() and SINGLE not in names:
             raise EnvironmentFault(
-                f"{folder}: {_SINGLE} is stored beside {INDEX}, which lists other files: transformers reads the former "
+                f"{folder}: {SINGLE} is stored beside {INDEX}, which lists other files: transformers reads the former "
                 "and vLLM the latter; remove those of the two that are old"
             )
         return [_own(folder / name) for name in names]

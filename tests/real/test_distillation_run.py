@@ -31,7 +31,11 @@ def teacher(tmp_path_factory) -> Path:
 def settings(world: Path, teacher: Path, **more) -> list[str]:
     given = {
         f"{TEACHER}model_path": teacher,
-        f"{TEACHER}layout": {"world_size": 2, "pipeline_model_parallel_size": 2},
+        f"{TEACHER}layout": {
+            "tensor_model_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 2,
+        },
         "actor__optim__lr": 1e-3,
         "actor__optim__lr_warmup_steps": 0,
     }

@@ -71,6 +71,10 @@ def origin(request, tmp_path_factory):
     return write(folder, weights(request.param), request.param), request.param
 
 
+def recoded(file: Path, encoding: str) -> None:
+    file.write_text(file.read_text(), encoding)
+
+
 def draw(kind: str, tensors: dict[str, Tensor], rng: random.Random) -> tuple[list[str], str] | None:
     """Changes the tensors by a fault of a kind. Returns the tensors of which one must be named and words that must be
     said of it; None if this model has no such tensor.
@@ -236,6 +240,9 @@ def test_what_training_does_is_no_fault(origin, tmp_path):
         for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight"):
             before[name][3:7] *= 0.02  # short rows, for which a step is long
             before[name][9] = 0
+        for name in before:
+            if name.endswith("bias") and number % 2:
+                before[name][:] = 0  # as they are made
         folder = write(tmp_path / f"{number}-before", before, config)
         kind, size = TRAININGS[number % 5], (1e-6, 2e-5, 1e-4, 5e-4, 2e-3)[number // 5]
         after = {n: (t.float() + step_of(kind, n, t, size, rng, generator)).to(t.dtype) for n, t in before.items()}
@@ -423,6 +430,9 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (lambda f: (f / "config.json").write_text(json.dumps({**QWEN2, "architectures": ["Owl"]})), ConfigError, "Owl"),
         (lambda f: next(f.glob("*.safetensors")).write_bytes(b"\xff" * 64), EnvironmentFault, "read as safetensors"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), EnvironmentFault, "cannot be read"),
+        (lambda f: (f / INDEX).write_bytes(b"\xef\xbb\xbf{}"), EnvironmentFault, "as UTF-8 with a byte order mark"),
+        (lambda f: recoded(f / "config.json", "utf-16"), EnvironmentFault, "saved as UTF-16; save it as UTF-8"),
+        (lambda f: recoded(f / "config.json", "utf-8-sig"), EnvironmentFault, "saved as UTF-8 with a byte order"),
         (lambda f: (f / INDEX).write_text("[]"), EnvironmentFault, "holds no JSON object, but a list"),
         (lambda f: (f / INDEX).write_text('{"metadata": {}}'), EnvironmentFault, "has no weight_map"),
         (lambda f: (f / INDEX).write_text('{"weight_map": [1]}'), EnvironmentFault, "weight_map must be .* not a list"),
@@ -448,6 +458,25 @@ def test_an_index_that_lists_other_tensors_is_named(tmp_path):
     said = {fault.tensor: fault.what for fault in check_export(export).faults}
     assert "where model.safetensors.index.json lists it" in said["model.layers.9.norm.weight"]
     assert "does not list it" in said["model.norm.weight"]
+
+
+def test_a_bias_of_zeros_is_judged_by_its_step(tmp_path):
+    name = "model.layers.1.self_attn.k_proj.bias"
+    before = weights(QWEN2)
+    before[name][:] = 0
+    folder = write(tmp_path / "before", before, QWEN2)
+    for number, after in enumerate((dict(before), trained(before))):
+        after[name] = torch.randn(after[name].shape).bfloat16()
+        said = check_export(write(tmp_path / str(number), after, QWEN2), folder).faults
+        assert [fault.tensor for fault in said] == [name] and "is zero in the origin, and moved by" in said[0].what
+
+
+def test_shards_without_an_index_are_a_fault(tmp_path):
+    export = write(tmp_path / "export", weights(QWEN2), QWEN2)
+    (export / INDEX).unlink()
+    assert [fault.what.split(":")[0] for fault in check_export(export).faults] == [
+        f"model-00001-of-00002.safetensors without {INDEX}"
+    ]
 
 
 def test_another_models_files_are_said_at_once(tmp_path):

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from report_run import World, write_run
+from safetensors import SafetensorError, safe_open
 
 from mrl.cli.main import main
 from mrl.errors import ConfigError, EnvironmentFault, printable
@@ -350,6 +351,9 @@ HEADERS: dict[str, bytes] = {
     "null": safetensors({"a": None}),
     "deep": safetensors(b"[" * 100_000),
     "cut short": safetensors({"a": tensor(0, 1600)}, bytes(16)),
+    "more behind": safetensors({"a": tensor(0, 16)}, bytes(20)),
+    "a gap": safetensors({"a": tensor(0, 16), "b": tensor(32, 48)}, bytes(48)),
+    "a gap at the beginning": safetensors({"a": tensor(16, 32)}, bytes(32)),
     "huge": safetensors({"a": tensor(0, 16)}, bytes(16), 2**63),
     "long length": safetensors({}, length=1000),
     "no bytes": b"",
@@ -363,6 +367,8 @@ def test_a_file_of_tensors_that_is_none_is_refused(name, tmp_path):
     file.write_bytes(HEADERS[name])
     with pytest.raises(EnvironmentFault):
         read_safetensors_header(file)
+    with pytest.raises(SafetensorError), safe_open(file, "numpy"):
+        pass  # nothing is refused here that the library takes
 
 
 def test_what_the_library_writes_is_read(tmp_path):
