@@ -371,7 +371,7 @@ def _far(check: _Check) -> None:
     from_zero = {name: moved.pop(name) for name in [name for name, found in moved.items() if not found.length]}
     usual = median([found.step for found in moved.values()] or [0.0])
     for name, found in from_zero.items():
-        if found.step > FAR * usual and not found.is_constant:
+        if found.step > FAR * usual and not found.is_named:
             check.say(name, f"is zero in the origin, and moved by {found.step:.2g}; half of the others by {usual:.2g}")
     if len(moved) < _ENOUGH:
         return
@@ -379,7 +379,7 @@ def _far(check: _Check) -> None:
     share = median(found.share for found in moved.values())
     for name, found in moved.items():
         is_far = found.share > max(_FAR_TENSOR, FAR * share) and found.step > FAR * step
-        if found.is_named or found.is_constant or not is_far:
+        if found.is_named or not is_far:
             continue
         why = _scaled(found)
         check.say(
@@ -460,8 +460,10 @@ def _constant(check: _Check) -> None:
         changed = check.origin is None or found.share > 0
         if name.endswith(_NORM) and found.low in made:
             if changed and not is_new:
+                found.is_named = True
                 check.say(name, f"is {found.low + 0.0:g} everywhere, as a norm is made: the trained one was left out")
         elif (len(found.shape) > 1 and changed) or found.share > MOVED:
+            found.is_named = True
             check.say(name, f"is {found.low + 0.0:g} everywhere")
 
 

@@ -16,6 +16,7 @@ from mrl.errors import MrlError, Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.model.hf_files import other_architecture
 from mrl.model.hub import hub_name
+from mrl.model.registry import has_tokenizer, stop_token_ids
 from mrl.record.redact import HIDDEN
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES
@@ -368,6 +369,15 @@ def _same_architecture(field: str) -> Rule:
     return judge
 
 
+def _ends(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Refuses what ends no response."""
+    if os.path.isdir(config.model.path):
+        try:
+            stop_token_ids(config.model.path)
+        except MrlError as error:
+            yield Violation("model.path", f"cannot be used: {error}")
+
+
 def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     folder = run_dir(config.trainer).absolute()
     why = "the run writes its checkpoints and metrics there"
@@ -379,6 +389,7 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 _HERE = (
+    _ends,
     _registered_loss,
     _registered_advantage,
     *map(_same_architecture, ("ref.path", "critic.path")),
@@ -394,6 +405,12 @@ PATH_RULES = (
         lambda c, m: not c.data.train_files,
         "names no file",
         "training needs prompts; --set data.train_files=[FILE, ...]",
+    ),
+    RuleRow(
+        "model.path",
+        lambda c, m: os.path.isdir(c.model.path) and not has_tokenizer(c.model.path),
+        "has no tokenizer",
+        "put tokenizer.json there, as it came with the model",
     ),
     *(_path_rule(field, None) for field in _PATHS),
     *_HERE,

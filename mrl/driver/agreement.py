@@ -121,6 +121,12 @@ def check(config: RunConfig, compared: Compared) -> None:
     name, largest = largest_gap(config)
     if compared.gap <= largest:
         return
+    if math.isnan(compared.gap):
+        raise NumericAbort(
+            "log-probs of engines or trainer are no numbers before the first step: the weights may have NaN or "
+            f"infinities, which `mrl convert --check {config.model.path}` names; else compare rollout.dtype with "
+            "model.dtype"
+        )
     arguments = {key: value for key, value in config.rollout.vllm_kwargs.items() if key not in VLLM_SPEED}
     cure = (
         "no argument of vLLM is unusual; compare rollout.dtype with model.dtype, look at logs/engine-0.log in the run "

@@ -13,8 +13,9 @@ from mrl.config.schema_rollout import AgentConfig, TurnsConfig
 from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_tokenizer
 from mrl.data.order import PromptStream
 from mrl.data.quick_tokenizer import quick_tokenizer
-from mrl.engine.requests import stop_token_ids, turns_spec
+from mrl.engine.requests import turns_spec
 from mrl.errors import ConfigError
+from mrl.model.registry import stop_token_ids
 from mrl.reward.builtin_rules import ENVIRONMENT
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import check_function

@@ -38,7 +38,8 @@ from mrl.driver.assemble_data import (
 )
 from mrl.driver.own_loss import try_loss
 from mrl.engine.requests import turns_spec
-from mrl.errors import ConfigError, DataError
+from mrl.errors import ConfigError, DataError, EnvironmentFault
+from mrl.model.registry import has_tokenizer
 from mrl.reward.items import OK, ONE_TURN, RewardItem, check_failures
 from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.process import PACKAGE_ROOT
@@ -49,7 +50,7 @@ ROWS_TRIED = 100  # in each file, until one is usable
 READ_WHOLE_BYTES = 4 * MIB  # of all files together
 PATIENCE_S = 60.0
 NONSENSE = "nonsense"  # used as a response
-_TELLING = (DataError, ConfigError)  # errors that would occur with torch too
+_TELLING = (DataError, ConfigError, EnvironmentFault)  # errors that would occur with torch too
 
 
 def look(config: RunConfig) -> str | None:
@@ -86,7 +87,7 @@ def look(config: RunConfig) -> str | None:
         outcome = ONE_TURN
     _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
     reads = here == data and small
-    if not Path(config.model.path).is_dir() or (turns and not offer) or not (reads or turns):
+    if not has_tokenizer(config.model.path) or (turns and not offer):
         return None
     rule = rule_in(config.reward)
     asked = _Asked(config.model.path, data, config.trainer.seed, offer, turns and turns.template_arguments, reads, rule)
@@ -144,6 +145,12 @@ def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
         checked_dialect(asked.template_arguments, asked.offer, asked.model_path, tokenizer)
     if asked.reads:
         return _read(tokenizer, asked.data, asked.seed, asked.offer, asked.rule)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": NONSENSE}], **asked.data.apply_chat_template_kwargs)
+    except Exception as error:  # a template may raise anything
+        raise ConfigError(
+            f"model.path: the chat template in {asked.model_path} fails for a message of a user: {error}"
+        ) from error
     return None
 
 

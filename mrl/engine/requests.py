@@ -17,8 +17,7 @@ from mrl.engine.engine_state import AWAITED
 from mrl.model import ModelSpec
 from mrl.model.hf_config import QUANTIZATION
 from mrl.model.quantised import engine_quantisation, with_scales
-from mrl.model.registry import family_of, own_config
-from mrl.plain_files import TEXT_BYTES, read_settings
+from mrl.model.registry import family_of, stop_token_ids
 from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
 from mrl.reward.builtin_rules import ENVIRONMENT
 
@@ -360,21 +359,3 @@ def validation_sampling(rollout: RolloutConfig, data: DataConfig, model_path: st
     """Returns how validation responses are sampled."""
     val = rollout.val_kwargs
     return Sampling(val.temperature, data.max_response_length, stop_token_ids(model_path), val.top_p, val.top_k)
-
-
-def stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """Returns the model's end-of-sequence ids: those of config.json and of generation_config.json (a list in Qwen3)
-    together.
-
-    vLLM reads the second file only with the model's sampling defaults, which training must not use.
-    """
-    stop_ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = Path(model_path) / name
-        if path.exists():
-            ids = own_config(read_settings(path, TEXT_BYTES)).get("eos_token_id")
-            if isinstance(ids, list):
-                stop_ids.update(ids)
-            elif ids is not None:
-                stop_ids.add(ids)
-    return tuple(sorted(stop_ids))

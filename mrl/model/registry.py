@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,10 @@ from mrl.model.hf_config import (
 )
 from mrl.model.refused import REFUSED
 from mrl.model.weight_map import Family, Inner, WeightMap
-from mrl.plain_files import TEXT_BYTES, read_json, reason
+from mrl.plain_files import TEXT_BYTES, read_json, read_settings, reason
 from mrl.units import MIB
 
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")  # any of them makes a tokenizer
 _MODULES = (
     qwen2,
     qwen3,
@@ -262,6 +264,37 @@ def load_model_spec(path: str | Path) -> ModelSpec:
         return model_spec(config)
     except ConfigError as error:
         raise ConfigError(f"model.path {path}: {error}") from None
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a model's folder has a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in _TOKENIZERS)
+
+
+def stop_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """Returns the model's end-of-sequence ids: those of config.json and of generation_config.json (a list in Qwen3)
+    together.
+
+    vLLM reads the second file only with the model's sampling defaults, which training must not use. Raises
+    EnvironmentFault for a file that cannot be read, and for what is no token of the model.
+    """
+    found: set[int] = set()
+    words = inf
+    for name in ("config.json", "generation_config.json"):
+        file = Path(folder) / name
+        if not file.exists():
+            continue
+        settings = own_config(read_settings(file, TEXT_BYTES))
+        words = settings.get("vocab_size", words)
+        given = settings.get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if wrong := [each for each in ids if type(each) is not int or not 0 <= each < words]:
+            raise EnvironmentFault(
+                f"{file}: eos_token_id has {wrong[0]!r}, which is no token of the model: whole numbers from 0, below "
+                f"vocab_size {words}; it is the number of the token that ends a response, or a list of such"
+            )
+        found.update(ids)
+    return tuple(sorted(found))
 
 
 def _refuse_own_tokenizer(folder: Path) -> None:

@@ -62,7 +62,7 @@ def _make_it_call(model: Path) -> None:
     files, ends = _calling()
     for name, content in files.items():
         (model / name).write_bytes(content)
-    (model / "config.json").write_text(json.dumps(TINY | ends))
+    (model / "config.json").write_text(json.dumps(TINY | {"vocab_size": 512} | ends))
 
 
 @cache

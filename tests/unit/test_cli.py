@@ -142,8 +142,25 @@ def test_a_command_whose_reader_has_gone_ends_as_any_other_does():
         assert process.stderr.read() == b"" and process.wait(30) == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize("given", ['"<eos>"', "[1, null]", "{}", "true", "1.5", "-1", "999999", "{", "\ufeff1"])
+def test_a_response_ends_with_tokens_of_the_model(mrl, tmp_path, given):
+    bom = given.startswith("\ufeff")
+    text = "\ufeff" * bom + f'{{"eos_token_id": {given.removeprefix(chr(0xFEFF))}}}'
+    (tmp_path / "model" / "generation_config.json").write_text(text)
+    code, rows = verdict(mrl(*OK, "--json"))
+    assert code == 2 and [row["field"] for row in rows] == ["model.path"]
+    assert "generation_config.json" in rows[0]["rule"]
+
+
+def test_checking_paths_wants_a_tokenizer(mrl, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("")
+    code, rows = verdict(mrl(*OK, "--json", "--check-paths", "--set", "data.train_files=rows.jsonl"))
+    assert code == 2 and ("model.path", "has no tokenizer") in [(row["field"], row["rule"]) for row in rows]
+
+
 def test_checking_paths_looks_into_the_weights(mrl, tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     arguments = (*OK, "--check-paths", "--set", "data.train_files=rows.jsonl", "--set", "data.val_files=rows.jsonl")
     code, _, err = mrl(*arguments)
     assert code == 4 and "no safetensors files there" in err

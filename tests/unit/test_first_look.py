@@ -231,7 +231,7 @@ def of_a_model_that_calls(monkeypatch, quick: bool, *overrides: str):
     hermes.save_pretrained("model")
     settings = json.loads(Path("model/config.json").read_text())
     end = hermes.convert_tokens_to_ids("<|im_end|>")
-    Path("model/config.json").write_text(json.dumps(settings | {"eos_token_id": end}))
+    Path("model/config.json").write_text(json.dumps(settings | {"vocab_size": len(hermes), "eos_token_id": end}))
     Path("tools.py").write_text(TOOL)
     if quick:
         assert quick_tokenizer(Path("model")) is not None

@@ -28,13 +28,13 @@ from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.data.row_files import BadRow, RawRow, parse_row, read_rows
 from mrl.engine.engine_state import AWAITED
-from mrl.engine.requests import _of_model, stop_token_ids
+from mrl.engine.requests import _of_model
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import known_spec, load_model_spec, model_spec, tensor_specs
 from mrl.model.hf_config import LayerKind
 from mrl.model.hf_files import check_checkpoint
 from mrl.model.layout import RolloutLayout, TrainLayout, check_train_layout
-from mrl.model.registry import _KNOWN, family_of
+from mrl.model.registry import _KNOWN, family_of, stop_token_ids
 from mrl.model.vllm_parameters import target_parameters
 from mrl.model.wrapped import inner_tensors
 from mrl.plan.engine_memory import state_bytes_per_sequence

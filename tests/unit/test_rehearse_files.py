@@ -15,7 +15,7 @@ from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.errors import ConfigError, DataError
 from mrl.model import known_models
 from mrl.model.hf_files import check_checkpoint
-from mrl.model.registry import known_hf_config
+from mrl.model.registry import has_tokenizer, known_hf_config
 from mrl.reward.builtin_rules import environment
 from mrl.reward.items import OK, RewardItem, RewardSpec
 from mrl.reward.pool import RewardPool
@@ -25,7 +25,6 @@ from mrl.tools.rehearse.scoring import ROW, VALIDATION, RehearsalScorer, Scoring
 from mrl.tools.rehearse.small_model import (
     HEAD,
     copy_tokenizer,
-    has_tokenizer,
     small_hf_config,
     vocabulary_size,
     write_checkpoint,

@@ -12,7 +12,7 @@ import torch
 from mrl.acting.builtin import BUILTIN_TOOLS
 from mrl.acting.dialects import ToolCall, dialect_of
 from mrl.config.load import load_config
-from mrl.engine.requests import stop_token_ids
+from mrl.model.registry import stop_token_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = BUILTIN_TOOLS["calculator"].schema

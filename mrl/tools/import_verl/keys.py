@@ -140,10 +140,12 @@ ROWS: dict[str, KeyRow] = {
         for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
     },
     M + "override_config.attn_implementation": _nothing("attention is Megatron's"),
-    M + "override_config.model_config.max_position_embeddings": _implied(
-        "the limit of positions is the checkpoint's own"
-    ),
-    M + "override_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's own"),
+    **{
+        M + f"override_config.{inner}max_position_embeddings": _missing(
+            "the limit of positions is the checkpoint's own: write it into its config.json", None
+        )
+        for inner in ("", "model_config.")
+    },
     M + "override_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
     **{
         M + name: _SPECIAL

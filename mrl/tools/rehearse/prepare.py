@@ -14,11 +14,11 @@ from mrl.config.schema import RunConfig
 from mrl.data.dataset import ChatTokenizer, PromptParameters, load_tokenizer
 from mrl.data.row_files import BadRow, parse_row, read_rows
 from mrl.driver.assemble_data import offer_of, rule_in
-from mrl.engine.requests import stop_token_ids, turns_spec
+from mrl.engine.requests import turns_spec
 from mrl.errors import DataError, InvalidConfig
 from mrl.model import ModelSpec, known_name, model_spec, read_hf_config
 from mrl.model.hub import cached_folder
-from mrl.model.registry import known_hf_config
+from mrl.model.registry import has_tokenizer, known_hf_config, stop_token_ids
 from mrl.reward.items import ONE_TURN, RewardItem, RewardSpec, check_failures
 from mrl.reward.pool import RewardPool
 from mrl.reward.resolve import check_data_sources
@@ -28,7 +28,6 @@ from mrl.tools.rehearse.notes import OutOfReach
 from mrl.tools.rehearse.scoring import ROW, VALIDATION, ScoringSettings, write_scorer
 from mrl.tools.rehearse.small_model import (
     copy_tokenizer,
-    has_tokenizer,
     small_hf_config,
     vocabulary_size,
     write_checkpoint,

@@ -222,7 +222,6 @@ START = "<|im_start|>"
 PAD = "<|endoftext|>"
 _WHOLE = (PAD, START, END, "<think>", "</think>", "system", "user", "assistant")  # one token each
 _OF_TOOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-_OWN = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")  # any of them makes a tokenizer
 _MULTIPLE = 64  # the vocabulary's size divides by it, because tensor ranks share its rows
 _MESSAGE = "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
 _GENERATION = (
@@ -247,11 +246,6 @@ _TOOL_TEMPLATE = (
     f"{_ANSWER}{{%- elif message['tool_calls'] %}}{_CALLS}{{%- else %}}{_MESSAGE}{{%- endif %}}{{%- endfor %}}"
     f"{_GENERATION}"
 )
-
-
-def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a model's folder has a tokenizer."""
-    return any((Path(folder) / name).is_file() for name in _OWN)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
