@@ -369,6 +369,13 @@ def predictions() -> str:
     page += [_row(*_prediction(run)) for run in published_runs.compared()]
     page += [
         "",
+        "## Drafts\n",
+        "How many times as fast generation is with speculative decoding (`rollout.speculation`) as without.\n",
+        *_table(("run", "published", "predicted", "error", "source", "assumed")),
+    ]
+    page += [_row(*_drafts(run)) for run in published_runs.compared_drafts()]
+    page += [
+        "",
         "## Constants\n",
         "One value for all runs, none is set for one of them; but `logit_passes` is 3 for updates of pre-training, "
         "whose loss reads logits in 16 bits. A check of `scripts/hardware` measures what it can. What an H100 gave is "
@@ -386,6 +393,12 @@ def _prediction(run: "published_runs.Compared") -> tuple[str, ...]:
     goal = f" (goal {row['goal']:.0%})" if "goal" in row else ""
     source = f"{row['source']}. Counted with its path: {row['path']}" if "path" in row else row["source"]
     return row["run"], published, *sides, f"{run.error:+.0%}{goal}", source, row.get("missed", "")
+
+
+def _drafts(run: "published_runs.ComparedDrafts") -> tuple[str, ...]:
+    row = run.row
+    goal = f" (goal {row['goal']:.0%})" if "goal" in row else " (goal: the right side of 1)"
+    return row["run"], f"{row['published']:g}", f"{run.predicted:.2f}", f"{run.error:+.0%}{goal}", row["source"], row["assumed"]
 
 
 def _constant(row: dict[str, str]) -> tuple[str, ...]:

@@ -17,16 +17,20 @@ import yaml
 
 from mrl.config.schema import RunConfig
 from mrl.config.yaml_tree import nested
-from mrl.model import known_spec
-from mrl.plan.devices import USUAL, Assumptions, Device, faster, find_device, slower
-from mrl.plan.generation_times import decode_step
+from mrl.model import known_spec, model_spec
+from mrl.model.registry import known_hf_config
+from mrl.plan.devices import USUAL, Assumptions, Device, Measured, MeasuredLengths, faster, find_device, slower
+from mrl.plan.draft_times import with_drafts
+from mrl.plan.generation_times import decode_step, generation_seconds
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.run_plan import link_of, reshard_plan_of
 from mrl.plan.sync_times import reshard_summary
 from mrl.plan.times import phase_seconds
 from mrl.reshard.plan import ReshardPlan
 
-FILE = Path(__file__).resolve().parents[1] / "docs" / "source" / "published_runs.yaml"
+_SOURCE = Path(__file__).resolve().parents[1] / "docs" / "source"
+FILE = _SOURCE / "published_runs.yaml"
+DRAFTS = _SOURCE / "published_drafts.yaml"
 HALF = "half"  # of the limit: the length is unknown, and taken as a plan takes it
 _ENDS = {f"actor.layout.num_layers_in_{end}_pipeline_stage": 11 for end in ("first", "last")}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -295,6 +299,59 @@ def _decode(assumed: Assumptions, model: str, device: str, tensor: int, sequence
     }
     inputs = PlanInputs.of(RunConfig.model_validate(nested(values)), known_spec(model), found, assumed)
     return decode_step(inputs, engine_of(inputs), sequences, context).total
+
+
+@dataclass(frozen=True)
+class ComparedDrafts:
+    """One run with and without drafts: how many times as fast its generation is, as published and as predicted."""
+
+    row: dict[str, Any]
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.row["published"] - 1
+
+
+def compared_drafts() -> Iterator[ComparedDrafts]:
+    """Every run of the file."""
+    for row in yaml.safe_load(DRAFTS.read_text(encoding="utf-8")):
+        seconds = []
+        for tokens in (0, row["tokens"]):
+            inputs = with_drafts(draft_inputs(row), tokens)
+            seconds.append(generation_seconds(inputs, batch_plan(inputs.config, inputs.train), engine_of(inputs)))
+        yield ComparedDrafts(row, seconds[0] / seconds[1])
+
+
+def draft_inputs(row: dict[str, Any]) -> PlanInputs:
+    """The run as a configuration of ours, of limits of 2,048 and 8,192 tokens."""
+    known = known_hf_config(row["like"])
+    if "text_config" in known:
+        config = known | {"text_config": known["text_config"] | row.get("changed", {})}
+    else:
+        config = known | row.get("changed", {})
+    each = min(8, row["samples"])
+    values = row["engines"] | {
+        "model.path": row["like"],
+        "actor.layout.world_size": 8,
+        "actor.layout.tensor_model_parallel_size": 4,
+        "actor.ppo_micro_batch_size_per_gpu": 1,
+        "actor.ppo_mini_batch_size": row["samples"] // each,
+        "rollout.n": each,
+        "data.train_batch_size": row["samples"] // each,
+        "data.max_prompt_length": 2048,
+        "data.max_response_length": 8192,
+        "cluster.device": "cuda",
+        "cluster.n_gpus_per_node": 8,
+        "cluster.placement": "colocated",
+    }
+    assumed = USUAL
+    if "accepted" in row:
+        lengths = MeasuredLengths(1024, (4096,), 8192, cut=0.01, accepted=tuple(row["accepted"]))
+        assumed = replace(USUAL, measured=Measured(lengths))
+    return PlanInputs.of(
+        RunConfig.model_validate(nested(values)), model_spec(config), find_device(row["device"]), assumed
+    )
 
 
 def main() -> None:

@@ -371,7 +371,7 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
-    from mrl.plan.run_plan import slow_generation, step_seconds
+    from mrl.plan.run_plan import drafts_in_words, slow_generation, step_seconds
 
     times = plan["times"]
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times["phase_seconds"].items())
@@ -381,6 +381,8 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
         f"{times['flops']['update']:.3g} FLOP, bubble {times['pipeline_bubble']:.1%}; a resume verifies its checkpoint "
         f"in {times['resume_seconds']:.3g} s"
     )
+    if drafts := drafts_in_words(plan):
+        yield drafts
     if slow := slow_generation(plan):
         yield f"SLOW: {slow}"
 

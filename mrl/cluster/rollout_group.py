@@ -31,6 +31,7 @@ from mrl.engine.process_watch import end_processes
 from mrl.engine.requests import DraftCounts, EngineSettings, VersionServed, engine_settings
 from mrl.errors import LostProcess
 from mrl.model import ModelSpec
+from mrl.plan.generation_times import with_found_drafts
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.tuned_experts import FOLDER
 from mrl.process.ray_places import on_node
@@ -59,6 +60,7 @@ class EngineOrder:
         `by_sync`: engines read no weights, and answer nothing before a sync brings them.
         """
         deployment = Deployment.of(config)
+        config = with_found_drafts(config, model)
         settings = tuple(
             engine_settings(config, model, engine, logs, data_rank, by_sync)
             for engine in range(config.rollout.num_engines)

@@ -198,6 +198,8 @@ class TurnsConfig(Section):
 
 
 MTP = "mtp"  # rollout.speculation.method
+AUTO = "auto"  # rollout.speculation.tokens
+MOST_AUTO = 6  # tokens among which a plan finds the best number
 
 
 class SpeculationConfig(Section):
@@ -213,13 +215,22 @@ class SpeculationConfig(Section):
         advice="ngram pays where answers repeat their prompt or themselves, as edits of code do. With mtp watch "
         "drafts/acceptance, which falls as the policy moves away from the checkpoint.",
     )
-    tokens: int = key(
+    tokens: int | Literal["auto"] = key(
         ...,
-        "Most tokens drafted for a response in one step.",
-        ge=1,
-        le=32,
+        "Most tokens drafted for a response in one step. auto: the number with which mrl plan predicts the fastest "
+        "generation, and only in batches in which it predicts that drafts pay.",
+        rule=must_be(lambda v: v == AUTO or 1 <= v <= 32, "must be 1 to 32, or auto", "so many are drafted at most"),
         unit="tokens",
-        advice="2 to 4. Drafts cost computing that large batches lack: watch drafts/tokens_per_step and timing_s/gen.",
+        advice="2 to 4. Drafts cost computing that large batches lack: see mrl plan, and watch drafts/tokens_per_step "
+        "and timing_s/gen.",
+    )
+    max_num_seqs: int | None = key(
+        None,
+        "Most responses that an engine decodes at once while it drafts. In larger batches it drafts none. null: it "
+        "always drafts; with tokens: auto, what mrl plan finds.",
+        ge=1,
+        unit="sequences",
+        advice="mrl plan says up to which number drafts pay.",
     )
     lookup: int = key(
         3,
@@ -229,6 +240,11 @@ class SpeculationConfig(Section):
         unit="tokens",
         advice="2 to 5. Fewer draft more often, and more drafts are wrong.",
     )
+
+    @property
+    def most(self) -> int:
+        """Upper bound of `tokens`."""
+        return MOST_AUTO if self.tokens == AUTO else self.tokens
 
 
 class AgentConfig(Section):

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 
 from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RolloutConfig, RunConfig
-from mrl.config.schema_rollout import MTP
+from mrl.config.schema_rollout import AUTO, MTP
 from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.platforms.hosting import get_hosting
 
 _KEY = "rollout.speculation"
 _METHODS = ("ngram", MTP)
-_TRIED = ("glm4_moe",)  # families whose predicting layers were compared with transformers
+TRIED = ("glm4_moe",)  # families whose predicting layers were compared with transformers
 
 
 def _where_drafted(
@@ -42,10 +42,10 @@ def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     layers = model.left_out_layers
     if not layers:
         yield Violation(key, "must be ngram", "the model has no layers for multi-token prediction", ("ngram",))
-    elif model.family not in _TRIED:
+    elif model.family not in TRIED:
         why = "drafts by layers of other families were never compared with the model's distribution"
         yield Violation(key, f"must be ngram for {model.family}", why, ("ngram",))
-    elif speculation.tokens > layers and speculation.tokens % layers:
+    elif speculation.tokens != AUTO and speculation.tokens > layers and speculation.tokens % layers:
         rule = f"must be at most {layers}, or a multiple of it, with method mtp"
         why = "the model predicts so many tokens at once, and is asked again for each further time as many"
         yield Violation(f"{_KEY}.tokens", rule, why, (layers, 2 * layers))
@@ -54,7 +54,7 @@ def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 def _uses_layers(config: RunConfig, model: ModelSpec) -> bool:
     """Tells whether layers that were tried draft."""
     speculation = config.rollout.speculation
-    is_tried = bool(model.left_out_layers) and model.family in _TRIED
+    is_tried = bool(model.left_out_layers) and model.family in TRIED
     return speculation is not None and speculation.method == MTP and is_tried
 
 
@@ -66,14 +66,14 @@ def room(rollout: RolloutConfig) -> int:
     """
     if rollout.speculation is None:
         return 0
-    return 2 * rollout.speculation.tokens + 1
+    return 2 * rollout.speculation.most + 1
 
 
 def _fills_steps(config: RunConfig, _: ModelSpec) -> bool:
     rollout = config.rollout
     hosting = get_hosting(config.cluster.device)
     given = hosting.engine_arguments(config.data.max_sample_length, rollout.max_num_batched_tokens)
-    drafted = rollout.max_num_seqs * (rollout.speculation.tokens + 1)
+    drafted = rollout.max_num_seqs * (rollout.speculation.most + 1)
     return hosting.checks_batch_order and drafted > given["max_num_batched_tokens"]
 
 
@@ -89,6 +89,26 @@ def speculation_notes(config: RunConfig) -> Iterator[str]:
 SPECULATION_RULES = (
     _method,
     _layers,
+    _where_drafted(
+        f"{_KEY}.tokens",
+        lambda c, m: c.rollout.speculation.tokens == AUTO and c.rollout.speculation.method != MTP,
+        "must be a number with method ngram",
+        "how often a look-up finds the right tokens depends on the text, and no plan knows it",
+        (2, 3, 4),
+    ),
+    _where_drafted(
+        f"{_KEY}.tokens",
+        lambda c, m: c.cluster.device == "cpu" and c.rollout.speculation.tokens == AUTO,
+        "must be a number on cpu",
+        "whether a response is drafted would depend on the number of others, and so would its bits",
+        (2, 3, 4),
+    ),
+    _where_drafted(
+        f"{_KEY}.max_num_seqs",
+        lambda c, m: c.cluster.device == "cpu" and c.rollout.speculation.max_num_seqs is not None,
+        "must be left out on cpu",
+        "whether a response is drafted would depend on the number of others, and so would its bits",
+    ),
     RuleRow(
         f"{_KEY}.method",
         lambda c, m: _uses_layers(c, m) and c.cluster.device == "cpu" and c.rollout_dtype != "float32",
@@ -112,7 +132,7 @@ SPECULATION_RULES = (
     ),
     _where_drafted(
         f"{_KEY}.tokens",
-        lambda c, m: c.rollout.speculation.tokens >= c.data.max_response_length,
+        lambda c, m: c.rollout.speculation.most >= c.data.max_response_length,
         "must be less than data.max_response_length = {c.data.max_response_length}",
         "the last tokens of every draft would be thrown away",
         (),

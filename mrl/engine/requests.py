@@ -300,11 +300,13 @@ def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Host
 
     For the sake of captured graphs vLLM gives a new request of one token drafts that are always rejected, where others
     are decoded. They take random numbers, so its tokens would depend on the others. It does not with a schedule of
-    drafts by batch size, here the same for every size.
+    drafts by batch size. The schedule ends drafts in batches of more than `speculation.max_num_seqs` requests.
     """
     schedule = {}
-    if hosting.checks_batch_order:
-        schedule = {"num_speculative_tokens_per_batch_size": [(1, most_sequences, speculation.tokens)]}
+    drafting = speculation.max_num_seqs or most_sequences
+    if hosting.checks_batch_order or drafting < most_sequences:
+        sizes = [(1, drafting, speculation.tokens), (drafting + 1, most_sequences, 0)]
+        schedule = {"num_speculative_tokens_per_batch_size": sizes[: 1 + (drafting < most_sequences)]}
     if speculation.method == MTP:
         # no sync brings these layers, so they are read from the files also where the model's own are not
         by_files = {"draft_load_config": {"load_format": "auto"}}

@@ -132,12 +132,12 @@ def _calibration(content: Mapping[str, Any]) -> Calibration:
 
 
 def _lengths(row: Mapping[str, Any]) -> MeasuredLengths:
-    found = MeasuredLengths(**{**row, "response": tuple(row["response"])})
+    found = MeasuredLengths(**{**row, "response": tuple(row["response"]), "accepted": tuple(row.get("accepted", ()))})
     if not found.response:
         raise ValueError("lengths.response is empty")
     for tokens in (found.prompt, found.limit, found.spread, *found.response):
         _positive(tokens, "lengths")
-    for share in (found.cut, found.hazard):
+    for share in (found.cut, found.hazard, *found.accepted):
         if not 0 <= share <= 1:
             raise ValueError(f"lengths: {share} is not from 0 to 1")
     return found

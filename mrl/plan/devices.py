@@ -192,6 +192,12 @@ class Assumptions:
     # fit steps with many and with few sequences (docs/predictions.md). The ladder's rung `decode` measures the first.
     step_host: float = 2e-3
     sequence_host: float = 60e-6
+    # Share of the first drafted tokens that the model accepts, and of each further one if those before it were. SkyRL's
+    # Qwen3.5-9B has 0.886, 0.869 and 0.861 (its page spec_decode); vllm-project/recipes and #25993 tell of less for the
+    # second token of GLM's layer, which was trained for one.
+    draft_acceptance: float = 0.8
+    # Seconds of the host for one pass of the drafting layer: inputs of the next position, and launches outside of graphs.
+    draft_host: float = 0.5e-3
     # Seconds of a step beside its phases: rewards, batches, advantages. NVIDIA-NeMo/RL#959 has 3, 3, 4 and 8 s.
     rest: float = 3.0
     # Host of a rank: seconds that it takes for what follows, over those of the one that was measured, a virtual machine
@@ -241,7 +247,8 @@ class MeasuredLengths:
 
     `response`: equally likely lengths, ascending, of responses within `limit` tokens; `cut`: the share that the limit
     ended; `hazard`: how likely a response ends at one of its tokens, which tells of longer limits. `spread`: the mean
-    square of a whole sample's tokens, divided by the square of their mean.
+    square of a whole sample's tokens, divided by the square of their mean. `accepted`: share of drafts whose first, second,
+    ... token was accepted, with all before it; empty where nothing was drafted.
     """
 
     prompt: float
@@ -250,6 +257,7 @@ class MeasuredLengths:
     cut: float = 0.0
     hazard: float = 0.0
     spread: float = 1.0
+    accepted: tuple[float, ...] = ()
 
     def mean_response(self, limit: int) -> float:
         """Returns the mean tokens of responses within another limit.
@@ -298,6 +306,8 @@ _FASTER = {
     "untuned_experts": 1.05,
     "step_host": 1e-3,
     "sequence_host": 30e-6,
+    "draft_acceptance": 0.9,
+    "draft_host": 0.2e-3,
     "host": 0.6,
     "expert_launch": 0.0,  # one launch for all experts: CUTLASS' or torch's grouped product
     "backward_launches": 1.4,
@@ -314,6 +324,8 @@ _SLOWER = {
     "untuned_experts": 1.4,
     "step_host": 3e-3,
     "sequence_host": 90e-6,
+    "draft_acceptance": 0.6,
+    "draft_host": 1e-3,
     "host": 1.25,
     "expert_launch": 0.1e-3,
     "link_share": 0.7,

@@ -35,11 +35,12 @@ class EngineMemory:
     cache_tokens: int  # of the whole engine: its tensor workers share a sequence, its data-parallel ranks do not
     largest_module: int  # a weight sync holds it beside its staging buffers
     buffers: int  # stay when the engine sleeps: the table of rotary factors, which layers share
+    draft: int = 0  # weights of the predicting layer, for engines that draft with it
 
     @property
     def total(self) -> int:
         """Bytes that weights, passes and cache take; graphs and the context come on top."""
-        return self.weights + self.working_set + self.cache
+        return self.weights + self.draft + self.working_set + self.cache
 
 
 def captured_graphs(device: Device, enforce_eager: bool | None) -> int:
@@ -75,25 +76,36 @@ def engine_memory(
     batched_tokens: int = 8192,
     max_num_seqs: int = 256,
     fp8_block: int = 0,
+    drafts: bool = False,
 ) -> EngineMemory:
     """Computes the memory of a worker with `share` bytes of the device (memory x gpu_memory_utilization).
 
-    `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. An engine that does
-    not fit has a cache of no token.
+    `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. `drafts`: it also
+    holds the layer that predicts further tokens, with a cache of its own. An engine that does not fit has a cache of no
+    token.
     """
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     working = _working_set(model, rollout, dtype_bytes, batched_tokens, max_num_seqs)
-    cache = max(0, share - weights - working)
-    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs, fp8_block)
+    draft = draft_weight_bytes(model, rollout, dtype_bytes) if drafts else 0
+    cache = max(0, share - weights - draft - working)
+    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs, fp8_block, draft)
 
 
 def engine_memory_with_cache(
-    model: ModelSpec, rollout: RolloutLayout, cache: int, *, dtype_bytes: int, fp8_block: int = 0, **passes: int
+    model: ModelSpec,
+    rollout: RolloutLayout,
+    cache: int,
+    *,
+    dtype_bytes: int,
+    fp8_block: int = 0,
+    drafts: bool = False,
+    **passes: int,
 ) -> EngineMemory:
     """Computes the memory of a worker whose cache has a given number of bytes, as on a CPU."""
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
-    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, passes["max_num_seqs"], fp8_block)
+    draft = draft_weight_bytes(model, rollout, dtype_bytes) if drafts else 0
+    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, passes["max_num_seqs"], fp8_block, draft)
 
 
 def _with_cache(
@@ -105,14 +117,17 @@ def _with_cache(
     cache: int,
     max_num_seqs: int,
     fp8_block: int,
+    draft: int,
 ) -> EngineMemory:
     per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes)
+    if draft:  # its layer has keys and values of its own
+        per_token += per_token // model.attending_layers
     states = max_num_seqs * state_bytes_per_sequence(model, rollout.tensor, dtype_bytes)
     tokens = max(0, cache - states) // per_token // BLOCK * BLOCK * rollout.data
     rows = model.rotation.rows(model.max_position_embeddings)
     buffers = rows * model.rotated_head_dim * dtype_bytes
     largest = _largest_module(model, rollout, dtype_bytes, fp8_block)
-    return EngineMemory(weights, working, cache, tokens, largest, buffers)
+    return EngineMemory(weights, working, cache, tokens, largest, buffers, draft)
 
 
 def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:
@@ -155,6 +170,19 @@ def worker_weight_bytes(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: i
             plain = fullest_numel(model, rollout, weight) * dtype_bytes
             nbytes -= layers * (plain - _bytes(model, rollout, weight, dtype_bytes, fp8_block))
     return nbytes
+
+
+@cache
+def draft_weight_bytes(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int) -> int:
+    """Returns the bytes of one predicting layer on the worker with most: a layer of the model's last kind with
+    attention, the product that joins token and state (DeepSeek-V3, arXiv 2412.19437, equation 21), and its norms.
+
+    Embedding and output layer are the model's own.
+    """
+    last = max(set(range(model.num_layers)) - set(model.linear_layers))
+    layer = sum(fullest_numel(model, rollout, weight) for weight in weight_map(model).layer(last).hf)
+    joined = 2 * model.hidden_size * model.hidden_size
+    return (layer + joined + 3 * model.hidden_size) * dtype_bytes
 
 
 def _bytes(model: ModelSpec, rollout: RolloutLayout, weight: Weight, dtype_bytes: int, fp8_block: int) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -100,4 +101,15 @@ def lengths_of(rows: Sequence[Row], limit: int) -> MeasuredLengths:
     )  # fmt: skip
     usual = (_QUANTILES * response - longest) / (_QUANTILES - 1)
     lengths = (*[max(usual, 1.0)] * (_QUANTILES - 1), max(longest, usual, 1.0))
-    return MeasuredLengths(max(prompt, 1.0), lengths, limit, min(cut, 1.0), (1 - min(cut, 1.0)) / max(response, 1.0))
+    ends = (1 - min(cut, 1.0)) / max(response, 1.0)
+    return MeasuredLengths(max(prompt, 1.0), lengths, limit, min(cut, 1.0), ends, accepted=_accepted(rows))
+
+
+def _accepted(rows: Sequence[Row]) -> tuple[float, ...]:
+    """Returns the share of drafts whose first, second, ... token was accepted, in the mean over steps that drafted."""
+    shares = []
+    for position in count(1):
+        found = [row[name] for row in rows if row.get(name := f"drafts/acceptance_at/{position}") is not None]
+        if not found:
+            return tuple(shares)
+        shares.append(float(np.mean(found)))

@@ -264,7 +264,7 @@ def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
     groups = engine_groups(inputs.rollout, inputs.model.is_moe)
     outside = inputs.device.context + inputs.device.group * groups + engine.buffers
     return EngineBytes(
-        weights=engine.weights,
+        weights=engine.weights + engine.draft,
         working_set=engine.working_set + graphs,
         cache=engine.cache,
         sync_staging=staging + 2 * engine.largest_module,

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from mrl.config.places import cluster_shape, rollout_layout
 from mrl.config.schema import LoraConfig, RunConfig
+from mrl.config.schema_rollout import MTP
 from mrl.config.teacher_model import teacher_of
 from mrl.errors import ConfigError, MrlError
 from mrl.model import ModelSpec, planning_model_spec
@@ -274,13 +275,16 @@ def engine_of(inputs: PlanInputs) -> EngineMemory:
     """Returns one engine worker on the device, with the cache that its share of the memory leaves."""
     rollout = inputs.config.rollout
     passes = engine_passes(inputs.config)
+    drafts = rollout.speculation is not None and rollout.speculation.method == MTP
     if inputs.device.platform == "cpu":
         cache = rollout.cpu_kvcache_gib * GIB  # VLLM_CPU_KVCACHE_SPACE, which every worker takes for itself
         return engine_memory_with_cache(
-            inputs.model, inputs.rollout, cache, dtype_bytes=inputs.engine_element_bytes, **passes
+            inputs.model, inputs.rollout, cache, dtype_bytes=inputs.engine_element_bytes, drafts=drafts, **passes
         )
     share = engine_share(inputs.device, rollout.gpu_memory_utilization, rollout.enforce_eager)
-    return engine_memory(inputs.model, inputs.rollout, share, dtype_bytes=inputs.engine_element_bytes, **passes)
+    return engine_memory(
+        inputs.model, inputs.rollout, share, dtype_bytes=inputs.engine_element_bytes, drafts=drafts, **passes
+    )
 
 
 def of_reference(config: RunConfig) -> RunConfig:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mrl.config.places import Deployment, rank_places, rollout_layout
 from mrl.config.schema import RunConfig
+from mrl.config.schema_rollout import MTP
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, active_parameter_count, parameter_count
 from mrl.model.device_grid import Place
@@ -23,7 +24,7 @@ from mrl.plain_files import JSON_BYTES, parse_json, read_text, reason
 from mrl.plan.devices import Assumptions, Device, devices, faster, slower
 from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.fit import error_of, fit_of
-from mrl.plan.generation_times import sequences_together
+from mrl.plan.generation_times import draft_section, sequences_together
 from mrl.plan.host_memory import resume_seconds
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, device_for, engine_of, sync_budget
@@ -170,6 +171,7 @@ def _times(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[s
         "waves": batch.samples
         / (sequences_together(inputs, batch, engine) * inputs.rollout.num_engines * inputs.rollout.data),
         "resume_seconds": resume_seconds(inputs),
+        "drafts": draft_section(inputs, batch),
     }
 
 
@@ -346,6 +348,28 @@ def slow_generation(plan: dict[str, Any]) -> str:
         f"generation {seconds:,.0f} s of a step of {step:,.0f} s: {together} sequences fit an engine, so there are "
         f"{waves:.0f} batches one after the other; give engines fewer tensor ranks and more data parallelism with "
         "rollout.expert_parallel_size, a larger rollout.gpu_memory_utilization or max_num_seqs"
+    )
+
+
+def drafts_in_words(plan: dict[str, Any]) -> str:
+    """Says what drafts save or cost, and up to which batch; empty where the model has nothing to draft with."""
+    found = plan["times"]["drafts"]
+    if found is None:
+        return ""
+    without = seconds_in_words(found["seconds_without"])
+    if not found.get("seconds"):
+        why = "they would pay in no batch" if found["method"] == MTP else (
+            "how many are accepted depends on the text: calibrate with a run (mrl plan --calibrate)"
+        )
+        return f"drafts ({found['method']}): generation {without} without; {why}"
+    pays = f"pays up to {found['pays_up_to_sequences']} sequences of an engine's rank at once"
+    if not found["pays_up_to_sequences"]:
+        pays = "pays in no batch"
+    best = f"; best: {found['best_tokens']} tokens" if found["best_tokens"] else ""
+    use = "" if found["used"] else ", if rollout.speculation used the model's predicting layers"
+    return (
+        f"drafts ({found['method']}): generation {seconds_in_words(found['seconds'])} with {found['tokens']} tokens "
+        f"drafted and {found['tokens_per_step']:.2f} made a step, {without} without{use}; this {pays}{best}"
     )
 
 
