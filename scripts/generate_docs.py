@@ -398,7 +398,14 @@ def _prediction(run: "published_runs.Compared") -> tuple[str, ...]:
 def _drafts(run: "published_runs.ComparedDrafts") -> tuple[str, ...]:
     row = run.row
     goal = f" (goal {row['goal']:.0%})" if "goal" in row else " (goal: the right side of 1)"
-    return row["run"], f"{row['published']:g}", f"{run.predicted:.2f}", f"{run.error:+.0%}{goal}", row["source"], row["assumed"]
+    return (
+        row["run"],
+        f"{row['published']:g}",
+        f"{run.predicted:.2f}",
+        f"{run.error:+.0%}{goal}",
+        row["source"],
+        row["assumed"],
+    )
 
 
 def _constant(row: dict[str, str]) -> tuple[str, ...]:

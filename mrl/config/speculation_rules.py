@@ -132,7 +132,9 @@ SPECULATION_RULES = (
     ),
     _where_drafted(
         f"{_KEY}.tokens",
-        lambda c, m: c.rollout.speculation.most >= c.data.max_response_length,
+        lambda c, m: (
+            c.rollout.speculation.tokens != AUTO and c.rollout.speculation.tokens >= c.data.max_response_length
+        ),
         "must be less than data.max_response_length = {c.data.max_response_length}",
         "the last tokens of every draft would be thrown away",
         (),

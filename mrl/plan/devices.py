@@ -196,7 +196,7 @@ class Assumptions:
     # Qwen3.5-9B has 0.886, 0.869 and 0.861 (its page spec_decode); vllm-project/recipes and #25993 tell of less for the
     # second token of GLM's layer, which was trained for one.
     draft_acceptance: float = 0.8
-    # Seconds of the host for one pass of the drafting layer: inputs of the next position, and launches outside of graphs.
+    # Seconds of the host for one pass of the drafting layer: inputs of the next position, launches outside of graphs.
     draft_host: float = 0.5e-3
     # Seconds of a step beside its phases: rewards, batches, advantages. NVIDIA-NeMo/RL#959 has 3, 3, 4 and 8 s.
     rest: float = 3.0
@@ -247,8 +247,8 @@ class MeasuredLengths:
 
     `response`: equally likely lengths, ascending, of responses within `limit` tokens; `cut`: the share that the limit
     ended; `hazard`: how likely a response ends at one of its tokens, which tells of longer limits. `spread`: the mean
-    square of a whole sample's tokens, divided by the square of their mean. `accepted`: share of drafts whose first, second,
-    ... token was accepted, with all before it; empty where nothing was drafted.
+    square of a whole sample's tokens, divided by the square of their mean. `accepted`: share of drafts whose first,
+    second, ... token was accepted, with all before it; empty where nothing was drafted.
     """
 
     prompt: float

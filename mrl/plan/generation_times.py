@@ -232,7 +232,7 @@ def draft_section(inputs: PlanInputs, batch: BatchPlan) -> dict[str, Any] | None
 
 
 def with_found_drafts(config: RunConfig, model: ModelSpec) -> RunConfig:
-    """Returns the configuration with the number of drafted tokens that a plan finds, and the batch up to which they pay.
+    """Returns the configuration with the drafted tokens that a plan finds, and the batch up to which they pay.
 
     It is the same without tokens: auto. Where drafts never pay, engines draft none.
     """

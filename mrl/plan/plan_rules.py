@@ -132,4 +132,5 @@ def _least(inputs: PlanInputs, memory: dict[str, Any]) -> int:
     states = state_bytes_per_sequence(inputs.model, inputs.rollout.tensor, inputs.engine_element_bytes)
     tokens = -(-inputs.config.data.max_sample_length // BLOCK) * BLOCK
     cache = rollout.max_num_seqs * states + memory["kv_cache"]["bytes_per_token"] * tokens
-    return engine.weights + engine.draft + engine.working_set + graphs_in_share(inputs.device, rollout.enforce_eager) + cache
+    graphs = graphs_in_share(inputs.device, rollout.enforce_eager)
+    return engine.weights + engine.draft + engine.working_set + graphs + cache

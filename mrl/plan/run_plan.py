@@ -358,9 +358,9 @@ def drafts_in_words(plan: dict[str, Any]) -> str:
         return ""
     without = seconds_in_words(found["seconds_without"])
     if not found.get("seconds"):
-        why = "they would pay in no batch" if found["method"] == MTP else (
-            "how many are accepted depends on the text: calibrate with a run (mrl plan --calibrate)"
-        )
+        why = "they would pay in no batch"
+        if found["method"] != MTP:
+            why = "how many are accepted depends on the text: calibrate with a run (mrl plan --calibrate)"
         return f"drafts ({found['method']}): generation {without} without; {why}"
     pays = f"pays up to {found['pays_up_to_sequences']} sequences of an engine's rank at once"
     if not found["pays_up_to_sequences"]:

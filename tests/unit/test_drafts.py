@@ -52,6 +52,8 @@ def test_ngram_is_legal_and_vllm_is_told():
         ([NGRAM, "rollout.max_num_seqs=2000"], "rollout.max_num_seqs"),
         ([NGRAM, f"data.max_response_length={TINY_MODEL.max_position_embeddings - 30}", "data.max_prompt_length=24"],
          "data.max_response_length"),
+        (["rollout.speculation={method: ngram, tokens: auto}", "cluster.device=cuda"], "rollout.speculation.tokens"),
+        (["rollout.speculation={method: ngram, tokens: 3, max_num_seqs: 4}"], "rollout.speculation.max_num_seqs"),
         ([NGRAM, "actor.router_replay=R3"], "actor.router_replay"),
         (
             [NGRAM, "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=8"],
@@ -73,6 +75,9 @@ GLM = replace(known_spec("GLM-4.5-Air"), max_position_embeddings=256)
     [
         (GLM, ["tokens: 1"], None),
         (GLM, ["tokens: 2"], None),  # the layer is asked again
+        (GLM, ["tokens: auto"], "must be a number on cpu"),
+        (GLM, ["tokens: auto", "cluster.device=cuda"], None),
+        (GLM, ["tokens: 0"], "must be 1 to 32, or auto"),
         (replace(GLM, left_out_layers=2), ["tokens: 3"], "must be at most 2, or a multiple of it"),
         (replace(GLM, left_out_layers=0), ["tokens: 1"], "must be ngram"),
         (known_spec("DeepSeek-V3"), ["tokens: 1"], "must be ngram for deepseek_v3"),
