@@ -333,7 +333,7 @@ def _stand_in(field: FieldInfo) -> Any:
     section = section_of(field.annotation)
     if section is not None:
         return {name: _stand_in(inner) for name, inner in section.model_fields.items() if inner.is_required()}
-    if field.annotation is int:
+    if int in (field.annotation, *get_args(field.annotation)):
         return 1
     return "-"
 

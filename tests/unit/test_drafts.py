@@ -54,6 +54,7 @@ def test_ngram_is_legal_and_vllm_is_told():
          "data.max_response_length"),
         (["rollout.speculation={method: ngram, tokens: auto}", "cluster.device=cuda"], "rollout.speculation.tokens"),
         (["rollout.speculation={method: ngram, tokens: 3, max_num_seqs: 4}"], "rollout.speculation.max_num_seqs"),
+        (["rollout.speculation={method: ngram, tokens: many}"], "rollout.speculation.tokens"),
         ([NGRAM, "actor.router_replay=R3"], "actor.router_replay"),
         (
             [NGRAM, "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=8"],

@@ -407,7 +407,6 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("actor_rollout_ref.model.mtp.enable=True", "multi-token prediction"),
         ("actor_rollout_ref.rollout.name=sglang", "only vLLM"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn"),
         ("reward_model.enable=True", "rewards are functions"),
@@ -424,6 +423,38 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
 def test_what_is_not_there_is_named_with_the_reason(word, reason):
     (entry,) = from_overrides(word).of("unsupported")
     assert entry.key == word.partition("=")[0] and reason in entry.why
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "reason"),
+    [
+        (["enable=True"], "implied", "in every checkpoint and export"),
+        (["enable_train=True", "enable=True"], "unsupported", "not trained along"),
+        (["mtp_loss_scaling_factor=0.1", "enable=True"], "not_applicable", "enable_train"),
+        (["enable_rollout=True", "enable=True"], "unsupported", "engines that sleep forget"),
+        (["enable_rollout=True"], "not_applicable", "mtp.enable"),
+    ],
+)
+def test_keys_of_multi_token_prediction_say_what_is_there(words, kind, reason):
+    mtp = "actor_rollout_ref.model.mtp."
+    found = from_overrides(*(mtp + word for word in words)).of(kind)
+    assert any(reason in entry.why for entry in found if entry.key == mtp + words[0].partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "tokens"),
+    [
+        ("vllm", "num_speculative_tokens=2", 2),
+        ("vllm", "method=mtp", 1),
+        ("sglang", "speculative_num_draft_tokens=4", 3),
+    ],
+)
+def test_drafts_of_engines_on_their_own_devices_are_carried(engine, given, tokens):
+    """Defaults of verl 0.9.1 (workers/config/model.py): one token for vLLM, three for SGLang."""
+    mtp = "actor_rollout_ref.model.mtp."
+    words = [mtp + "enable=True", mtp + "enable_rollout=True", mtp + given, f"actor_rollout_ref.rollout.name={engine}"]
+    out = from_overrides(*words, "async_training.staleness_threshold=0.5")
+    assert out.values["rollout.speculation.method"] == "mtp" and out.values["rollout.speculation.tokens"] == tokens
 
 
 def test_a_path_that_the_script_leaves_blank_is_no_loss_where_the_user_gives_one():
@@ -987,7 +1018,11 @@ def test_keys_of_the_asynchronous_trainer_are_losses_of_any_other():
             "actor_rollout_ref.ref.fsdp_config.param_offload=True",
             "valid",
         ),
-        ("actor_rollout_ref.model.mtp.enable=True", "carried with losses"),
+        ("actor_rollout_ref.model.mtp.enable=True", "valid"),
+        (
+            "actor_rollout_ref.model.mtp.enable=True actor_rollout_ref.model.mtp.enable_train=True",
+            "carried with losses",
+        ),
         ("actor_rollout_ref.actor.optim.lr=$RATE", "carried with losses"),
         ("trainer.experiment_name=$NAME", "valid"),
         ("data.train_files=$DATA/train.parquet", "carried with losses"),

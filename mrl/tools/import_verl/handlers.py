@@ -11,6 +11,7 @@ from mrl.record.sinks import VIEWS
 from mrl.tools.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
 from mrl.tools.import_verl.handlers_critic import CRITIC_HANDLERS, remote_code
 from mrl.tools.import_verl.handlers_distillation import DISTILLATION_HANDLERS
+from mrl.tools.import_verl.handlers_drafts import DRAFT_HANDLERS
 from mrl.tools.import_verl.handlers_lora import LORA_HANDLERS
 from mrl.tools.import_verl.handlers_schedule import SCHEDULE_HANDLERS
 from mrl.tools.import_verl.handlers_turns import TURN_HANDLERS
@@ -374,6 +375,7 @@ HANDLERS: dict[str, Handler] = (
     | LORA_HANDLERS
     | CRITIC_HANDLERS
     | DISTILLATION_HANDLERS
+    | DRAFT_HANDLERS
     | {
         "data.gen_batch_size": _gen_batch,
         "data.trust_remote_code": remote_code,

@@ -152,8 +152,7 @@ ROWS: dict[str, KeyRow] = {
         for name in ("lora_rank", "lora_alpha", "lora_adapter_path", "target_modules", "exclude_modules")
     },
     **{M + f"lora.{name}": _SPECIAL for name in ("rank", "alpha", "adapter_path", "target_modules", "dropout", "")},
-    M + "mtp.enable": _missing("no multi-token prediction here", False),
-    M + "mtp.": _nothing("no multi-token prediction here"),
+    M + "mtp.": _SPECIAL,
     M + "tiled_mlp.": _nothing(_FSDP),
     # --- actor
     A + "strategy": _SPECIAL,
@@ -279,7 +278,7 @@ ROWS: dict[str, KeyRow] = {
     R + "checkpoint_engine.": _nothing("weights go from shard to shard"),
     R + "update_weights_bucket_megabytes": _nothing("weights go from shard to shard"),
     R + "disaggregation.enabled": _missing("an engine prefills and decodes", False),
-    R + "mtp.": _missing("no multi-token prediction here", None),
+    R + "mtp.": _implied("verl fills it from model.mtp"),
     R + "over_sample_rate": _missing("no more responses than rollout.n are generated", 0),
     R + "profiler.": _nothing(_PROFILER),
     R + "nnodes": _SPECIAL,
