@@ -10,7 +10,7 @@ import torch
 from test_config_rules import TINY, TINY_MODEL
 from torch import nn
 
-from mrl.config.load import load_config
+from mrl.config.load import SchemaRefusal, load_config
 from mrl.config.rules import notes, violations
 from mrl.data.samples import Sample, packed
 from mrl.engine import draft_check
@@ -54,7 +54,6 @@ def test_ngram_is_legal_and_vllm_is_told():
          "data.max_response_length"),
         (["rollout.speculation={method: ngram, tokens: auto}", "cluster.device=cuda"], "rollout.speculation.tokens"),
         (["rollout.speculation={method: ngram, tokens: 3, max_num_seqs: 4}"], "rollout.speculation.max_num_seqs"),
-        (["rollout.speculation={method: ngram, tokens: many}"], "rollout.speculation.tokens"),
         ([NGRAM, "actor.router_replay=R3"], "actor.router_replay"),
         (
             [NGRAM, "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=8"],
@@ -66,6 +65,11 @@ def test_ngram_is_legal_and_vllm_is_told():
 def test_what_is_not_there_has_one_message(overrides, field):
     found, model = resolved(*overrides)
     assert [each.field for each in violations(found, model)] == [field]
+
+
+def test_a_word_that_is_no_number_of_tokens_is_refused_with_what_may_stand_there():
+    with pytest.raises(SchemaRefusal, match="tokens = many .*: must be one of auto or a whole number"):
+        resolved("rollout.speculation={method: ngram, tokens: many}")
 
 
 GLM = replace(known_spec("GLM-4.5-Air"), max_position_embeddings=256)
