@@ -68,7 +68,7 @@ def test_what_is_not_there_has_one_message(overrides, field):
 
 
 def test_a_word_that_is_no_number_of_tokens_is_refused_with_what_may_stand_there():
-    with pytest.raises(SchemaRefusal, match="tokens = many .*: must be one of auto or a whole number"):
+    with pytest.raises(SchemaRefusal, match=r"tokens = many .*: must be one of auto or a whole number"):
         resolved("rollout.speculation={method: ngram, tokens: many}")
 
 
