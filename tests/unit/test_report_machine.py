@@ -13,7 +13,7 @@ from mrl.tools.report import run_record, sections
 from mrl.tools.report.heldout import read_responses
 from mrl.tools.report.page import Chart, Lanes, PageSection, Paragraph, Table
 from mrl.tools.report.run_record import RunRecord, read_run
-from mrl.tools.report.sections_run import incidents, memory, staleness
+from mrl.tools.report.sections_run import drafts, incidents, memory, staleness
 from mrl.tools.report.verdict import verdict
 from mrl.tools.report.write import write_report
 from mrl.units import GIB
@@ -103,6 +103,25 @@ def test_the_oldest_age_of_the_run_is_told_with_its_bound(tmp_path):
 
 def test_a_run_whose_weights_made_all_that_they_are_trained_on_has_no_ages(tmp_path):
     assert staleness(read_run(write_run(tmp_path / "run").path)) is None
+
+
+# ---------------------------------------------------------------- drafts
+
+
+def test_drafts_tell_how_their_acceptance_moved_and_what_the_plan_took(tmp_path):
+    metrics = {"drafts/acceptance": [0.8, 0.7, 0.7, 0.6, 0.6, 0.5], "drafts/tokens_per_step": [2.0] * 6}
+    metrics |= {"drafts/acceptance_at/1": [0.9] * 6, "drafts/acceptance_at/2": [0.5] * 6}
+    run = read_run(write_run(tmp_path / "run", World(metrics=metrics)).path)
+    assert words(drafts(run)).startswith("Of the drafted tokens 80.0% were accepted at step 1 and 50.0% at step 6")
+    found = {"tokens_per_step": 2.3, "seconds": 50.0, "seconds_without": 110.0}
+    said = words(drafts(replace(run, plan=planned(APART) | {"times": {"drafts": found}})))
+    assert "The plan took 2.30, and with it 50 s of generation instead of 110" in said
+    charts = {chart.id: [series.curve for series in chart.series] for chart in blocks(drafts(run), Chart)}
+    assert charts["drafts-accepted"] == ["drafts/acceptance_at/1", "drafts/acceptance_at/2"]
+
+
+def test_a_run_without_drafts_has_no_section_of_them(tmp_path):
+    assert drafts(read_run(write_run(tmp_path / "run").path)) is None
 
 
 # ---------------------------------------------------------------- incidents

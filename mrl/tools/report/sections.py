@@ -31,6 +31,7 @@ from mrl.tools.report.page import (
 from mrl.tools.report.run_record import RunRecord
 from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, parts_of, text_of
 from mrl.tools.report.sections_run import (
+    drafts,
     incidents,
     memory,
     plan_compared,
@@ -139,6 +140,7 @@ def run_page(run: RunRecord) -> Page:
                 memory(run),
                 sync_proof(run),
                 staleness(run),
+                drafts(run),
                 incidents(run),
                 samples(run),
                 reproducibility(run),

@@ -371,6 +371,34 @@ def staleness(run: RunRecord) -> PageSection | None:
     return PageSection("staleness", "Staleness", tuple(blocks))
 
 
+# ---------------------------------------------------------------- drafts
+
+
+def drafts(run: RunRecord) -> PageSection | None:
+    """Makes the section on what speculative decoding gave, if engines drafted."""
+    accepted = run.curves.get("drafts/acceptance")
+    given = run.curves.get("drafts/tokens_per_step")
+    if accepted is None or given is None:
+        return None
+    first, last = accepted.values[0], accepted.values[-1]
+    said = (
+        f"Of the drafted tokens {first:.1%} were accepted at step {accepted.steps[0]} and {last:.1%} at step "
+        f"{accepted.steps[-1]}; a decode step gave a drafted response {given.values.mean():.2f} tokens."
+    )
+    planned = run.plan["times"].get("drafts") if run.plan else None
+    if planned and planned.get("seconds"):
+        said += (
+            f" The plan took {planned['tokens_per_step']:.2f}, and with it {planned['seconds']:.3g} s of generation "
+            f"instead of {planned['seconds_without']:.3g}."
+        )
+    at = run.matching(r"drafts/acceptance_at/\d+")
+    charts = (
+        Chart("drafts-accepted", "Drafted tokens accepted, by position", "share", tuple(Series(n, n) for n in at)),
+        Chart("drafts-given", "Tokens of a decode step", "tokens", (Series(*["drafts/tokens_per_step"] * 2),)),
+    )
+    return PageSection("drafts", "Drafts", (Paragraph(said), *charts))
+
+
 # ---------------------------------------------------------------- incidents
 
 
