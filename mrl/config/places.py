@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from mrl.config.schema import ClusterConfig, LayoutConfig, RolloutConfig, RunConfig
+from mrl.data.samples import ImageStore
 from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places, near_places
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.platforms.hosting import get_hosting
+from mrl.record.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,13 @@ class Deployment:
         if self.is_colocated:
             return max(actor, engines)
         return actor + engines
+
+
+def image_store(config: RunConfig, run_dir: Path) -> ImageStore | None:
+    """Returns where a run has the images of its prompts; None for a run that sees none."""
+    if config.model.vision is None:
+        return None
+    return ImageStore(str(RunDir(run_dir).images), config.data.max_image_pixels)
 
 
 def rollout_layout(rollout: RolloutConfig) -> RolloutLayout:

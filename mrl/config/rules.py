@@ -11,7 +11,7 @@ Where layouts are judged:
     batches on them      actor_rules.py
     engines' degrees     rollout_rules.py, mrl/model/layout.py (RolloutLayout), mrl/model/vllm_parameters.py
     by family            family_rules.py
-    by feature           lora_rules.py, quantisation_rules.py, efficiency_rules.py
+    by feature           lora_rules.py, quantisation_rules.py, efficiency_rules.py, vision_rules.py
     by device, version   device_rules.py
     by Megatron's keys   override_rules.py
     places of processes  mrl/model/device_grid.py
@@ -42,6 +42,7 @@ from mrl.config.schedule_rules import SCHEDULE_RULES, schedule_notes
 from mrl.config.schema import RunConfig, leaf, schema_keys
 from mrl.config.section import KeyRule, notes_of
 from mrl.config.speculation_rules import SPECULATION_RULES, speculation_notes
+from mrl.config.vision_rules import VISION_RULES
 from mrl.errors import InvalidConfig, MrlError, UnknownValue, Violation
 from mrl.model import ModelSpec, planning_model_spec
 
@@ -143,6 +144,7 @@ RULES = (
     *CRITIC_RULES,
     *DISTILLATION_RULES,
     *QUANTISATION_RULES,
+    *VISION_RULES,
     *RUN_RULES,
     *SCHEDULE_RULES,
     *OVERRIDE_RULES,

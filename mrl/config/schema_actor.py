@@ -38,6 +38,13 @@ class ModelConfig(Section):
         "Number format of weights and activations in training. Optimizer state and master weights are always float32.",
         advice="bfloat16, except on a CPU.",
     )
+    vision: Literal["frozen"] | None = key(
+        None,
+        "What becomes of the vision tower of a model that reads images (Qwen2.5-VL, Qwen3-VL, Qwen3.5). frozen: "
+        "prompts may have images; the text model is trained, and the tower stays as it is. null: the text model "
+        "alone is loaded, and rows with images are bad rows.",
+        advice="frozen for data with images. null otherwise: it takes no memory and no time.",
+    )
     override_transformer_config: dict[str, Any] = key(
         {},
         "Fields of Megatron's TransformerConfig that have no key here, under Megatron's names. Fields that "

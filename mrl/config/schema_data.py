@@ -28,6 +28,20 @@ class DataConfig(Section):
         advice="prompt, unless your files name it otherwise.",
         verl="data.prompt_key",
     )
+    image_key: str = key(
+        "images",
+        "Column that holds a row's images, with model.vision: a list of bytes, {bytes, path}, paths or file URLs. "
+        "Paths lie in the folder of the data file. The prompt has <image>, or a part of the type image, for each.",
+        advice="images, unless your files name it otherwise.",
+    )
+    max_image_pixels: int = key(
+        16_777_216,
+        "Most pixels of an image, width times height. A larger one is a bad row, before it is decoded. How many of "
+        "them the model sees is said by its preprocessor_config.json.",
+        ge=1,
+        unit="pixels",
+        advice="16,777,216 holds photographs of 4096 x 4096. One of that size takes 50 MB while it is read.",
+    )
     reward_fn_key: str = key(
         "data_source",
         "Column that a reward function gets as data_source. Validation scores are reported for each of its values.",

@@ -6,7 +6,7 @@ The schema has these columns; others are not read:
 * The prompt (`prompt_key`): a list of {role, content}, or one string, which is a single user message.
 * `reward_model`: {ground_truth, style}.
 * `extra_info`: an optional mapping.
-* `images`: has to be empty or missing, unless `PromptParameters.images` reads them (mrl.data.images).
+* `images` (`image_key`): has to be empty or missing, unless `PromptParameters.images` reads them (mrl.data.images).
 * `videos`: has to be empty or missing.
 
 The last part of this file loads the tokenizer.
@@ -19,19 +19,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from mrl.data.batch import Prompt
-from mrl.data.image_reader import ImageReader, KnownImage
-from mrl.data.images import with_images
 from mrl.data.order import epoch_counts, permutation
 from mrl.data.prompt_store import PromptStore, SeenPrompts
 from mrl.data.row_files import BadRow, RawRow, images_of, parse_row, read_rows
 from mrl.data.samples import RowImage
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.plain_files import read_json
+
+if TYPE_CHECKING:  # a run without images imports nothing of them
+    from mrl.data.image_reader import ImageReader, KnownImage
 
 EXAMPLES = 10
 MOST_BAD_ROWS = 10_000  # so many are reported one by one
@@ -81,7 +82,8 @@ class PromptParameters:
     drop_duplicates: bool = True
     reward_fn_key: str = "data_source"
     tools: ToolOffer | None = None  # what the model may call
-    images: ImageReader | None = None  # None: rows with images are bad ones
+    images: "ImageReader | None" = None  # None: rows with images are bad ones
+    image_key: str = "images"
     # from a row's data_source and ground_truth to why no response can be right; None: the reward is the user's own
     unmatched: Callable[[str, Any], str | None] | None = None
 
@@ -93,6 +95,18 @@ class PromptParameters:
         if self.enable_thinking is not None:
             switch = {THINKING: self.enable_thinking}
         return {**self.apply_chat_template_kwargs, **switch, **self._tools(extra_info)}
+
+    def rows(self, file: str) -> Iterator[RawRow]:
+        """Yields the rows of a data file. Raises DataError as `read_rows` does."""
+        return read_rows([file], self.prompt_key, self.reward_fn_key, self._images_read)
+
+    def parsed(self, raw: RawRow) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Returns a row's messages and other fields, as `parse_row` does. Raises BadRow."""
+        return parse_row(raw, self.prompt_key, self.reward_fn_key, self._images_read)
+
+    @property
+    def _images_read(self) -> str:
+        return self.image_key if self.images is not None else ""
 
     def check_truth(self, rest: Mapping[str, Any]) -> None:
         """Raises BadRow for a row whose truth the reward can find in no response."""
@@ -192,7 +206,7 @@ class PromptDataset(Sequence[Prompt]):
         try:
             for file in files:
                 loader.begin_file(files_apart)
-                for raw in read_rows([file], parameters.prompt_key, parameters.reward_fn_key):
+                for raw in parameters.rows(file):
                     loader.add(raw)
             return loader.finish()
         except BaseException:
@@ -291,7 +305,7 @@ class _Loader:
         self.rows += 1
         try:
             sees = self.parameters.images is not None
-            messages, rest = parse_row(raw, self.parameters.prompt_key, self.parameters.reward_fn_key, sees)
+            messages, rest = self.parameters.parsed(raw)
             self.parameters.check_truth(rest)
             self.texts += isinstance(raw.value[self.parameters.prompt_key], str)
             # two rows on which responses act may begin differently although their prompts are equal: no duplicates
@@ -349,17 +363,16 @@ class _Loader:
 
     def _seen(
         self, raw: RawRow, messages: list[dict[str, Any]], acts: bool
-    ) -> tuple[list[dict[str, Any]], list[KnownImage]]:
-        """Returns the messages with parts for the row's images, and the images, which are stored now."""
-        entries = images_of(raw)
+    ) -> tuple[list[dict[str, Any]], list["KnownImage"]]:
+        """Returns the messages with parts for the row's images, and the images."""
+        entries = images_of(raw, self.parameters.image_key)
         if not entries and all(isinstance(message["content"], str) for message in messages):
             return messages, []
         if entries and acts:
             raise BadRow("a row whose responses act has images, which engines do not see between turns yet")
-        marked = with_images(messages, len(entries))
-        return marked, self.parameters.images.read(entries, Path(raw.file).parent)
+        return self.parameters.images.read(messages, entries, Path(raw.file).parent)
 
-    def _expanded(self, ids: list[int], images: list[KnownImage]) -> tuple[list[int], tuple[RowImage, ...]]:
+    def _expanded(self, ids: list[int], images: list["KnownImage"]) -> tuple[list[int], tuple[RowImage, ...]]:
         limit = self.parameters.max_prompt_length
         for number, image in enumerate(images, 1):
             if image.tokens > limit:

@@ -1,17 +1,19 @@
 """From a row's images to what a model is given of them, by the model's own processor.
 
-    row's images --> encoded bytes, each in a file under its name
-    name         --> RGB --> pixels [patches, numbers of a patch], wherever they are needed: in engines, on ranks
+    row's images --> encoded bytes --> name and number of tokens
     prompt       --> one token an image, by the chat template --> as many as the image has, recorded as RowImage
+    data files   --> encoded bytes, each in a file of the run directory under its name, once the run has one
+    name         --> RGB --> pixels [patches, numbers of a patch], wherever they are needed: in engines, on ranks
 
 A name is the digest of the bytes and of the processor's settings. Encoded bytes alone are stored, since pixels are a
-hundred times as large. The processor is transformers' class on PIL,
-so that an installation without torchvision makes the same numbers as one with it.
+hundred times as large. The processor is transformers' class on PIL, so that an installation without torchvision makes
+the same numbers as one with it.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.data.images import image_bytes, open_image
+from mrl.data.images import image_bytes, open_image, with_images
 from mrl.data.row_files import BadRow
-from mrl.data.samples import RowImage
-from mrl.errors import ConfigError, EnvironmentFault
+from mrl.data.samples import ImageStore, RowImage
+from mrl.errors import ConfigError, DataError, EnvironmentFault
+from mrl.plain_files import TEXT_BYTES, read_settings
 from mrl.whole_file import appears_whole
 
 _SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")  # of config.json's vision_config
@@ -36,12 +39,26 @@ class KnownImage(NamedTuple):
     tokens: int
 
 
+def path_in(store: Path, name: str) -> Path:
+    """Returns the file of an image's encoded bytes."""
+    return store / name[:2] / name
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with appears_whole(path) as work:
+            work.write_bytes(data)
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: an image of the data cannot be written: {error}") from error
+
+
 class ImageReader:
     """Reads images for one model."""
 
     def __init__(self, config: dict[str, Any], folder: str, store: Path, most_pixels: int):
-        """`config`: config.json of the model that reads images, from its `folder`. `store`: folder of encoded images,
-        seen by all hosts. `most_pixels`: data.max_image_pixels.
+        """`config`: config.json of the model that reads images, from its `folder`. `store`, `most_pixels`: as in
+        ImageStore.
 
         Raises ConfigError for a folder without an image processor of Qwen's models, and for one that cuts images in
         another way than the model expects.
@@ -54,16 +71,32 @@ class ImageReader:
         self._merge = processor.merge_size
         _check_sizes(config["vision_config"], processor)
         self._settings = json.dumps(processor.to_dict(), sort_keys=True, default=str).encode()
+        self.read_names: set[str] = set()
 
-    def read(self, entries: Sequence[Any], folder: Path) -> list[KnownImage]:
-        """Reads and stores the images of a row. `folder`: that of the data file. Raises BadRow."""
+    @classmethod
+    def of(cls, folder: str, store: ImageStore) -> "ImageReader":
+        """Returns the reader for the model in `folder`."""
+        config = read_settings(Path(folder) / "config.json", TEXT_BYTES)
+        return cls(config, folder, Path(store.folder), store.most_pixels)
+
+    def read(
+        self, messages: Sequence[Mapping[str, Any]], entries: Sequence[Any], folder: Path
+    ) -> tuple[list[dict[str, Any]], list[KnownImage]]:
+        """Reads the images of a row. `folder`: that of the data file.
+
+        Returns the messages with parts in the place of images' marks, and the images. Raises BadRow.
+        """
+        return with_images(messages, len(entries)), self.read_images(entries, folder)
+
+    def read_images(self, entries: Sequence[Any], folder: Path) -> list[KnownImage]:
+        """Reads images as a row's column has them. Raises BadRow."""
         found = []
         for number, entry in enumerate(entries, 1):
             data = image_bytes(entry, number, folder)
             image = open_image(data, number, self._most_pixels)
             grid = self._grid(number, *image.size)
-            name = hashlib.blake2b(self._settings + data, digest_size=32).hexdigest()
-            self._keep(name, data)
+            name = self._name(data)
+            self.read_names.add(name)
             found.append(KnownImage(name, grid, grid[1] * grid[2] // self._merge**2))
         return found
 
@@ -79,29 +112,40 @@ class ImageReader:
             raise BadRow(f"image {number} is {width} x {height} pixels: {error}", "shape of an image") from None
         return 1, to[0] // patch, to[1] // patch
 
-    def _keep(self, name: str, data: bytes) -> None:
-        path = self.path(name)
-        if path.exists():
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with appears_whole(path) as work:
-            work.write_bytes(data)
+    def _name(self, data: bytes) -> str:
+        return hashlib.blake2b(self._settings + data, digest_size=32).hexdigest()
 
-    def path(self, name: str) -> Path:
-        """Returns the file of an image's encoded bytes."""
-        return self._store / name[:2] / name
+    def keep(self, rows: Iterable[tuple[Sequence[Any], Path]], store: Path) -> None:
+        """Writes all images that were read into `store`. `rows`: what `read_images` was given, again.
+
+        Raises DataError if the rows no longer have some of them, EnvironmentFault if they cannot be written.
+        """
+        missing = {name for name in self.read_names if not path_in(store, name).exists()}
+        if not missing:
+            return
+        for entries, folder in rows:
+            for number, entry in enumerate(entries, 1):
+                with suppress(BadRow):  # told when it was read
+                    data = image_bytes(entry, number, folder)
+                    name = self._name(data)
+                    if name in missing:
+                        _write(path_in(store, name), data)
+                        missing.remove(name)
+            if not missing:
+                return
+        raise DataError(f"{len(missing)} images of the data have changed since the run began to read them")
 
     def pixels(self, name: str) -> NDArray[np.float32]:
         """Returns what the tower is given of an image, [patches, numbers of a patch].
 
         Raises EnvironmentFault where its file is missing or has other bytes.
         """
-        path = self.path(name)
+        path = path_in(self._store, name)
         try:
             data = path.read_bytes()
         except OSError as error:
             raise EnvironmentFault(f"{path}: an image of the data cannot be read: {error}") from error
-        if hashlib.blake2b(self._settings + data, digest_size=32).hexdigest() != name:
+        if self._name(data) != name:
             raise EnvironmentFault(f"{path}: an image of the data has changed, or was stored by another processor")
         return self._processor(open_image(data, 1, self._most_pixels))["pixel_values"]
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +22,8 @@ ROWS_AT_ONCE = 1024
 ROW_BYTES = 16 * MIB  # limit of a line of JSON; the longest prompts have a few MiB
 BATCH_BYTES = 256 * MIB
 ARRAY_BYTES = 2048 * MIB  # limit of a JSON array, which is held whole
-OTHER_THAN_TEXT = ("images", "videos")  # columns of verl's rows that hold no text
+_IMAGES = "images"
+OTHER_THAN_TEXT = (_IMAGES, "videos")  # columns of verl's rows that hold no text
 _READ_TOO = ("extra_info", *OTHER_THAN_TEXT)  # optional columns
 _MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 BUFFER_BYTES = MIB  # a buffer for each column, so that a file of one large row group is not read whole
@@ -37,12 +39,15 @@ class RawRow:
     problem: str | None = None  # why the row is unusable
 
 
-def read_rows(files: Sequence[str], prompt_key: str, source_key: str = "data_source") -> Iterator[RawRow]:
-    """Yields all rows of all files in order.
+def read_rows(
+    files: Sequence[str], prompt_key: str, source_key: str = "data_source", image_key: str = ""
+) -> Iterator[RawRow]:
+    """Yields all rows of all files in order. `image_key`: column of images that are read; empty: none are.
 
     Raises DataError for a file that is missing, unreadable, of another kind or without the columns.
     """
-    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
+    more = (*_READ_TOO, image_key)
+    readers = {".parquet": partial(_parquet_rows, more=more), ".jsonl": _jsonl_rows}
     for file in files:
         path = Path(file).expanduser()
         if path.suffix not in readers:
@@ -100,14 +105,14 @@ def missing_columns(found: Sequence[str], expected: Sequence[str]) -> str | None
     ).format(*lists)
 
 
-def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
+def _parquet_rows(path: Path, expected: Sequence[str], more: Sequence[str] = _READ_TOO) -> Iterator[RawRow]:
     try:
         with pq.ParquetFile(path, buffer_size=BUFFER_BYTES) as parquet:
             names = parquet.schema_arrow.names
             problem = missing_columns(names, expected)
             if problem:
                 raise DataError(f"{path}: {problem}")
-            columns = [name for name in names if name in (*expected, *_READ_TOO)] if expected else names
+            columns = [name for name in names if name in (*expected, *more)] if expected else names
             row = 0
             for group in range(parquet.num_row_groups):  # one reader over all groups would keep them in memory
                 stored = parquet.metadata.row_group(group)
@@ -190,20 +195,20 @@ class BadRow(Exception):
 
 
 def parse_row(
-    raw: RawRow, prompt_key: str, source_key: str = "data_source", reads_images: bool = False
+    raw: RawRow, prompt_key: str, source_key: str = "data_source", image_key: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns the messages of a row, and the prompt's other fields. Raises BadRow.
 
-    With `reads_images` a message's content may be a list of parts, which is not looked into.
+    Where images are read, from the column `image_key`, a message's content may be a list of parts, which is not looked
+    into.
 
     Values that JSON does not have (dates, decimals) become text: a truth of a column of decimals as 42, not 42.00.
     """
     if raw.problem:
         raise BadRow(raw.problem)
     row = raw.value
-    refused = OTHER_THAN_TEXT[1:] if reads_images else OTHER_THAN_TEXT
-    if seen := next((name for name in refused if _has_some(row.get(name))), None):
-        raise BadRow(f"{seen} is not empty: only prompts of text are supported, leave such rows out")
+    if seen := next((name for name in OTHER_THAN_TEXT if name != image_key and _has_some(row.get(name))), None):
+        raise BadRow(f"{seen} is not empty: {_wanted(seen, image_key)}, or leave such rows out")
     if not isinstance(row[source_key], str):
         raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string", source_key)
     reward_model = row["reward_model"]
@@ -220,16 +225,24 @@ def parse_row(
     if not isinstance(extra_info, dict | None):
         raise BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping", "extra_info")
     rest = {"data_source": row[source_key], "ground_truth": truth, "extra_info": extra_info or {}}
-    return _messages(row[prompt_key], prompt_key, reads_images), rest
+    return _messages(row[prompt_key], prompt_key, bool(image_key)), rest
 
 
-def images_of(raw: RawRow) -> list[Any]:
+def _wanted(column: str, image_key: str) -> str:
+    if column != _IMAGES:
+        return "videos are not read: give single images of them"
+    if image_key:
+        return f"data.image_key names the column {image_key}, and images of one column are read: name this one"
+    return "set model.vision: frozen, for a model that reads images"
+
+
+def images_of(raw: RawRow, image_key: str) -> list[Any]:
     """Returns the images of a row, as its column has them. Raises BadRow for a column of another type."""
-    found = raw.value.get("images")
+    found = raw.value.get(image_key)
     if not _has_some(found):
         return []
     if not isinstance(found, list):
-        raise BadRow(f"images is {type(found).__name__}, expected a list", "images")
+        raise BadRow(f"{image_key} is {type(found).__name__}, expected a list", "images")
     return found
 
 
@@ -246,7 +259,9 @@ def _messages(prompt: Any, key: str, reads_images: bool) -> list[dict[str, Any]]
         )
     for message in prompt:
         if not reads_images and (kind := _other_kind(message)):
-            raise BadRow(f"{key} holds a part of the type {kind[:40]!r}: only prompts of text are supported")
+            raise BadRow(
+                f"{key} holds a part of the type {kind[:40]!r}: only prompts of text are read without model.vision"
+            )
         if reads_images and _has_parts(message):
             continue
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):

@@ -50,7 +50,16 @@ from typing import Any, Self
 import numpy as np
 
 from mrl.data.routes import is_missing
-from mrl.data.row_columns import NAME, ONE_BRANCH, ONE_TURN, Columns, all_sampled, of, with_missing_routes
+from mrl.data.row_columns import (
+    NAME,
+    NO_IMAGES,
+    ONE_BRANCH,
+    ONE_TURN,
+    Columns,
+    all_sampled,
+    of,
+    with_missing_routes,
+)
 from mrl.errors import DataError
 
 _ID_BYTES = 4
@@ -104,6 +113,14 @@ class RowImage:
     start: int  # its first token among those of the row
     tokens: int
     grid: tuple[int, int, int]  # patches in time, height and width, before they are merged to tokens
+
+
+@dataclass(frozen=True)
+class ImageStore:
+    """The encoded images of a run's prompts."""
+
+    folder: str  # seen by all hosts
+    most_pixels: int  # data.max_image_pixels
 
 
 @dataclass(frozen=True)
@@ -400,6 +417,13 @@ def with_branches(samples: Samples) -> Samples:
     """Adds the columns of branches. Rows without them become one branch each."""
     absent = [name for name in ONE_BRANCH if getattr(samples, name) is None]
     return replace(samples, **{name: ONE_BRANCH[name](samples) for name in absent})
+
+
+def with_images(samples: Samples) -> Samples:
+    """Adds the columns of images. Rows without them have none."""
+    if samples.image_counts is not None:
+        return samples
+    return replace(samples, **{name: none(samples) for name, none in NO_IMAGES.items()})
 
 
 def with_outcome(

@@ -82,7 +82,9 @@ def _short_responses(
         prompt = prompts[number % len(prompts)]
         seed = sample_seed(config.trainer.seed, AGREEMENT, 0, prompt.prompt_id, number)
         begins = min(1, len(prompt.token_ids) - 1)
-        requests.append([Request(number, tuple(prompt.token_ids[begins:]), seed, prompt.prompt_id, number)])
+        tokens = tuple(prompt.token_ids[begins:])
+        images = tuple(replace(image, start=image.start - begins) for image in prompt.images)
+        requests.append([Request(number, tokens, seed, prompt.prompt_id, number, images=images)])
     sampling = replace(
         training_sampling(config.rollout, config.data, config.actor, config.model.path),
         max_tokens=min(TOKENS, config.data.max_response_length),

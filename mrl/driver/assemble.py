@@ -28,7 +28,7 @@ from mrl.config.schema import RewardConfig, RunConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import PromptDataset
 from mrl.driver.advice import advisers
-from mrl.driver.assemble_data import Data, read_data
+from mrl.driver.assemble_data import Data, keep_images, read_data
 from mrl.driver.assemble_files import Files, FilesOrder, at_newest_checkpoint, find_beginning, open_files, with_spool
 from mrl.driver.assemble_processes import (
     Processes,
@@ -139,11 +139,12 @@ def _start(
 ) -> Run:
     """Runs the four steps, from the newest checkpoint that is not in `damaged`."""
     given = inputs.config
-    data = read_data(given.model.path, given.data, given.rollout, given.reward, given.trainer)
+    data = read_data(given.model, given.data, given.rollout, given.reward, given.trainer)
     config = _with_total_steps(given, data.total_steps)
     files_order = FilesOrder.of(config, inputs.model, data, inputs.resolved.to_record())
     beginning = find_beginning(stack, files_order, resume, damaged, stop)
     files = open_files(stack, beginning, resume, stop)
+    keep_images(data, given.data, files.run_dir.images)
     order = ProcessOrder.of(config, inputs.model, data.reward, files.run_dir.logs)
     return _Starts(stack, order, data, files, damaged, views, stop).first()
 
@@ -318,7 +319,9 @@ def _ready_run(
     saver = Saver(config.trainer, saved, run_dir.checkpoints, processes.placement, state.step, run_dir.check_lock)
     saver.tell_saved = files.spool.saved
     stack.callback(saver.close)
-    sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
+    sample_writer = SampleWriter(
+        run_dir.samples, config.cluster.step_timeout_s, config.record, config.model.vision is not None
+    )
     stack.callback(sample_writer.close)
     hosts = Hosts(Deployment.of(config), actor, engines)
     peak = peak or hosts.peak()

@@ -1,6 +1,7 @@
 """The first step of assembling a run: reads and checks prompts and reward. It writes nothing."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.acting.offer import Offer
 from mrl.acting.tool import ToolsSpec
-from mrl.config.schema import DataConfig, RewardConfig, RolloutConfig, TrainerConfig
+from mrl.config.schema import DataConfig, ModelConfig, RewardConfig, RolloutConfig, TrainerConfig
 from mrl.config.schema_rollout import AgentConfig, TurnsConfig
 from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_tokenizer
 from mrl.data.order import PromptStream
 from mrl.data.quick_tokenizer import quick_tokenizer
+from mrl.data.row_files import BadRow, images_of
+from mrl.data.samples import ImageStore
 from mrl.engine.requests import turns_spec
 from mrl.errors import ConfigError
 from mrl.model.registry import stop_token_ids
@@ -24,6 +27,7 @@ from mrl.reward.truths import unmatched
 
 if TYPE_CHECKING:  # what few runs need is imported by the line that reads its key
     from mrl.acting.dialects import Dialect
+    from mrl.data.image_reader import ImageReader
 
 VALIDATION_SAMPLE = 0  # seed for the sample of held-out prompts
 
@@ -36,6 +40,7 @@ class Data:
     val_prompts: PromptDataset | None  # None without a file of them
     reward: RewardSpec
     total_steps: int
+    images: "ImageReader | None" = None  # None: the run sees none
 
     @property
     def bad_rows(self) -> tuple[SetAside, ...]:
@@ -57,23 +62,53 @@ class Data:
 
 
 def read_data(
-    model_path: str, data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, trainer: TrainerConfig
+    model: ModelConfig, data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, trainer: TrainerConfig
 ) -> Data:
-    """Reads all prompts and the reward function. `model_path`: folder of the tokenizer.
+    """Reads all prompts and the reward function.
 
-    Raises DataError, and ConfigError for a reward function or tools that cannot be loaded.
+    Raises DataError, and ConfigError for a reward function, tools or an image processor that cannot be loaded.
     """
-    tokenizer = prompt_tokenizer(model_path, data)
-    tools = checked_tools(rollout.turns, data, reward, model_path, tokenizer, rollout.agent)
+    tokenizer = prompt_tokenizer(model.path, data)
+    tools = checked_tools(rollout.turns, data, reward, model.path, tokenizer, rollout.agent)
     check_goes_on(tools, trainer)
     rule = rule_in(reward)
-    stream = load_training(data, trainer.seed, tokenizer, tools, rule)
-    val_prompts = load_validation(data, tokenizer, tools, rule)
+    images = image_reader(model, data)
+    stream = load_training(data, trainer.seed, tokenizer, tools, rule, images)
+    val_prompts = load_validation(data, tokenizer, tools, rule, images)
     held_out_sources = val_prompts.data_sources if val_prompts else frozenset()
     scoring = reward_spec(reward, stream.prompts.data_sources | held_out_sources)
     check_function(scoring)
     total_steps = trainer.total_training_steps or trainer.total_epochs * stream.steps_per_epoch
-    return Data(stream, val_prompts, scoring, total_steps)
+    return Data(stream, val_prompts, scoring, total_steps, images)
+
+
+def image_reader(model: ModelConfig, data: DataConfig) -> "ImageReader | None":
+    """Returns what reads the images of rows; None where none are read.
+
+    Raises ConfigError for a model without an image processor, or with one of another model.
+    """
+    if model.vision is None:
+        return None
+    from mrl.data.image_reader import ImageReader
+
+    return ImageReader.of(model.path, ImageStore("", data.max_image_pixels))
+
+
+def keep_images(data: Data, config: DataConfig, store: Path) -> None:
+    """Writes the images of all prompts into `store`, unless they are there. `config`: what `data` was read by.
+
+    Raises DataError for files that have changed since, EnvironmentFault if an image cannot be written.
+    """
+    if data.images is not None:
+        data.images.keep(_entries(prompt_parameters(config, images=data.images), config), store)
+
+
+def _entries(parameters: PromptParameters, config: DataConfig) -> Iterator[tuple[list[Any], Path]]:
+    for file in (*config.train_files, *config.val_files):
+        for raw in parameters.rows(file):
+            with suppress(BadRow):  # told when it was read
+                if raw.problem is None:
+                    yield images_of(raw, config.image_key), Path(raw.file).parent
 
 
 def prompt_tokenizer(model_path: str, data: DataConfig) -> Any:
@@ -156,7 +191,9 @@ def rule_in(reward: RewardConfig) -> str | None:
     return reward.function
 
 
-def prompt_parameters(data: DataConfig, tools: Offer | None = None, rule: str | None = None) -> PromptParameters:
+def prompt_parameters(
+    data: DataConfig, tools: Offer | None = None, rule: str | None = None, images: "ImageReader | None" = None
+) -> PromptParameters:
     """Returns the parameters that turn rows into prompts. `rule`: see `rule_in`."""
     return PromptParameters(
         data.prompt_key,
@@ -170,21 +207,32 @@ def prompt_parameters(data: DataConfig, tools: Offer | None = None, rule: str | 
         data.reward_fn_key,
         tools,
         unmatched=None if rule is None else partial(unmatched, rule),
+        images=images,
+        image_key=data.image_key,
     )
 
 
 def load_training(
-    data: DataConfig, seed: int, tokenizer: Any, tools: Offer | None = None, rule: str | None = None
+    data: DataConfig,
+    seed: int,
+    tokenizer: Any,
+    tools: Offer | None = None,
+    rule: str | None = None,
+    images: "ImageReader | None" = None,
 ) -> PromptStream:
     """Returns the training prompts in order, sampled by `data.train_max_samples` if that is set. Raises DataError."""
-    usable = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(data, tools, rule))
+    usable = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(data, tools, rule, images))
     prompts = usable.sample(data.train_max_samples, seed if data.shuffle else None)
     print(f"training prompts: {_read_and_taken(usable, prompts)}")
     return PromptStream(prompts, data.prompts_at_a_time, seed, data.shuffle, prompts.sizes, data.train_weights)
 
 
 def load_validation(
-    data: DataConfig, tokenizer: Any, tools: Offer | None = None, rule: str | None = None
+    data: DataConfig,
+    tokenizer: Any,
+    tools: Offer | None = None,
+    rule: str | None = None,
+    images: "ImageReader | None" = None,
 ) -> PromptDataset | None:
     """Returns the held-out prompts of all files, sampled by `data.val_max_samples` if that is set.
 
@@ -193,7 +241,8 @@ def load_validation(
     """
     if not data.val_files:
         return None
-    usable = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(data, tools, rule), files_apart=True)
+    parameters = prompt_parameters(data, tools, rule, images)
+    usable = PromptDataset.load(data.val_files, tokenizer, parameters, files_apart=True)
     prompts = usable.sample(data.val_max_samples, VALIDATION_SAMPLE)
     print(f"validation prompts: {_read_and_taken(usable, prompts)}")
     return prompts

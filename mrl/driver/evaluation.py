@@ -49,6 +49,11 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
     """
     if (output / RESULTS).exists():
         raise ConfigError(f"--output: {output} holds results already; give another folder")
+    if resolved.config.model.vision is not None:
+        raise ConfigError(
+            "model.vision: an evaluation does not show images yet; the run itself does, with trainer.test_freq and "
+            "data.val_files"
+        )
     began = time.monotonic()
     with _folder(output), ExitStack() as stack:
         config = _as_stored(resolved.config, checkpoint)

@@ -70,13 +70,14 @@ def look(config: RunConfig) -> str | None:
         offer = offer_of(turns.tools, config.reward)
     check_goes_on(offer, config.trainer)
     here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
-    small = _bytes(here) <= READ_WHOLE_BYTES
+    sees = config.model.vision is not None  # images need the model's processor, which the run asks
+    small = _bytes(here) <= READ_WHOLE_BYTES and not sees
     if small:
         _read_untokenised(here, rule_in(config.reward))
     rows = [
         row
         for file in (*here.train_files, *here.val_files)
-        if (row := _first_row(file, data, rule_in(config.reward))) is not None
+        if (row := _first_row(file, data, rule_in(config.reward), data.image_key if sees else "")) is not None
     ]
     if offer is not None and (offer.environments or turns.tools.in_sandbox):
         from mrl.acting.environment_pool import try_environments
@@ -178,16 +179,18 @@ def _read_untokenised(data: DataConfig, rule: str | None) -> None:
             PromptDataset.load(files, _Untokenised(), parameters, files_apart=apart)
 
 
-def _first_row(file: str, data: DataConfig, rule: str | None) -> dict[str, Any] | None:
+def _first_row(file: str, data: DataConfig, rule: str | None, image_key: str) -> dict[str, Any] | None:
     """Returns the fields of the first usable row for the reward; None if the first ROWS_TRIED are unusable.
+
+    `image_key`: column of its images, which are not looked at; empty: rows have none.
 
     Raises DataError if some of those could be used but for truths that the rule finds in no response.
     """
     parameters = prompt_parameters(data, rule=rule)
     unmatched = None
-    for raw in islice(read_rows([file], data.prompt_key, data.reward_fn_key), ROWS_TRIED):
+    for raw in islice(read_rows([file], data.prompt_key, data.reward_fn_key, image_key), ROWS_TRIED):
         with contextlib.suppress(BadRow):
-            row = parse_row(raw, data.prompt_key, data.reward_fn_key)[1]
+            row = parse_row(raw, data.prompt_key, data.reward_fn_key, image_key)[1]
             try:
                 parameters.check_truth(row)
             except BadRow as problem:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mrl.config.load import load_config
+from mrl.config.places import image_store
 from mrl.config.schema import RunConfig, with_values
 from mrl.driver.replay_views import KEPT, Weights, compared_views, viewed, weights_of
 from mrl.driver.step_batch import StepBatch
@@ -209,6 +210,7 @@ def main(rank: int, port: int, folder: Path) -> None:
     config = load_config(folder / "config.yaml").config
     config = with_values(config, {"trainer.total_training_steps": order["total_steps"]} | order["settings"])
     actor = built(config, rank, port, order["checkpoint"])
+    actor.see_images(image_store(config, Path(order["run"])))
     samples = run / "samples"
     steps = []
     older: dict[int, Weights] = {}  # by version

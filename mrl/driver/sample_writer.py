@@ -33,9 +33,10 @@ LONGEST_TRUTH = 2000  # characters
 class _Writer:
     """The process that writes. It holds few responses at a time."""
 
-    def __init__(self, folder: Path, max_bytes: float):
+    def __init__(self, folder: Path, max_bytes: float, images: bool = False):
         self._folder = folder
         self._max_bytes = max_bytes
+        self._images = images
 
     def write(
         self, step: int, samples: ResponseStore, results: Sequence[RewardResult], truths: Mapping[int, Any]
@@ -46,7 +47,7 @@ class _Writer:
         if truths:
             ids = samples.rows.prompt_id.tolist()
             rewards = [{GROUND_TRUTH: truths.get(id)} | dict(own) for id, own in zip(ids, rewards, strict=True)]
-        write_samples(self._folder, step, _pieces(samples), rewards, turns, branches)
+        write_samples(self._folder, step, _pieces(samples), rewards, turns, branches, self._images)
         keep_within(self._folder, self._max_bytes)
 
     def write_differences(
@@ -74,14 +75,15 @@ class SampleWriter:
     A full disk costs samples, not the run: `failed` counts the files that are missing.
     """
 
-    def __init__(self, folder: Path, timeout_s: float, record: RecordConfig):
+    def __init__(self, folder: Path, timeout_s: float, record: RecordConfig, images: bool = False):
+        """`images`: the run has some."""
         self._timeout_s = timeout_s
         self._kept = record.samples
         self._under_way = {}
         self.failed = 0
         max_bytes = float("inf") if record.samples_max_gib is None else record.samples_max_gib * GIB
         kind = ray.remote(_Writer).options(**on_node())
-        self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes)
+        self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes, images)
 
     def write(
         self,

@@ -8,7 +8,7 @@ import numpy as np
 
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import RowImage, Sample, packed
 from mrl.errors import ConfigError
 from mrl.generate.rollouts import Judge, Rollouts
 from mrl.record.sample_files import GROUND_TRUTH, read_samples, readable
@@ -54,7 +54,12 @@ def _sample(row: dict[str, Any]) -> Sample:
         rollout_log_probs=np.array(row["rollout_log_probs"], np.float32),
         stop_reason=row["stop_reason"],
         weight_version=row["weight_version"],
+        images=tuple(_image(image) for image in row.get("images") or ()),
     )
+
+
+def _image(image: dict[str, Any]) -> RowImage:
+    return RowImage(image["name"], image["first_token"], image["tokens"], tuple(image["grid"]))
 
 
 def _result(row: dict[str, Any]) -> RewardResult:

@@ -47,7 +47,7 @@ def sampling_parameters(request: Request, sampling: Sampling) -> Any:
 
 
 def engine_input(request: Request) -> dict[str, Any]:
-    """Returns the prompt as vLLM's `TokensInput`, which its front end takes as it is.
+    """Returns a prompt without images as vLLM's `TokensInput`, which its front end takes as it is.
 
     Any other form goes through a renderer. That takes one request after the other, in a thread that the event loop
     waits for.
@@ -70,6 +70,7 @@ def sample_of(request: Request, answer: Any, spans: Spans) -> Sample:
         reason,
         begun,
         later_versions=tuple(later),
+        images=request.images,
     )
 
 
@@ -85,6 +86,7 @@ def nothing_of(request: Request, version: int) -> Sample:
         (),
         CUT_OFF,
         version,
+        images=request.images,
     )
 
 

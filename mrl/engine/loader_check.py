@@ -90,9 +90,9 @@ def built(folder: Path, layout: RolloutLayout, worker: int, dtype: str = "float3
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from mrl.engine.receive import register_text_models
+    from mrl.engine.receive import register_models
 
-    register_text_models()
+    register_models()
     parallel = ParallelConfig(enable_expert_parallel=layout.expert > 1)
     # set here, because vLLM compares given ones with this machine
     parallel.tensor_parallel_size = layout.tensor

@@ -46,7 +46,17 @@ from mrl.reshard.setup import SyncSetup
 
 BACKEND = "mrl"
 _BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")  # text models in one file with image models
-_INSIDE_IMAGES = ("Qwen2InsideVL", "Qwen3InsideVL", "Qwen3MoeInsideVL")  # mrl's own names
+# mrl's own names, by module
+_OWN_MODELS = {
+    "inner_texts": ("Qwen2InsideVL", "Qwen3InsideVL", "Qwen3MoeInsideVL"),
+    "seeing_models": (
+        "SeeingQwen2_5_VL",
+        "SeeingQwen3VL",
+        "SeeingQwen3VLMoe",
+        "SeeingQwen3_5",
+        "SeeingQwen3_5Moe",
+    ),
+}
 
 
 def register() -> None:
@@ -62,18 +72,19 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, adapter_module(), "TransferEngine")
-    register_text_models()
+    register_models()
 
 
-def register_text_models() -> None:
-    """Makes known to vLLM the text models inside models that also read images.
+def register_models() -> None:
+    """Makes known to vLLM the classes of models that read images, and of the text models inside of them.
 
-    Those in one file with their image models are imported without torchvision, which only the latter need.
+    Text models in one file with their image models are imported without torchvision, which only the latter need.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for architecture in _INSIDE_IMAGES:
-        ModelRegistry.register_model(architecture, f"mrl.engine.inner_texts:{architecture}")
+    for module, architectures in _OWN_MODELS.items():
+        for architecture in architectures:
+            ModelRegistry.register_model(architecture, f"mrl.engine.{module}:{architecture}")
     if importlib.util.find_spec("torchvision") is not None:
         return
     for architecture in _BESIDE_IMAGES:

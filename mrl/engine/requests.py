@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrl.acting.tool import ToolsSpec, TurnsSpec
-from mrl.config.places import rollout_layout
+from mrl.config.places import image_store, rollout_layout
 from mrl.config.schema import ActorConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
 from mrl.config.schema_rollout import MTP, AgentConfig, SpeculationConfig, TurnsConfig
 from mrl.config.speculation_rules import room
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
+from mrl.data.samples import ImageStore, RowImage
 from mrl.engine.engine_state import AWAITED
 from mrl.model import ModelSpec
 from mrl.model.hf_config import QUANTIZATION
@@ -22,6 +23,9 @@ from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
 from mrl.reward.builtin_rules import ENVIRONMENT
 
 _RANDOM = "dummy"  # vLLM's own load format for random weights
+# Arguments of engines that see images: each worker has the whole tower, so that its numbers do not depend on the tensor
+# degree, and images are processed already (seeing_models.py)
+_SEEING = {"mm_encoder_tp_mode": "data", "mm_processor_cache_gb": 0, "skip_mm_profiling": True}
 _LONGEST_LOOKUP = 5  # vLLM's own default of prompt_lookup_max
 
 
@@ -37,6 +41,7 @@ class Request:
     max_tokens: int | None = None  # a lower limit than that of `Sampling`
     handle: int | None = None  # the engine can be told to end the request by this number
     row: Mapping[str, Any] | None = None  # the row of the data, where the response calls tools or environments of it
+    images: tuple[RowImage, ...] = ()  # whose tokens are among `prompt_ids`
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class EngineSettings:
     captures_routes: bool = False  # mrl's worker extension collects routes, since vLLM returns none on this device
     data_rank: int = 0  # among the engine's data-parallel ranks
     turns: TurnsSpec | None = None  # responses are conversations with tools
+    images: ImageStore | None = None  # images of prompts; None: the engine sees none
 
     @property
     def workers(self) -> int:
@@ -196,7 +202,7 @@ def engine_settings(
         engine_id=engine_id,
         data_rank=data_rank,
         arguments=loading
-        | _of_model(model, config.cluster.device, config.rollout.fp8_block)
+        | _of_model(model, config.cluster.device, config.rollout.fp8_block, config.model.vision is not None)
         | _arguments(config, hosting, data_rank),
         check_order=hosting.checks_batch_order,
         vocab_size=model.vocab_size,
@@ -205,6 +211,7 @@ def engine_settings(
         routes=RouteShape.of(model) if model.is_moe else None,
         captures_routes=_wants_routes(config.actor) and not hosting.returns_routes,
         turns=_rewarded(turns_spec(config.rollout.turns, config.data, config.rollout.agent), config.reward),
+        images=image_store(config, logs.parent),
     )
 
 
@@ -319,14 +326,18 @@ def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Host
     }
 
 
-def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, Any]:
+def _of_model(model: ModelSpec, device: str, fp8_block: int = 0, sees: bool = False) -> dict[str, Any]:
     """Returns arguments that follow from the model, and from the size of an FP8 block where engines hold words.
 
     On CPU vLLM has two kernels of latent attention, and prefers one with a weight layout of its own. The engine of an
     FP8 checkpoint is the bfloat16 model that is trained. The engine of a model that also reads images is the text
-    model. Both get their weights only by a sync. So does an engine that holds words, because no file has them.
+    model, unless it `sees`. Both get their weights only by a sync. So does an engine that holds words, because no file
+    has them.
     """
-    keys = family_of(model).engine_keys(model)
+    family = family_of(model)
+    keys = family.engine_keys(model)
+    if sees:
+        keys = keys | {"architectures": [family.seeing]}
     if model.is_quantised:
         keys = keys | {QUANTIZATION: None}
     if fp8_block:
@@ -336,6 +347,8 @@ def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, An
         arguments["load_format"] = AWAITED
     if model.is_latent and device == "cpu":
         arguments["attention_backend"] = "CPU_MLA"
+    if sees:
+        arguments |= _SEEING
     return arguments
 
 

@@ -1,8 +1,8 @@
 """Imports vLLM's text models of Qwen3.5 where torchvision is not installed, as in the versions for CPUs.
 
 They stand in one file with the models that read images. The processors of those import torchvision for functions that
-no text model calls. vLLM imports the text models from here. Meanwhile empty modules replace those of torchvision.
-Transformers is asked before whether torchvision is there, and keeps its answer.
+neither text models nor those of seeing_models.py call. vLLM imports the text models from here. Meanwhile empty modules
+replace those of torchvision. Transformers is asked before whether torchvision is there, and keeps its answer.
 """
 
 import sys
@@ -16,7 +16,8 @@ _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", 
 
 
 @contextmanager
-def _empty_torchvision() -> Iterator[None]:
+def empty_torchvision() -> Iterator[None]:
+    """Returns a context in which imports find empty modules for torchvision, if it is not installed."""
     if is_torchvision_available() or is_torchvision_v2_available() or "torchvision" in sys.modules:
         yield
         return
@@ -33,7 +34,7 @@ def _empty_torchvision() -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-with _empty_torchvision():
+with empty_torchvision():
     from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
 __all__ = ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]

@@ -21,6 +21,7 @@ from mrl.engine.load_layout import ModuleBuffers, check_same_shapes
 from mrl.engine.read_back import PART_BYTES
 from mrl.engine.receive import InitInfo, UpdateInfo, open_path
 from mrl.engine.route_capture import RouteCapture
+from mrl.engine.tower import text_of
 from mrl.engine.v0_common import (
     PACKED_EXPERTS,
     CommonAdapter,
@@ -140,7 +141,7 @@ class TransferEngine(CommonTransferEngine):
         """Chooses the path; may be called again. Raises as `open_path` does."""
         self.shutdown()
         degrees = degrees_of(self.parallel_config, self.model_config.quantization, self.model_config.dtype)
-        self.path = open_path(self.model, self.model_config, ADAPTER, init_info, degrees)
+        self.path = open_path(text_of(self.model), self.model_config, ADAPTER, init_info, degrees)
 
     def start_weight_update(self) -> None:
         """Enters vLLM's reload. From here on the model is in load layout and cannot generate."""

@@ -10,6 +10,7 @@ Private in vLLM, and why it is touched:
 
 import traceback
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ from mrl.engine.load_layout import leaf_of, weight_bytes
 from mrl.engine.read_back import through_identity, unpacked, what_reading_shows
 from mrl.engine.receive import InitInfo, UpdateInfo, UpdatePath
 from mrl.engine.sleeping import SleepingExtension
+from mrl.engine.tower import check_tower, load_tower, text_of, tower_digests, tower_of
 from mrl.errors import described
 from mrl.model.hf_config import QUANTIZATION
 from mrl.model.vllm_parameters import TargetParameter
@@ -223,7 +225,10 @@ def _refresh_tied_head(model: nn.Module) -> None:
 
 @register_model_loader(AWAITED)
 class AwaitedWeights(BaseModelLoader):
-    """vLLM's loader of a model whose weights a sync will bring. Buffers stay as they were made, and no file is read."""
+    """vLLM's loader of a model whose weights a sync will bring. Buffers stay as they were made.
+
+    No file is read, except for those of a vision tower, which no sync brings.
+    """
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Does nothing: there is no file to read."""
@@ -239,6 +244,7 @@ class AwaitedWeights(BaseModelLoader):
         if QUANTIZATION in config and config[QUANTIZATION] is None:
             del config[QUANTIZATION]
         fill(model.parameters())
+        load_tower(model, Path(model_config.model))
         for layer in model.modules():
             rows = getattr(layer, "shard_indices", None)
             if rows is not None and not rows.num_added_elements:
@@ -292,6 +298,7 @@ class CommonWorkerExtension(SleepingExtension):
 
     adapter: ClassVar[CommonAdapter]  # of this generation
     drafts_loaded: dict[str, list[int]] | None = None  # digests of the drafting model, where there is one
+    tower_loaded: dict[str, object] | None = None  # and of the vision tower
 
     def answer(self, method: str, arguments: Sequence[Any] = ()) -> dict[str, Any]:
         """Calls one of this worker's methods. Returns {"value": its result}, or {"error": what it raised}.
@@ -338,13 +345,25 @@ class CommonWorkerExtension(SleepingExtension):
         seconds.
         """
         report = self.update_path().report()
-        if self.drafts_loaded is not None and report.get("held", True) is not None:
+        if report.get("held", True) is None:
+            return report
+        if self.drafts_loaded is not None:
             check_drafter(self.model_runner, self.drafts_loaded)
+        if self.tower_loaded is not None:
+            check_tower(self.tower_loaded, self._tower_digests())
         return report
 
     def note_drafter(self) -> None:
         """Notes the drafting model as it was loaded. Each update that is read back compares it from here on."""
         self.drafts_loaded = draft_digests(self.model_runner)
+
+    def note_tower(self) -> None:
+        """Notes the vision tower as it was loaded. Each update that is read back compares it from here on."""
+        self.tower_loaded = self._tower_digests()
+
+    def _tower_digests(self) -> dict[str, object]:
+        tower = tower_of(self.model_runner.get_model())
+        return tower_digests(tower, packed_linears(tower))
 
     def weight_digests(self) -> dict[str, int]:
         """Returns the digest of every parameter as the engine holds it now (fast path only)."""
@@ -352,7 +371,7 @@ class CommonWorkerExtension(SleepingExtension):
 
     def weight_bytes(self) -> int:
         """Returns the bytes that an update has to bring to this worker, counted on vLLM's own parameters."""
-        return weight_bytes(self.model_runner.get_model(), self.adapter, self.model_config.dtype)
+        return weight_bytes(text_of(self.model_runner.get_model()), self.adapter, self.model_config.dtype)
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

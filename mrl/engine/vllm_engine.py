@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +47,9 @@ from mrl.platforms.imports import many_imports
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
 
+if TYPE_CHECKING:
+    from mrl.engine.image_inputs import ImageInputs
+
 
 @dataclass(frozen=True)
 class SleepReport:
@@ -71,6 +74,7 @@ class VllmEngine:
         self._scheduler = EngineScheduler(self._calls, self._door, settings)
         self._updates = EngineUpdates(self._calls, settings, self._note_files)
         self._generation: VllmGeneration | None = None
+        self._images: ImageInputs | None = None  # set at the start of an engine that sees images
         self._numbers = itertools.count()  # of requests
         self._made = 0  # tokens of finished responses
         self._newest = 0  # the version that it served last
@@ -123,6 +127,10 @@ class VllmEngine:
             from mrl.engine.receive import BACKEND, adapter_module, installed_generation
 
         self._generation = installed_generation()
+        if self.settings.images is not None:
+            from mrl.engine.image_inputs import ImageInputs
+
+            self._images = ImageInputs(self.settings.arguments["model"], self.settings.images)
         address = {}
         if meeting is not None:
             address = {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
@@ -149,6 +157,8 @@ class VllmEngine:
         await self._capture_routes()
         if self.settings.drafts_with_model:
             await self._calls.workers("note_drafter")
+        if self.settings.images is not None:
+            await self._calls.workers("note_tower")
         self._rendezvous = rendezvous_files(await self._calls.workers("rendezvous"))
         self._machine.serve(0)
         self._door.open()
@@ -186,12 +196,13 @@ class VllmEngine:
     async def _complete(self, request: Request, sampling: Sampling) -> Sample:
         """Returns the response; for a request that was ended or given back, the part that exists."""
         name = f"{request.sample_id}-{next(self._numbers)}"
+        given = await self._input(request)
         if request.handle is not None:
             self._handles[request.handle] = name
         try:
             await self._door.enter(name)
             begun = self.version
-            final = await self._final_output(name, request, sampling)
+            final = await self._final_output(name, request, given, sampling)
         except TurnedBack:
             return nothing_of(request, self._newest)
         finally:
@@ -204,13 +215,24 @@ class VllmEngine:
             return with_routes(sample, await self._routes(name, request, answer))
         return sample
 
-    async def _final_output(self, name: str, request: Request, sampling: Sampling) -> Any:
+    async def _input(self, request: Request) -> dict[str, Any]:
+        """Returns the prompt as vLLM takes it. Images are decoded beside the event loop.
+
+        Raises RuntimeError for images where the engine sees none.
+        """
+        if not request.images:
+            return engine_input(request)
+        if self._images is None:
+            raise RuntimeError(f"{self.settings.name} sees no images, and sample {request.sample_id} has some")
+        return await asyncio.to_thread(self._images.of, request)
+
+    async def _final_output(self, name: str, request: Request, given: dict[str, Any], sampling: Sampling) -> Any:
         self._prefixes.enter(name, request.prompt_ids)
         final = None
         try:
             with self._calls.alive():
                 parameters = sampling_parameters(request, sampling)
-                async for output in self._calls.llm.generate(engine_input(request), parameters, request_id=name):
+                async for output in self._calls.llm.generate(given, parameters, request_id=name):
                     final = output
         finally:
             self._door.leave(name)

@@ -440,7 +440,15 @@ class Generation:
         seed = prompt_seed(self._rules.seed, self._prompts, sent.number, sent.index)
         request = sent.request
         return Request(
-            request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, request, prompt.acting_row
+            request,
+            prompt.token_ids,
+            seed,
+            prompt.prompt_id,
+            sent.number,
+            sent.max_tokens,
+            request,
+            prompt.acting_row,
+            prompt.images,
         )
 
     def _kept(self, sent: Assignment) -> ResponseStore | None:

@@ -116,7 +116,9 @@ class Responder:
 
 
 def _request(sample_id: int, group: int, prompt: Prompt, seed: int) -> Request:
-    return Request(sample_id, prompt.token_ids, seed, prompt.prompt_id, group, row=prompt.acting_row)
+    return Request(
+        sample_id, prompt.token_ids, seed, prompt.prompt_id, group, row=prompt.acting_row, images=prompt.images
+    )
 
 
 def generate(

@@ -145,6 +145,7 @@ class ModelSpec:
     is_mxfp4: bool = field(default=False, compare=False, metadata=_LATER)
     # the checkpoint belongs to a model that also reads images (mrl/model/wrapped.py), and this is its text model
     is_wrapped: bool = field(default=False, compare=False, metadata=_LATER)
+    deepstack_features: int = field(default=0, compare=False, metadata=_LATER)  # of an image, behind the first layers
     # the embedding's lookup of this token has no gradient
     pad_token_id: int | None = field(default=None, compare=False, metadata=_LATER)
 

@@ -1,7 +1,7 @@
 """Inspects a Hugging Face checkpoint before a model is built: safetensors headers only, no weights and no pickles."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
@@ -11,6 +11,7 @@ from mrl.model import ModelSpec, load_model_spec, tensor_specs
 from mrl.model.int4 import COLUMNS, PACKED
 from mrl.model.mxfp4 import BLOCKS, CODE, GROUP_BYTES, SCALES
 from mrl.model.registry import family_of, inner_tensors
+from mrl.model.wrapped import VISION_TOWER
 from mrl.plain_files import open_regular, parse_json, read_json, utf8
 
 _HEADER_LIMIT = 100 * 1024**2  # bytes, the format's own limit
@@ -424,3 +425,20 @@ def weight_files(folder: Path) -> list[Path]:
             f"model.path {folder}: no safetensors files there{other}. Convert or download the weights as safetensors"
         )
     return files
+
+
+def tower_tensors(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yields each file of a checkpoint folder that has tensors of the vision tower, with their names.
+
+    Raises EnvironmentFault for a folder without weights.
+    """
+    for file in weight_files(folder):
+        keys = [key for key in read_safetensors_header(file) if key.startswith(VISION_TOWER)]
+        if keys:
+            yield file, keys
+
+
+def in_tower(key: str) -> str:
+    """Returns a tensor's name within the vision tower, given that in the files."""
+    prefix = next(prefix for prefix in VISION_TOWER if key.startswith(prefix))
+    return key.removeprefix(prefix)

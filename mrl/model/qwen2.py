@@ -38,6 +38,7 @@ FAMILY = Family(
     is_left_out=is_of_vision_tower,
     engine_keys=engines_inside("Qwen2InsideVL"),
     wrapper="Qwen2_5_VLForConditionalGeneration",
+    seeing="SeeingQwen2_5_VL",
     inside=inner_tensors,
     wrapped_type="qwen2_5_vl_text",
 )

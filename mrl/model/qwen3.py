@@ -26,6 +26,7 @@ FAMILY = Family(
     is_left_out=is_of_vision_tower,
     engine_keys=engines_inside("Qwen3InsideVL"),
     wrapper="Qwen3VLForConditionalGeneration",
+    seeing="SeeingQwen3VL",
     inside=inner_tensors,
     wrapped_type="qwen3_vl_text",
 )

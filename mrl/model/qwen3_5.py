@@ -62,6 +62,7 @@ FAMILY = Family(
     is_left_out=is_left_out,
     engine_keys=engines_of(_ARCHITECTURE),
     wrapper="Qwen3_5ForConditionalGeneration",
+    seeing="SeeingQwen3_5",
     inside=inner_tensors,
     rounded=PRECISE,
 )

@@ -41,6 +41,7 @@ FAMILY = Family(
     is_left_out=is_left_out,
     engine_keys=engines_of(_ARCHITECTURE),
     wrapper="Qwen3_5MoeForConditionalGeneration",
+    seeing="SeeingQwen3_5Moe",
     inside=inner_tensors,
     rounded=PRECISE,
 )

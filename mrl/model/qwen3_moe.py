@@ -27,6 +27,7 @@ FAMILY = Family(
     is_left_out=is_of_vision_tower,
     engine_keys=engines_inside("Qwen3MoeInsideVL"),
     wrapper="Qwen3VLMoeForConditionalGeneration",
+    seeing="SeeingQwen3VLMoe",
     inside=inner_tensors,
     wrapped_type="qwen3_vl_moe_text",
     wrapped_always={"norm_topk_prob": True},

@@ -195,7 +195,8 @@ def model_spec(config: HfConfig) -> ModelSpec:
             f"(trust_remote_code), which mrl never does; use a checkpoint without it, whose classes are transformers'"
         )
     if wrapper:
-        return replace(_read(wrapper, own_config(config), wrapper.wrapped_type or wrapper.model_type), is_wrapped=True)
+        text = _read(wrapper, own_config(config), wrapper.wrapped_type or wrapper.model_type)
+        return replace(text, is_wrapped=True, deepstack_features=wrapped.deepstack_features(config))
     return _read(family, config, family.model_type)
 
 

@@ -164,6 +164,7 @@ class Family:
     engine_keys: Callable[[ModelSpec], dict[str, Any]] = _no_keys
     # `architectures` of a model that also reads images and contains this one (mrl/model/wrapped.py)
     wrapper: str = ""
+    seeing: str = ""  # vLLM's class of that model in engines that see images (mrl/engine/seeing_models.py)
     wrapped_type: str = ""  # model_type of the text model inside that model, if it is not `model_type`
     # keys of config.json that the class inside that model computes alike whatever they say
     wrapped_always: Mapping[str, Any] = field(default_factory=dict, hash=False)

@@ -19,6 +19,7 @@ from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.data.batch import TrainBatch
+from mrl.data.samples import ImageStore
 from mrl.errors import ConfigError, DataError, NumericAbort
 from mrl.exercised import exercised
 from mrl.model import load_model_spec
@@ -196,6 +197,15 @@ class MegatronActor:
         if not self.model.is_wrapped:
             raise ConfigError(f"model.path {path}: the model has no vision tower, and rows have images")
         self.vision = Vision(self.chunks, path, DTYPES[self.config.model.dtype], self.platform.device, pixels)
+
+    def see_images(self, store: ImageStore | None) -> None:
+        """Loads the vision tower if the run has images, which are read from `store`. Raises the errors of `see`."""
+        if store is None:
+            return
+        from mrl.data.image_reader import ImageReader
+
+        reader = ImageReader.of(self.config.model.path, store)
+        self.see(lambda name: torch.from_numpy(reader.pixels(name)))
 
     def prepared(self, batch: TrainBatch) -> TrainBatch:
         """Sets what a rank computes of rows before any pass: the positions of their tokens, where they have images.

@@ -19,6 +19,7 @@ import ray
 
 from mrl.algo.plain import FloatParts
 from mrl.config.model_folders import with_model_folders
+from mrl.config.places import image_store
 from mrl.config.schema import RunConfig, with_values
 from mrl.crash_points import crash_point
 from mrl.platforms import prepare_process
@@ -129,6 +130,7 @@ class ActorWorker:
         self.actor = MegatronActor(
             self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port
         )
+        self.actor.see_images(image_store(self.config, self._log.parents[1]))
         if checkpoint is not None:
             from mrl.checkpoint.manifest import CRITIC
             from mrl.rank.rank_load import load_rank

@@ -32,8 +32,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from mrl.data.batch import TrainBatch
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.model.hf_files import read_safetensors_header, weight_files
-from mrl.model.wrapped import VISION_TOWER
+from mrl.model.hf_files import in_tower, tower_tensors
 from mrl.rank.balance import balanced_parts
 from mrl.rank.forward import Around
 from mrl.rank.packing import MicroBatch
@@ -60,14 +59,9 @@ def whole_model(folder: str, dtype: torch.dtype, device: torch.device, has_tower
 
 def _load(tower: Module, folder: Path) -> None:
     stored: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        names = {}
-        for key in read_safetensors_header(file):
-            prefix = next((prefix for prefix in VISION_TOWER if key.startswith(prefix)), None)
-            if prefix is not None:
-                names[key] = key.removeprefix(prefix)
+    for file, keys in tower_tensors(folder):
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            stored |= {name: tensors.get_tensor(key) for key, name in names.items()}
+            stored |= {in_tower(key): tensors.get_tensor(key) for key in keys}
     try:
         tower.load_state_dict(stored)
     except RuntimeError as error:

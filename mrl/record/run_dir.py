@@ -57,6 +57,11 @@ class RunDir:
         return self.path / "samples"
 
     @property
+    def images(self) -> Path:
+        """The encoded images of prompts, each in a file under its name, written by mrl.data.image_reader."""
+        return self.path / "images"
+
+    @property
     def spool(self) -> Path:
         """A file for each finished group that is not trained yet, in a folder of the process, written by
         mrl.generate.spool.

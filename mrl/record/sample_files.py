@@ -8,7 +8,8 @@ row's `ground_truth`).
 Responses of several turns add three columns. `sampled` (list of bool) is false for context, whose log-probs have no
 meaning. `turns` is a list of `first_token`, `stop_reason`, `calls`, `seconds`, `reward` (mrl.data.samples.Turn).
 `calls` is a list of `name`, `reason`, `seconds` over all turns (mrl.data.samples.TurnCall). Responses of several
-branches add `branches`, a list of `first_token`, `prompt_tokens`.
+branches add `branches`, a list of `first_token`, `prompt_tokens`. Runs with images add `images`, a list of `name` (of a
+file in the run directory's `images/`), `first_token`, `tokens`, `grid` (mrl.data.samples.RowImage).
 
 Older runs have `step-N.jsonl`, which `read_samples` reads too.
 """
@@ -17,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.data.samples import CALL_REASONS, STOP_REASONS, UNJUDGED, Samples, packed, with_branches, with_turns
+from mrl.data.samples import (
+    CALL_REASONS,
+    STOP_REASONS,
+    UNJUDGED,
+    Samples,
+    packed,
+    with_branches,
+    with_images,
+    with_turns,
+)
 from mrl.errors import DataError, MrlError
 from mrl.plain_files import LINES_BYTES, parse_json, read_text
 from mrl.record.run_dir import json_line, step_of
@@ -47,15 +57,19 @@ def write_samples(
     rewards: Sequence[RewardParts],
     turns: bool = False,
     branches: bool = False,
+    images: bool = False,
 ) -> Path:
     """Writes `folder/step-N.parquet`, which appears completely or not at all.
 
-    `rewards` belong to all rows of all pieces, in order. `turns` and `branches` add their columns; branches need turns.
+    `rewards` belong to all rows of all pieces, in order. `turns`, `branches` and `images` add their columns;
+    branches need turns.
     Routes are left out. They take hundreds of bytes a token, and an engine of that weight version would reproduce them.
     """
     table = _table
     if turns:
         table = _table_of_branches if branches else _table_of_turns
+    if images:
+        table = partial(_with_images, table)
     schema = table(packed([]), []).schema
     return _write_whole(folder / f"step-{step}.parquet", schema, _tables(pieces, rewards, table))
 
@@ -288,6 +302,18 @@ def _table_of_branches(samples: Samples, rewards: Sequence[RewardParts]) -> pa.T
     branches = {"first_token": pa.array(samples.branch_starts), "prompt_tokens": pa.array(samples.branch_prompts)}
     table = _table_of_turns(samples, rewards)
     return table.append_column("branches", _structs(branches, samples.branch_counts))
+
+
+def _with_images(table: Callable[..., pa.Table], samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
+    samples = with_images(samples)
+    grids = pa.array(samples.image_grids.astype(np.int32).ravel())
+    images = {
+        "name": pa.array([name.decode() for name in samples.image_names.tolist()], pa.string()),
+        "first_token": pa.array(samples.image_starts, pa.int32()),
+        "tokens": pa.array(samples.image_tokens, pa.int32()),
+        "grid": _lists(grids, np.full(len(samples.image_names), 3)),
+    }
+    return table(samples, rewards).append_column("images", _structs(images, samples.image_counts))
 
 
 def _structs(columns: Mapping[str, pa.Array], counts: np.ndarray) -> pa.Array:

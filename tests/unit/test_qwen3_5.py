@@ -420,7 +420,7 @@ ROW = {"data_source": "a", "reward_model": {"ground_truth": "1"}, "prompt": [{"r
         ({"videos": ["a.mp4"]}, "videos is not empty"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "'image_url': only prompts of text are supported",
+            "'image_url': only prompts of text are read without model.vision",
         ),
     ],
 )

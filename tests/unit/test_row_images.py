@@ -6,6 +6,7 @@ datasets library.
 
 import json
 import zlib
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -16,11 +17,11 @@ import pytest
 from PIL import Image
 
 from mrl.data.dataset import PromptDataset, PromptParameters
-from mrl.data.image_reader import ImageReader, KnownImage
+from mrl.data.image_reader import ImageReader, KnownImage, path_in
 from mrl.data.images import image_bytes, open_image, with_images
 from mrl.data.row_files import BadRow
 from mrl.data.samples import RowImage
-from mrl.errors import ConfigError, EnvironmentFault
+from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 MOST = 1_000_000
 
@@ -234,10 +235,16 @@ def reader(model, tmp_path) -> ImageReader:
     return ImageReader(CONFIG, model, tmp_path / "store", MOST)
 
 
+def stored(reader: ImageReader, entries: list, folder: Path) -> list[KnownImage]:
+    known = reader.read_images(entries, folder)
+    reader.keep([(entries, folder)], folder / "store")
+    return known
+
+
 @pytest.mark.parametrize("size", [(1, 1), (40, 30), (64, 64), (500, 300), (20, 1000), (999, 1000)])
 def test_grids_and_pixels_are_those_of_transformers_processor(reader, processor, tmp_path, size):
     image = drawn(*size)
-    (known,) = reader.read([encoded(image)], tmp_path)
+    (known,) = stored(reader, [encoded(image)], tmp_path)
     expected = processor(image)
     assert [list(known.grid)] == expected["image_grid_thw"].tolist()
     assert known.tokens == expected["image_grid_thw"].prod() // 4
@@ -247,23 +254,36 @@ def test_grids_and_pixels_are_those_of_transformers_processor(reader, processor,
 def test_an_image_is_stored_once_whatever_it_is_called(reader, tmp_path):
     data = encoded(drawn())
     (tmp_path / "a.png").write_bytes(data)
-    one, other = reader.read([data, "a.png"], tmp_path)
+    one, other = stored(reader, [data, "a.png"], tmp_path)
     assert one == other and [file for file in (tmp_path / "store").rglob("*") if file.is_file()] == [
-        reader.path(one.name)
+        path_in(tmp_path / "store", one.name)
     ]
+
+
+def test_images_are_written_once_a_run_has_a_folder_and_only_those_that_it_lacks(reader, tmp_path):
+    first, second, other = (encoded(drawn(seed=seed)) for seed in range(3))
+    names = [image.name for image in reader.read_images([first, second], tmp_path)]
+    assert not (tmp_path / "store").exists()
+    reader.keep([([other, b"no image", first], tmp_path), ([second], tmp_path)], tmp_path / "store")
+    files = [path_in(tmp_path / "store", name) for name in names]
+    assert sorted(files) == sorted(file for file in (tmp_path / "store").rglob("*") if file.is_file())
+    reader.keep([], tmp_path / "store")  # a resume reads no data again
+    files[1].unlink()
+    with pytest.raises(DataError, match="1 images of the data have changed"):
+        reader.keep([([first, other], tmp_path)], tmp_path / "store")
 
 
 def test_an_image_of_an_impossible_shape_is_a_bad_row(reader, tmp_path):
     with pytest.raises(BadRow, match=r"image 2 is 900 x 2 pixels: absolute aspect ratio"):
-        reader.read([encoded(drawn()), encoded(drawn(900, 2))], tmp_path)
+        reader.read_images([encoded(drawn()), encoded(drawn(900, 2))], tmp_path)
 
 
 def test_a_stored_image_that_changed_or_went_is_a_fault(reader, tmp_path):
-    (known,) = reader.read([encoded(drawn())], tmp_path)
-    reader.path(known.name).write_bytes(encoded(drawn(seed=5)))
+    (known,) = stored(reader, [encoded(drawn())], tmp_path)
+    path_in(tmp_path / "store", known.name).write_bytes(encoded(drawn(seed=5)))
     with pytest.raises(EnvironmentFault, match="has changed"):
         reader.pixels(known.name)
-    reader.path(known.name).unlink()
+    path_in(tmp_path / "store", known.name).unlink()
     with pytest.raises(EnvironmentFault, match="cannot be read"):
         reader.pixels(known.name)
 
@@ -337,6 +357,7 @@ def test_rows_become_prompts_with_the_tokens_and_places_of_their_images(reader, 
     ]  # fmt: skip
     assert [image.name for image in data[1].images] == [image.name for image in reversed(first.images)]
     assert data[2].images == data[3].images == () and "".join(map(chr, data[3].token_ids)) == "<image> text"
+    reader.keep([([one], tmp_path), ([other], tmp_path)], tmp_path / "store")
     assert np.array_equal(reader.pixels(first.images[0].name), processor(drawn(64, 64))["pixel_values"])
 
 
@@ -372,4 +393,23 @@ def test_images_count_in_the_limit_of_a_prompt(reader, tmp_path):
 def test_without_a_reader_rows_with_images_are_bad_as_before(tmp_path):
     rows = [("<image>", [{"bytes": encoded(drawn()), "path": None}]), ("a", [])]
     report = loaded(None, tmp_path, *rows, max_bad_row_share=1.0).report
-    assert "images is not empty: only prompts of text are supported" in report.bad_rows[0].reason
+    assert "images is not empty: set model.vision: frozen" in report.bad_rows[0].reason
+    assert report.kept == 1
+
+
+def test_images_of_another_column_are_read_by_its_name_and_of_two_columns_refused(reader, tmp_path):
+    image = {"bytes": encoded(drawn(64, 64)), "path": None}
+    row = {
+        "data_source": "d",
+        "prompt": [{"role": "user", "content": "<image>"}],
+        "reward_model": {"ground_truth": "1"},
+    }
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([row | {"pictures": [image]}]), file)
+    read = partial(PromptDataset.load, [str(file)], Tokenizer())
+    parameters = PromptParameters(images=reader, image_key="pictures", max_bad_row_share=1.0)
+    assert len(read(parameters)[0].images) == 1
+    pq.write_table(
+        pa.Table.from_pylist([row | {"pictures": [image], "images": [image]}, row | {"pictures": [image]}]), file
+    )
+    assert "data.image_key names the column pictures" in read(parameters).report.bad_rows[0].reason

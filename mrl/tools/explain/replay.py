@@ -243,7 +243,7 @@ def _total_steps(config: RunConfig) -> int:
         return config.trainer.total_training_steps
     from mrl.driver.assemble_data import read_data
 
-    return read_data(config.model.path, config.data, config.rollout, config.reward, config.trainer).total_steps
+    return read_data(config.model, config.data, config.rollout, config.reward, config.trainer).total_steps
 
 
 def _ranks(config: RunConfig, folder: Path, timeout_s: float) -> list[dict[str, Any]]:

@@ -59,8 +59,12 @@ _FSDP = "FSDP only"
 _SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are out, of each file its share"
 _SERVERS = "no reward model runs here; rewards are functions"
 _PROFILER = "profilers are not part of the configuration"
-_IMAGES = "text only"
-_READ_IMAGES = "prompts are text only: rows with images, videos or sound are refused"
+_IMAGES = "the model's own processor reads images (model.vision)"
+_IMAGES_ASKED = (
+    "images are read where model.vision says so, for a model that reads them: give --set model.vision=frozen, and "
+    "data.image_key if the column is not images; verl would train the vision tower, too"
+)
+_OTHER_THAN_IMAGES = "prompts are texts, with images where model.vision says so: rows with videos or sound are refused"
 _CODE = "code of verl's users that is loaded by class or path has no counterpart for this"
 _AHEAD = (
     "generation ahead of training is trainer.schedule here: one_step_off, or bounded with trainer.max_staleness "
@@ -116,7 +120,8 @@ ROWS: dict[str, KeyRow] = {
     "data.continuous_token.": _implied("a conversation's tokens are kept as they were sampled and given"),
     "data.tool_config_path": _SPECIAL,
     "data.function_tool_path": _SPECIAL,
-    **{f"data.{name}": _missing(_READ_IMAGES, None) for name in ("image_key", "video_key", "audio_key")},
+    "data.image_key": _missing(_IMAGES_ASKED, None),
+    **{f"data.{name}": _missing(_OTHER_THAN_IMAGES, None) for name in ("video_key", "audio_key")},
     **{
         f"data.{name}": _nothing(_IMAGES)
         for name in ("image_patch_size", "return_multi_modal_inputs", "mm_processor_kwargs.")
@@ -179,7 +184,7 @@ ROWS: dict[str, KeyRow] = {
     A + "ulysses_sequence_parallel_size": _nothing(_FSDP),
     A + "fsdp_config.": _nothing(_FSDP),
     A + "use_prefix_grouper": _nothing("a matter of verl's attention"),
-    A + "freeze_vision_tower": _nothing(_IMAGES),
+    A + "freeze_vision_tower": _nothing("a tower stays frozen (model.vision)"),
     A + "checkpoint.": _nothing("checkpoints always hold weights, optimizer, random state and place in the data"),
     A + "load_weight": _implied(_BRIDGE),
     A + "rollout_n": _implied("is rollout.n"),

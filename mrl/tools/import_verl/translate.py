@@ -409,7 +409,10 @@ def _engine(out: Import, settings: VerlSettings) -> None:
 def _pictures(out: Import, settings: VerlSettings) -> None:
     for key in _DATA:
         if key in settings.keys and _PICTURES.search(str(settings.keys[key].value)):
-            why = "geo3k's rows have images, and prompts are text only: such rows are refused"
+            why = (
+                "geo3k's rows have images, which need model.vision: frozen, for a model that reads them; verl would "
+                "train its tower, too"
+            )
             out.leave("unsupported", key, settings.keys[key].value, why, settings.keys[key].line)
 
 

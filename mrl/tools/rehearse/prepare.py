@@ -12,7 +12,7 @@ from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import ChatTokenizer, PromptParameters, load_tokenizer
-from mrl.data.row_files import BadRow, parse_row, read_rows
+from mrl.data.row_files import BadRow
 from mrl.driver.assemble_data import offer_of, rule_in
 from mrl.engine.requests import turns_spec
 from mrl.errors import DataError, InvalidConfig
@@ -198,11 +198,11 @@ def _of_file(
 
 def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple[list[dict[str, str]], Row]]:
     """Yields usable rows from the beginning of a file. `mrl train` reports faults of the others."""
-    for raw in read_rows([file], parameters.prompt_key, parameters.reward_fn_key):
+    for raw in parameters.rows(file):
         if not count:
             return
         try:
-            parsed = parse_row(raw, parameters.prompt_key, parameters.reward_fn_key)
+            parsed = parameters.parsed(raw)
             parameters.template_arguments(parsed[1]["extra_info"])
             parameters.check_truth(parsed[1])
         except BadRow:

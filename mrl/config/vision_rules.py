@@ -1,0 +1,100 @@
+"""Rules of images (model.vision): which models and layouts can have them, and what does not go with them."""
+
+from collections.abc import Callable, Iterator
+
+from mrl.config.rule_row import RuleRow
+from mrl.config.schema import RunConfig
+from mrl.errors import MrlError, Violation
+from mrl.model import ModelSpec
+from mrl.model.layout import TrainLayout
+
+_VISION = "model.vision"
+_BLIND = "is not computed with images yet"
+
+
+def _seeing(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
+    return lambda config, model: config.model.vision is not None and broken(config, model)
+
+
+def _first_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    if config.model.vision is None or not model.deepstack_features:
+        return
+    try:
+        layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+    except MrlError:  # which is said by itself
+        return
+    first = layout.chunk_layers[0][0]
+    if first < model.deepstack_features:
+        yield Violation(
+            "actor.layout",
+            f"must give the first pipeline chunk at least {model.deepstack_features} decoder layers; it has {first}",
+            "features of images are added behind so many layers (deepstack_visual_indexes), and one tensor alone goes "
+            "from chunk to chunk",
+        )
+
+
+VISION_RULES = (
+    RuleRow(
+        _VISION,
+        _seeing(lambda c, m: not m.is_wrapped),
+        "must be null for a model that reads text alone",
+        "the checkpoint in model.path has no vision tower",
+        (None,),
+    ),
+    _first_layers,
+    RuleRow(
+        "cluster.placement",
+        _seeing(lambda c, m: c.cluster.placement == "colocated"),
+        "must be separate with model.vision",
+        "an engine that sleeps loses its vision tower, which no weight sync brings back",
+        ("separate",),
+    ),
+    RuleRow(
+        "rollout.turns",
+        _seeing(lambda c, m: c.rollout.turns is not None),
+        "must be null with model.vision",
+        "engines do not carry images from turn to turn yet",
+        (None,),
+    ),
+    RuleRow(
+        "rollout.quantization",
+        _seeing(lambda c, m: c.rollout.quantization is not None),
+        "must be null with model.vision",
+        "vLLM would quantise the vision tower with the text model",
+        (None,),
+    ),
+    RuleRow(
+        "rollout.speculation",
+        _seeing(lambda c, m: c.rollout.speculation is not None),
+        "must be null with model.vision",
+        f"drafting behind images {_BLIND}",
+        (None,),
+    ),
+    RuleRow(
+        "algorithm.adv_estimator",
+        _seeing(lambda c, m: c.algorithm.needs_critic),
+        "must be one without a critic with model.vision",
+        f"a critic {_BLIND}",
+    ),
+    RuleRow(
+        "distillation.enabled",
+        _seeing(lambda c, m: c.distillation.enabled),
+        "must be false with model.vision",
+        f"a teacher {_BLIND}",
+        (False,),
+    ),
+    RuleRow(
+        "ref.path",
+        _seeing(lambda c, m: c.ref.path not in (None, c.model.path)),
+        "must be left out with model.vision",
+        "the reference model would see through the actor's vision tower",
+        (None,),
+    ),
+    RuleRow(
+        "model.override_transformer_config.apply_rope_fusion",
+        _seeing(lambda c, m: bool(c.model.override_transformer_config.get("apply_rope_fusion"))),
+        "must be false with model.vision",
+        "Megatron's fused kernel turns by one position a token, and those of images have three",
+        (False,),
+    ),
+)

@@ -1,0 +1,95 @@
+"""The frozen vision tower of an engine: read from the model's files once, and proven to stay what they have.
+
+    start       files --> vLLM's own loader --> every parameter compared with the files, before kernels pack it
+                digests of what kernels hold are noted
+    each sync   brings the text model alone; digests are compared, wherever the text model is read back, too
+
+Each worker holds the whole tower (vLLM's `mm_encoder_tp_mode: data`). vLLM itself is not imported here.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from mrl.engine.constants import loose_constants, sha256_of
+from mrl.errors import EnvironmentFault
+from mrl.model.hf_files import in_tower, tower_tensors
+from mrl.reshard.digest import lane_sums
+
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}  # vLLM's parameter -> tensors of the files, one after the other
+SHOWN = 4  # names in one message
+
+
+def tower_of(model: nn.Module) -> nn.Module | None:
+    """Returns the vision tower; None for a text model."""
+    return getattr(model, "visual", None)
+
+
+def text_of(model: nn.Module) -> nn.Module:
+    """Returns the text model, which weight syncs write: the model itself, or the one inside of it."""
+    if tower_of(model) is None:
+        return model
+    return model.language_model
+
+
+def load_tower(model: nn.Module, folder: Path) -> None:
+    """Loads the tower from the files in `folder` by vLLM's loader. Does nothing for a text model.
+
+    Raises EnvironmentFault unless every parameter then is what the files have.
+    """
+    tower = tower_of(model)
+    if tower is None:
+        return
+    stored = dict(_read(folder))
+    model.load_weights(stored.items())
+    own = {in_tower(key): tensor for key, tensor in stored.items()}
+    wrong = [name for name, parameter in tower.named_parameters() if not _holds(parameter.data, name, own)]
+    if wrong:
+        raise EnvironmentFault(
+            f"model.path {folder}: vLLM's vision tower does not hold what the files have of "
+            f"{', '.join(wrong[:SHOWN])}{' and more' * (len(wrong) > SHOWN)}"
+        )
+
+
+def _read(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file, keys in tower_tensors(folder):
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for key in keys:
+                yield key, tensors.get_tensor(key)
+
+
+def _holds(parameter: Tensor, name: str, stored: dict[str, Tensor]) -> bool:
+    fused = next((part for part in _FUSED if f".{part}." in name), None)
+    names = [name]
+    if fused is not None:
+        names = [name.replace(fused, part) for part in _FUSED[fused]]
+    if any(each not in stored for each in names):
+        return False
+    expected = torch.cat([stored[each] for each in names]).to(parameter.device, parameter.dtype)
+    return expected.shape == parameter.shape and torch.equal(expected, parameter)
+
+
+def tower_digests(tower: nn.Module, packed: Iterator[tuple[str, Tensor]]) -> dict[str, object]:
+    """Returns a digest of all that the tower computes with. `packed`: weights that only kernels hold, by layer."""
+    parameters = {name: parameter.data for name, parameter in tower.named_parameters() if parameter.numel()}
+    parameters |= {f"{name}.<packed>": weight for name, weight in packed}
+    digests: dict[str, object] = {name: _digest(tensor) for name, tensor in parameters.items()}
+    constants = dict(tower.named_buffers()) | loose_constants(tower)
+    return digests | {name: sha256_of(tensor) for name, tensor in constants.items()}
+
+
+def _digest(tensor: Tensor) -> list[int]:
+    return lane_sums(tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[None], (0, 0)).tolist()
+
+
+def check_tower(loaded: dict[str, object], held: dict[str, object]) -> None:
+    """Raises RuntimeError naming what of the tower is not as it was `loaded`."""
+    changed = sorted(name for name in loaded.keys() | held.keys() if loaded.get(name) != held.get(name))
+    if changed:
+        raise RuntimeError(
+            f"the frozen vision tower of this engine has changed: {', '.join(changed[:SHOWN])}"
+            f"{' and more' * (len(changed) > SHOWN)}"
+        )

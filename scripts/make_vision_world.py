@@ -1,0 +1,354 @@
+"""Makes a tiny world that sees: a Qwen3-VL of about a million weights with its vision tower, tokenizer and image
+processor, and a task about pictures.
+
+    python scripts/make_vision_world.py --out vision-world --seed 0
+
+A picture is a board of fields, some of which hold the same shape in the same colour. The answer is how many, which
+colour and which shape: `3gc`. Boards have different sizes, and so have their pictures. The model is warm-started by
+supervised training until a fair share of its sampled answers is right. Held-out boards are never trained on. The same
+seed gives the same files on the same machine. One JSON line at the end says what was made.
+"""
+
+import random
+import string
+import sys
+import time
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from make_tiny_world import CHAT_TEMPLATE, main
+from PIL import Image, ImageDraw
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+DATA_SOURCE = "tiny/shapes"
+FIELD = 32  # pixels of a side, which become one token
+SIDES = ((2, 2), (2, 3), (3, 2), (3, 3))  # fields of boards, rows and columns
+COLOURS = {"r": (220, 40, 40), "g": (40, 180, 60), "b": (50, 80, 220), "y": (230, 200, 40)}
+SHAPES = "sct"  # square, circle, triangle
+QUESTION = "<image>what?"
+TRAIN, HELD_OUT = 2048, 256  # boards
+MAX_ANSWER = 4  # tokens: three letters and the end
+SPECIAL = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
+SEEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VOCAB_SIZE = 128
+POSITIONS = 64
+_PART = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+)
+TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ '<' + message['role'] + '>' + message['content'] }}", "{{ '<' + message['role'] + '>' }}" + _PART
+)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Supervised training with label smoothing, as in make_tiny_world.py."""
+
+    steps: int = 400
+    batch: int = 64  # boards per optimizer step
+    lr: float = 2e-3
+    label_smoothing: float = 0.4
+    lowest: float = 0.10  # sampled exact match on the held-out boards that is accepted at the end
+    highest: float = 0.40
+
+
+@dataclass(frozen=True)
+class Board:
+    """A picture and its answer."""
+
+    rows: int
+    columns: int
+    fields: tuple[int, ...]  # that hold a shape, counted row by row
+    colour: str
+    shape: str
+
+    @property
+    def answer(self) -> str:
+        return f"{len(self.fields)}{self.colour}{self.shape}"
+
+    def drawn(self) -> Image.Image:
+        image = Image.new("RGB", (self.columns * FIELD, self.rows * FIELD), (245, 245, 245))
+        draw = ImageDraw.Draw(image)
+        for field in self.fields:
+            top, left = (FIELD * place + 5 for place in divmod(field, self.columns))
+            self._draw(draw, (left, top, left + FIELD - 11, top + FIELD - 11))
+        return image
+
+    def _draw(self, draw: ImageDraw.ImageDraw, box: tuple[int, int, int, int]) -> None:
+        left, top, right, bottom = box
+        colour = COLOURS[self.colour]
+        if self.shape == "s":
+            draw.rectangle(box, colour)
+        elif self.shape == "c":
+            draw.ellipse(box, colour)
+        else:
+            draw.polygon([((left + right) // 2, top), (right, bottom), (left, bottom)], colour)
+
+    def encoded(self) -> bytes:
+        out = BytesIO()
+        self.drawn().save(out, "PNG")
+        return out.getvalue()
+
+
+def boards(seed: int) -> tuple[list[Board], list[Board]]:
+    """Returns different boards, (training, held-out)."""
+    draws = random.Random(seed)
+    found: dict[Board, None] = {}
+    while len(found) < TRAIN + HELD_OUT:
+        rows, columns = draws.choice(SIDES)
+        fields = sorted(draws.sample(range(rows * columns), draws.randint(1, rows * columns)))
+        found[Board(rows, columns, tuple(fields), draws.choice([*COLOURS]), draws.choice(SHAPES))] = None
+    every = list(found)
+    draws.shuffle(every)
+    return every[HELD_OUT:], every[:HELD_OUT]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Makes one token a character, role markers, the tokens of images, and reserved words."""
+    words = [*SPECIAL, *SEEN, *string.printable[:95], "\n"]
+    words += [f"<reserved_{i}>" for i in range(VOCAB_SIZE - len(words))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<system>", "<user>", "<assistant>", *SEEN],
+        clean_up_tokenization_spaces=False,
+        model_max_length=POSITIONS,
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_processor() -> Qwen2VLImageProcessorPil:
+    """Makes Qwen3-VL's image processor: a field of a board becomes one token."""
+    return Qwen2VLImageProcessorPil(
+        patch_size=FIELD // 2,
+        temporal_patch_size=2,
+        merge_size=2,
+        size={"shortest_edge": FIELD**2, "longest_edge": 16 * FIELD**2},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+
+
+def make_model(seed: int, experts: int = 0) -> PreTrainedModel:
+    """Makes a float32 Qwen3-VL whose every size divides by 32; with `experts`, a Qwen3-VL-MoE of so many a layer."""
+    torch.manual_seed(seed)
+    ids = {word: make_tokenizer().convert_tokens_to_ids(word) for word in SEEN}
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": POSITIONS,
+        "initializer_range": 0.06,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL.index("<eos>"),
+        "pad_token_id": SPECIAL.index("<pad>"),
+    }  # fmt: skip
+    if experts:
+        text |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    tower = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "patch_size": FIELD // 2,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+        "initializer_range": 0.06,
+    }
+    kind, of_config = Qwen3VLForConditionalGeneration, Qwen3VLConfig
+    if experts:
+        kind, of_config = Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig
+    return kind(
+        of_config(
+            text_config=text,
+            vision_config=tower,
+            image_token_id=ids["<|image_pad|>"],
+            video_token_id=ids["<|video_pad|>"],
+            vision_start_token_id=ids["<|vision_start|>"],
+            vision_end_token_id=ids["<|vision_end|>"],
+            tie_word_embeddings=False,
+        )
+    ).float()
+
+
+class Task:
+    """Boards as the model's inputs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, processor: Qwen2VLImageProcessorPil, image: int):
+        self.tokenizer = tokenizer
+        self.image = image
+        self._processor = processor
+        self._known: dict[Board, dict[str, Any]] = {}
+        parts = [{"type": "image"}, {"type": "text", "text": QUESTION.removeprefix("<image>")}]
+        self._prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": parts}], add_generation_prompt=True, return_dict=False
+        )
+
+    def of(self, board: Board) -> dict[str, Any]:
+        if board not in self._known:
+            seen = self._processor(board.drawn(), return_tensors="pt")
+            place = self._prompt.index(self.image)
+            tokens = [self.image] * (board.rows * board.columns)
+            ids = [*self._prompt[:place], *tokens, *self._prompt[place + 1 :]]
+            self._known[board] = {**seen, "ids": ids}
+        return self._known[board]
+
+    def inputs(self, chosen: list[Board], answers: list[list[int]]) -> dict[str, torch.Tensor]:
+        """Rows end with their answers, and are padded on the left."""
+        seen = [self.of(board) for board in chosen]
+        rows = [[*each["ids"], *answer] for each, answer in zip(seen, answers, strict=True)]
+        width = max(map(len, rows))
+        pad = self.tokenizer.pad_token_id
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+        return {
+            "input_ids": ids,
+            "attention_mask": (ids != pad).long(),
+            "mm_token_type_ids": (ids == self.image).long(),
+            "pixel_values": torch.cat([each["pixel_values"] for each in seen]),
+            "image_grid_thw": torch.cat([each["image_grid_thw"] for each in seen]),
+        }
+
+    def answer(self, board: Board) -> list[int]:
+        return [*self.tokenizer(board.answer)["input_ids"], self.tokenizer.eos_token_id]
+
+
+def warm_up(model: PreTrainedModel, task: Task, train: list[Board], plan: WarmUp, seed: int) -> None:
+    """Trains the whole model in place on the cross entropy of the answers."""
+    picker = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr)
+    for step in range(1, plan.steps + 1):
+        optimizer.param_groups[0]["lr"] = plan.lr * min(1.0, step / 20, 2 * (1 - (step - 1) / plan.steps))
+        chosen = picker.sample(train, plan.batch)
+        answers = [task.answer(board) for board in chosen]
+        inputs = task.inputs(chosen, answers)
+        labels = torch.tensor(answers)
+        logits = model(**inputs).logits[:, -MAX_ANSWER - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), label_smoothing=plan.label_smoothing
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0:
+            right = (logits.argmax(-1) == labels).all(1).float().mean().item()
+            print(f"warm-up step {step} of {plan.steps}: loss {loss.item():.3f}, likeliest answer right {right:.2f}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+
+
+@torch.no_grad()
+def exact_match(model: PreTrainedModel, task: Task, chosen: list[Board], seed: int, blind: bool = False) -> float:
+    """Returns the share of right answers sampled at temperature 1. `blind`: each is asked about another's picture."""
+    generator = torch.Generator().manual_seed(seed)
+    right = 0
+    for start in range(0, len(chosen), 64):
+        part = chosen[start : start + 64]
+        shown = [*part[1:], part[0]] if blind else part
+        answers: list[list[int]] = [[] for _ in part]
+        for _ in range(MAX_ANSWER):
+            last = model(**task.inputs(shown, answers)).logits[:, -1].softmax(-1)
+            drawn = torch.multinomial(last, 1, generator=generator)[:, 0].tolist()
+            answers = [[*answer, token] for answer, token in zip(answers, drawn, strict=True)]
+        right += sum(answer == task.answer(board) for answer, board in zip(answers, part, strict=True))
+    return right / len(chosen)
+
+
+def data_rows(chosen: list[Board], split: str) -> list[dict[str, Any]]:
+    """Rows in verl's schema, with images as the datasets library has them."""
+    return [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": QUESTION}],
+            "images": [{"bytes": board.encoded(), "path": None}],
+            "ability": "vision",
+            "reward_model": {"style": "rule", "ground_truth": board.answer},
+            "extra_info": {"index": i, "split": split},
+        }
+        for i, board in enumerate(chosen)
+    ]
+
+
+def others_pictures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows, each with the picture of the row behind it: what a model that does not look would answer."""
+    pairs = pairwise([*rows, rows[0]])
+    return [row | {"images": behind["images"], "data_source": f"{DATA_SOURCE}/others"} for row, behind in pairs]
+
+
+def save(model: PreTrainedModel, task: Task, processor: Qwen2VLImageProcessorPil, path: Path) -> None:
+    """Writes a checkpoint folder as published ones are."""
+    model.save_pretrained(path)
+    task.tokenizer.save_pretrained(path)
+    processor.save_pretrained(path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+
+
+def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
+    """Writes the whole world into the empty folder `out` and returns what the JSON line says."""
+    start = time.monotonic()
+    train, held_out = boards(seed)
+    processor, model = make_processor(), make_model(seed)
+    task = Task(make_tokenizer(), processor, model.config.image_token_id)
+    warm_up(model, task, train, plan, seed)
+    match = exact_match(model.eval(), task, held_out, seed + 1)
+    blind = exact_match(model, task, held_out, seed + 1, blind=True)
+    if not plan.lowest <= match <= plan.highest:
+        wanted = f"{plan.lowest} to {plan.highest}"
+        raise SystemExit(
+            f"the warm start answers {match:.3f} of the held-out boards and not {wanted}; try another --seed"
+        )
+    save(model, task, processor, out / "model")
+    (out / "data").mkdir()
+    held_out_rows = data_rows(held_out, "val")
+    for name, rows in (
+        ("train", data_rows(train, "train")), ("val", held_out_rows), ("others", others_pictures(held_out_rows)),
+    ):  # fmt: skip
+        pq.write_table(pa.Table.from_pylist(rows), out / "data" / f"{name}.parquet")
+    return {
+        "seed": seed,
+        "sampled_exact_match": round(match, 4),
+        "with_others_pictures": round(blind, 4),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "of_the_tower": sum(p.numel() for p in model.model.visual.parameters()),
+        "train_prompts": len(train),
+        "val_prompts": len(held_out),
+        "warm_up": asdict(plan),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+if __name__ == "__main__":
+    main(__doc__, "vision-world", WarmUp(), build)

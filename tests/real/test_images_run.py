@@ -1,0 +1,84 @@
+"""Whole runs with images and a frozen tower: engines' log-probs are the ranks' in every step, and a weight sync brings
+the text model alone. The models are drawn, and their rows have no, one or two pictures of different sizes.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from test_runs import finish, train
+from world import ROOT, metrics
+
+from mrl.record.sample_files import read_samples
+
+pytestmark = [pytest.mark.real, pytest.mark.long]
+
+SETTINGS = {
+    "model__vision": "frozen", "actor__layout__expert_model_parallel_size": 1,
+    "actor__layout__sequence_parallel": False, "trainer__total_training_steps": 3, "trainer__test_freq": 2,
+    "trainer__save_freq": -1, "rollout__n": 4, "data__max_prompt_length": 40, "data__max_response_length": 8,
+}  # fmt: skip
+TP, PP = "actor__layout__tensor_model_parallel_size", "actor__layout__pipeline_model_parallel_size"
+LAYOUTS = {
+    "moe-pp2": (8, {TP: 1, PP: 2}),
+    "dense-tp2": (0, {TP: 2, "actor__layout__sequence_parallel": True, "rollout__tensor_model_parallel_size": 2,
+                      "cluster__n_gpus_per_node": 4}),
+}  # fmt: skip
+
+
+def script():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    spec = importlib.util.spec_from_file_location("make_vision_world", ROOT / "scripts" / "make_vision_world.py")
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def make_world(folder: Path, experts: int) -> Path:
+    world = script()
+    model, processor = world.make_model(0, experts), world.make_processor()
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # a freshly made model is nearly uniform
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(1.5)
+            else:
+                parameter.add_(0.6 * torch.rand(parameter.shape, generator=random) - 0.3)
+    task = world.Task(world.make_tokenizer(), processor, model.config.image_token_id)
+    world.save(model, task, processor, folder / "model")
+    (folder / "data").mkdir()
+    train_boards, held_out = world.boards(0)
+    for name, boards in (("train", train_boards[:48]), ("val", held_out[:16])):
+        rows = world.data_rows(boards, name)
+        for number, row in enumerate(rows):
+            if number % 4 == 1:
+                row["prompt"][0]["content"] = "<image>and<image>?"
+                row["images"] = [*row["images"], rows[number - 1]["images"][0]]
+            if number % 4 == 3:
+                row |= {"prompt": [{"role": "user", "content": f"none {number}"}], "images": []}
+        pq.write_table(pa.Table.from_pylist(rows), folder / "data" / f"{name}.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_engines_see_what_ranks_see_and_a_sync_brings_the_text_model_alone(name, tmp_path):
+    experts, layout = LAYOUTS[name]
+    world = make_world(tmp_path / "world", experts)
+    run = tmp_path / "run"
+    assert finish(train(world, run, **SETTINGS | layout), run) == 0
+    rows = [row for row in metrics(run) if row["training/global_step"]]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["training/rollout_log_probs_abs_diff_max"] < 1e-4
+        assert row["actor/grad_norm"] > 0
+    text = json.loads((run / "plan.json").read_text())["reshard"]["bytes_required"]
+    assert all(row["reshard/bytes_required"] == text for row in rows)
+    seen = [row["images"] for row in read_samples(run / "samples", 1)]
+    assert {len(images) for images in seen} == {0, 1, 2}
+    names = {image["name"] for images in seen for image in images}
+    assert names <= {file.name for file in (run / "images").rglob("*")}

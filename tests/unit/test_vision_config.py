@@ -1,0 +1,86 @@
+"""Images in a configuration: what does not go with them is refused by name, and engines are told of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.config.rules import violations
+from mrl.engine.requests import engine_settings
+from mrl.model import model_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+ROTATION = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+TEXT = {
+    "model_type": "qwen3_vl_text", "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu",
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_parameters": ROTATION,
+    "attention_bias": False,
+}  # fmt: skip
+WHOLE = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": False,
+    "image_token_id": 8, "dtype": "float32", "text_config": TEXT,
+    "vision_config": {"deepstack_visual_indexes": [0, 1]},
+}  # fmt: skip
+SEEING = ["model.vision=frozen", "actor.layout.expert_model_parallel_size=1"]
+
+
+def broken(*changes: str, whole: dict = WHOLE) -> set[str]:
+    resolved = load_config(TINY, overrides=[*SEEING, *changes])
+    return {each.field for each in violations(resolved, model_spec(whole))}
+
+
+def test_a_frozen_tower_beside_a_trained_text_model_is_legal():
+    assert broken() == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("cluster.placement=colocated", "cluster.placement"),
+        ("rollout.quantization=fp8", "rollout.quantization"),
+        ("rollout.speculation={method: ngram, tokens: 2}", "rollout.speculation"),
+        ("rollout.turns={tools: [calculator]}", "rollout.turns"),
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator"),
+        ("distillation.enabled=true", "distillation.enabled"),
+        ("ref.path=another/model", "ref.path"),
+        ("actor.lora.rank=8", "actor.lora.rank"),
+        ("cluster.device=npu", "cluster.device"),
+        ("cluster.versions={vllm: 0.23.0}", "cluster.versions"),
+        ("model.override_transformer_config={apply_rope_fusion: true}",
+         "model.override_transformer_config.apply_rope_fusion"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_with_images_is_refused_by_name(change, field):
+    assert field in broken(change)
+
+
+def test_a_text_model_has_no_tower():
+    text = TEXT | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_theta": 1e4, "dtype": "float32"}
+    text.pop("rope_parameters")
+    assert "model.vision" in broken(whole=text | {"tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize(("features", "legal"), [(1, True), (2, True), (3, False)])
+def test_the_first_chunk_has_a_layer_for_each_of_deepstacks_features(features, legal):
+    whole = WHOLE | {"vision_config": {"deepstack_visual_indexes": [*range(features)]}}
+    halves = ("actor.layout.pipeline_model_parallel_size=2", "actor.layout.tensor_model_parallel_size=1",
+              "actor.layout.sequence_parallel=false")  # fmt: skip
+    assert ("actor.layout" not in broken(*halves, whole=whole)) == legal
+    assert "actor.layout" not in broken(whole=whole)
+
+
+def test_engines_are_vllms_whole_model_only_where_they_see():
+    for vision in ("frozen", "null"):
+        config = load_config(TINY, overrides=[f"model.vision={vision}", "data.max_image_pixels=5"]).config
+        settings = engine_settings(config, model_spec(WHOLE), 0, Path("run/logs"))
+        arguments = json.loads(json.dumps(settings.arguments))
+        if vision == "frozen":
+            assert arguments["hf_overrides"] == {"architectures": ["SeeingQwen3VL"]}
+            assert (settings.images.folder, settings.images.most_pixels) == ("run/images", 5)
+            assert arguments["mm_encoder_tp_mode"] == "data"
+        else:
+            assert arguments["hf_overrides"] == {"architectures": ["Qwen3InsideVL"]}
+            assert settings.images is None and not [name for name in arguments if name.startswith(("mm_", "skip_mm"))]
