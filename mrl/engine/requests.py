@@ -24,8 +24,14 @@ from mrl.reward.builtin_rules import ENVIRONMENT
 
 _RANDOM = "dummy"  # vLLM's own load format for random weights
 # Arguments of engines that see images: each worker has the whole tower, so that its numbers do not depend on the tensor
-# degree, and images are processed already (seeing_models.py)
-_SEEING = {"mm_encoder_tp_mode": "data", "mm_processor_cache_gb": 0, "skip_mm_profiling": True}
+# degree, and images are processed already (seeing_models.py). vLLM would otherwise scale pixels again on the device,
+# where a folder has a preprocessor_config.json.
+_SEEING = {
+    "mm_encoder_tp_mode": "data",
+    "mm_processor_cache_gb": 0,
+    "mm_device_do_normalize": False,
+    "skip_mm_profiling": True,
+}
 _LONGEST_LOOKUP = 5  # vLLM's own default of prompt_lookup_max
 
 

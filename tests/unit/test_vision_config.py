@@ -80,7 +80,7 @@ def test_engines_are_vllms_whole_model_only_where_they_see():
         if vision == "frozen":
             assert arguments["hf_overrides"] == {"architectures": ["SeeingQwen3VL"]}
             assert (settings.images.folder, settings.images.most_pixels) == ("run/images", 5)
-            assert arguments["mm_encoder_tp_mode"] == "data"
+            assert arguments["mm_encoder_tp_mode"] == "data" and arguments["mm_device_do_normalize"] is False
         else:
             assert arguments["hf_overrides"] == {"architectures": ["Qwen3InsideVL"]}
             assert settings.images is None and not [name for name in arguments if name.startswith(("mm_", "skip_mm"))]
