@@ -10,6 +10,7 @@ from mrl.model.layout import TrainLayout
 
 _VISION = "model.vision"
 _BLIND = "is not computed with images yet"
+_UNTRIED = "has not been tried with images yet"
 
 
 def _seeing(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
@@ -69,6 +70,27 @@ VISION_RULES = (
         "must be null with model.vision",
         f"drafting behind images {_BLIND}",
         (None,),
+    ),
+    RuleRow(
+        "trainer.schedule",
+        _seeing(lambda c, m: c.trainer.schedule != "sync"),
+        "must be sync with model.vision",
+        f"generation ahead of training {_UNTRIED}",
+        ("sync",),
+    ),
+    RuleRow(
+        "actor.router_replay",
+        _seeing(lambda c, m: c.actor.router_replay != "disabled"),
+        "must be disabled with model.vision",
+        f"replay of routes {_UNTRIED}",
+        ("disabled",),
+    ),
+    RuleRow(
+        "rollout.data_parallel_size",
+        _seeing(lambda c, m: c.rollout.data_parallel_size > 1),
+        "must be 1 with model.vision",
+        f"an engine of several data-parallel ranks {_UNTRIED}",
+        (1,),
     ),
     RuleRow(
         "algorithm.adv_estimator",

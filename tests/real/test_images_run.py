@@ -21,8 +21,10 @@ pytestmark = [pytest.mark.real, pytest.mark.long]
 SETTINGS = {
     "model__vision": "frozen", "actor__layout__expert_model_parallel_size": 1,
     "actor__layout__sequence_parallel": False, "trainer__total_training_steps": 3, "trainer__test_freq": 2,
-    "trainer__save_freq": -1, "rollout__n": 4, "data__max_prompt_length": 40, "data__max_response_length": 8,
+    "trainer__save_freq": 1, "rollout__n": 4, "data__max_prompt_length": 40, "data__max_response_length": 8,
 }  # fmt: skip
+# a drawn model never counts right
+REWARD = "def compute_score(solution_str, **_):\n    return len(set(solution_str)) % 3 / 2\n"
 TP, PP = "actor__layout__tensor_model_parallel_size", "actor__layout__pipeline_model_parallel_size"
 LAYOUTS = {
     "moe-pp2": (8, {TP: 1, PP: 2}),
@@ -70,7 +72,10 @@ def test_engines_see_what_ranks_see_and_a_sync_brings_the_text_model_alone(name,
     experts, layout = LAYOUTS[name]
     world = make_world(tmp_path / "world", experts)
     run = tmp_path / "run"
-    assert finish(train(world, run, **SETTINGS | layout), run) == 0
+    (world / "reward.py").write_text(REWARD)
+    given = SETTINGS | layout | {"reward__custom_reward_function__path": world / "reward.py"}
+    assert finish(train(world, run, **given | {"trainer__total_training_steps": 2}), run) == 0
+    assert finish(train(world, run, "--resume", **given), run) == 0
     rows = [row for row in metrics(run) if row["training/global_step"]]
     assert len(rows) == 3
     for row in rows:
