@@ -26,6 +26,7 @@ SHELL = {
     },
 }
 BAD_REQUEST = 400
+UNAUTHORIZED = 401
 
 
 def said(messages):
@@ -40,6 +41,8 @@ def said(messages):
     except urllib.error.HTTPError as error:
         why = error.read().decode("utf-8", "replace")
         if error.code == BAD_REQUEST and "the conversation is over" in why:
+            return None
+        if error.code == UNAUTHORIZED and "no session that is under way" in why:  # it has ended meanwhile
             return None
         raise SystemExit(f"the endpoint answers {error.code}: {why[:500]}") from error
 

@@ -33,7 +33,7 @@ from mrl.errors import ConfigError
 from mrl.model import class_keys, model_spec
 from mrl.model.hf_config import INNER_CONFIGS
 from mrl.model.registry import FAMILIES, known_hf_config, known_models
-from mrl.tools.family.config_keys import answer, attributes_read, unread_keys
+from mrl.tools.family.config_keys import answer, attributes_read, unread_by_engines, unread_keys
 
 _VLLM = Path(vllm.__file__).parent
 _SCRIPT = Path(__file__).parents[2] / "scripts/generate_class_keys.py"
@@ -85,7 +85,13 @@ _read = answer
 
 @pytest.mark.parametrize("architecture", _SOURCES)
 def test_every_key_that_their_classes_read_is_computed_refused_or_without_effect(architecture):
-    assert unread_keys(config_of(architecture)) == []
+    assert unread_keys(config_of(architecture)) == unread_by_engines(config_of(architecture)) == []
+
+
+def test_what_vllms_class_has_as_a_constant_is_named(monkeypatch):
+    for refusal in ("refuse_unless", "refuse_tied"):
+        monkeypatch.setattr(f"mrl.model.olmoe.{refusal}", lambda *_: None)
+    assert unread_by_engines(config_of("OlmoeForCausalLM")) == ["rms_norm_eps", "tie_word_embeddings"]
 
 
 def test_a_model_type_of_another_family_is_refused():

@@ -30,7 +30,7 @@ from mrl.model.hf_files import checkpoint_tensors
 from mrl.model.layout import LayoutDegrees, RolloutLayout, is_legal_layout
 from mrl.model.registry import family_of, inner_tensors, own_config
 from mrl.platforms.hosting import get_hosting
-from mrl.tools.family.config_keys import unread_keys
+from mrl.tools.family.config_keys import unread_by_engines, unread_keys
 from mrl.tools.family.drawn import APART, BIASES, MIXED, ODD, PLAIN, WHOLE, as_transformers, drawn_configs
 from mrl.tools.family.step import train_step
 from mrl.tools.own_command import run_mrl
@@ -137,11 +137,14 @@ class FamilyCheck:
 
     def keys(self) -> Check:
         """Checks that every key of config.json is read, refused or explained."""
-        unread = unread_keys(_with_defaults(self.configs[PLAIN]))
-        faults = tuple(f"{key} is read by transformers or vLLM, and here by nobody" for key in unread)
+        config = _with_defaults(self.configs[PLAIN])
+        faults = (
+            *(f"{key} is read by transformers or vLLM, and here by nobody" for key in unread_keys(config)),
+            *(f"{key} is read here, and vLLM's class computes one value of it" for key in unread_by_engines(config)),
+        )
         cure = (
-            f"read it in {self.file}, refuse it there by a row of _PLAIN, or say in WITHOUT_EFFECT of "
-            "mrl/tools/family/config_keys.py why every value means the same model"
+            f"read it in {self.file}, refuse it there by a row of _PLAIN (in the second case all values but vLLM's), "
+            "or say in WITHOUT_EFFECT of mrl/tools/family/config_keys.py why every value means the same model"
         )
         return Check("keys", "keys that transformers' and vLLM's classes read", faults, cure)
 
@@ -177,7 +180,7 @@ class FamilyCheck:
         faults = _nothing(found)
         for name, said in found.items():
             faults += [f"{name}: {fault}" for fault in said.get("differences", [said.get("fault")])]
-        cure = f"mend the vLLM names, splits or dtypes of the rows in {self.file}, or its vllm_order"
+        cure = f"mend the vLLM names, splits or dtypes of the rows in {self.file}"
         return Check("vllm", f"{len(found)} engines, every element", tuple(faults), cure)
 
     def conversion(self) -> Check:

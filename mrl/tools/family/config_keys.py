@@ -1,4 +1,5 @@
-"""Finds the keys of config.json that transformers' or vLLM's class of a family reads and mrl does not.
+"""Finds the keys of config.json that transformers' or vLLM's class of a family reads and mrl does not, and those that
+mrl reads and vLLM's class does not: engines would compute another model than is trained.
 
 The keys come from those packages' own sources, which are parsed and not imported. A key is read if another value of it
 changes the ModelSpec, or is refused by its name. All others need a row here that says why every value means the same
@@ -73,6 +74,14 @@ OF_FAMILY = {
     "HYV3ForCausalLM": {"enable_moe_fp32_combine": "of the rounding of a sum, which vLLM does not read"},
     "Qwen3_5ForCausalLM": {"norm_topk_prob": "of experts, and no layer has any"},
 }
+
+# key that training takes, and that no file of vLLM's class names -> how engines get it
+_IN_ENGINES = {
+    "pad_token_id": "of training's embedding alone",
+    "rope_theta": "in rope_parameters, which engines are given whole",
+    "partial_rotary_factor": "in rope_parameters, which engines are given whole",
+}
+_IN_ENGINES_OF_FAMILY = {"HYV3ForCausalLM": {"moe_intermediate_size": "as expert_hidden_dim, which must be equal"}}
 
 
 @cache
@@ -163,10 +172,8 @@ def keys_of(architecture: str) -> set[str]:
                 for inner in ast.walk(node)
                 if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Load) and _is_config(inner.value)
             } - _of_images(node)
-    of_engine = vllm_file(family.engine_architecture or architecture)
+    keys |= _keys_of_engine(architecture)
     vllm = package_folder("vllm")
-    for file in () if of_engine is None else (of_engine, *_BASES.get(of_engine, ())):
-        keys |= attributes_read(vllm / f"model_executor/models/{file}.py")
     keys |= _names_in(
         vllm / "transformers_utils/model_arch_config_convertor.py",
         "get_total_num_kv_heads",
@@ -177,6 +184,14 @@ def keys_of(architecture: str) -> set[str]:
     keys |= _names_in(vllm / "transformers_utils/config.py", "patch_rope_parameters")
     keys |= {"hidden_size_per_head", "attention_chunk_size", "sliding_window", "compression_config", "head_dtype"}
     return {key for key in keys if not key.startswith("to_")} - {"quantization_config", "text_config"}
+
+
+def _keys_of_engine(architecture: str) -> frozenset[str]:
+    """Returns the keys that vLLM's class of a family reads; none where it has none."""
+    file = vllm_file(FAMILIES[architecture].engine_architecture or architecture)
+    files = () if file is None else (file, *_BASES.get(file, ()))
+    folder = package_folder("vllm") / "model_executor/models"
+    return frozenset().union(*(attributes_read(folder / f"{name}.py") for name in files))
 
 
 def _of_images(node: ast.ClassDef) -> set[str]:
@@ -215,6 +230,22 @@ def unread_keys(config: HfConfig) -> list[str]:
     for key in sorted(keys_of(architecture) - explained):
         answers = [answer({**config, key: value}) for value in _other_values(config.get(key))]
         if all(_is_same(said, plain) or (isinstance(said, str) and key not in said) for said in answers):
+            unread.append(key)
+    return unread
+
+
+def unread_by_engines(config: HfConfig) -> list[str]:
+    """Returns the keys of which mrl takes several values, and which vLLM's class does not read at all."""
+    (architecture,) = config["architectures"]
+    of_engine = _keys_of_engine(architecture)
+    if not of_engine:
+        return []
+    plain = model_spec(config)
+    explained = _IN_ENGINES.keys() | _IN_ENGINES_OF_FAMILY.get(architecture, {}).keys()
+    unread = []
+    for key in sorted(keys_of(architecture) - of_engine - explained):
+        answers = [answer({**config, key: value}) for value in _other_values(config.get(key))]
+        if any(not isinstance(said, str) and not _is_same(said, plain) for said in answers):
             unread.append(key)
     return unread
 

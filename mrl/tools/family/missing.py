@@ -25,7 +25,8 @@ def _of_engine(files: list[str]) -> str:
         return "no class"
     if files[0] == "transformers":
         return (
-            "no class of its own (it runs transformers'): give engine_architecture one of vLLM's with the same layers"
+            "no class of its own (it runs transformers'): give engine_architecture, and engine_keys as "
+            "`architectures`, one of vLLM's with the same layers"
         )
     return f"models/{files[0]}.py"
 
