@@ -404,7 +404,7 @@ def test_engines_are_compared_without_a_filter_of_tokens(world, tmp_path, monkey
     asked = []
     monkeypatch.setattr(agreement, "generate", lambda engines, requests, sampling, poll: asked.append(sampling))
     config = load_config(TINY, None, [*SIZES, "rollout.top_p=0.7", "rollout.top_k=5"]).config
-    prompt = SimpleNamespace(token_ids=[5, 6, 7], prompt_id="a")
+    prompt = SimpleNamespace(token_ids=[5, 6, 7], prompt_id="a", images=())
     responder = SimpleNamespace(engines=SimpleNamespace(names=["engine-0"]), look_after=None)
     monkeypatch.setattr(agreement, "training_sampling", lambda *of: Sampling(1.0, 9, (3,), top_p=0.7, top_k=5))
     agreement._short_responses(config, [prompt], responder, 2)
