@@ -16,7 +16,7 @@ from mrl.tools.explain import explain as explaining
 from mrl.tools.explain.band import DEGREES, FALSE_ALARM, STEP, WATCHED, breaks, judged_step, quantile, two_sided
 from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
 from mrl.tools.explain.experiments import effects, experiments_of, likeness
-from mrl.tools.explain.explain import explain, lines, of_views
+from mrl.tools.explain.explain import Explanation, explain, lines, of_views
 from mrl.tools.explain.replay import Replay, StoredRun, replay
 from mrl.tools.explain.rewards import ScoredResponses, of_rewards, of_sources
 from mrl.tools.explain.signs import drift, signs
@@ -48,6 +48,12 @@ def healthy(seed: int, steps: int = 60) -> list[dict]:
         for row, value in zip(rows, values, strict=True):
             row[watched.name] = float(value)
     return rows
+
+
+def test_too_few_steps_are_said_and_not_called_healthy():
+    (said,) = lines(Explanation("run", None, steps=3))
+    assert "3 steps" in said and "no step can be judged" in said
+    assert "no step leaves" in lines(Explanation("run", None, steps=20))[0]
 
 
 def test_of_healthy_runs_hardly_more_than_the_stated_share_is_called_broken():

@@ -15,7 +15,7 @@ The first verdict is the first of these that speaks; verdicts of experiments are
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from mrl.errors import ConfigError, MrlError
 from mrl.record.attempts import read_attempts
 from mrl.record.sample_files import steps_with_responses
-from mrl.tools.explain.band import FALSE_ALARM, WATCHED, Break, breaks, judged_step
+from mrl.tools.explain.band import FALSE_ALARM, LEAST, WATCHED, Break, breaks, judged_step
 from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
 from mrl.tools.explain.experiments import REMOVES, effects, experiments_of, guesses_of, likeness
 from mrl.tools.explain.replay import Replay, StoredRun, replay, replayed_faults
@@ -64,6 +64,7 @@ class Explanation:
     replayed: str = ""
     experiments: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    steps: int = LEAST + 1  # of the run; of up to LEAST none is judged by a band
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
@@ -80,7 +81,7 @@ def explain(path: Path, step: int | None = None) -> Explanation:
     if step is None:
         found = breaks(rows)
         if not found:
-            return _audited(run)
+            return replace(_audited(run), steps=run.steps[-1])
         step = found[0].step
     elif step not in run.rows or step < 1:
         raise ConfigError(f"--step {step}: the run has no such step; it has steps {run.steps[0]} to {run.steps[-1]}")
@@ -380,6 +381,8 @@ def lines(found: Explanation) -> list[str]:
         said = (
             f"{found.run}: no step leaves the run's own band; in {FALSE_ALARM:.0%} of healthy runs one would by chance"
         )
+        if found.steps <= LEAST:
+            said = f"{found.run}: {found.steps} steps, and a band takes more than {LEAST}: no step can be judged by one"
         return [said, *filter(None, [found.replayed])]
     said = [f"{found.run}: step {found.step}"]
     for each in found.breaks:
