@@ -87,7 +87,7 @@ class ExportedFiles:
     def _compare_index(self) -> None:
         if not (self.folder / INDEX).exists():
             files = sorted(set(self._files.values()))
-            if files != [SINGLE]:
+            if files and files != [SINGLE]:
                 self.faults.append(("", f"{files[0]} without {INDEX}: transformers finds no weights; write the index"))
             return
         listed = read_index(self.folder / INDEX)

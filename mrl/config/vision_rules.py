@@ -9,6 +9,10 @@ from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 
 _VISION = "model.vision"
+_OF_IMAGES = {
+    "language_model_only", "limit_mm_per_prompt", "mm_device_do_normalize", "mm_encoder_only", "mm_encoder_tp_mode",
+    "mm_processor_cache_gb", "mm_processor_kwargs", "skip_mm_profiling",
+}  # fmt: skip
 _BLIND = "is not computed with images yet"
 _UNTRIED = "has not been tried with images yet"
 
@@ -111,6 +115,12 @@ VISION_RULES = (
         "must be left out with model.vision",
         "the reference model would see through the actor's vision tower",
         (None,),
+    ),
+    RuleRow(
+        "rollout.engine_kwargs",
+        _seeing(lambda c, m: bool(_OF_IMAGES & c.rollout.vllm_kwargs.keys())),
+        f"must leave out vLLM's arguments of images with model.vision: {', '.join(sorted(_OF_IMAGES))}",
+        "mrl sets them, so that engines see what ranks see",
     ),
     RuleRow(
         "model.override_transformer_config.apply_rope_fusion",

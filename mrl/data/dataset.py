@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from mrl.data.batch import Prompt
+from mrl.data.images import MARK
 from mrl.data.order import epoch_counts, permutation
 from mrl.data.prompt_store import PromptStore, SeenPrompts
 from mrl.data.row_files import BadRow, RawRow, images_of, parse_row, read_rows
@@ -366,7 +367,8 @@ class _Loader:
     ) -> tuple[list[dict[str, Any]], list["KnownImage"]]:
         """Returns the messages with parts for the row's images, and the images."""
         entries = images_of(raw, self.parameters.image_key)
-        if not entries and all(isinstance(message["content"], str) for message in messages):
+        marked = any(not isinstance(each["content"], str) or MARK in each["content"] for each in messages)
+        if not entries and not marked:
             return messages, []
         if entries and acts:
             raise BadRow("a row whose responses act has images, which engines do not see between turns yet")
@@ -423,7 +425,8 @@ class _Loader:
     def _keep(self, ids: list[int], rest: dict[str, Any]) -> None:
         self.kept += 1
         self.sizes[-1] += 1
-        self.hash.update(repr((rest["prompt_id"], ids)).encode())
+        seen = [image["name"] for image in rest.get("images", ())]
+        self.hash.update(repr((rest["prompt_id"], ids, seen) if seen else (rest["prompt_id"], ids)).encode())
         self.data_sources.add(rest["data_source"])
         text = json.dumps(rest, default=str)
         self.rows_hash.update(f"{text}\n".encode())

@@ -103,6 +103,14 @@ def _of_mapping(entry: Mapping[str, Any], number: int) -> Any:
 
 
 def _of_file(name: str, number: int, folder: Path) -> bytes:
+    try:
+        return _read_file(name, number, folder)
+    except (OSError, ValueError, RuntimeError) as error:  # no URL, a loop of links, no permission, base64 text
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadRow(f"image {number}: {name[:100]!r} cannot be read: {why}", "file of an image") from None
+
+
+def _read_file(name: str, number: int, folder: Path) -> bytes:
     address = name
     if _SCHEME.match(name):
         parts = urlsplit(name)

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 
 from mrl.algo.rows import RowValues
 from mrl.config.override_fields import VLLM_SPEED
@@ -77,11 +78,17 @@ def _short_responses(
     """Returns responses of equally many rows for each of the `replicas`, from all engines."""
     least = max(PROMPTS, len(responder.engines.names))
     count = -(-least // replicas) * replicas
+    if config.model.vision is not None:  # every second one has images
+        seeing = islice((prompt for prompt in prompts if prompt.images), count)
+        pairs = zip_longest(seeing, islice(prompts, count))
+        prompts = [prompt for pair in pairs for prompt in pair if prompt is not None]
     requests = []
     for number in range(count):
         prompt = prompts[number % len(prompts)]
         seed = sample_seed(config.trainer.seed, AGREEMENT, 0, prompt.prompt_id, number)
         begins = min(1, len(prompt.token_ids) - 1)
+        if any(image.start == 0 for image in prompt.images):
+            begins = 0
         tokens = tuple(prompt.token_ids[begins:])
         images = tuple(replace(image, start=image.start - begins) for image in prompt.images)
         requests.append([Request(number, tokens, seed, prompt.prompt_id, number, images=images)])

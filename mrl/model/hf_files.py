@@ -50,7 +50,7 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
         header.pop("__metadata__", None)
         tensors = {name: _tensor_bytes(entry, 8 + length) for name, entry in header.items()}
         _check_apart(tensors, 8 + length)
-        end = max((tensor.stop for tensor in tensors.values()), default=0) - 8 - length
+        end = max((tensor.stop for tensor in tensors.values()), default=8 + length) - 8 - length
         if size != 8 + length + end:
             why = "it was cut short" if size < 8 + length + end else "what lies behind them belongs to no tensor"
             raise ValueError(f"its header describes {8 + length + end} bytes and it has {size}: {why}")

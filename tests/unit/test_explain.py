@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,7 +237,7 @@ def test_rows_that_stand_out_and_parts_of_the_groups_are_left_out_in_turn(tmp_pa
 # ---------------------------------------------------------------- scores, computed again
 
 
-def scored(scores, again, lengths=None, sources=None, texts=None) -> ScoredResponses:
+def scored(scores, again, lengths=None, sources=None, texts=None, group=1) -> ScoredResponses:
     rows = len(scores)
     texts = texts or [str(row) for row in range(rows)]
     return ScoredResponses(
@@ -245,7 +246,7 @@ def scored(scores, again, lengths=None, sources=None, texts=None) -> ScoredRespo
         lengths=np.array(lengths if lengths is not None else np.ones(rows), int),
         sources=np.array(sources or ["one"] * rows),
         responses=[[ord(sign) for sign in text] for text in texts],
-        prompts=[],
+        prompts=[SimpleNamespace(prompt_id=str(row // group)) for row in range(rows)],
         texts=texts,
     )
 
@@ -295,6 +296,22 @@ def test_a_source_whose_truths_are_shifted_is_told_from_one_that_changed():
     assert of_sources(step(rng.integers(0, 2, 40)), before, Again(0.0)) is None
     assert of_sources(step(0), before, Again(0.5))[0] == "truths of source two are shifted by a row"
     assert of_sources(step(0), before, Again(0.0))[0] == "rewards of source two changed"
+    assert of_sources(step(0), before, Again(0.0), searched=True) is None
+
+
+def test_responses_to_one_prompt_are_alike_in_healthy_runs():
+    """Eight responses a prompt, and prompts of which some are seldom solved: nothing changed in 300 steps."""
+    rng = np.random.default_rng(2)
+
+    def step():
+        chances = np.repeat(rng.beta(2, 2, 32), 8)
+        sources = ["one" if prompt < 16 else "two" for prompt in range(32) for _ in range(8)]
+        scores = (rng.random(256) < chances).astype(float)
+        return scored(scores, scores, sources=sources, group=8)
+
+    steps = [step() for _ in range(300)]
+    told = [of_sources(steps[i], steps[i - 5 : i], None) for i in range(5, 300)]
+    assert not any(told)
 
 
 # ---------------------------------------------------------------- what was computed in their place

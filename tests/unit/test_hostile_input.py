@@ -375,6 +375,8 @@ def test_what_the_library_writes_is_read(tmp_path):
     from safetensors.numpy import save_file
 
     file = tmp_path / "model.safetensors"
+    save_file({}, file)
+    assert read_safetensors_header(file) == {}
     tensors = {"a": np.zeros((2, 3), np.float32), "none": np.zeros((0, 3), np.float16), "b": np.ones(5, np.int8)}
     save_file(tensors, file)
     assert {name: found.shape for name, found in read_safetensors_header(file).items()} == {

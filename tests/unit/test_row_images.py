@@ -151,6 +151,11 @@ def test_an_image_is_bytes_or_of_the_datasets_library_or_a_file(tmp_path):
         ("data:image/png;base64,AAAA", "nothing is fetched"),
         ("file://host/a.png", "nothing is fetched"),
         ("missing.png", "is no file"),
+        ("iVBORw0KGgo" * 30, "cannot be read: File name too long"),
+        ("http://[x", "cannot be read: Invalid IPv6 URL"),
+        ("file://[", "cannot be read: Invalid IPv6 URL"),
+        ("\ud800.png", "cannot be read: 'utf-8' codec can't encode"),
+        ("loop.png", "cannot be read"),
         ("a\0b.png", "zero byte"),
         (".", "is no file"),
         ({"bytes": None, "path": None}, "neither bytes nor a path"),
@@ -165,6 +170,7 @@ def test_what_lies_elsewhere_or_is_no_image_is_refused_by_name(tmp_path, entry, 
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
     with pytest.raises(BadRow, match=words):
         image_bytes(entry, 1, folder)
 
@@ -346,7 +352,7 @@ def test_rows_become_prompts_with_the_tokens_and_places_of_their_images(reader, 
         ("a<image>b<image>", [one, other]),
         ("c<image>d<image>", [other, one]),
         ("plain", []),
-        ("<image> text", None),
+        ("text", None),
     ]
     data = loaded(reader, tmp_path, *rows)
     assert data.report.kept == 4 and not data.report.bad
@@ -356,9 +362,16 @@ def test_rows_become_prompts_with_the_tokens_and_places_of_their_images(reader, 
         (1, 4, (1, 4, 4)), (6, 4, (1, 4, 4)),
     ]  # fmt: skip
     assert [image.name for image in data[1].images] == [image.name for image in reversed(first.images)]
-    assert data[2].images == data[3].images == () and "".join(map(chr, data[3].token_ids)) == "<image> text"
+    assert data[2].images == data[3].images == () and "".join(map(chr, data[3].token_ids)) == "text"
     reader.keep([([one], tmp_path), ([other], tmp_path)], tmp_path / "store")
     assert np.array_equal(reader.pixels(first.images[0].name), processor(drawn(64, 64))["pixel_values"])
+
+
+@pytest.mark.parametrize("none", [[], None])
+def test_a_mark_without_an_image_is_a_bad_row(reader, tmp_path, none):
+    """As of a file whose column of images has another name than data.image_key: no row trains without its picture."""
+    with pytest.raises(DataError, match=r"has 1 images .* and the row has 0"):
+        loaded(reader, tmp_path, ("<image>a", none), ("b", [{"bytes": encoded(drawn()), "path": None}]))
 
 
 def test_other_images_under_the_same_words_are_another_prompt(reader, tmp_path):

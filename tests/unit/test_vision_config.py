@@ -43,6 +43,8 @@ def test_a_frozen_tower_beside_a_trained_text_model_is_legal():
         ("rollout.quantization=fp8", "rollout.quantization"),
         ("rollout.speculation={method: ngram, tokens: 2}", "rollout.speculation"),
         ("rollout.turns={tools: [calculator]}", "rollout.turns"),
+        ("rollout.engine_kwargs={vllm: {mm_device_do_normalize: true}}", "rollout.engine_kwargs"),
+        ("rollout.engine_kwargs={vllm: {language_model_only: true}}", "rollout.engine_kwargs"),
         ("trainer.schedule=one_step_off", "trainer.schedule"),
         ("actor.router_replay=R3", "actor.router_replay"),
         ("rollout.data_parallel_size=2", "rollout.data_parallel_size"),

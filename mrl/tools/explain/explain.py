@@ -152,14 +152,14 @@ def _audited(run: StoredRun) -> Explanation:
             if counted > _AUDITED_SCORES:
                 break
         for step in reversed(newest):
-            if verdicts := _of_scores(run, step, again):
+            if verdicts := _of_scores(run, step, again, searched=True):
                 return Explanation(str(run.folder.path), step, verdicts=verdicts)
         said = f"scores of {len(newest)} steps repeat"
     if not replayed_faults(run.config):
         last = run.steps[-1]
         try:
             found = replay(run, last, earlier=min(_AUDITED_STEPS, last) - 1)
-        except ConfigError:
+        except MrlError:
             return Explanation(str(run.folder.path), None, replayed=said)
         if not found.repeats:
             step = min(found.differences, default=last)
@@ -169,7 +169,7 @@ def _audited(run: StoredRun) -> Explanation:
     return Explanation(str(run.folder.path), None, replayed=said)
 
 
-def _of_scores(run: StoredRun, step: int, again: Rescorer | str) -> list[LikelyCause]:
+def _of_scores(run: StoredRun, step: int, again: Rescorer | str, searched: bool = False) -> list[LikelyCause]:
     """Says what is wrong with a step's scores: other ones than the reward function gives, or those of one source."""
     if isinstance(again, str):
         return []
@@ -181,7 +181,7 @@ def _of_scores(run: StoredRun, step: int, again: Rescorer | str) -> list[LikelyC
     for earlier in range(max(1, step - _BEFORE), step):
         with suppress(FileNotFoundError):
             before.append(again.step(earlier))
-    if told := of_sources(now, before, again):
+    if told := of_sources(now, before, again, searched):
         return [LikelyCause("reward", *told, "look at that source's rows (data.train_files) and reward function")]
     return []
 
@@ -301,7 +301,12 @@ def _of_routes(run: StoredRun, step: int, found: Sequence[Break]) -> list[Likely
 
 
 def of_views(run: StoredRun, step: int, views: Sequence[Mapping[str, Any]]) -> list[LikelyCause]:
-    """Says what generation computed, where one of the views gives its log-probs; the best first."""
+    """Says what generation computed, where one of the views gives its log-probs; the best first.
+
+    Nothing is said of schedules ahead of training, whose responses are of earlier versions by design.
+    """
+    if run.config.trainer.schedule != "sync":
+        return []
     if not views or "gap" not in views[0]:
         return []
     own = views[0]["gap"]

@@ -55,7 +55,7 @@ class Rescorer:
 
         config = run.config
         self._run = run
-        self._data = read_data(config.model.path, config.data, config.rollout, config.reward, config.trainer)
+        self._data = read_data(config.model, config.data, config.rollout, config.reward, config.trainer)
         folder = local_folder(config.model.path)
         self._tokenizer = quick_decoder(Path(folder)) or load_tokenizer(folder)
         self._by_id = {prompt.prompt_id: prompt for prompt in self._data.stream.prompts}
@@ -163,12 +163,18 @@ def of_rewards(step: ScoredResponses, again: Rescorer | None = None) -> tuple[st
     return f"the reward function{where} gave other scores than it gives now", evidence
 
 
-def of_sources(now: ScoredResponses, before: Sequence[ScoredResponses], again: Rescorer) -> tuple[str, str] | None:
-    """Returns a cause and its evidence where scores repeat, and those of one source are far from what they were."""
+def of_sources(
+    now: ScoredResponses, before: Sequence[ScoredResponses], again: Rescorer, searched: bool = False
+) -> tuple[str, str] | None:
+    """Returns a cause and its evidence where scores repeat, and those of one source are far from what they were.
+
+    Compared are means of prompts, since responses to one prompt are alike. With `searched` only what can be explained
+    is a cause: among many steps of a healthy run some are far.
+    """
     found = []
     for source in np.unique(now.sources):
-        own = now.scores[now.sources == source]
-        usual = np.concatenate([step.scores[step.sources == source] for step in before] or [own[:0]])
+        own = _of_prompts(now, source)
+        usual = np.concatenate([_of_prompts(step, source) for step in before] or [own[:0]])
         if len(usual) < 2 * len(own) or len(own) < 8:
             continue
         spread = max(usual.std(), 1e-9) * (1 / len(own) + 1 / len(usual)) ** 0.5
@@ -187,7 +193,16 @@ def of_sources(now: ScoredResponses, before: Sequence[ScoredResponses], again: R
                 f"truths of source {source} are shifted by a row",
                 f"{evidence}; by the truth of the row {way} it is {np.nanmean(scores):.3g}",
             )
-    return f"rewards of source {source} changed", evidence
+    return None if searched else (f"rewards of source {source} changed", evidence)
+
+
+def _of_prompts(step: ScoredResponses, source: str) -> np.ndarray:
+    """Returns the mean score of each prompt of a source."""
+    of_prompt: dict[str, list[float]] = {}
+    for prompt, score, own in zip(step.prompts, step.scores, step.sources, strict=True):
+        if own == source:
+            of_prompt.setdefault(prompt.prompt_id, []).append(score)
+    return np.array([np.mean(scores) for scores in of_prompt.values()])
 
 
 def _is_flipped(scores: np.ndarray, again: np.ndarray) -> bool:
