@@ -170,14 +170,15 @@ class KeptTurns:
             return
         if turn.parent is None:
             node = self._node(0, _tools_key(turn))
-            self._first_tools[node] -= 1
-            self._first_messages[turn.messages[0].key] -= 1
+            self._forget(node, turn.messages)
+            if _fewer(self._first_tools, node):
+                del self._nodes[0, _tools_key(turn)]
+            _fewer(self._first_messages, turn.messages[0].key)
         else:
             before = self._turns[turn.parent]
-            node = self._node(before.node, before.said.key)
             self._following[turn.parent] -= 1
             self._question(before).behind.remove(number)
-        self._forget(node, turn.messages)
+            self._forget(self._node(before.node, before.said.key), turn.messages)
         question = self._question(turn)
         question.answers.remove(number)
         if not question.answers:
@@ -300,6 +301,15 @@ class KeptTurns:
         if parent is None and not self._first_messages[new[0].key]:
             return Why.OTHER
         return Why.EDITED
+
+
+def _fewer(counts: Counter[Any], key: Any) -> bool:
+    """Counts one less. Returns whether that was the last, which is then forgotten."""
+    counts[key] -= 1
+    if counts[key]:
+        return False
+    del counts[key]
+    return True
 
 
 def _tools_key(of: ChatRequest | KeptTurn) -> str:

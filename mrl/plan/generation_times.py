@@ -141,7 +141,9 @@ def generation_parts(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory)
     """
     speculation = inputs.config.rollout.speculation
     if is_auto(inputs):
-        full, last = _scheduled(inputs, batch, engine, draft_choice(inputs, batch))
+        choice = draft_choice(inputs, batch)
+        choice = replace(choice, up_to=min(choice.up_to, speculation.max_num_seqs or choice.up_to))
+        full, last = _scheduled(inputs, batch, engine, choice)
     elif speculation is not None and speculation.max_num_seqs:
         choice = DraftChoice(speculation.tokens, speculation.max_num_seqs, 0.0)
         full, last = _scheduled(inputs, batch, engine, choice)
@@ -161,7 +163,7 @@ def _batches(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> tupl
     context = lengths.prompt + lengths.response / 2
     steps = (given - together) / together * response
     full = asdict(decode_step(inputs, engine, together, context))
-    last = asdict(decode_step(inputs, engine, max(1.0, together * response / longest), context))
+    last = asdict(decode_step(inputs, engine, _last_together(inputs, together), context))
     return {part: steps * spent for part, spent in full.items()}, {part: longest * s for part, s in last.items()}
 
 
@@ -281,12 +283,23 @@ def _pays(inputs: PlanInputs, sequences: int) -> bool:
 def _scheduled(
     inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory, choice: DraftChoice
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Predicts what `_batches` does, with drafts only in batches in which they pay. The last batch counts as one."""
-    drafting = _batches(with_drafts(inputs, choice.tokens), batch, engine)
+    """Predicts what `_batches` does, with drafts in batches of at most `choice.up_to`. The last batch counts as one."""
+    speculation = inputs.config.rollout.speculation
+    method = speculation.method if speculation is not None else MTP
+    drafting = _batches(with_drafts(inputs, choice.tokens, method), batch, engine)
     plain = _batches(with_drafts(inputs, 0), batch, engine)
-    full = drafting if sequences_together(inputs, batch, engine) <= choice.up_to else plain
-    last = min(drafting, plain, key=lambda side: sum(side[1].values()))
+    together = sequences_together(inputs, batch, engine)
+    full = drafting if together <= choice.up_to else plain
+    last = drafting if _last_together(inputs, together) <= choice.up_to else plain
     return full[0], last[1]
+
+
+def _last_together(inputs: PlanInputs, together: float) -> float:
+    """Returns the mean sequences of the last batch, which lasts as long as the longest response."""
+    share = mean_lengths(inputs.config, inputs.assumptions).response / longest_response(
+        inputs.config, inputs.assumptions
+    )
+    return max(1.0, together * share)
 
 
 def _prefill(inputs: PlanInputs, batch: BatchPlan, prompt: float) -> float:

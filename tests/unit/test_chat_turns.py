@@ -144,6 +144,21 @@ def test_what_is_given_up_leaves_nothing_behind():
     assert kept.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,))
 
 
+def test_a_prompt_and_tools_that_are_given_up_are_not_kept():
+    kept, _ = sampled(*STEPS)
+    before = sizes(kept)
+    for number in range(3):
+        other = asked(user(f"x{number}" * 1000), tools=({"name": f"f{number}"},))
+        kept.drop(kept.open(other, kept.place(other)))
+        again = asked(U1, tools=({"name": f"f{number}"},))
+        kept.drop(kept.open(again, kept.place(again)))
+    assert sizes(kept) == before
+
+
+def sizes(kept: KeptTurns) -> dict[str, int]:
+    return {name: len(value) for name, value in vars(kept).items() if hasattr(value, "__len__")}
+
+
 def test_what_is_given_up_takes_nothing_of_what_was_said_meanwhile():
     kept = KeptTurns()
     number = kept.open(FIRST, kept.place(FIRST))

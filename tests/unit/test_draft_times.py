@@ -8,6 +8,7 @@ import pytest
 from test_memory_host import inputs_of
 
 from mrl.cli.plan import plan_lines
+from mrl.config.schema_rollout import SpeculationConfig
 from mrl.engine.requests import engine_settings
 from mrl.model.layout import RolloutLayout
 from mrl.plan.devices import USUAL, Measured, MeasuredLengths
@@ -139,3 +140,15 @@ def test_auto_gives_engines_the_plans_number_and_ends_drafts_with_vllms_schedule
     assert seconds["auto"] == min(seconds.values()) < min(seconds[0], seconds[3])
     with_none = replace(inputs, assumptions=replace(USUAL, draft_acceptance=0.0))
     assert draft_choice(with_none, batch_plan(inputs.config, inputs.train)).tokens == 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts_that_end_above_one_sequence_save_nothing_of_large_batches(method):
+    inputs = inputs_of(GLM)
+    plain = generation_seconds(with_drafts(inputs, 0), batch_plan(inputs.config, inputs.train), engine_of(inputs))
+    rollout = inputs.config.rollout
+    limited = SpeculationConfig(method=method, tokens=3, max_num_seqs=1)
+    config = inputs.config.model_copy(update={"rollout": rollout.model_copy(update={"speculation": limited})})
+    limited = replace(inputs, config=config)
+    seconds = generation_seconds(limited, batch_plan(config, inputs.train), engine_of(limited))
+    assert seconds == pytest.approx(plain, rel=0.02)
