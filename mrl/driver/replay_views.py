@@ -32,7 +32,8 @@ _EXPERT = re.compile(r"layers\.(\d+)\..*experts\.(\d+)\.")
 _FACTORS = (2.0, 4.0, 8.0)
 _SEARCHED = {"temperature": (0.25, 4.0), "softmax": (0.25, 4.0)}  # times what is configured
 _GOLDEN = 0.381966
-_SECTIONS = 12  # of the range, which leave less than a hundredth
+_SECTIONS = 8  # of the stretch between two of the first numbers, which leave a fiftieth of it
+_NEAR = (-0.5, -0.2, -0.08, -0.03)  # shares of half of the range: the first numbers on one side of the middle
 _EXPLAINED = 0.1  # of the difference may be left where a view is the answer
 
 
@@ -219,25 +220,27 @@ def compared_views(actor: Any, older: Mapping[int, Weights], gaps: Callable[[], 
 
 
 def _searched(kind: str, low: float, high: float, tried: Callable[[View], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the best view of a kind, by golden section over the logarithm of its number."""
+    """Returns the best view of a kind: of a few numbers on both sides of the middle, then by golden section around the
+    best of them, over the logarithm.
 
-    def at(place: float) -> dict[str, Any]:
-        return tried({"kind": kind, "value": float(np.exp(place))})
+    A view that fits no row better than the ranks' own has the same `fits` as any other, so a section alone would be led
+    astray by ties.
+    """
+    found: dict[float, dict[str, Any]] = {}
 
-    first, last = float(np.log(low)), float(np.log(high))
-    left = first + _GOLDEN * (last - first)
-    right = last - _GOLDEN * (last - first)
-    of_left = at(left)
-    of_right = at(right)
+    def fits(place: float) -> float:
+        place = round(place, 9)
+        if place not in found:
+            found[place] = tried({"kind": kind, "value": float(np.exp(place))})
+        return found[place].get("fits", np.inf)
+
+    middle, half = float(np.log(low * high)) / 2, float(np.log(high / low)) / 2
+    places = [middle + half * share for share in (-1, *_NEAR, *(-share for share in reversed(_NEAR)), 1)]
+    best = min(range(len(places)), key=lambda i: fits(places[i]))
+    first, last = places[max(0, best - 1)], places[min(len(places) - 1, best + 1)]
     for _ in range(_SECTIONS):
-        if "failed" in of_left or "failed" in of_right:
+        left, right = first + _GOLDEN * (last - first), last - _GOLDEN * (last - first)
+        if not np.isfinite(fits(left) + fits(right)):
             break
-        if of_left["fits"] < of_right["fits"]:
-            last, right, of_right = right, left, of_left
-            left = first + _GOLDEN * (last - first)
-            of_left = at(left)
-        else:
-            first, left, of_left = left, right, of_right
-            right = last - _GOLDEN * (last - first)
-            of_right = at(right)
-    return min((of_left, of_right), key=lambda each: each.get("fits", np.inf))
+        first, last = (first, right) if fits(left) < fits(right) else (left, last)
+    return min(found.values(), key=lambda each: each.get("fits", np.inf))

@@ -317,6 +317,17 @@ def test_responses_to_one_prompt_are_alike_in_healthy_runs():
 # ---------------------------------------------------------------- what was computed in their place
 
 
+@pytest.mark.parametrize("value", [0.4, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 2.0])
+def test_a_number_near_the_ranks_own_is_found_too(value):
+    """Each row takes the better of a view and the ranks' own, whose gap is that of 1."""
+
+    def tried(view):
+        gaps = np.abs(np.log(view["value"]) - np.log(value)), abs(np.log(value))
+        return view | {"fits": float(np.minimum(*gaps))}
+
+    assert replay_views._searched("temperature", 0.25, 4.0, tried)["value"] == pytest.approx(value, rel=0.02)
+
+
 def test_a_guess_is_like_the_run_as_far_as_it_gives_what_did_not_repeat():
     unlike = [("a", 2.0, 1.0), ("b", None, 1.0), ("c", 3.0, 1.0)]
     assert likeness(unlike, {"a": 2.0, "c": 3.0}) == 1.0 and likeness(unlike, {"a": 1.5, "c": 2.0}) == 0.5

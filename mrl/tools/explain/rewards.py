@@ -140,7 +140,7 @@ def of_rewards(step: ScoredResponses, again: Rescorer | None = None) -> tuple[st
         f"{len(rows)} of {len(step.scores)} responses{where} got other scores than the reward function gives now (mean "
         f"{step.scores[rows].mean():.3g}, now {step.again[rows].mean():.3g})"
     )
-    if _is_flipped(step.scores[rows], step.again[rows]):
+    if _is_flipped(step.scores[whole], step.again[whole]):
         return f"scores{where} had the other sign", evidence
     length = _correlation(step.scores[whole], step.lengths[whole])
     if abs(length) > _FOLLOWS > abs(_correlation(step.again[whole], step.lengths[whole])):
