@@ -151,23 +151,27 @@ def one_step(actor: Any, step: int, rollouts: Rollouts, left_out: np.ndarray | N
 
 @contextmanager
 def without_replica(replica: int | None) -> Iterator[None]:
-    """Loses the gradients of one data-parallel replica, as if it had none."""
-    from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import DistributedDataParallel
+    """Loses the gradients of one data-parallel replica, as if it had none.
 
-    summed = DistributedDataParallel.start_grad_sync
+    Each group of buckets sums its own, when its gradients are complete or at the end of the pass; the function of the
+    same name of DistributedDataParallel is of schedules with a `grad_sync_func`, and not called.
+    """
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    summed = _ParamAndGradBucketGroup.start_grad_sync
 
     def lost(self, *arguments, **named):
         if mpu.get_data_parallel_rank() == replica:
-            for buffer in (*self.buffers, *self.expert_parallel_buffers):
-                buffer.grad_data.zero_()
+            for bucket in self.buckets:
+                bucket.grad_data.zero_()
         return summed(self, *arguments, **named)
 
-    DistributedDataParallel.start_grad_sync = lost
+    _ParamAndGradBucketGroup.start_grad_sync = lost
     try:
         yield
     finally:
-        DistributedDataParallel.start_grad_sync = summed
+        _ParamAndGradBucketGroup.start_grad_sync = summed
 
 
 def experiment(actor: Any, given: dict[str, Any], step: int, rollouts: Rollouts, start: Snapshot) -> dict[str, Any]:

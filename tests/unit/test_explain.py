@@ -2,15 +2,17 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from report_run import World, write_run
+from small_model import write_model
 
 from mrl.cli.main import main, make_parser
-from mrl.driver import replay_views
+from mrl.driver import replay_rank, replay_views
 from mrl.driver.stored_step import stored_rollouts
 from mrl.errors import ConfigError, DataError
 from mrl.tools.explain import explain as explaining
@@ -19,7 +21,7 @@ from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_le
 from mrl.tools.explain.experiments import effects, experiments_of, likeness
 from mrl.tools.explain.explain import Explanation, explain, lines, of_views
 from mrl.tools.explain.replay import Replay, StoredRun, replay
-from mrl.tools.explain.rewards import ScoredResponses, of_rewards, of_sources
+from mrl.tools.explain.rewards import Rescorer, ScoredResponses, of_rewards, of_sources, rescorer
 from mrl.tools.explain.signs import drift, signs
 
 # ---------------------------------------------------------------- the run's own band
@@ -277,6 +279,23 @@ def test_scores_that_the_reward_function_does_not_give_are_told_by_what_they_fol
     assert anything[0] == "the reward function gave other scores than it gives now" and "40 of 40" in anything[1]
 
 
+def test_a_runs_own_data_and_reward_are_read_again_without_a_word(tmp_path, capfd):
+    """What is printed would stand before the JSON of an answer."""
+    write_model(tmp_path / "model")
+    rows = [
+        {"data_source": "a", "prompt": f"1+{number}", "reward_model": {"ground_truth": str(1 + number)}}
+        for number in range(64)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = [f"data.train_files=[{tmp_path / 'rows.jsonl'}]", "data.val_files=[]"]
+    settings = [f"model.path={tmp_path / 'model'}", *files, "reward.function=exact_match",
+                "reward.custom_reward_function=null",
+                "data.train_batch_size=8", "actor.ppo_mini_batch_size=8"]  # fmt: skip
+    run = StoredRun.read(write_run(tmp_path / "run", World(settings=settings)).path)
+    assert isinstance(rescorer(run), Rescorer)
+    assert capfd.readouterr().out == ""
+
+
 def test_a_source_whose_truths_are_shifted_is_told_from_one_that_changed():
     rng = np.random.default_rng(1)
     sources = ["one", "two"] * 20
@@ -315,6 +334,28 @@ def test_responses_to_one_prompt_are_alike_in_healthy_runs():
 
 
 # ---------------------------------------------------------------- what was computed in their place
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_gradients_of_a_replica_are_lost_before_megatron_sums_them(monkeypatch, replica):
+    """Megatron's own end of a pass reaches what loses them."""
+    import torch
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    summed = []
+    monkeypatch.setattr(
+        _ParamAndGradBucketGroup,
+        "start_grad_sync",
+        lambda self, **_: summed.append(self.buckets[0].grad_data.sum().item()),
+    )
+    monkeypatch.setattr("megatron.core.parallel_state.get_data_parallel_rank", lambda: 1)
+    group = object.__new__(_ParamAndGradBucketGroup)
+    group.ddp_config = SimpleNamespace(overlap_grad_reduce=False)
+    for context in (replay_rank.without_replica(replica), nullcontext()):
+        group.buckets = [SimpleNamespace(grad_data=torch.ones(3))]
+        with context:
+            group.finish_grad_sync()
+    assert summed == [0.0 if replica == 1 else 3.0, 3.0]
 
 
 @pytest.mark.parametrize("value", [0.4, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 2.0])

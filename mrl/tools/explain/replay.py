@@ -8,6 +8,7 @@ The ranks are processes of this host in the run's own layout, without Ray and wi
 on the same kind of device with the same software, every number comes out with equal bits.
 """
 
+import io
 import json
 import math
 import os
@@ -16,11 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.checkpoint.manifest import read_manifest
 from mrl.config.load import load_config
@@ -33,6 +34,9 @@ from mrl.record.metrics import reduce_parts
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sample_files import steps_with_responses
 from mrl.tools.compare_runs import is_of_clock
+
+if TYPE_CHECKING:
+    from mrl.driver.assemble_data import Data
 
 MOST_STEPS = 200  # between a checkpoint and the step, which are all computed again
 OLDER_VERSIONS = 3  # that generation may have had, see mrl.driver.replay_views
@@ -241,9 +245,18 @@ def _total_steps(config: RunConfig) -> int:
     """Returns the steps of the run, which its learning rates follow."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
+    return data_of(config).total_steps
+
+
+def data_of(config: RunConfig) -> "Data":
+    """Reads a run's prompts and reward function again. Raises what `read_data` raises.
+
+    What that prints, the run has said, and would stand before the JSON of an answer.
+    """
     from mrl.driver.assemble_data import read_data
 
-    return read_data(config.model, config.data, config.rollout, config.reward, config.trainer).total_steps
+    with redirect_stdout(io.StringIO()):
+        return read_data(config.model, config.data, config.rollout, config.reward, config.trainer)
 
 
 def _ranks(config: RunConfig, folder: Path, timeout_s: float) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from mrl.model.hub import local_folder
 from mrl.record.sample_files import read_samples, readable
 from mrl.reward.items import OK, RewardItem
 from mrl.reward.pool import RewardPool
-from mrl.tools.explain.replay import StoredRun
+from mrl.tools.explain.replay import StoredRun, data_of
 
 _SAME = 1e-6
 _FOLLOWS = 0.8  # share of the variance of scores, and correlation, at which they are said to follow something
@@ -51,11 +51,9 @@ class Rescorer:
     """Reads a run's prompts and reward function once, and scores steps again."""
 
     def __init__(self, run: StoredRun):
-        from mrl.driver.assemble_data import read_data
-
         config = run.config
         self._run = run
-        self._data = read_data(config.model, config.data, config.rollout, config.reward, config.trainer)
+        self._data = data_of(config)
         folder = local_folder(config.model.path)
         self._tokenizer = quick_decoder(Path(folder)) or load_tokenizer(folder)
         self._by_id = {prompt.prompt_id: prompt for prompt in self._data.stream.prompts}

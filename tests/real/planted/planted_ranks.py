@@ -83,22 +83,28 @@ def rank_temperature(module, first, _):
 
 
 def _of_gradients(module, first, damage):
-    """Calls `damage(buffer)` for gradients of the last rank, before they are summed."""
-    from megatron.core.distributed import DistributedDataParallel
-
+    """Calls `damage(values)` for gradients of the last rank, before they are summed (gradients are not overlapped)."""
     now = {"damaged": False}
-    finish = DistributedDataParallel.start_grad_sync
 
-    def finished(self, *arguments, **named):
-        if now["damaged"]:
-            for buffer in (*self.buffers, *self.expert_parallel_buffers):
-                damage(buffer.grad_data)
-        return finish(self, *arguments, **named)
+    def damaging(chunk):
+        finish = chunk.finish_grad_sync
+
+        def finished(*arguments, **named):
+            if now["damaged"]:
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                    damage(buffer.grad_data)
+            return finish(*arguments, **named)
+
+        chunk.finish_grad_sync = finished
 
     def change(actor, step, phase):
+        if not now.get("hooked"):
+            now["hooked"] = True
+            assert not actor.chunks[0].ddp_config.overlap_grad_reduce
+            for chunk in actor.chunks:
+                damaging(chunk)
         now["damaged"] = step >= first and _is_last(actor)
 
-    DistributedDataParallel.start_grad_sync = finished
     _rank_step(module, change)
 
 
