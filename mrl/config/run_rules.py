@@ -369,6 +369,9 @@ def _same_architecture(field: str) -> Rule:
     return judge
 
 
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
 def _ends(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Refuses what ends no response."""
     if os.path.isdir(config.model.path):
@@ -390,6 +393,16 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 _HERE = (
     _ends,
+    RuleRow(
+        "model.path",
+        lambda c, m: (
+            c.model.vision is not None
+            and os.path.isdir(c.model.path)
+            and not any(os.path.isfile(os.path.join(c.model.path, name)) for name in _PROCESSORS)
+        ),
+        f"has no image processor ({', '.join(_PROCESSORS)})",
+        "put it there, as it came with the model: model.vision reads images by it",
+    ),
     _registered_loss,
     _registered_advantage,
     *map(_same_architecture, ("ref.path", "critic.path")),

@@ -64,6 +64,9 @@ class ImageReader:
         another way than the model expects.
         """
         processor = _load_processor(folder)
+        for key in ("image_token_id", "vision_config"):
+            if key not in config:
+                raise ConfigError(f"model.path {folder}: config.json has no {key}; write it there, as it came")
         self.image_token = config["image_token_id"]
         self._processor = processor
         self._store = store
@@ -189,6 +192,11 @@ def _load_processor(folder: str) -> Any:
         ) from None
     if type(processor) is not Qwen2VLImageProcessorPil:
         raise ConfigError(f"model.path {folder}: its image processor is {type(processor).__name__}, which is not read")
+    if not processor.do_resize:
+        raise ConfigError(
+            f"model.path {folder}: preprocessor_config.json has do_resize: false; images are counted by the size that "
+            "the processor makes of them, so take it out"
+        )
     return processor
 
 

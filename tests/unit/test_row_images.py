@@ -306,6 +306,19 @@ def test_each_image_has_its_tokens_where_the_template_has_one(reader):
         reader.expanded([1, 7, 7], images)
 
 
+@pytest.mark.parametrize("key", ["image_token_id", "vision_config"])
+def test_a_configuration_that_lacks_what_images_need_is_told_by_name(key, model, tmp_path):
+    with pytest.raises(ConfigError, match=f"config.json has no {key}"):
+        ImageReader({name: value for name, value in CONFIG.items() if name != key}, model, tmp_path / "store", MOST)
+
+
+def test_a_processor_that_keeps_sizes_is_refused_as_tokens_are_counted_by_new_ones(model, tmp_path):
+    settings = json.loads((Path(model) / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"do_resize": False}))
+    with pytest.raises(ConfigError, match="do_resize: false"):
+        ImageReader(CONFIG, str(tmp_path), tmp_path / "store", MOST)
+
+
 @pytest.mark.parametrize("key", ["patch_size", "temporal_patch_size", "spatial_merge_size"])
 def test_a_processor_that_is_not_the_models_is_refused(model, tmp_path, key):
     other = {**CONFIG, "vision_config": {**CONFIG["vision_config"], key: 3}}

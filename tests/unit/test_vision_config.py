@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
-from mrl.config.rules import violations
+from mrl.config.rules import seen_violations, violations
 from mrl.engine.requests import engine_settings
 from mrl.model import model_spec
 
@@ -89,3 +89,15 @@ def test_engines_are_vllms_whole_model_only_where_they_see():
         else:
             assert arguments["hf_overrides"] == {"architectures": ["Qwen3InsideVL"]}
             assert settings.images is None and not [name for name in arguments if name.startswith(("mm_", "skip_mm"))]
+
+
+def test_a_folder_without_an_image_processor_is_refused_before_a_run(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(WHOLE))
+    resolved = load_config(TINY, overrides=[*SEEING, f"model.path={tmp_path}"])
+
+    def said():
+        return [each.rule for each in seen_violations(resolved, model_spec(WHOLE)) if "processor" in each.rule]
+
+    assert len(said()) == 1
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert said() == []
