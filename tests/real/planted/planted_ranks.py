@@ -82,8 +82,11 @@ def rank_temperature(module, first, _):
     _rank_step(module, change)
 
 
-def _of_gradients(module, first, damage):
-    """Calls `damage(values)` for gradients of the last rank, before they are summed (gradients are not overlapped)."""
+def _of_gradients(module, first, damage, once=False):
+    """Calls `damage(values)` for gradients of the last rank, before they are summed (gradients are not overlapped).
+
+    With `once` for those of one update: the trainer guards its weights, and ends a run that goes on so.
+    """
     now = {"damaged": False}
 
     def damaging(chunk):
@@ -93,6 +96,7 @@ def _of_gradients(module, first, damage):
             if now["damaged"]:
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                     damage(buffer.grad_data)
+                now["damaged"] = not once
             return finish(*arguments, **named)
 
         chunk.finish_grad_sync = finished
@@ -103,7 +107,7 @@ def _of_gradients(module, first, damage):
             assert not actor.chunks[0].ddp_config.overlap_grad_reduce
             for chunk in actor.chunks:
                 damaging(chunk)
-        now["damaged"] = step >= first and _is_last(actor)
+        now["damaged"] = (step == first and phase == "update" if once else step >= first) and _is_last(actor)
 
     _rank_step(module, change)
 
@@ -115,7 +119,7 @@ def gradients(module, first, _):
 
 def not_a_number(module, first, _):
     """NaN in gradients, from which the trainer guards its weights."""
-    _of_gradients(module, first, lambda values: values[:1].fill_(float("nan")))
+    _of_gradients(module, first, lambda values: values[:1].fill_(float("nan")), once=True)
 
 
 def clip(module, first, _):
