@@ -5,7 +5,7 @@
 FROM python:3.11-slim-bookworm AS source
 ENV PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /opt/mrl
-COPY setup.py pyproject.toml README.md ./
+COPY setup.py pyproject.toml README.md LICENSE ./
 COPY mrl mrl
 COPY parallel_configs parallel_configs
 COPY launch launch

@@ -1,6 +1,11 @@
 """Package definition. Versions are exact: each row is a set that was tested together, or says that it was not."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 CORE = [
     "pydantic==2.14.3", "PyYAML==6.0.3", "numpy==2.3.5", "pyarrow==26.0.1", "rich==15.0.0", "tensorboard==2.21.0",
@@ -59,10 +64,34 @@ EXTRAS = {
     ],
 }  # fmt: skip
 
+ROOT = Path(__file__).absolute().parent
+
+
+class BuildWithPresets(build_py):
+    """Puts into a wheel what a clone has beside the package: the presets, and the commit that it is built from.
+
+    mrl/platforms/source.py finds both.
+    """
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return  # the clone itself is what is imported
+        package = Path(self.build_lib) / "mrl"
+        shutil.copytree(ROOT / "parallel_configs", package / "parallel_configs", dirs_exist_ok=True)
+        command = ["git", "-C", ROOT, "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+        told = subprocess.run(command, capture_output=True)
+        if (ROOT / ".git").exists() and told.returncode == 0:
+            (package / "commit.txt").write_bytes(told.stdout)
+
+
 setup(
     name="mrl",
+    cmdclass={"build_py": BuildWithPresets},
     version="0.1.0",
     description="Reinforcement learning of large mixture-of-experts language models on Megatron",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     packages=find_packages(include=["mrl", "mrl.*"]),
     package_data={
         "mrl": [

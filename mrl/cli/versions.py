@@ -8,11 +8,10 @@ from mrl.platforms.versions import bare, installed_versions, row_of
 
 
 def version_lines(installed: Mapping[str, str] | None = None, device: str | None = None) -> list[str]:
-    """Returns `mrl 0.1.0`, then a line for each package of the device's row. It imports none of them."""
+    """Returns `mrl 0.1.0+gCOMMIT`, then a line for each package of the device's row. It imports none of them."""
     installed = installed_versions() if installed is None else installed
     row = row_of(device or detect_kind())
-    own = installed.get("mrl", "not installed as a package")
-    lines = [f"mrl {own}, Python {platform.python_version()}, {platform.machine()}"]
+    lines = [f"mrl {installed['mrl']}, Python {platform.python_version()}, {platform.machine()}"]
     lines.append(f"row {row.name} ({row.tested}):")
     for name, wanted in {**row.packages, **row.compiled, **row.loose}.items():
         version = installed.get(name)

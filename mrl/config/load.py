@@ -24,6 +24,7 @@ from mrl.config.section import section_of
 from mrl.config.yaml_tree import Node, Origin, dump_value, merge, parse_yaml
 from mrl.errors import ConfigError, InvalidConfig, Violation, did_you_mean
 from mrl.plain_files import CONFIG_BYTES, read_text, reason
+from mrl.platforms.source import preset_file
 from mrl.record.redact import without_secrets
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -91,11 +92,11 @@ class _Layer:
 def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence[str] = ()) -> ResolvedConfig:
     """Composes the preset at `path` (with its `extends:` and `recipe:`), `recipe` and `overrides` (`a.b=value`).
 
-    Later ones win. A file's own keys win over the recipe that it names, and that recipe wins over the files it extends.
-    `recipe` wins over the whole preset and replaces the preset's recipe. Raises ConfigError. SchemaRefusal lists
-    everything that the schema refuses.
+    Where no file is at `path`, parallel_configs/... is the preset that came with mrl. Later ones win. A file's own keys
+    win over the recipe that it names, and that recipe wins over the files it extends. `recipe` wins over the whole
+    preset and replaces the preset's recipe. Raises ConfigError. SchemaRefusal lists everything that the schema refuses.
     """
-    layers = _file_layers(Path(path), ())
+    layers = _file_layers(preset_file(Path(path)), ())
     if recipe is not None:
         layers = [*layers, _recipe_layer(recipe, "--recipe")]
     layers = [*_with_last_recipe(layers), *(_Layer(_override(text)) for text in overrides)]

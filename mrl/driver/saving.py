@@ -31,6 +31,7 @@ from mrl.errors import EnvironmentFault
 from mrl.generate.train_state import TrainState
 from mrl.model import load_model_spec
 from mrl.model.hf_config import without_quantization
+from mrl.platforms.source import own_version
 
 
 class SavingActor(Protocol):
@@ -315,5 +316,6 @@ class Saver:
 
 
 def _versions() -> dict[str, Any]:
-    names = ("mrl", "torch", "megatron-core", "mbridge", "transformers")
-    return {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in names}
+    names = ("torch", "megatron-core", "mbridge", "transformers")
+    versions = {name: importlib.metadata.version(name) for name in names}
+    return {"python": sys.version.split()[0], "mrl": own_version()} | versions

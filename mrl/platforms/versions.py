@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mrl.platforms.source import own_version
+
 
 @dataclass(frozen=True)
 class VersionRow:
@@ -36,14 +38,14 @@ PACKAGES = (
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the versions of those PACKAGES that are installed. Imports none of them."""
+    """Returns the versions of those PACKAGES that are installed, mrl's with its commit. Imports none of them."""
     installed = {}
     for name in PACKAGES:
         try:
             installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return installed
+    return installed | {"mrl": own_version()}
 
 
 MIN_PYTHON = (3, 11)

@@ -7,12 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mrl
 from mrl.config.load import load_config
 from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.errors import ConfigError
 from mrl.model import FAMILIES, known_models, known_name
 from mrl.model.layout import LayoutDegrees
+from mrl.platforms.source import PRESETS, preset_folder
 
 _DEFAULT = LayoutConfig(world_size=1).model_dump()
 # Families in launch scripts that mrl does not have: (pattern of the model's name, what it is). The first match counts.
@@ -78,11 +78,10 @@ def unknown_family(path: str, is_there: bool) -> str | None:
 
 
 def _candidates(model: str, device: str, devices: int, with_adapters: bool) -> Iterator[tuple[tuple[Any, ...], Chosen]]:
-    # presets of the source tree: in the current directory, or beside the package
-    folders = (Path.cwd() / "parallel_configs", Path(mrl.__file__).parents[1] / "parallel_configs")
-    folder = next((folder for folder in folders if folder.is_dir()), None)
+    here = Path(PRESETS)
+    folder = here if here.is_dir() else preset_folder()
     name = known_name(model)
-    if folder is None or name is None:
+    if name is None:
         return
     for file in sorted(folder.glob("*/*.yaml")):
         config = _preset(file)
