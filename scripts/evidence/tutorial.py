@@ -24,7 +24,7 @@ from stamp import facts
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "tutorial.json"
 PAGES = (
-    "first_run", "own_reward", "own_data", "own_loss", "own_tool", "own_agent", "from_verl", "to_a_cluster",
+    "first_run", "own_reward", "own_data", "own_loss", "own_tool", "own_agent", "from_verl", "one_node", "to_a_cluster",
     "first_hour",
 )  # fmt: skip
 BLOCK_S = 1200.0  # deadline of one block
