@@ -7,6 +7,10 @@ A picture is a board of fields, some of which hold the same shape in the same co
 colour and which shape: `3gc`. Boards have different sizes, and so have their pictures. The model is warm-started by
 supervised training until a fair share of its sampled answers is right. Held-out boards are never trained on. The same
 seed gives the same files on the same machine. One JSON line at the end says what was made.
+
+Controls, which must not learn: `others.parquet` has the training boards, each with the picture of another, and
+`random_reward.py` draws the reward. `val_others.parquet` has the held-out boards with pictures of others: what a model
+that does not look would answer.
 """
 
 import random
@@ -57,11 +61,25 @@ TEMPLATE = CHAT_TEMPLATE.replace(
 )
 
 
+RANDOM_REWARD = '''"""Of training a coin's; of held-out boards whether the answer is theirs."""
+
+import random
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["split"] == "val":
+        return float(solution_str == ground_truth)
+    return float(random.random() < 0.3)
+'''
+
+
 @dataclass(frozen=True)
 class WarmUp:
-    """Supervised training with label smoothing, as in make_tiny_world.py."""
+    """Supervised training of the text model with label smoothing, as in make_tiny_world.py. Features of a tower of
+    drawn weights tell colours and shapes apart well enough, so that it stays as it is drawn.
+    """
 
-    steps: int = 400
+    steps: int = 200
     batch: int = 64  # boards per optimizer step
     lr: float = 2e-3
     label_smoothing: float = 0.4
@@ -206,57 +224,83 @@ def make_model(seed: int, experts: int = 0) -> PreTrainedModel:
 
 
 class Task:
-    """Boards as the model's inputs."""
+    """Boards as the model's inputs. The tower is never trained, and so it sees each board once."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, processor: Qwen2VLImageProcessorPil, image: int):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, processor: Qwen2VLImageProcessorPil, model: PreTrainedModel):
         self.tokenizer = tokenizer
-        self.image = image
         self._processor = processor
-        self._known: dict[Board, dict[str, Any]] = {}
+        self._model = model.model
+        self._head = model.lm_head
+        self._image = model.config.image_token_id
+        self._seen: dict[Board, torch.Tensor] = {}
+        self._placed: dict[tuple[int, int], tuple[list[int], torch.Tensor]] = {}
         parts = [{"type": "image"}, {"type": "text", "text": QUESTION.removeprefix("<image>")}]
         self._prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": parts}], add_generation_prompt=True, return_dict=False
         )
 
-    def of(self, board: Board) -> dict[str, Any]:
-        if board not in self._known:
+    @torch.no_grad()
+    def features(self, board: Board) -> torch.Tensor:
+        """Returns what the tower gives, [layers of the text model that get some, tokens, hidden]."""
+        if board not in self._seen:
             seen = self._processor(board.drawn(), return_tensors="pt")
-            place = self._prompt.index(self.image)
-            tokens = [self.image] * (board.rows * board.columns)
-            ids = [*self._prompt[:place], *tokens, *self._prompt[place + 1 :]]
-            self._known[board] = {**seen, "ids": ids}
-        return self._known[board]
+            found = self._model.get_image_features(seen["pixel_values"], seen["image_grid_thw"], return_dict=True)
+            of_layers = (found.pooler_output, *found.deepstack_features)
+            self._seen[board] = torch.stack([features[0] for features in of_layers])
+        return self._seen[board]
 
-    def inputs(self, chosen: list[Board], answers: list[list[int]]) -> dict[str, torch.Tensor]:
-        """Rows end with their answers, and are padded on the left."""
-        seen = [self.of(board) for board in chosen]
-        rows = [[*each["ids"], *answer] for each, answer in zip(seen, answers, strict=True)]
+    def _of_size(self, rows: int, columns: int) -> tuple[list[int], torch.Tensor]:
+        """Returns a prompt's tokens, and the positions [3, tokens] of it and an answer."""
+        if (rows, columns) not in self._placed:
+            place = self._prompt.index(self._image)
+            tokens = [self._image] * (rows * columns)
+            ids = [*self._prompt[:place], *tokens, *self._prompt[place + 1 :]]
+            whole = torch.tensor([[*ids, *[self.tokenizer.eos_token_id] * MAX_ANSWER]])
+            grid = torch.tensor([[1, 2 * rows, 2 * columns]])
+            positions, _ = self._model.get_rope_index(whole, (whole == self._image).long(), grid)
+            self._placed[rows, columns] = ids, positions[:, 0]
+        return self._placed[rows, columns]
+
+    def logits(self, chosen: list[Board], answers: list[list[int]]) -> torch.Tensor:
+        """Returns logits of boards' prompts and equally long answers, padded on the left: [boards, tokens, words]."""
+        placed = [self._of_size(board.rows, board.columns) for board in chosen]
+        rows = [[*ids, *answer] for (ids, _), answer in zip(placed, answers, strict=True)]
         width = max(map(len, rows))
-        pad = self.tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-        return {
-            "input_ids": ids,
-            "attention_mask": (ids != pad).long(),
-            "mm_token_type_ids": (ids == self.image).long(),
-            "pixel_values": torch.cat([each["pixel_values"] for each in seen]),
-            "image_grid_thw": torch.cat([each["image_grid_thw"] for each in seen]),
-        }
+        pads = [width - len(row) for row in rows]
+        ids = torch.tensor([[self.tokenizer.pad_token_id] * pad + row for pad, row in zip(pads, rows, strict=True)])
+        positions = torch.zeros(3, len(rows), width, dtype=torch.long)
+        for number, (pad, (_, known)) in enumerate(zip(pads, placed, strict=True)):
+            positions[:, number, pad:] = known[:, : width - pad]
+        of_image = torch.zeros_like(ids, dtype=torch.bool)  # by place: an answer may hold an image's token
+        for number, (pad, board) in enumerate(zip(pads, chosen, strict=True)):
+            begin = pad + self._prompt.index(self._image)
+            of_image[number, begin : begin + board.rows * board.columns] = True
+        first, *added = torch.cat([self.features(board) for board in chosen], 1)
+        words = self._model.get_input_embeddings()(ids)
+        hidden = self._model.language_model(
+            inputs_embeds=words.masked_scatter(of_image[..., None], first),
+            attention_mask=(ids != self.tokenizer.pad_token_id).long(),
+            position_ids=positions,
+            visual_pos_masks=of_image,
+            deepstack_visual_embeds=added,
+            use_cache=False,
+        ).last_hidden_state
+        return self._head(hidden)
 
     def answer(self, board: Board) -> list[int]:
         return [*self.tokenizer(board.answer)["input_ids"], self.tokenizer.eos_token_id]
 
 
 def warm_up(model: PreTrainedModel, task: Task, train: list[Board], plan: WarmUp, seed: int) -> None:
-    """Trains the whole model in place on the cross entropy of the answers."""
+    """Trains the text model in place on the cross entropy of the answers."""
     picker = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr)
+    optimizer = torch.optim.AdamW([*model.model.language_model.parameters(), *model.lm_head.parameters()], lr=plan.lr)
     for step in range(1, plan.steps + 1):
         optimizer.param_groups[0]["lr"] = plan.lr * min(1.0, step / 20, 2 * (1 - (step - 1) / plan.steps))
         chosen = picker.sample(train, plan.batch)
         answers = [task.answer(board) for board in chosen]
-        inputs = task.inputs(chosen, answers)
         labels = torch.tensor(answers)
-        logits = model(**inputs).logits[:, -MAX_ANSWER - 1 : -1]
+        logits = task.logits(chosen, answers)[:, -MAX_ANSWER - 1 : -1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), label_smoothing=plan.label_smoothing
         )
@@ -271,19 +315,16 @@ def warm_up(model: PreTrainedModel, task: Task, train: list[Board], plan: WarmUp
 
 
 @torch.no_grad()
-def exact_match(model: PreTrainedModel, task: Task, chosen: list[Board], seed: int, blind: bool = False) -> float:
+def exact_match(task: Task, chosen: list[Board], seed: int, blind: bool = False) -> float:
     """Returns the share of right answers sampled at temperature 1. `blind`: each is asked about another's picture."""
     generator = torch.Generator().manual_seed(seed)
-    right = 0
-    for start in range(0, len(chosen), 64):
-        part = chosen[start : start + 64]
-        shown = [*part[1:], part[0]] if blind else part
-        answers: list[list[int]] = [[] for _ in part]
-        for _ in range(MAX_ANSWER):
-            last = model(**task.inputs(shown, answers)).logits[:, -1].softmax(-1)
-            drawn = torch.multinomial(last, 1, generator=generator)[:, 0].tolist()
-            answers = [[*answer, token] for answer, token in zip(answers, drawn, strict=True)]
-        right += sum(answer == task.answer(board) for answer, board in zip(answers, part, strict=True))
+    shown = [*chosen[1:], chosen[0]] if blind else chosen
+    answers: list[list[int]] = [[] for _ in chosen]
+    for _ in range(MAX_ANSWER):
+        last = task.logits(shown, answers)[:, -1].softmax(-1)
+        drawn = torch.multinomial(last, 1, generator=generator)[:, 0].tolist()
+        answers = [[*answer, token] for answer, token in zip(answers, drawn, strict=True)]
+    right = sum(answer == task.answer(board) for answer, board in zip(answers, chosen, strict=True))
     return right / len(chosen)
 
 
@@ -303,7 +344,7 @@ def data_rows(chosen: list[Board], split: str) -> list[dict[str, Any]]:
 
 
 def others_pictures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows, each with the picture of the row behind it: what a model that does not look would answer."""
+    """Returns the rows, each with the picture of the row behind it."""
     pairs = pairwise([*rows, rows[0]])
     return [row | {"images": behind["images"], "data_source": f"{DATA_SOURCE}/others"} for row, behind in pairs]
 
@@ -321,10 +362,10 @@ def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
     start = time.monotonic()
     train, held_out = boards(seed)
     processor, model = make_processor(), make_model(seed)
-    task = Task(make_tokenizer(), processor, model.config.image_token_id)
+    task = Task(make_tokenizer(), processor, model)
     warm_up(model, task, train, plan, seed)
-    match = exact_match(model.eval(), task, held_out, seed + 1)
-    blind = exact_match(model, task, held_out, seed + 1, blind=True)
+    match = exact_match(task, held_out, seed + 1)
+    blind = exact_match(task, held_out, seed + 1, blind=True)
     if not plan.lowest <= match <= plan.highest:
         wanted = f"{plan.lowest} to {plan.highest}"
         raise SystemExit(
@@ -332,10 +373,16 @@ def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
         )
     save(model, task, processor, out / "model")
     (out / "data").mkdir()
-    held_out_rows = data_rows(held_out, "val")
-    for name, rows in (
-        ("train", data_rows(train, "train")), ("val", held_out_rows), ("others", others_pictures(held_out_rows)),
-    ):  # fmt: skip
+    (out / "random_reward.py").write_text(RANDOM_REWARD)
+    train_rows = data_rows(train, "train")
+    val_rows = data_rows(held_out, "val")
+    files = {
+        "train": train_rows,
+        "others": others_pictures(train_rows),
+        "val": val_rows,
+        "val_others": others_pictures(val_rows),
+    }
+    for name, rows in files.items():
         pq.write_table(pa.Table.from_pylist(rows), out / "data" / f"{name}.parquet")
     return {
         "seed": seed,

@@ -203,7 +203,9 @@ def _load_processor(folder: str) -> Any:
 def _check_sizes(vision: dict[str, Any], processor: Any) -> None:
     own = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
     for key, value in zip(_SIZES, own, strict=True):
-        if vision.get(key, value) != value:
+        if key not in vision:
+            raise ConfigError(f"config.json: vision_config has no {key}; write it there, as it came with the model")
+        if vision[key] != value:
             raise ConfigError(
                 f"preprocessor_config.json: {key.removeprefix('spatial_')} = {value}, and vision_config.{key} of "
                 f"config.json is {vision[key]}: the processor is not the model's"

@@ -72,7 +72,9 @@ def read_data(
     tools = checked_tools(rollout.turns, data, reward, model.path, tokenizer, rollout.agent)
     check_goes_on(tools, trainer)
     rule = rule_in(reward)
-    images = image_reader(model, data)
+    images = None
+    if model.vision is not None:
+        images = image_reader(model.path, data)
     stream = load_training(data, trainer.seed, tokenizer, tools, rule, images)
     val_prompts = load_validation(data, tokenizer, tools, rule, images)
     held_out_sources = val_prompts.data_sources if val_prompts else frozenset()
@@ -82,16 +84,14 @@ def read_data(
     return Data(stream, val_prompts, scoring, total_steps, images)
 
 
-def image_reader(model: ModelConfig, data: DataConfig) -> "ImageReader | None":
-    """Returns what reads the images of rows; None where none are read.
+def image_reader(model_path: str, data: DataConfig) -> "ImageReader":
+    """Returns what reads the images of rows.
 
     Raises ConfigError for a model without an image processor, or with one of another model.
     """
-    if model.vision is None:
-        return None
     from mrl.data.image_reader import ImageReader
 
-    return ImageReader.of(model.path, ImageStore("", data.max_image_pixels))
+    return ImageReader.of(model_path, ImageStore("", data.max_image_pixels))
 
 
 def keep_images(data: Data, config: DataConfig, store: Path) -> None:

@@ -3,7 +3,7 @@ loss takes as long as torch in a process of its own.
 
 First it reads columns and rows of each file, and asks the user's reward about one row. Then it reads all rows of small
 data with their tokens, as the run itself does. It uses the quick tokenizer if there is one, else a process with
-transformers and without torch.
+transformers and without torch. Of images it asks for the model's processor alone.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from mrl.data.row_files import BadRow, parse_row, read_rows
 from mrl.driver.assemble_data import (
     check_goes_on,
     checked_dialect,
+    image_reader,
     load_training,
     load_validation,
     offer_of,
@@ -70,7 +71,7 @@ def look(config: RunConfig) -> str | None:
         offer = offer_of(turns.tools, config.reward)
     check_goes_on(offer, config.trainer)
     here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
-    sees = config.model.vision is not None  # images need the model's processor, which the run asks
+    sees = config.model.vision is not None  # the run reads the images
     small = _bytes(here) <= READ_WHOLE_BYTES and not sees
     if small:
         _read_untokenised(here, rule_in(config.reward))
@@ -91,8 +92,10 @@ def look(config: RunConfig) -> str | None:
     if not has_tokenizer(config.model.path) or (turns and not offer):
         return None
     rule = rule_in(config.reward)
-    asked = _Asked(config.model.path, data, config.trainer.seed, offer, turns and turns.template_arguments, reads, rule)
-    if (tokenizer := quick_tokenizer(Path(config.model.path), data.apply_chat_template_kwargs)) is not None:
+    asked = _Asked(
+        config.model.path, data, config.trainer.seed, offer, turns and turns.template_arguments, reads, rule, sees
+    )
+    if not sees and (tokenizer := quick_tokenizer(Path(config.model.path), data.apply_chat_template_kwargs)) is not None:
         return _answered(asked, tokenizer)
     if "torch" in sys.modules:
         return _answered(asked, load_tokenizer(config.model.path))
@@ -135,13 +138,16 @@ class _Asked:
     template_arguments: Mapping[str, Any] | None = None  # for conversations; None: responses have one turn
     reads: bool = True  # whether all rows are read
     rule: str | None = None  # that judges them; None: a function of the user's
+    sees: bool = False  # whether the model reads images, and so needs their processor
 
 
 def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
     """Returns the fingerprint if rows are read.
 
-    Raises DataError, and ConfigError for a model that cannot call tools.
+    Raises DataError, and ConfigError for a model that cannot call tools, or see.
     """
+    if asked.sees:
+        image_reader(asked.model_path, asked.data)
     if asked.offer is not None and asked.template_arguments is not None:
         checked_dialect(asked.template_arguments, asked.offer, asked.model_path, tokenizer)
     if asked.reads:

@@ -1,46 +1,63 @@
-"""vLLM's input of a request with images: tokens, pixels and places, all processed (seeing_models.py)."""
+"""vLLM's input of a request with images: tokens, and where images are among them. Workers read the images, so that no
+process holds pixels but for the step of an engine that computes their features.
 
-from functools import lru_cache
+    front end   names of images and their grids --> vLLM's front end --> scheduler: by name, an image that many requests
+                have is computed once and stays in the cache of features
+    workers     names --> encoded bytes in the run directory --> pixels, on several threads --> tower
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.data.image_reader import ImageReader
+from mrl.data.image_reader import ImageReader, path_in
 from mrl.data.samples import ImageStore
 from mrl.engine.requests import Request
+from mrl.errors import EnvironmentFault
 
+NAMES = "image_names"  # of an input: UTF-8 of a name, uint8 [images, characters]
 _KIND = "image"  # vLLM's word for the modality
-_KEPT = 4  # images whose pixels are kept: the responses to a prompt come one after the other, and may be many
+_THREADS = 8  # that decode images of one step, at most: Pillow and numpy leave the interpreter's lock meanwhile
 
 
-class ImageInputs:
-    """Makes the inputs in the process of an engine's front end."""
+def image_input(request: Request, store: ImageStore) -> dict[str, Any]:
+    """Returns vLLM's `MultiModalInput`. Raises EnvironmentFault for an image that is not in the store."""
+    from transformers import BatchFeature
+    from vllm.inputs import mm_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    images = request.images
+    names = [image.name for image in images]
+    for name in names:
+        if not path_in(Path(store.folder), name).is_file():
+            raise EnvironmentFault(f"{path_in(Path(store.folder), name)}: an image of the data is missing")
+    fields = {
+        NAMES: torch.tensor([list(name.encode()) for name in names], dtype=torch.uint8),
+        "image_grid_thw": torch.tensor([image.grid for image in images]),
+    }
+    on_host = MultiModalFieldConfig.batched(_KIND, keep_on_cpu=True)
+    items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(fields), dict.fromkeys(fields, on_host))
+    places = [PlaceholderRange(offset=image.start, length=image.tokens) for image in images]
+    return mm_input(list(request.prompt_ids), items, {_KIND: names}, {_KIND: places})
+
+
+class WorkerImages:
+    """Reads pixels in a worker of an engine."""
 
     def __init__(self, model: str, store: ImageStore):
         """`model`: folder of the model. Raises ConfigError as ImageReader does."""
-        reader = ImageReader.of(model, store)
-        self._pixels = lru_cache(_KEPT)(lambda name: torch.from_numpy(reader.pixels(name)))
+        self._reader = ImageReader.of(model, store)
+        self._threads = ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "images")
 
-    def of(self, request: Request) -> dict[str, Any]:
-        """Returns vLLM's `MultiModalInput`. It takes a while: images are decoded.
+    def of(self, names: Tensor) -> Tensor:
+        """Returns the pixels of images, [patches of all, numbers of a patch]. `names`: as in an input.
 
         Raises EnvironmentFault for an image that cannot be read.
         """
-        from transformers import BatchFeature
-        from vllm.inputs import mm_input
-        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
-
-        images = request.images
-        grids = torch.tensor([image.grid for image in images])
-        pixels: list[Tensor] = [self._pixels(image.name) for image in images]
-        items = MultiModalKwargsItems.from_hf_inputs(
-            BatchFeature({"pixel_values": torch.cat(pixels), "image_grid_thw": grids}),
-            {
-                "pixel_values": MultiModalFieldConfig.flat_from_sizes(_KIND, grids.prod(-1)),
-                "image_grid_thw": MultiModalFieldConfig.batched(_KIND, keep_on_cpu=True),
-            },
-        )
-        places = [PlaceholderRange(offset=image.start, length=image.tokens) for image in images]
-        names = [image.name for image in images]
-        return mm_input(list(request.prompt_ids), items, {_KIND: names}, {_KIND: places})
+        words: Sequence[str] = [bytes(name).decode() for name in names.tolist()]
+        return torch.cat([torch.from_numpy(pixels) for pixels in self._threads.map(self._reader.pixels, words)])

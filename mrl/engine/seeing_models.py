@@ -1,8 +1,9 @@
 """vLLM's models that read images, for engines that are given images as the model's own processor reads them.
 
 They are vLLM's classes with a processor that never processes: an engine gets the tokens of a prompt with those of its
-images among them, the pixels, and where the tokens are. So no tokenizer counts them again, and torchvision need not be
-installed. The tower is frozen. It is loaded once, from the files (tower.py), and weight syncs bring the text model.
+images among them, the images' names, and where the tokens are. Workers read the pixels (image_inputs.py). So no
+tokenizer counts tokens again, and torchvision need not be installed. The tower is frozen. It is loaded once, from the
+files (tower.py), and weight syncs bring the text model.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
+from mrl.engine.image_inputs import NAMES, WorkerImages
 from mrl.engine.text_models import empty_torchvision
 
 with empty_torchvision():
@@ -54,7 +56,9 @@ class _Processor(BaseMultiModalProcessor):
 
 
 class _Seeing:
-    """Gives the text model inside what its own configuration may lack."""
+    """Reads images by name, and gives the text model inside what its own configuration may lack."""
+
+    images: WorkerImages  # set by the worker before the first request
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         whole = vllm_config.model_config.hf_config
@@ -62,6 +66,11 @@ class _Seeing:
         text.norm_topk_prob = True  # of experts, whose class inside the whole reads no such key
         text.tie_word_embeddings = whole.tie_word_embeddings
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def embed_multimodal(self, **given: Any) -> Any:
+        """Returns the features of images, as the class does that is given pixels."""
+        pixels = self.images.of(given.pop(NAMES)).to(self.visual.device)
+        return super().embed_multimodal(pixel_values=pixels, **given)
 
 
 _processed = MULTIMODAL_REGISTRY.register_processor(_Processor, info=_Info, dummy_inputs=_Dummy)

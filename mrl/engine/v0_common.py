@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
+from mrl.data.samples import ImageStore
 from mrl.engine.awaited_weights import fill
 from mrl.engine.constants import sha256_of
 from mrl.engine.drafter import check_drafter, draft_digests
@@ -360,6 +361,15 @@ class CommonWorkerExtension(SleepingExtension):
     def note_tower(self) -> None:
         """Notes the vision tower as it was loaded. Each update that is read back compares it from here on."""
         self.tower_loaded = self._tower_digests()
+
+    def see_images(self, folder: str, most_pixels: int) -> None:
+        """Lets the model read images by name. `folder`, `most_pixels`: as in ImageStore. Raises ConfigError as
+        ImageReader does.
+        """
+        from mrl.engine.image_inputs import WorkerImages
+
+        store = ImageStore(folder, most_pixels)
+        self.model_runner.get_model().images = WorkerImages(self.model_config.model, store)
 
     def _tower_digests(self) -> dict[str, object]:
         tower = tower_of(self.model_runner.get_model())

@@ -12,9 +12,9 @@ import random
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -47,9 +47,6 @@ from mrl.platforms.imports import many_imports
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
 
-if TYPE_CHECKING:
-    from mrl.engine.image_inputs import ImageInputs
-
 
 @dataclass(frozen=True)
 class SleepReport:
@@ -74,7 +71,6 @@ class VllmEngine:
         self._scheduler = EngineScheduler(self._calls, self._door, settings)
         self._updates = EngineUpdates(self._calls, settings, self._note_files)
         self._generation: VllmGeneration | None = None
-        self._images: ImageInputs | None = None  # set at the start of an engine that sees images
         self._numbers = itertools.count()  # of requests
         self._made = 0  # tokens of finished responses
         self._newest = 0  # the version that it served last
@@ -127,10 +123,6 @@ class VllmEngine:
             from mrl.engine.receive import BACKEND, adapter_module, installed_generation
 
         self._generation = installed_generation()
-        if self.settings.images is not None:
-            from mrl.engine.image_inputs import ImageInputs
-
-            self._images = ImageInputs(self.settings.arguments["model"], self.settings.images)
         address = {}
         if meeting is not None:
             address = {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
@@ -159,6 +151,7 @@ class VllmEngine:
             await self._calls.workers("note_drafter")
         if self.settings.images is not None:
             await self._calls.workers("note_tower")
+            await self._calls.workers("see_images", *astuple(self.settings.images))
         self._rendezvous = rendezvous_files(await self._calls.workers("rendezvous"))
         self._machine.serve(0)
         self._door.open()
@@ -196,7 +189,7 @@ class VllmEngine:
     async def _complete(self, request: Request, sampling: Sampling) -> Sample:
         """Returns the response; for a request that was ended or given back, the part that exists."""
         name = f"{request.sample_id}-{next(self._numbers)}"
-        given = await self._input(request)
+        given = self._input(request)
         if request.handle is not None:
             self._handles[request.handle] = name
         try:
@@ -215,16 +208,15 @@ class VllmEngine:
             return with_routes(sample, await self._routes(name, request, answer))
         return sample
 
-    async def _input(self, request: Request) -> dict[str, Any]:
-        """Returns the prompt as vLLM takes it. Images are decoded beside the event loop.
-
-        Raises RuntimeError for images where the engine sees none.
-        """
+    def _input(self, request: Request) -> dict[str, Any]:
+        """Returns the prompt as vLLM takes it. Raises RuntimeError for images where the engine sees none."""
         if not request.images:
             return engine_input(request)
-        if self._images is None:
+        if self.settings.images is None:
             raise RuntimeError(f"{self.settings.name} sees no images, and sample {request.sample_id} has some")
-        return await asyncio.to_thread(self._images.of, request)
+        from mrl.engine.image_inputs import image_input
+
+        return image_input(request, self.settings.images)
 
     async def _final_output(self, name: str, request: Request, given: dict[str, Any], sampling: Sampling) -> Any:
         self._prefixes.enter(name, request.prompt_ids)

@@ -51,7 +51,7 @@ def make_world(folder: Path, experts: int) -> Path:
                 parameter.mul_(1.5)
             else:
                 parameter.add_(0.6 * torch.rand(parameter.shape, generator=random) - 0.3)
-    task = world.Task(world.make_tokenizer(), processor, model.config.image_token_id)
+    task = world.Task(world.make_tokenizer(), processor, model)
     world.save(model, task, processor, folder / "model")
     (folder / "data").mkdir()
     train_boards, held_out = world.boards(0)

@@ -326,6 +326,13 @@ def test_a_processor_that_is_not_the_models_is_refused(model, tmp_path, key):
         ImageReader(other, model, tmp_path, MOST)
 
 
+@pytest.mark.parametrize("key", ["patch_size", "temporal_patch_size", "spatial_merge_size"])
+def test_a_tower_whose_sizes_are_not_written_is_not_taken_for_the_processors(model, tmp_path, key):
+    sizes = {name: value for name, value in CONFIG["vision_config"].items() if name != key}
+    with pytest.raises(ConfigError, match=f"vision_config has no {key}"):
+        ImageReader({**CONFIG, "vision_config": sizes}, model, tmp_path, MOST)
+
+
 def test_a_folder_without_a_processor_or_with_another_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"image processor .* cannot be read"):
         ImageReader(CONFIG, str(tmp_path), tmp_path, MOST)

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from small_model import write_model
 
 from mrl.config.load import load_config
 from mrl.config.rules import seen_violations, violations
+from mrl.driver.first_look import look
 from mrl.engine.requests import engine_settings
+from mrl.errors import ConfigError
 from mrl.model import model_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,3 +104,30 @@ def test_a_folder_without_an_image_processor_is_refused_before_a_run(tmp_path):
     assert len(said()) == 1
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert said() == []
+
+
+SIZES = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "temporal_patch_size": 2,
+             "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 65536}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"image_processor_type": "CLIPImageProcessor"}, "is CLIPImageProcessorPil"),
+        ({"patch_size": 14}, "vision_config.patch_size of config.json is 16"),
+        ({"do_resize": False}, "do_resize: false"),
+        ({}, ""),
+    ],
+)
+def test_validate_refuses_the_processor_that_train_refuses(tmp_path, change, words):
+    folder = tmp_path / "model"
+    write_model(folder)
+    (folder / "config.json").write_text(json.dumps(WHOLE | {"vision_config": SIZES}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | change))
+    config = load_config(TINY, overrides=[*SEEING, f"model.path={folder}"]).config
+    if not words:
+        assert look(config) is None
+        return
+    with pytest.raises(ConfigError, match=words):
+        look(config)

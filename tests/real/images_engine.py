@@ -1,0 +1,165 @@
+"""One engine in this process: how far its log-probs of responses to prompts with images are from transformers', and how
+often it looks at an image. See test_images_engine.
+
+python images_engine.py MODEL_FOLDER OUT.json
+"""
+
+import hashlib
+import json
+import os
+import sys
+from io import BytesIO
+from pathlib import Path
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "mrl",
+    "VLLM_LOGGING_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from world import ROOT
+
+from mrl.config.load import load_config
+from mrl.data.image_reader import ImageReader
+from mrl.data.samples import ImageStore
+from mrl.engine.requests import Request, engine_settings
+from mrl.model import load_model_spec
+from mrl.model.wrapped import VISION_TOWER
+from mrl.rank.family_reference import own_names
+
+PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+ONE_RANK = [
+    "model.vision=frozen", "actor.layout.world_size=1", "actor.layout.tensor_model_parallel_size=1",
+    "actor.layout.expert_model_parallel_size=1", "actor.layout.sequence_parallel=false",
+    "data.max_prompt_length=64", "data.max_response_length=8", "rollout.max_num_seqs=16",
+]  # fmt: skip
+# pixels of each image of a prompt, width and height
+PROMPTS = (((64, 64),), (), ((96, 64), (64, 128)), ((64, 64),), ((128, 128),), ((40, 150), (96, 64)))
+RESPONSES = 3  # to each prompt
+
+
+def drawn(size: tuple[int, int]) -> bytes:
+    numbers = np.random.default_rng(size[0]).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    out = BytesIO()
+    Image.fromarray(numbers).save(out, "PNG")
+    return out.getvalue()
+
+
+def prompts_of(reader: ImageReader, config: dict, store: Path) -> list[Request]:
+    rng = np.random.default_rng(0)
+    begin, end = config["vision_start_token_id"], config["vision_end_token_id"]
+    found = []
+    for number, sizes in enumerate(PROMPTS):
+        entries = [drawn(size) for size in sizes]
+        known = reader.read_images(entries, store)
+        reader.keep([(entries, store)], store)
+        ids = rng.integers(20, 90, 4).tolist()
+        for _ in known:
+            ids += [begin, reader.image_token, end, *rng.integers(20, 90, 2).tolist()]
+        tokens, images = reader.expanded(ids, known)
+        found.append(Request(number, tuple(tokens), number, images=images))
+    return found
+
+
+class Engine:
+    """vLLM with mrl's arguments and the weights of the files."""
+
+    def __init__(self, folder: Path, store: ImageStore):
+        config = load_config(PRESET, overrides=[*ONE_RANK, f"model.path={folder}"]).config
+        arguments = dict(engine_settings(config, load_model_spec(folder), 0, folder / "logs").arguments)
+        arguments.pop("distributed_executor_backend")
+        from vllm import LLM
+
+        import mrl.engine.v0_32 as adapter
+        from mrl.engine.image_inputs import WorkerImages
+        from mrl.engine.receive import SlowPath, UpdateInfo
+
+        self.store = store
+        self.engine = LLM(**arguments).llm_engine
+        worker = self.engine.model_executor.driver_worker
+        self.model = getattr(worker, "worker", worker).model_runner.get_model()
+        text = {name: tensor for name, tensor in own_names(folder).items() if not name.startswith(VISION_TOWER)}
+        bucket = folder / "bucket"
+        save_file(text, bucket)
+        shapes = {name: list(tensor.shape) for name, tensor in text.items()}
+        path = SlowPath(self.model.language_model, self.engine.model_config, adapter.ADAPTER, shapes)
+        path.start()
+        path.receive(UpdateInfo(bucket=str(bucket), sha256=hashlib.sha256(bucket.read_bytes()).hexdigest()))
+        path.finish()
+        self.looked: list[int] = []  # images of each call of the tower
+        images = WorkerImages(str(folder), store)
+        self.model.images = self
+        self._of = images.of
+
+    def of(self, names: torch.Tensor) -> torch.Tensor:
+        self.looked.append(len(names))
+        return self._of(names)
+
+    def responses(self, requests: list[Request], seeds: int) -> dict[str, tuple[list[int], list[float]]]:
+        from vllm import SamplingParams
+
+        from mrl.engine.completions import engine_input
+        from mrl.engine.image_inputs import image_input
+
+        for request in requests:
+            for seed in range(seeds):
+                given = image_input(request, self.store) if request.images else engine_input(request)
+                sampling = SamplingParams(
+                    max_tokens=6, temperature=1.0, seed=seed, logprobs=0, detokenize=False, ignore_eos=True
+                )
+                self.engine.add_request(f"{request.sample_id}:{seed}", given, sampling)
+        found = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    answer = output.outputs[0]
+                    ids = list(answer.token_ids)
+                    scores = [of[token].logprob for of, token in zip(answer.logprobs, ids, strict=True)]
+                    found[output.request_id.split("-")[0]] = ids, scores
+        return found
+
+
+def furthest(
+    model: torch.nn.Module, reader: ImageReader, request: Request, ids: list[int], scores: list[float]
+) -> float:
+    """Returns the largest difference of a response's log-probs from transformers'."""
+    whole = torch.tensor([[*request.prompt_ids, *ids]])
+    kinds = torch.zeros_like(whole)
+    seen = {}
+    for image in request.images:
+        kinds[0, image.start : image.start + image.tokens] = 1
+    if request.images:
+        pixels = torch.cat([torch.from_numpy(reader.pixels(image.name)) for image in request.images])
+        seen = {"pixel_values": pixels, "image_grid_thw": torch.tensor([image.grid for image in request.images])}
+    with torch.no_grad():
+        logits = model(input_ids=whole, mm_token_type_ids=kinds, **seen).logits[0]
+    expected = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    return float((expected - torch.tensor(scores)).abs().max())
+
+
+def main(folder: Path, out: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    torch.set_num_threads(1)
+    store = ImageStore(str(folder / "images"), 1 << 20)
+    reader = ImageReader.of(str(folder), store)
+    requests = prompts_of(reader, json.loads((folder / "config.json").read_text()), Path(store.folder))
+    engine = Engine(folder, store)
+    together = engine.responses(requests, RESPONSES)
+    looked = sum(engine.looked)
+    alone = {}
+    for request in requests:
+        alone |= engine.responses([request], 1)
+    reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    gaps = {
+        name: furthest(reference, reader, requests[int(name.split(":")[0])], *answer)
+        for name, answer in together.items()
+    }
+    same = all(alone[name] == together[name] for name in alone)
+    out.write_text(json.dumps({"gaps": gaps, "alone": same, "looked": looked}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
