@@ -2,6 +2,7 @@
 processor, and a task about pictures.
 
     python scripts/make_vision_world.py --out vision-world --seed 0
+    mrl train parallel_configs/tiny-vision/cpu.yaml $(cat vision-world/options)
 
 A picture is a board of fields, some of which hold the same shape in the same colour. The answer is how many, which
 colour and which shape: `3gc`. Boards have different sizes, and so have their pictures. The model is warm-started by
@@ -357,6 +358,16 @@ def save(model: PreTrainedModel, task: Task, processor: Qwen2VLImageProcessorPil
     (path / "generation_config.json").unlink(missing_ok=True)
 
 
+def write_options(work: Path, out: Path) -> None:
+    """Writes the options of a run in the world that will stand at `out` into the folder `work`."""
+    files = {
+        "model.path": f"{out}/model",
+        "data.train_files": f"{out}/data/train.parquet",
+        "data.val_files": f"[{out}/data/val.parquet,{out}/data/val_others.parquet]",
+    }
+    (work / "options").write_text("".join(f"--set {name}={value}\n" for name, value in files.items()))
+
+
 def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
     """Writes the whole world into the empty folder `out` and returns what the JSON line says."""
     start = time.monotonic()
@@ -398,4 +409,4 @@ def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(__doc__, "vision-world", WarmUp(), build)
+    main(__doc__, "vision-world", WarmUp(), build, write_options)

@@ -383,6 +383,13 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
     )
     if drafts := drafts_in_words(plan):
         yield drafts
+    if vision := plan.get("vision"):
+        yield (
+            f"images: a tower of {vision['parameters'] / 1e9:.2f} B parameters, counted as if all "
+            f"{vision['tokens_of_a_prompt']:.0f} tokens of a prompt were of one image: {vision['flops']:.3g} FLOP a "
+            f"step, {vision['seconds_of_ranks']:.3g} s of ranks ({vision['patches_per_second']:.3g} patches a second), "
+            f"{vision['seconds_of_engines']:.3g} s of engines"
+        )
     if slow := slow_generation(plan):
         yield f"SLOW: {slow}"
 

@@ -10,7 +10,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,10 @@ class EngineOrder:
             for data_rank in range(config.rollout.data_parallel_size)
         )
         return cls(deployment, settings, request_limit(deployment, config.trainer.deterministic), logs)
+
+    def reading_text_from(self, folder: Path) -> "EngineOrder":
+        """Returns the same engines with the text model's weights from `folder`. See EngineSettings."""
+        return replace(self, settings=tuple(settings.reading_text_from(folder) for settings in self.settings))
 
 
 class RolloutGroup:

@@ -22,17 +22,17 @@ def _seeing(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConf
 
 
 def _first_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    if config.model.vision is None or not model.deepstack_features:
+    if config.model.vision is None or model.tower is None:
         return
     try:
         layout = TrainLayout.build(config.actor.layout.model_dump(), model)
     except MrlError:  # which is said by itself
         return
     first = layout.chunk_layers[0][0]
-    if first < model.deepstack_features:
+    if first < model.tower.features:
         yield Violation(
             "actor.layout",
-            f"must give the first pipeline chunk at least {model.deepstack_features} decoder layers; it has {first}",
+            f"must give the first pipeline chunk at least {model.tower.features} decoder layers; it has {first}",
             "features of images are added behind so many layers (deepstack_visual_indexes), and one tensor alone goes "
             "from chunk to chunk",
         )

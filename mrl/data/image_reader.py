@@ -74,7 +74,6 @@ class ImageReader:
         self._merge = processor.merge_size
         _check_sizes(config["vision_config"], processor)
         self._settings = json.dumps(processor.to_dict(), sort_keys=True, default=str).encode()
-        self.read_names: set[str] = set()
 
     @classmethod
     def of(cls, folder: str, store: ImageStore) -> "ImageReader":
@@ -99,7 +98,6 @@ class ImageReader:
             image = open_image(data, number, self._most_pixels)
             grid = self._grid(number, *image.size)
             name = self._name(data)
-            self.read_names.add(name)
             found.append(KnownImage(name, grid, grid[1] * grid[2] // self._merge**2))
         return found
 
@@ -118,12 +116,12 @@ class ImageReader:
     def _name(self, data: bytes) -> str:
         return hashlib.blake2b(self._settings + data, digest_size=32).hexdigest()
 
-    def keep(self, rows: Iterable[tuple[Sequence[Any], Path]], store: Path) -> None:
-        """Writes all images that were read into `store`. `rows`: what `read_images` was given, again.
+    def keep(self, rows: Iterable[tuple[Sequence[Any], Path]], store: Path, names: Iterable[str]) -> None:
+        """Writes the images called `names` into `store`. `rows`: what `read_images` was given, again.
 
         Raises DataError if the rows no longer have some of them, EnvironmentFault if they cannot be written.
         """
-        missing = {name for name in self.read_names if not path_in(store, name).exists()}
+        missing = {name for name in names if not path_in(store, name).exists()}
         if not missing:
             return
         for entries, folder in rows:

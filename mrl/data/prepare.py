@@ -3,18 +3,20 @@
 A report says what became of every row.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mrl.data.images import image_bytes, open_image, with_images
 from mrl.data.prompt_store import SeenPrompts
-from mrl.data.row_files import read_foreign_rows
+from mrl.data.row_files import BadRow, RawRow, read_foreign_rows
 from mrl.data.sources import BadSourceRow, Source, SourceRow
 from mrl.errors import DataError
 from mrl.whole_file import appears_whole
@@ -30,6 +32,10 @@ SCHEMA = pa.schema(
         ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string()), ("solution", pa.string())])),
     ]
 )
+SEEN = "images"
+MOST_PIXELS = 16_777_216  # of an image, as data.max_image_pixels has it unless it is set
+# of files whose first row has images
+SEEN_SCHEMA = SCHEMA.append(pa.field(SEEN, pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))))
 
 
 @dataclass
@@ -43,6 +49,7 @@ class PrepareReport:
     written: int = 0
     bad: int = 0
     duplicates: int = 0
+    images: int = 0
     conflicts: int = 0  # duplicates with a ground truth that was not seen with their prompt before
     data_sources: Counter = field(default_factory=Counter)
     abilities: Counter = field(default_factory=Counter)
@@ -63,7 +70,7 @@ class PrepareReport:
             f"({self.conflicts} with another truth)",
             f"data_source: {_counts(self.data_sources)}; ability: {_counts(self.abilities)}; "
             f"roles: {_counts(self.roles)}",
-            f"prompt characters: {length}",
+            f"prompt characters: {length}" + (f"; images: {self.images}" if self.images else ""),
             *(f"column {name}: {kind}" for name, kind in self.schema.items()),
             f"first row: {json.dumps(self.first, ensure_ascii=False)[:600]}",
             *(f"bad: {example}" for example in self.examples),
@@ -87,14 +94,21 @@ def prepare(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         report = PrepareReport()
+        schema = SEEN_SCHEMA if _first_has_images(files) else SCHEMA
+        report.schema = {column.name: str(column.type) for column in schema}
         with appears_whole(output) as work:
-            with pq.ParquetWriter(work, SCHEMA) as writer:
+            with pq.ParquetWriter(work, schema) as writer:
                 for chunk in _chunks(_rows(source, files, split, report)):
-                    writer.write_table(pa.Table.from_pylist(chunk, SCHEMA))
+                    writer.write_table(pa.Table.from_pylist(chunk, schema))
             _check(report, max_bad_share)
     except OSError as error:
         raise DataError(f"cannot write {output}: {error.strerror}") from error
     return report
+
+
+def _first_has_images(files: Sequence[str]) -> bool:
+    first = next(chain.from_iterable(map(read_foreign_rows, files)), None)
+    return first is not None and bool((first.value or {}).get("images"))
 
 
 def _rows(source: Source, files: Sequence[str], split: str, report: PrepareReport) -> Iterator[dict]:
@@ -108,24 +122,42 @@ def _rows(source: Source, files: Sequence[str], split: str, report: PrepareRepor
                 raise BadSourceRow(raw.problem)
             row = source.convert(raw.value, Path(raw.file).stem)
             _check_text(row)
-        except BadSourceRow as problem:
+            images = _images_of(row, raw, report)
+        except (BadSourceRow, BadRow) as problem:
             report.bad += 1
             if len(report.examples) < EXAMPLES:
                 report.examples.append(f"{raw.file}, row {raw.row}: {problem}")
             continue
-        key = json.dumps(row.prompt)
+        key = json.dumps([row.prompt, *(hashlib.sha256(image).hexdigest() for image in images)])
         new_pair = pairs.add(f"{key} {row.ground_truth}")
         if not seen.add(key):
             report.duplicates += 1
             report.conflicts += new_pair
             continue
-        yield _written(row, report, split)
+        written = _written(row, report, split)
+        report.images += len(images)
+        if SEEN in report.schema:
+            written[SEEN] = [{"bytes": image, "path": None} for image in images]
+        yield written
+
+
+def _images_of(row: SourceRow, raw: RawRow, report: PrepareReport) -> list[bytes]:
+    """Returns the encoded images of a row, all of which can be read. Raises BadRow."""
+    if row.images and SEEN not in report.schema:
+        raise BadRow("it has images, and the first row of the first file has none: put rows with images first")
+    folder = Path(raw.file).parent
+    found = [image_bytes(entry, number, folder) for number, entry in enumerate(row.images, 1)]
+    for number, data in enumerate(found, 1):
+        open_image(data, number, MOST_PIXELS)
+    if found:
+        with_images(row.prompt, len(found))
+    return found
 
 
 def _check_text(row: SourceRow) -> None:
     """Raises BadSourceRow for a lone surrogate, which no file of text can hold."""
     try:
-        json.dumps(asdict(row), ensure_ascii=False, default=str).encode()
+        json.dumps(asdict(replace(row, images=[])), ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise BadSourceRow(f"half of a character: {error.object[error.start : error.end]!a}") from None
 

@@ -4,7 +4,7 @@ copy.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 GSM8K_ASK = 'Let\'s think step by step and output the final answer after "####".'
@@ -34,6 +34,7 @@ class SourceRow:
     style: str
     ground_truth: str
     solution: str = ""  # the data set's own worked answer, for people
+    images: list[Any] = field(default_factory=list)  # as the row has them (mrl.data.images)
 
 
 def _text(row: Mapping[str, Any], *names: str) -> str:
@@ -102,6 +103,23 @@ def dapo_math(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     return SourceRow("math_dapo", _ask(DAPO_ASK.format(problem=problem)), "math", "rule", truth)
 
 
+def geo3k(row: Mapping[str, Any], file_stem: str) -> SourceRow:
+    """Reads a row of Geometry3K: `problem` with a mark for each of `images`, and `answer`."""
+    problem = _text(row, "problem", "question")
+    images = _images(row)
+    if not images:
+        raise BadSourceRow("no images: this is not the data set with pictures")
+    asked = _ask(f"{problem} {BOX_ASK}")
+    return SourceRow("hiyouga/geometry3k", asked, "math", "rule", _text(row, "answer"), images=images)
+
+
+def _images(row: Mapping[str, Any]) -> list[Any]:
+    found = row.get("images")
+    if found is not None and not isinstance(found, list):
+        raise BadSourceRow(f"images is {type(found).__name__}, expected a list")
+    return found or []
+
+
 def ready_made(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """Reads a row that is in verl's schema already."""
     reward = row.get("reward_model")
@@ -121,7 +139,7 @@ def ready_made(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     messages = [{"role": str(m.get("role", "user")), "content": m["content"]} for m in prompt]
     style = str(reward.get("style") or "rule")
     ability = str(row.get("ability") or "math")
-    return SourceRow(_text(row, "data_source"), messages, ability, style, str(truth))
+    return SourceRow(_text(row, "data_source"), messages, ability, style, str(truth), images=_images(row))
 
 
 def dianjin(row: Mapping[str, Any], file_stem: str) -> SourceRow:
@@ -155,6 +173,7 @@ SOURCES = {
         ),
         Source("math-500", "MATH-500: problem, answer (jsonl)", math500),
         Source("aime", "AIME, any year: problem, answer (parquet or jsonl), or verl's aime-2024.parquet", aime),
+        Source("geo3k", "Geometry3K: images, problem, answer (parquet of the datasets library)", geo3k),
         Source("dianjin-r1", "DianJin-R1 multiple choice: instruction, output (cflue_mcq.json)", dianjin),
         Source("verl", "any file that is in verl's schema already: checked and without duplicates", ready_made),
     )

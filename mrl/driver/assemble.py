@@ -144,7 +144,7 @@ def _start(
     files_order = FilesOrder.of(config, inputs.model, data, inputs.resolved.to_record())
     beginning = find_beginning(stack, files_order, resume, damaged, stop)
     files = open_files(stack, beginning, resume, stop)
-    keep_images(data, given.data, files.run_dir.images)
+    keep_images(data.images, (data.stream.prompts, data.val_prompts), given.data, files.run_dir.images)
     order = ProcessOrder.of(config, inputs.model, data.reward, files.run_dir.logs)
     return _Starts(stack, order, data, files, damaged, views, stop).first()
 

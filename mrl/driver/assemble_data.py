@@ -94,13 +94,18 @@ def image_reader(model_path: str, data: DataConfig) -> "ImageReader":
     return ImageReader.of(model_path, ImageStore("", data.max_image_pixels))
 
 
-def keep_images(data: Data, config: DataConfig, store: Path) -> None:
-    """Writes the images of all prompts into `store`, unless they are there. `config`: what `data` was read by.
+def keep_images(
+    images: "ImageReader | None", datasets: Iterable[PromptDataset | None], config: DataConfig, store: Path
+) -> None:
+    """Writes the images of the prompts of `datasets` into `store`, unless they are there. `config`: names the files
+    that `images` has read, and their columns.
 
     Raises DataError for files that have changed since, EnvironmentFault if an image cannot be written.
     """
-    if data.images is not None:
-        data.images.keep(_entries(prompt_parameters(config, images=data.images), config), store)
+    if images is None:
+        return
+    names = {image.name for prompts in datasets for prompt in prompts or () for image in prompt.images}
+    images.keep(_entries(prompt_parameters(config, images=images), config), store, names)
 
 
 def _entries(parameters: PromptParameters, config: DataConfig) -> Iterator[tuple[list[Any], Path]]:

@@ -21,7 +21,15 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig, ValSamplingConfig, with_values
 from mrl.data.dataset import PromptDataset
-from mrl.driver.assemble_data import checked_tools, load_validation, prompt_tokenizer, reward_spec, rule_in
+from mrl.driver.assemble_data import (
+    checked_tools,
+    image_reader,
+    keep_images,
+    load_validation,
+    prompt_tokenizer,
+    reward_spec,
+    rule_in,
+)
 from mrl.driver.assemble_files import leave_nothing
 from mrl.driver.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
 from mrl.driver.validation import Validation, ValidationSettings, answer_and_score
@@ -37,6 +45,7 @@ RESULTS = "results.json"
 GENERATIONS = "generations.jsonl"
 CONFIG = "config.resolved.yaml"
 MODEL = "model.tmp"
+IMAGES = "images"  # where image_store says that a run's are
 
 
 def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
@@ -44,16 +53,11 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
 
     Returns the results. Engines answer from the weights as they are stored, whatever rollout.quantization says.
     `checkpoint`: a `step-N` folder, or None for the configuration's model.path. It, or an FP8 model.path, is converted
-    to Hugging Face's form within `output`, after prompts and reward have been checked. The conversion is removed at the
-    end. Raises an error of mrl.errors, and refuses an output that holds results already.
+    to Hugging Face's form within `output`, after prompts and reward have been checked. The conversion, and the prompts'
+    images, are removed at the end. Raises an error of mrl.errors, and refuses an output that holds results already.
     """
     if (output / RESULTS).exists():
         raise ConfigError(f"--output: {output} holds results already; give another folder")
-    if resolved.config.model.vision is not None:
-        raise ConfigError(
-            "model.vision: an evaluation does not show images yet; the run itself does, with trainer.test_freq and "
-            "data.val_files"
-        )
     began = time.monotonic()
     with _folder(output), ExitStack() as stack:
         config = _as_stored(resolved.config, checkpoint)
@@ -61,14 +65,18 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         tokenizer = prompt_tokenizer(source, config.data)
         rollout = config.rollout
         tools = checked_tools(rollout.turns, config.data, config.reward, source, tokenizer, rollout.agent)
-        prompts = load_validation(config.data, tokenizer, tools, rule_in(config.reward))
+        images = None
+        if config.model.vision is not None:
+            images = image_reader(config.model.path, config.data)
+        prompts = load_validation(config.data, tokenizer, tools, rule_in(config.reward), images)
         scoring = reward_spec(config.reward, prompts.data_sources)
         check_function(scoring)
         if stored := _stored_otherwise(config.model.path, checkpoint):
             shutil.rmtree(output / MODEL, ignore_errors=True)  # left by an evaluation that was killed
             write_hf(stored, output / MODEL)
-            model = config.model.model_copy(update={"path": str((output / MODEL).resolve())})
-            config = config.model_copy(update={"model": model})
+            if images is None:
+                model = config.model.model_copy(update={"path": str((output / MODEL).resolve())})
+                config = config.model_copy(update={"model": model})
         deployment = Deployment.of(config)
         stack.enter_context(ray_cluster(deployment, actor=False))
         stores = object_store_sizes(deployment)
@@ -80,6 +88,10 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         stack.enter_context(stop_on_signals(stop))
         stack.enter_context(with_log_tails(logs))
         order = EngineOrder.of(config, load_model_spec(config.model.path), logs)
+        if images is not None:
+            held_out = config.data.model_copy(update={"train_files": []})
+            keep_images(images, [prompts], held_out, output / IMAGES)
+            order = order.reading_text_from((output / MODEL).resolve())
         scorers = ScorerOrder(config.reward, scoring, config.model.path, logs)
         responder = _responder(stack, order, scorers, console, stop)
         settings = ValidationSettings.of(config.rollout, config.data, config.model.path, config.trainer.seed)
@@ -124,7 +136,8 @@ def _folder(output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        shutil.rmtree(output / MODEL, ignore_errors=True)
+        for made in (MODEL, IMAGES):
+            shutil.rmtree(output / made, ignore_errors=True)
 
 
 def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | None:

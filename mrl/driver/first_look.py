@@ -95,8 +95,11 @@ def look(config: RunConfig) -> str | None:
     asked = _Asked(
         config.model.path, data, config.trainer.seed, offer, turns and turns.template_arguments, reads, rule, sees
     )
-    if not sees and (tokenizer := quick_tokenizer(Path(config.model.path), data.apply_chat_template_kwargs)) is not None:
-        return _answered(asked, tokenizer)
+    quick = None
+    if not sees:
+        quick = quick_tokenizer(Path(config.model.path), data.apply_chat_template_kwargs)
+    if quick is not None:
+        return _answered(asked, quick)
     if "torch" in sys.modules:
         return _answered(asked, load_tokenizer(config.model.path))
     return _answered_apart(asked)

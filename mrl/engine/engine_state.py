@@ -52,6 +52,7 @@ class EngineState(Enum):
 WEIGHTS = "weights"
 CACHE = "kv_cache"
 
+TEXT_FOLDER = "text"  # argument of that load format: folder of the text model's weights, which no sync will bring
 AWAITED = "mrl-awaited"  # load format of an engine that gets its weights only by a sync (awaited_weights.py)
 
 AWAKE, PAUSED, HOLDING, ASLEEP, WEIGHTS_AWAKE, FENCED, DEAD = EngineState

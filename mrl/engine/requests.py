@@ -14,7 +14,7 @@ from mrl.config.speculation_rules import room
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
 from mrl.data.samples import ImageStore, RowImage
-from mrl.engine.engine_state import AWAITED
+from mrl.engine.engine_state import AWAITED, TEXT_FOLDER
 from mrl.model import ModelSpec
 from mrl.model.hf_config import QUANTIZATION
 from mrl.model.quantised import engine_quantisation, with_scales
@@ -141,7 +141,14 @@ class EngineSettings:
     @property
     def awaits_weights(self) -> bool:
         """Whether it starts with placeholder weights, also where the user's own load format makes vLLM do so."""
-        return self.arguments.get("load_format") in (AWAITED, _RANDOM)
+        reads_files = TEXT_FOLDER in self.arguments.get("model_loader_extra_config", {})
+        return self.arguments.get("load_format") in (AWAITED, _RANDOM) and not reads_files
+
+    def reading_text_from(self, folder: Path) -> "EngineSettings":
+        """Returns the settings of an engine that sees, with the text model's weights from `folder` and not by a
+        sync.
+        """
+        return replace(self, arguments=self.arguments | {"model_loader_extra_config": {TEXT_FOLDER: str(folder)}})
 
     @property
     def speculates(self) -> bool:

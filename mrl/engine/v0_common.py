@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -32,15 +33,17 @@ from mrl.data.samples import ImageStore
 from mrl.engine.awaited_weights import fill
 from mrl.engine.constants import sha256_of
 from mrl.engine.drafter import check_drafter, draft_digests
-from mrl.engine.engine_state import AWAITED
+from mrl.engine.engine_state import AWAITED, TEXT_FOLDER
 from mrl.engine.handshake import EngineDegrees
 from mrl.engine.load_layout import leaf_of, weight_bytes
 from mrl.engine.read_back import through_identity, unpacked, what_reading_shows
 from mrl.engine.receive import InitInfo, UpdateInfo, UpdatePath
 from mrl.engine.sleeping import SleepingExtension
-from mrl.engine.tower import check_tower, load_tower, text_of, tower_digests, tower_of
-from mrl.errors import described
+from mrl.engine.tower import SHOWN, check_tower, load_tower, text_of, tower_digests, tower_of
+from mrl.errors import EnvironmentFault, described
 from mrl.model.hf_config import QUANTIZATION
+from mrl.model.hf_files import weight_files
+from mrl.model.registry import for_loader
 from mrl.model.vllm_parameters import TargetParameter
 
 PACKED_EXPERTS = ("w13_weight", "w2_weight")  # that CPU packs; biases stay as they are
@@ -228,7 +231,8 @@ def _refresh_tied_head(model: nn.Module) -> None:
 class AwaitedWeights(BaseModelLoader):
     """vLLM's loader of a model whose weights a sync will bring. Buffers stay as they were made.
 
-    No file is read, except for those of a vision tower, which no sync brings.
+    No file is read, except for what no sync brings: those of a vision tower, and, of an engine that evaluates, those of
+    a text model in a folder of its own (TEXT_FOLDER).
     """
 
     def download_model(self, model_config: ModelConfig) -> None:
@@ -246,10 +250,25 @@ class AwaitedWeights(BaseModelLoader):
             del config[QUANTIZATION]
         fill(model.parameters())
         load_tower(model, Path(model_config.model))
+        if (folder := self.load_config.model_loader_extra_config.get(TEXT_FOLDER)) is not None:
+            _load_text(text_of(model), Path(folder))
         for layer in model.modules():
             rows = getattr(layer, "shard_indices", None)
             if rows is not None and not rows.num_added_elements:
                 layer.weight.data[rows.num_org_elements :] = 0
+
+
+def _load_text(text: nn.Module, folder: Path) -> None:
+    """Loads a text model by its own loader. Raises EnvironmentFault for a parameter that the files do not have."""
+    loaded: set[str] = set()
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as tensors:
+            names = tensors.keys()
+            loaded |= text.load_weights(
+                for_loader(type(text).__name__, name, tensors.get_tensor(name)) for name in names
+            )
+    if missing := sorted({name for name, _ in text.named_parameters()} - loaded):
+        raise EnvironmentFault(f"{folder}: its files lack {', '.join(missing[:SHOWN])}, which vLLM's model has")
 
 
 class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):

@@ -8,6 +8,7 @@ from mrl.errors import ConfigError, shown
 from mrl.model.int4 import int4_group
 from mrl.model.rotation import Rotation, read_rotation
 from mrl.model.rotation import settings as rotary_settings
+from mrl.model.vision_tower import VisionTower
 
 HfConfig = Mapping[str, Any]
 ANY: Any = object()  # as a plain value: the family reads the key by itself
@@ -145,7 +146,7 @@ class ModelSpec:
     is_mxfp4: bool = field(default=False, compare=False, metadata=_LATER)
     # the checkpoint belongs to a model that also reads images (mrl/model/wrapped.py), and this is its text model
     is_wrapped: bool = field(default=False, compare=False, metadata=_LATER)
-    deepstack_features: int = field(default=0, compare=False, metadata=_LATER)  # of an image, behind the first layers
+    tower: VisionTower | None = field(default=None, compare=False, metadata=_LATER)  # of the whole model
     # the embedding's lookup of this token has no gradient
     pad_token_id: int | None = field(default=None, compare=False, metadata=_LATER)
 
@@ -224,7 +225,8 @@ class ModelSpec:
         them.
         """
         left_out = {f.name for f in fields(self) if f.metadata and getattr(self, f.name) == f.default}
-        left_out.add("pad_token_id")  # changes no weight's place, and published configurations may lack it
+        # these change no weight's place, and published configurations may lack them
+        left_out |= {"pad_token_id", "tower"}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 

@@ -50,6 +50,7 @@ from mrl.model.hf_config import (
     refuse_unless,
 )
 from mrl.model.refused import REFUSED
+from mrl.model.vision_tower import VisionTower
 from mrl.model.weight_map import Family, Inner, WeightMap
 from mrl.plain_files import TEXT_BYTES, read_json, read_settings, reason
 from mrl.units import MIB
@@ -196,7 +197,7 @@ def model_spec(config: HfConfig) -> ModelSpec:
         )
     if wrapper:
         text = _read(wrapper, own_config(config), wrapper.wrapped_type or wrapper.model_type)
-        return replace(text, is_wrapped=True, deepstack_features=wrapped.deepstack_features(config))
+        return replace(text, is_wrapped=True, tower=VisionTower.of(config))
     return _read(family, config, family.model_type)
 
 

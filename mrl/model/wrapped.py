@@ -108,20 +108,6 @@ def is_whole(config: HfConfig) -> bool:
     return isinstance(config.get(TEXT_CONFIG), dict)
 
 
-def deepstack_features(config: HfConfig) -> int:
-    """Returns how many features of an image are added behind the first decoder layers (arXiv:2406.04334).
-
-    Raises ConfigError for a value of another type.
-    """
-    tower = config.get("vision_config")
-    layers = tower.get("deepstack_visual_indexes") if isinstance(tower, dict) else None
-    if layers is not None and not isinstance(layers, list):
-        raise ConfigError(
-            f"config.json: vision_config.deepstack_visual_indexes = {shown(layers)}: must be a list, or left out"
-        )
-    return len(layers or ())
-
-
 def inner_tensors(key: str, shape: tuple[int, ...], hidden_size: int | None = None) -> Iterable[Inner]:
     """Returns the tensors of the text model in a stored one. Any other tensor is returned unchanged.
 

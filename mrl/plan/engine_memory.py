@@ -5,7 +5,7 @@ less weights and the peak of a profiling run (vLLM 0.32 v1/worker/gpu_worker.py)
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
@@ -36,11 +36,12 @@ class EngineMemory:
     largest_module: int  # a weight sync holds it beside its staging buffers
     buffers: int  # stay when the engine sleeps: the table of rotary factors, which layers share
     draft: int = 0  # weights of the predicting layer, for engines that draft with it
+    tower: int = 0  # weights of the vision tower, for engines that see images
 
     @property
     def total(self) -> int:
         """Bytes that weights, passes and cache take; graphs and the context come on top."""
-        return self.weights + self.draft + self.working_set + self.cache
+        return self.weights + self.draft + self.tower + self.working_set + self.cache
 
 
 def captured_graphs(device: Device, enforce_eager: bool | None) -> int:
@@ -77,18 +78,20 @@ def engine_memory(
     max_num_seqs: int = 256,
     fp8_block: int = 0,
     drafts: bool = False,
+    tower: int = 0,
 ) -> EngineMemory:
     """Computes the memory of a worker with `share` bytes of the device (memory x gpu_memory_utilization).
 
     `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. `drafts`: it also
-    holds the layer that predicts further tokens, with a cache of its own. An engine that does not fit has a cache of no
-    token.
+    holds the layer that predicts further tokens, with a cache of its own. `tower`: bytes of a vision tower. An engine
+    that does not fit has a cache of no token.
     """
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     working = _working_set(model, rollout, dtype_bytes, batched_tokens, max_num_seqs)
     draft = draft_weight_bytes(model, rollout, dtype_bytes) if drafts else 0
-    cache = max(0, share - weights - draft - working)
-    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs, fp8_block, draft)
+    cache = max(0, share - weights - draft - tower - working)
+    found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs, fp8_block, draft)
+    return replace(found, tower=tower)
 
 
 def engine_memory_with_cache(
@@ -99,13 +102,16 @@ def engine_memory_with_cache(
     dtype_bytes: int,
     fp8_block: int = 0,
     drafts: bool = False,
+    tower: int = 0,
     **passes: int,
 ) -> EngineMemory:
     """Computes the memory of a worker whose cache has a given number of bytes, as on a CPU."""
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     draft = draft_weight_bytes(model, rollout, dtype_bytes) if drafts else 0
-    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, passes["max_num_seqs"], fp8_block, draft)
+    most = passes["max_num_seqs"]
+    found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, most, fp8_block, draft)
+    return replace(found, tower=tower)
 
 
 def _with_cache(

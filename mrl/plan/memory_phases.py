@@ -84,6 +84,7 @@ _ROWS = (
         "further",
         host_cure=f"switch off critic.optimizer_offload and critic.param_offload, or {_MORE_MEMORY}",
     ),
+    Term("vision_tower", ACTOR, "a smaller data.max_prompt_length, or model.vision: null for data without images"),
     Term("batch", ACTOR, "a smaller data.train_batch_size, or more data parallelism"),
     Term("routes", ACTOR, "actor.router_replay: disabled, a smaller data.train_batch_size, or more data parallelism"),
     Term(
@@ -105,6 +106,7 @@ _ROWS = (
         "the host",
     ),
     Term("samples", host_cure=_FEWER_SAMPLES),
+    Term("features", host_cure=f"a smaller data.train_batch_size, smaller images, or {_MORE_MEMORY}"),
     Term("kept_group", host_cure=_FEWER_SAMPLES),
     Term("tools", host_cure="a smaller rollout.turns.num_workers, max_memory_gib or python.max_memory_gib"),
     Term(
@@ -247,6 +249,8 @@ class ActorBytes:
     scores_base: bool = False  # a reference's pass is the actor's own, with adapters off
     samples: SampleBytes = field(default_factory=SampleBytes)
     critic: CriticBytes | None = None  # beside the actor
+    vision_tower: int = 0  # with its pass and a micro-batch's features; 0: the rank sees nothing
+    features: int = 0  # of a step's images, on the host
 
     @property
     def has_reference(self) -> bool:
@@ -259,7 +263,8 @@ class ActorBytes:
         on.
         """
         o = self.offload
-        return {
+        seen = {"features": self.features} if self.features else {}
+        return seen | {
             "parameters": o.parameters * self.parameters,
             "optimizer": o.optimizer * self.optimizer,
             "reference": o.reference * self.reference,
@@ -454,10 +459,12 @@ def _samples(batch: int, routes: int) -> dict[str, int]:
 
 
 def _beside(actor: ActorBytes) -> dict[str, int]:
-    """Returns the reference model, the teacher and the critic, where they stay on the device outside their own
-    phases.
+    """Returns the vision tower, and the reference model, the teacher and the critic where they stay on the device
+    outside their own phases.
     """
     beside = {}
+    if actor.vision_tower:
+        beside["vision_tower"] = actor.vision_tower
     if actor.reference and not actor.offload.reference:
         beside["reference"] = actor.reference
     if actor.teacher.parameters and not actor.offload.teacher:

@@ -15,6 +15,7 @@ from mrl.model.adapters import Lora
 from mrl.model.device_grid import Place, actor_places, engine_places
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
+from mrl.model.vision_tower import VisionTower
 from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.calibration_file import assumptions_of
 from mrl.plan.devices import (
@@ -114,6 +115,13 @@ class PlanInputs:
     def lora(self) -> Lora | None:
         """The trained adapters; None where all weights are trained."""
         return self.config.actor.lora.adapters
+
+    @property
+    def tower(self) -> VisionTower | None:
+        """The vision tower that the run sees by; None for a run of text."""
+        if self.config.model.vision is None:
+            return None
+        return self.model.tower
 
     @property
     def critic(self) -> "PlanInputs | None":
@@ -275,16 +283,18 @@ def engine_of(inputs: PlanInputs) -> EngineMemory:
     """Returns one engine worker on the device, with the cache that its share of the memory leaves."""
     rollout = inputs.config.rollout
     passes = engine_passes(inputs.config)
-    drafts = rollout.speculation is not None and rollout.speculation.method == MTP
+    bytes_of_a_number = inputs.engine_element_bytes
+    beside = {
+        "drafts": rollout.speculation is not None and rollout.speculation.method == MTP,
+        "tower": inputs.tower.parameters * bytes_of_a_number if inputs.tower else 0,
+    }
     if inputs.device.platform == "cpu":
         cache = rollout.cpu_kvcache_gib * GIB  # VLLM_CPU_KVCACHE_SPACE, which every worker takes for itself
         return engine_memory_with_cache(
-            inputs.model, inputs.rollout, cache, dtype_bytes=inputs.engine_element_bytes, drafts=drafts, **passes
+            inputs.model, inputs.rollout, cache, dtype_bytes=bytes_of_a_number, **beside, **passes
         )
     share = engine_share(inputs.device, rollout.gpu_memory_utilization, rollout.enforce_eager)
-    return engine_memory(
-        inputs.model, inputs.rollout, share, dtype_bytes=inputs.engine_element_bytes, drafts=drafts, **passes
-    )
+    return engine_memory(inputs.model, inputs.rollout, share, dtype_bytes=bytes_of_a_number, **beside, **passes)
 
 
 def of_reference(config: RunConfig) -> RunConfig:

@@ -33,6 +33,7 @@ from mrl.plan.suggest_fixes import fitting_changes
 from mrl.plan.sync_times import Link, reshard_summary
 from mrl.plan.teacher_costs import teacher_inputs
 from mrl.plan.times import actor_seconds, phase_seconds, step_flops
+from mrl.plan.vision_costs import vision_section
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.plan import ReshardPlan, Topology, plan_reshard
 from mrl.reshard.setup import pair_route
@@ -74,6 +75,8 @@ def make_plan(inputs: PlanInputs) -> dict[str, Any]:
         "reshard": sync_of(inputs),
         "assumptions": asdict(inputs.assumptions),
     }
+    if (vision := vision_section(inputs, batch)) is not None:
+        plan["vision"] = vision
     return plan | {"hash": plan_hash(plan)}
 
 

@@ -215,6 +215,7 @@ RULE_OF_DATA_SOURCE: dict[str, str] = {
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
     "math_dapo_reasoning": "math_dapo",
+    "hiyouga/geometry3k": "math",
 }
 # aime2024, aime_2025, dianjin/cflue_mcq, ...
 RULE_OF_PREFIX: dict[str, str] = {"aime": "math_dapo", "dianjin": "multiple_choice", SOURCE: REASONING}

@@ -29,6 +29,8 @@ from mrl.model import load_model_spec
 from mrl.model.wrapped import VISION_TOWER
 from mrl.rank.family_reference import own_names
 
+Answer = tuple[list[int], list[float]]  # tokens and their log-probs
+Answers = dict[str, Answer]  # by number of the prompt and seed
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 ONE_RANK = [
     "model.vision=frozen", "actor.layout.world_size=1", "actor.layout.tensor_model_parallel_size=1",
@@ -54,7 +56,7 @@ def prompts_of(reader: ImageReader, config: dict, store: Path) -> list[Request]:
     for number, sizes in enumerate(PROMPTS):
         entries = [drawn(size) for size in sizes]
         known = reader.read_images(entries, store)
-        reader.keep([(entries, store)], store)
+        reader.keep([(entries, store)], store, [image.name for image in known])
         ids = rng.integers(20, 90, 4).tolist()
         for _ in known:
             ids += [begin, reader.image_token, end, *rng.integers(20, 90, 2).tolist()]
@@ -67,8 +69,10 @@ class Engine:
     """vLLM with mrl's arguments and the weights of the files."""
 
     def __init__(self, folder: Path, store: ImageStore):
-        config = load_config(PRESET, overrides=[*ONE_RANK, f"model.path={folder}"]).config
-        arguments = dict(engine_settings(config, load_model_spec(folder), 0, folder / "logs").arguments)
+        spec = load_model_spec(folder)
+        own = [f"model.path={folder}", f"rollout.enable_prefix_caching={not spec.is_hybrid}"]
+        config = load_config(PRESET, overrides=[*ONE_RANK, *own]).config
+        arguments = dict(engine_settings(config, spec, 0, folder / "logs").arguments)
         arguments.pop("distributed_executor_backend")
         from vllm import LLM
 
@@ -97,7 +101,8 @@ class Engine:
         self.looked.append(len(names))
         return self._of(names)
 
-    def responses(self, requests: list[Request], seeds: int) -> dict[str, tuple[list[int], list[float]]]:
+    def responses(self, requests: list[Request], seeds: int, words: list[int] | None = None) -> Answers:
+        """Returns tokens and log-probs of responses. `words`: that alone may be sampled; None: all may."""
         from vllm import SamplingParams
 
         from mrl.engine.completions import engine_input
@@ -107,8 +112,9 @@ class Engine:
             for seed in range(seeds):
                 given = image_input(request, self.store) if request.images else engine_input(request)
                 sampling = SamplingParams(
-                    max_tokens=6, temperature=1.0, seed=seed, logprobs=0, detokenize=False, ignore_eos=True
-                )
+                    max_tokens=6, temperature=1.0, seed=seed, logprobs=0, detokenize=False, ignore_eos=True,
+                    allowed_token_ids=words,
+                )  # fmt: skip
                 self.engine.add_request(f"{request.sample_id}:{seed}", given, sampling)
         found = {}
         while self.engine.has_unfinished_requests():
@@ -122,10 +128,18 @@ class Engine:
 
 
 def furthest(
-    model: torch.nn.Module, reader: ImageReader, request: Request, ids: list[int], scores: list[float]
+    model: torch.nn.Module, reader: ImageReader, request: Request, answer: Answer, words: list[int] | None = None
 ) -> float:
-    """Returns the largest difference of a response's log-probs from transformers'."""
-    whole = torch.tensor([[*request.prompt_ids, *ids]])
+    """Returns the largest difference of a response's log-probs from transformers', which takes every token of an image
+    for a place of one: a word that occurs nowhere stands for those that were sampled, with their embedding.
+    """
+    ids, scores = answer
+    token = reader.image_token
+    twin = next(word for word in range(20, 100) if word not in (*request.prompt_ids, *ids))
+    table = model.get_input_embeddings()
+    table.weight.data[twin] = table.weight.data[token]
+    said = [twin if each == token else each for each in ids]
+    whole = torch.tensor([[*request.prompt_ids, *said]])
     kinds = torch.zeros_like(whole)
     seen = {}
     for image in request.images:
@@ -135,6 +149,10 @@ def furthest(
         seen = {"pixel_values": pixels, "image_grid_thw": torch.tensor([image.grid for image in request.images])}
     with torch.no_grad():
         logits = model(input_ids=whole, mm_token_type_ids=kinds, **seen).logits[0]
+    if words is not None:
+        others = torch.ones(logits.shape[-1], dtype=torch.bool)
+        others[words] = False
+        logits[:, others] = -torch.inf
     expected = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(ids)[:, None])[:, 0]
     return float((expected - torch.tensor(scores)).abs().max())
 
@@ -145,18 +163,25 @@ def main(folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
     store = ImageStore(str(folder / "images"), 1 << 20)
     reader = ImageReader.of(str(folder), store)
-    requests = prompts_of(reader, json.loads((folder / "config.json").read_text()), Path(store.folder))
+    config = json.loads((folder / "config.json").read_text())
+    requests = prompts_of(reader, config, Path(store.folder))
     engine = Engine(folder, store)
     together = engine.responses(requests, RESPONSES)
+    of_images = [config[name] for name in ("image_token_id", "video_token_id", "vision_start_token_id")]
     looked = sum(engine.looked)
     alone = {}
     for request in requests:
         alone |= engine.responses([request], 1)
+    sampled = engine.responses(requests, 1, of_images)
     reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    gaps = {
-        name: furthest(reference, reader, requests[int(name.split(":")[0])], *answer)
-        for name, answer in together.items()
-    }
+    table = reference.get_input_embeddings()
+    table.weight = torch.nn.Parameter(table.weight.detach().clone())  # the output layer's may be the same
+    own_table = table.weight.detach().clone()
+    gaps = []
+    for answers, words in ((together, None), (sampled, of_images)):
+        for name, answer in answers.items():
+            table.weight.data.copy_(own_table)
+            gaps.append(furthest(reference, reader, requests[int(name.split(":")[0])], answer, words))
     same = all(alone[name] == together[name] for name in alone)
     out.write_text(json.dumps({"gaps": gaps, "alone": same, "looked": looked}))
 

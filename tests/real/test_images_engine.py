@@ -1,4 +1,6 @@
-"""vLLM's log-probs behind images are transformers' in each family, with mrl's own arguments, model class and inputs."""
+"""vLLM's log-probs behind images are transformers' in each family, with mrl's own arguments, model class and inputs. So
+are those of responses in which the model samples tokens of images, videos and their begin: words like others there.
+"""
 
 import json
 import subprocess
@@ -44,6 +46,7 @@ def test_responses_behind_images_have_transformers_log_probs(name, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:]
     found = json.loads(out.read_text())
-    assert len(found["gaps"]) == 18 and max(found["gaps"].values()) < LOG_PROBS, found
+    assert len(found["gaps"]) == 18 + 6 and max(found["gaps"]) < LOG_PROBS, found
+    print(name, "furthest", max(found["gaps"]))
     assert found["alone"]
     assert found["looked"] == 5, "each of five different images is looked at once, by whichever of 15 responses"

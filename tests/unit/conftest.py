@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from small_model import TINY
+from small_model import SEEING_WHOLE, TINY
 
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 MEMORY = "/dev/shm"
@@ -53,6 +53,10 @@ def tiny_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name / "model").mkdir(parents=True)
         (tmp_path / name / "model" / "config.json").write_text(json.dumps(TINY))
     _make_it_call(tmp_path / "tool-world" / "model")
+    seeing = tmp_path / "vision-world" / "model"
+    seeing.mkdir(parents=True)
+    (seeing / "config.json").write_text(json.dumps(SEEING_WHOLE))
+    (seeing / "preprocessor_config.json").write_text("{}")
     (tmp_path / "tool-world" / "reward.py").write_text("def compute_score(**_):\n    return 0.0\n")
     monkeypatch.chdir(tmp_path)
 

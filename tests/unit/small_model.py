@@ -23,6 +23,20 @@ TINY = SIZES | {
     "max_position_embeddings": 1024,
 }  # fmt: skip
 
+# a model that reads images, and the text model inside of it
+_ROTATION = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+SEEING_TEXT = {
+    "model_type": "qwen3_vl_text", "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu",
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_parameters": _ROTATION,
+    "attention_bias": False,
+}  # fmt: skip
+SEEING_WHOLE = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": False,
+    "image_token_id": 8, "dtype": "float32", "text_config": SEEING_TEXT,
+    "vision_config": {"deepstack_visual_indexes": [0, 1]},
+}  # fmt: skip
+
 
 def write_model(folder: Path) -> None:
     """A checkpoint of zeros with a tokenizer of one token a character."""

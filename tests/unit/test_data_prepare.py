@@ -1,10 +1,12 @@
 """`mrl data`: rows as data sets publish them become rows that the trainer reads, and the report accounts for each."""
 
 import json
+from io import BytesIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from test_data import CharTokenizer
 
 from mrl.cli.main import main
@@ -137,3 +139,52 @@ def test_what_cannot_be_converted_ends_with_exit_code_3(tmp_path, capsys, argume
         main(["data", *(a.format(dir=tmp_path) for a in arguments)])
     assert ended.value.code == 3
     assert message in capsys.readouterr().err
+
+
+def picture(shade: int) -> dict:
+    out = BytesIO()
+    Image.new("RGB", (40, 30), (shade, 0, 0)).save(out, "PNG")
+    return {"bytes": out.getvalue(), "path": f"{shade}.png"}
+
+
+def geometry(*images, problem="<image>Find x.", answer="2 \\sqrt { 221 }") -> dict:
+    return {"images": list(images), "problem": problem, "answer": answer}
+
+
+def test_rows_with_pictures_keep_them_and_are_scored_by_the_rule_of_their_source(tmp_path):
+    rows = [
+        geometry(picture(1)),
+        geometry(picture(2)),  # the same words about another picture
+        geometry(picture(1)),
+        geometry(picture(3), picture(4), problem="<image> or <image>?"),
+        geometry(picture(5), problem="no mark"),
+        geometry({"bytes": picture(6)["bytes"][:-40], "path": None}),
+        geometry(problem="without"),
+    ]
+    file = write(tmp_path / "train.parquet", rows)
+    report = prepare(SOURCES["geo3k"], [file], tmp_path / "out.parquet", "train", max_bad_share=0.5)
+    assert (report.read, report.written, report.bad, report.duplicates, report.images) == (7, 3, 3, 1, 4)
+    assert [text.partition(": ")[2].partition(" ")[0] for text in report.examples] == ["the", "image", "no"]
+    found = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [[image["bytes"] for image in row["images"]] for row in found] == [
+        [picture(1)["bytes"]], [picture(2)["bytes"]], [picture(3)["bytes"], picture(4)["bytes"]],
+    ]  # fmt: skip
+    assert found[0]["data_source"] == "hiyouga/geometry3k" and found[0]["prompt"][0]["content"].startswith("<image>")
+    spec = RewardSpec("auto")
+    check_data_sources(spec, {"hiyouga/geometry3k"})
+    scored = resolve(spec)(data_source="hiyouga/geometry3k", solution_str="\\boxed{2\\sqrt{221}}",
+                           ground_truth=found[0]["reward_model"]["ground_truth"])  # fmt: skip
+    assert scored["acc"] == 1.0
+
+
+def test_files_in_verls_schema_keep_their_pictures_and_files_of_text_their_columns(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture(9)["bytes"])
+    seen = DAPO | {"prompt": [{"content": "<image>?", "role": "user"}], "images": ["a.png"]}
+    prepare(SOURCES["verl"], [write(tmp_path / "seen.jsonl", [seen, DAPO])], tmp_path / "seen.parquet", "train")
+    found = pq.read_table(tmp_path / "seen.parquet").to_pylist()
+    assert [len(row["images"]) for row in found] == [1, 0] and found[0]["images"][0]["bytes"] == picture(9)["bytes"]
+    prepare(SOURCES["verl"], [write(tmp_path / "text.jsonl", [DAPO])], tmp_path / "text.parquet", "train")
+    assert "images" not in pq.read_schema(tmp_path / "text.parquet").names
+    with pytest.raises(DataError, match="the first row of the first file has none"):
+        late = write(tmp_path / "late.jsonl", [DAPO, seen])
+        prepare(SOURCES["verl"], [late], tmp_path / "late.parquet", "train")

@@ -243,7 +243,7 @@ def reader(model, tmp_path) -> ImageReader:
 
 def stored(reader: ImageReader, entries: list, folder: Path) -> list[KnownImage]:
     known = reader.read_images(entries, folder)
-    reader.keep([(entries, folder)], folder / "store")
+    reader.keep([(entries, folder)], folder / "store", [image.name for image in known])
     return known
 
 
@@ -270,13 +270,13 @@ def test_images_are_written_once_a_run_has_a_folder_and_only_those_that_it_lacks
     first, second, other = (encoded(drawn(seed=seed)) for seed in range(3))
     names = [image.name for image in reader.read_images([first, second], tmp_path)]
     assert not (tmp_path / "store").exists()
-    reader.keep([([other, b"no image", first], tmp_path), ([second], tmp_path)], tmp_path / "store")
+    reader.keep([([other, b"no image", first], tmp_path), ([second], tmp_path)], tmp_path / "store", names)
     files = [path_in(tmp_path / "store", name) for name in names]
     assert sorted(files) == sorted(file for file in (tmp_path / "store").rglob("*") if file.is_file())
-    reader.keep([], tmp_path / "store")  # a resume reads no data again
+    reader.keep([], tmp_path / "store", names)  # a resume reads no data again
     files[1].unlink()
     with pytest.raises(DataError, match="1 images of the data have changed"):
-        reader.keep([([first, other], tmp_path)], tmp_path / "store")
+        reader.keep([([first, other], tmp_path)], tmp_path / "store", names)
 
 
 def test_an_image_of_an_impossible_shape_is_a_bad_row(reader, tmp_path):
@@ -383,7 +383,8 @@ def test_rows_become_prompts_with_the_tokens_and_places_of_their_images(reader, 
     ]  # fmt: skip
     assert [image.name for image in data[1].images] == [image.name for image in reversed(first.images)]
     assert data[2].images == data[3].images == () and "".join(map(chr, data[3].token_ids)) == "text"
-    reader.keep([([one], tmp_path), ([other], tmp_path)], tmp_path / "store")
+    names = {image.name for prompt in data for image in prompt.images}
+    reader.keep([([one], tmp_path), ([other], tmp_path)], tmp_path / "store", names)
     assert np.array_equal(reader.pixels(first.images[0].name), processor(drawn(64, 64))["pixel_values"])
 
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from small_model import SEEING_TEXT as TEXT
+from small_model import SEEING_WHOLE as WHOLE
 from small_model import write_model
 
 from mrl.config.load import load_config
@@ -15,18 +17,6 @@ from mrl.model import model_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
-ROTATION = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
-TEXT = {
-    "model_type": "qwen3_vl_text", "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu",
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_parameters": ROTATION,
-    "attention_bias": False,
-}  # fmt: skip
-WHOLE = {
-    "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": False,
-    "image_token_id": 8, "dtype": "float32", "text_config": TEXT,
-    "vision_config": {"deepstack_visual_indexes": [0, 1]},
-}  # fmt: skip
 SEEING = ["model.vision=frozen", "actor.layout.expert_model_parallel_size=1"]
 
 

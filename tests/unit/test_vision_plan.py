@@ -1,0 +1,112 @@
+"""The plan of a run that sees: the tower's weights and FLOPs are those of transformers' module, and each process is
+counted with what it holds of it.
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_model import SEEING_WHOLE
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from mrl.config.load import load_config
+from mrl.errors import ConfigError
+from mrl.model import model_spec
+from mrl.model.vision_tower import VisionTower
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for
+from mrl.plan.run_plan import plan_of
+from mrl.plan.vision_costs import host_bytes, rank_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "parallel_configs" / "tiny-vision" / "cpu.yaml"
+CLASSES = {
+    "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel", "qwen3_vl": "Qwen3VLVisionModel",
+    "qwen3_vl_moe": "Qwen3VLMoeVisionModel", "qwen3_5": "Qwen3_5VisionModel", "qwen3_5_moe": "Qwen3_5MoeVisionModel",
+}  # fmt: skip
+SMALL = {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 128,
+         "patch_size": 8}  # fmt: skip
+
+
+def module(kind: str, sizes: dict) -> torch.nn.Module:
+    config = AutoConfig.for_model(kind, vision_config=sizes).vision_config
+    name = f"transformers.models.{kind}.modeling_{kind}"
+    return getattr(importlib.import_module(name), CLASSES[kind])._from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("sizes", [{}, SMALL], ids=["default", "small"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_tower_has_the_weights_of_transformers_module(kind, sizes):
+    with torch.device("meta"):
+        whole = module(kind, sizes)
+    tower = VisionTower.of({"model_type": kind, "vision_config": sizes})
+    assert tower.parameters == sum(parameter.numel() for parameter in whole.parameters())
+    assert tower.features == len(getattr(whole, "deepstack_merger_list", ()))
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_pass_has_the_flops_that_torch_counts(kind):
+    sizes = SMALL | ({"window_size": 32, "fullatt_block_indexes": [1]} if kind == "qwen2_5_vl" else {})
+    if kind.startswith("qwen3_vl"):
+        sizes["deepstack_visual_indexes"] = [0, 1]
+    whole = module(kind, sizes).eval()
+    tower = VisionTower.of({"model_type": kind, "vision_config": sizes})
+    rows, columns = 12, 16
+    grid = torch.tensor([[1, rows, columns]])
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        whole(torch.zeros(rows * columns, tower.patch_numbers), grid_thw=grid)
+    assert counted.get_total_flops() == pytest.approx(tower.flops(rows * columns), rel=0.02)
+
+
+@pytest.mark.parametrize("key", ["depth", "hidden_size", "deepstack_visual_indexes"])
+def test_sizes_that_are_no_numbers_are_refused_by_name(key):
+    for value in ("3", None, True, -1):
+        with pytest.raises(ConfigError, match=f"vision_config.{key} = "):
+            VisionTower.of({"model_type": "qwen3_vl", "vision_config": {key: value}})
+
+
+def whole_model() -> dict:
+    return SEEING_WHOLE | {"vision_config": SMALL | {"deepstack_visual_indexes": [0, 1]}}
+
+
+def planned(*changes: str) -> dict:
+    model = model_spec(whole_model())
+    config = load_config(TINY, overrides=["model.path=none", *changes]).config
+    return plan_of(config, model, device_for(config))
+
+
+def test_a_run_that_sees_has_the_tower_on_ranks_of_the_first_stage_and_on_workers_and_its_features_on_hosts():
+    seeing, blind = planned(), planned("model.vision=null")
+    tower = model_spec(whole_model()).tower
+    terms = {name: phase["terms"] for name, phase in seeing["memory"]["phases"].items()}
+    assert all(terms[name]["vision_tower"] > 4 * tower.parameters for name in ("train", "log_prob", "sync"))
+    weights = terms["rollout"]["engine_weights"] - blind["memory"]["phases"]["rollout"]["terms"]["engine_weights"]
+    assert weights == 4 * tower.parameters
+    outside = terms["rollout"]["engine_outside"] - blind["memory"]["phases"]["rollout"]["terms"]["engine_outside"]
+    assert outside > 2 * (24 + 4) * 3 * 128 * 4  # two longest samples; embedding and two of DeepStack
+    features = seeing["memory"]["host"]["terms"]["features"]
+    tokens = seeing["times"]["mean_prompt_tokens"] * 64
+    assert features == round(tokens * 3 * 128 * 4)
+    flops = {name: seeing["times"]["flops"][name] - blind["times"]["flops"][name] for name in blind["times"]["flops"]}
+    looked = 64 * tower.flops(4 * seeing["times"]["mean_prompt_tokens"])
+    assert flops == pytest.approx({"log_prob": looked, "update": 0, "generation": looked})
+    assert seeing["vision"]["parameters"] == tower.parameters and "vision" not in blind
+    assert seeing["reshard"]["bytes_required"] == blind["reshard"]["bytes_required"]
+
+
+def test_later_stages_have_no_tower():
+    layout = ("actor.layout.world_size=2", "actor.layout.pipeline_model_parallel_size=2", "cluster.n_gpus_per_node=3")
+    plan = planned(*layout)
+    assert plan["memory"]["phases"]["sync"]["stage"] == 0
+    model = model_spec(whole_model())
+    config = load_config(TINY, overrides=["model.path=none", *layout]).config
+    inputs = PlanInputs.of(config, model, device_for(config))
+    batch = batch_plan(config, inputs.train)
+    assert rank_bytes(inputs, batch, 0) and host_bytes(inputs, batch, 0)
+    assert not rank_bytes(inputs, batch, 1) and not host_bytes(inputs, batch, 1)
+
+
+def test_a_plan_is_plain_data():
+    assert json.loads(json.dumps(planned()))["vision"]["tokens_of_a_prompt"] > 0
