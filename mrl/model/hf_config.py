@@ -8,7 +8,7 @@ from mrl.errors import ConfigError, shown
 from mrl.model.int4 import int4_group
 from mrl.model.rotation import Rotation, read_rotation
 from mrl.model.rotation import settings as rotary_settings
-from mrl.model.vision_tower import VisionTower
+from mrl.model.tower_sizes import VisionTower
 
 HfConfig = Mapping[str, Any]
 ANY: Any = object()  # as a plain value: the family reads the key by itself

@@ -50,7 +50,7 @@ from mrl.model.hf_config import (
     refuse_unless,
 )
 from mrl.model.refused import REFUSED
-from mrl.model.vision_tower import VisionTower
+from mrl.model.tower_sizes import VisionTower
 from mrl.model.weight_map import Family, Inner, WeightMap
 from mrl.plain_files import TEXT_BYTES, read_json, read_settings, reason
 from mrl.units import MIB

@@ -15,7 +15,7 @@ from mrl.model.adapters import Lora
 from mrl.model.device_grid import Place, actor_places, engine_places
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
-from mrl.model.vision_tower import VisionTower
+from mrl.model.tower_sizes import VisionTower
 from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.calibration_file import assumptions_of
 from mrl.plan.devices import (

@@ -9,7 +9,7 @@ How many tokens of a prompt are images' is not known before the data is read. A 
 an upper bound of what images take, and none of what the text takes.
 """
 
-from mrl.model.vision_tower import VisionTower
+from mrl.model.tower_sizes import VisionTower
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 from mrl.plan.step_work import mean_lengths
 

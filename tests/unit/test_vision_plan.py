@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
 from mrl.model import model_spec
-from mrl.model.vision_tower import VisionTower
+from mrl.model.tower_sizes import VisionTower
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for
 from mrl.plan.run_plan import plan_of
 from mrl.plan.vision_costs import host_bytes, rank_bytes
