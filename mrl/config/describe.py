@@ -82,12 +82,13 @@ def describe_batch(config: RunConfig) -> str:
     actor = config.actor
     dp = config.actor.layout.data_parallel_size
     updates = config.updates_per_step
+    epochs = f" in {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else ""
     by_tokens = f"{actor.ppo_max_token_len_per_gpu} tokens a device"
     by_samples = f"{actor.ppo_micro_batch_size_per_gpu} samples"
     size = by_tokens if actor.use_dynamic_bsz else by_samples
     return (
         f"{prompts} prompts x {n} = {prompts * n} samples a step, {updates} update{'s' if updates != 1 else ''} of "
-        f"{mini * n} samples, DP {dp}: {mini * n // dp} samples a rank, cut to {size}"
+        f"{mini * n} samples{epochs}, DP {dp}: {mini * n // dp} samples a rank, cut to {size}"
     )
 
 

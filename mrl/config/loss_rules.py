@@ -367,8 +367,30 @@ LOSS_RULES = (
         (None,),
     ),
     RuleRow(
+        "actor.ppo_epochs",
+        lambda c, m: c.algorithm.on_policy and c.actor.ppo_epochs > 1,
+        "must be 1 with " + _ON_POLICY,
+        f"after the first of several updates the policy is no longer the one that generated; {_PASS}",
+        (1,),
+    ),
+    RuleRow(
+        "actor.shuffle",
+        lambda c, m: c.actor.ppo_epochs > 1 and c.actor.shuffles and c.actor.router_replay == "R2" and m.is_moe,
+        "must be false with actor.router_replay: R2 and actor.ppo_epochs = {c.actor.ppo_epochs}",
+        "R2 replays the routes of whole micro-batches, and drawn mini-batches have others in each epoch; R3 replays "
+        "each token's own",
+        (False,),
+    ),
+    RuleRow(
+        "actor.shuffle",
+        lambda c, m: c.actor.ppo_epochs > 1 and c.actor.shuffles and _is(c, lambda loss: loss.selects_tokens),
+        "must be false with {c.algorithm.policy_loss.loss_mode} and actor.ppo_epochs = {c.actor.ppo_epochs}",
+        "it chooses tokens of the whole mini-batch before the update, and drawn mini-batches are others in each epoch",
+        (False,),
+    ),
+    RuleRow(
         "actor.ppo_mini_batch_size",
-        lambda c, m: c.algorithm.on_policy and c.updates_per_step > 1,
+        lambda c, m: c.algorithm.on_policy and c.mini_batches > 1,
         "must be data.train_batch_size = {c.data.train_batch_size} with " + _ON_POLICY,
         f"after the first of several updates the policy is no longer the one that generated; {_PASS}",
         lambda c, m: (c.data.train_batch_size,),

@@ -115,9 +115,19 @@ class RunConfig(Section):
         return self.algorithm.scores_before_update or self.distillation.enabled
 
     @property
+    def mini_batches(self) -> int:
+        """Mini-batches of a step's samples, which are the optimizer updates of one epoch over them."""
+        return -(-self.data.train_batch_size // self.actor.ppo_mini_batch_size)
+
+    @property
+    def epochs(self) -> tuple[int, int]:
+        """Times that a step trains on its samples: the actor, and a critic."""
+        return self.actor.ppo_epochs, self.critic.ppo_epochs or self.actor.ppo_epochs
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer updates in one training step."""
-        return -(-self.data.train_batch_size // self.actor.ppo_mini_batch_size)
+        return self.mini_batches * self.actor.ppo_epochs
 
     @property
     def total_updates(self) -> int | None:

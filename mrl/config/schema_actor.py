@@ -239,12 +239,27 @@ class ActorConfig(Section):
     lora: LoraConfig = LoraConfig()
     ppo_mini_batch_size: int = key(
         ...,
-        "Prompts per optimizer update. A step makes train_batch_size / ppo_mini_batch_size updates.",
+        "Prompts per optimizer update. An epoch of a step makes train_batch_size / ppo_mini_batch_size updates.",
         ge=1,
         unit="prompts",
         advice="2 to 4 updates a step are usual. More than one update a step is off-policy: watch actor/pg_clipfrac "
         "and actor/ppo_kl.",
         verl="actor_rollout_ref.actor.ppo_mini_batch_size",
+    )
+    ppo_epochs: int = key(
+        1,
+        "Times that a step trains on its samples. Ratios stay those to the policy before the step. A step makes "
+        "ppo_epochs times as many updates.",
+        ge=1,
+        advice="1 for GRPO and its relatives; 2 to 4 with PPO and a critic, where samples are expensive. Each epoch is "
+        "further off-policy: watch actor/pg_clipfrac and actor/ppo_kl.",
+        verl="actor_rollout_ref.actor.ppo_epochs",
+    )
+    shuffle: bool | None = key(
+        None,
+        "Draws the samples of each mini-batch from the whole step, in each epoch anew, by trainer.seed and the step. "
+        "false: mini-batches follow the order of the prompts in every epoch. Left out: true with ppo_epochs above 1.",
+        advice="Left out. With true, responses to one prompt are in different mini-batches.",
     )
     ppo_micro_batch_size_per_gpu: int = key(
         8,
@@ -341,6 +356,11 @@ class ActorConfig(Section):
     )
 
     @property
+    def shuffles(self) -> bool:
+        """Whether mini-batches are drawn from the whole step, in each epoch anew."""
+        return self.ppo_epochs > 1 if self.shuffle is None else self.shuffle
+
+    @property
     def offloaded(self) -> tuple[str, ...]:
         """Names of the keys that are on and move something to the host."""
         return tuple(name for name in SWITCHES.values() if getattr(self, name))
@@ -420,6 +440,12 @@ class CriticConfig(Section):
         ge=1,
         unit="prompts",
     )
+    ppo_epochs: int | None = key(
+        None, "Times that a step trains the critic on its samples; left out: the actor's.", ge=1
+    )
+    shuffle: bool | None = key(
+        None, "Draws the samples of the critic's mini-batches, as actor.shuffle; left out: as the actor's key says."
+    )
     ppo_micro_batch_size_per_gpu: int | None = key(
         None,
         "Samples in one forward-backward pass of the critic on one data-parallel rank; left out: the actor's.",
@@ -473,9 +499,11 @@ class CriticConfig(Section):
     def keeps_rows_of(self, actor: ActorConfig) -> bool:
         """Whether as many replicas of the critic train on the rows that the actor's replicas have.
 
-        Rows are dealt evenly inside each mini-batch of the actor, so the critic's have to consist of whole ones.
+        Rows are dealt evenly inside each mini-batch of the actor's first epoch, so the critic's have to consist of
+        whole ones.
         """
-        return (self.ppo_mini_batch_size or actor.ppo_mini_batch_size) % actor.ppo_mini_batch_size == 0
+        own = self.as_actor(actor)
+        return own.ppo_mini_batch_size % actor.ppo_mini_batch_size == 0 and own.shuffles == actor.shuffles
 
     def as_actor(self, actor: ActorConfig) -> ActorConfig:
         """Returns the critic's settings in the form of an actor's section.
@@ -486,6 +514,8 @@ class CriticConfig(Section):
         own = {
             "layout": self.layout,
             "ppo_mini_batch_size": self.ppo_mini_batch_size,
+            "ppo_epochs": self.ppo_epochs,
+            "shuffle": self.shuffle,
             "ppo_micro_batch_size_per_gpu": self.ppo_micro_batch_size_per_gpu,
             "ppo_max_token_len_per_gpu": self.ppo_max_token_len_per_gpu,
         }

@@ -187,7 +187,7 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> St
     check_routed(config.actor, rows)
     first = "adv" if algorithm.on_policy else "old_log_prob"
     with line.phase(first):
-        trained = StepBatch(run.actor, rollouts.samples)
+        trained = StepBatch(run.actor, rollouts.samples, step)
     if config.distillation.enabled and trains_actor(run):
         with line.phase("teacher"):
             trained.score_by(TEACHER)
@@ -280,7 +280,8 @@ def end_line(run: Run, line: StepLine, rollouts: Rollouts) -> None:
     run.start_seconds = {}
     line.add(time_metrics(config.trainer, Deployment.of(config).devices, line.phase, rollouts))
     teacher = run.actor.teacher and run.actor.teacher.model
-    line.add(mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds, teacher))
+    rows = rollouts.samples.rows
+    line.add(mfu_metrics(config.algorithm, run.actor.model, rows, run.peak, seconds, teacher, config.epochs))
 
 
 def failed_writes(run: Run) -> dict[str, float]:

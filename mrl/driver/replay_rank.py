@@ -139,7 +139,7 @@ def one_step(actor: Any, step: int, rollouts: Rollouts, left_out: np.ndarray | N
     """
     config = actor.config
     algorithm = config.algorithm
-    batch = StepBatch(OwnRank(actor), rollouts.samples)
+    batch = StepBatch(OwnRank(actor), rollouts.samples, step)
     counted = compared(batch.rows.group_id, rollouts.results, config.compares_responses)
     if left_out is not None:
         counted = counted & ~left_out

@@ -91,6 +91,7 @@ def mfu_metrics(
     peak: Peak,
     seconds: Mapping[str, float],
     teacher: ModelSpec | None = None,
+    epochs: tuple[int, int] = (1, 1),
 ) -> dict[str, float]:
     """Returns the FLOPs of the step's samples, relative to the devices' peak in the same time.
 
@@ -98,10 +99,10 @@ def mfu_metrics(
     itself, without padding. Only experts that a token is sent to count, and the output layer only for sampled tokens.
     Recomputed layers count once.
 
-    A backward pass costs as much as two forward passes. Generation and each pass of log-probs cost one, even if a cache
-    saved some of it. A `teacher` costs one pass of its own model. A critic costs as much as the actor: a pass for its
-    values, and an update. A step that trains only the critic asks no teacher, and a reference only for a KL in the
-    reward.
+    A backward pass costs as much as two forward passes. An update makes both in each of its `epochs`, those of the
+    actor and of its critic. Generation and each pass of log-probs cost one, even if a cache saved some of it. A
+    `teacher` costs one pass of its own model. A critic costs as much as the actor: a pass for its values, and an
+    update. A step that trains only the critic asks no teacher, and a reference only for a KL in the reward.
     """
     lengths = rows.sequence_lengths.tolist()
     sampled = int(rows.sampled_lengths.sum())
@@ -109,15 +110,15 @@ def mfu_metrics(
     taught = 0.0
     passes = 1 + (not algorithm.on_policy)
     if algorithm.needs_critic:
-        passes += 1 + 3
+        passes += 1 + 3 * epochs[1]
     of_actor = {}
     if not seconds["update"]:  # only a critic was trained
         passes += algorithm.use_kl_in_reward
     else:
-        passes += algorithm.needs_reference + 3
+        passes += algorithm.needs_reference + 3 * epochs[0]
         if teacher is not None:
             taught = forward_flops(teacher, lengths, sampled)
-        of_actor = {"perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor)}
+        of_actor = {"perf/mfu/actor": 3 * epochs[0] * forward / (seconds["update"] * peak.actor)}
     return of_actor | {"perf/mfu/step": (passes * forward + taught) / (seconds["step"] * peak.run)}
 
 

@@ -63,15 +63,17 @@ class AllRanks(Protocol):
 class StepBatch:
     """The driver's handle of a step on all ranks, where RankStep is what computes."""
 
-    def __init__(self, actor: AllRanks, samples: ResponseStore):
-        """Divides the rows among replicas. Raises DataError for a row above the limit of a micro-batch."""
+    def __init__(self, actor: AllRanks, samples: ResponseStore, step: int = 0):
+        """Divides the rows of step `step` among replicas. Raises DataError for a row above the limit of a micro-batch.
+        """
         layout = actor.layout
         self._actor = actor
         self._samples = samples
         self.rows = samples.rows
         config = actor.config
         self._lengths = RowLengths.of(samples.rows)
-        self.cut = step_cut(config, layout, actor.model, self._lengths)
+        self._step = step
+        self.cut = step_cut(config, layout, actor.model, self._lengths, step=step)
         self._replica_of = [layout.dense_coords(rank).dp for rank in range(layout.world_size)]
         self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
         self._own = [self.cut.own_rows(replica) for replica in range(layout.data)]
@@ -92,7 +94,7 @@ class StepBatch:
         own = None
         if layout.data == self._actor.layout.data and given.critic.keeps_rows_of(given.actor):
             own = self._own
-        return step_cut(config, layout, self._actor.model, self._lengths, own)
+        return step_cut(config, layout, self._actor.model, self._lengths, own, self._step)
 
     def score_by(self, model: str) -> None:
         """Lets ranks score the step with a second model, TEACHER or CRITIC. What it says stays there, for `score`.
@@ -142,7 +144,6 @@ class StepBatch:
         self, rewards: np.ndarray, counted: np.ndarray, parts: Mapping[str, np.ndarray], by_reference: bool
     ) -> StepRows:
         rows = self.rows
-        critic_slices = self.critic_cut.slices if self.critic_cut else ()
         return StepRows(
             group_id=rows.group_id,
             sampled_lengths=rows.sampled_lengths,
@@ -150,8 +151,8 @@ class StepBatch:
             rewards=rewards,
             counted=counted,
             parts=parts,
-            slices=self.cut.slices,
-            critic_slices=critic_slices,
+            mini_batches=self.cut.rows,
+            critic_mini_batches=self.critic_cut.rows if self.critic_cut else (),
             by_reference=by_reference,
             turns=_turns(rows) if self._actor.config.algorithm.by_turn else None,
         )
@@ -227,7 +228,7 @@ class StepBatch:
 
     def sample_ids(self) -> list[np.ndarray]:
         """Returns the ids of the rows of each mini-batch."""
-        return [self.rows.sample_id[rows] for rows in self.cut.slices]
+        return [self.rows.sample_id[rows] for rows in self.cut.rows]
 
 
 def _turns(rows: SampleRows) -> TurnNumbers | None:

@@ -58,7 +58,7 @@ def update(
     watch(gradient_norms(parts), step.sample_ids())
     loads = step.cut.loads
     applied = len(loads) - metrics["actor/skipped_updates"]
-    return metrics | {"actor/updates": applied} | load_metrics(step.rows.lengths, loads)
+    return metrics | {"actor/updates": applied} | load_metrics(step.rows.lengths, loads, step.cut.epochs)
 
 
 def gradient_norms(parts: Sequence[FloatParts]) -> list[float]:
@@ -69,14 +69,14 @@ def gradient_norms(parts: Sequence[FloatParts]) -> list[float]:
     return [part.get("actor/grad_norm", (math.nan, 1.0))[0] for part in parts if "actor/skipped_updates" in part]
 
 
-def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad]) -> dict[str, float]:
+def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad], epochs: int = 1) -> dict[str, float]:
     """Returns how evenly an update is spread over the data-parallel ranks, and its share of padding.
 
     Metrics are means over its mini-batches. `lengths` [batch] are tokens of each sequence. `loads` come from the ranks,
-    one for each mini-batch.
+    one for each mini-batch of all `epochs`. Each epoch trains a rank on the same rows.
     """
     tokens_of_loads = [load.tokens for load in loads]
-    trained_tokens = [sum(of_rank) for of_rank in zip(*tokens_of_loads, strict=True)]
+    trained_tokens = [sum(of_rank) // epochs for of_rank in zip(*tokens_of_loads, strict=True)]
     packed = [load.packed_sequences for load in loads if load.packed_sequences is not None]
     budgets = [load.budget_share for load in loads if load.budget_share is not None]
     return seqlen_metrics(lengths, trained_tokens) | {

@@ -44,11 +44,17 @@ class BatchPlan:
     prompts: int
     responses_per_prompt: int
     samples: int
-    mini_batches: int
+    mini_batches: int  # of one epoch
+    epochs: int
     samples_per_rank: int  # of one mini-batch
     micro: MicroBatchShape  # the largest possible one: every row at its limits
     micro_batches: int
     log_prob_micro: MicroBatchShape
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the step."""
+        return self.mini_batches * self.epochs
 
     def to_json(self) -> dict:
         """Returns the batches as plain data."""
@@ -56,7 +62,7 @@ class BatchPlan:
             "train_batch_size": self.prompts,
             "n": self.responses_per_prompt,
             "samples_per_step": self.samples,
-            "updates_per_step": self.mini_batches,
+            "updates_per_step": self.updates,
             "samples_per_rank_and_update": self.samples_per_rank,
             "micro_batches_per_update": self.micro_batches,
             "micro_batch": vars(self.micro),
@@ -218,7 +224,8 @@ def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
         prompts=data.train_batch_size,
         responses_per_prompt=n,
         samples=data.train_batch_size * n,
-        mini_batches=config.updates_per_step,
+        mini_batches=config.mini_batches,
+        epochs=actor.ppo_epochs,
         samples_per_rank=per_rank,
         micro=micro,
         micro_batches=_micro_batch_count(config, train, micro, per_rank),

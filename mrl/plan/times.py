@@ -108,12 +108,12 @@ class Overlap:
     weights: float = 0.0  # share of the updates whose gather runs beside the next forward: all but a step's last
 
 
-def overlap_of(config: RunConfig, mini_batches: int) -> Overlap:
+def overlap_of(config: RunConfig, updates: int) -> Overlap:
     """Returns what `actor.override_ddp_config` overlaps, for steps of so many updates."""
     given = config.actor.override_ddp_config
     beside = 0.0
     if given.get("overlap_param_gather"):
-        beside = (mini_batches - 1) / mini_batches
+        beside = (updates - 1) / updates
     return Overlap(bool(given.get("overlap_grad_reduce")), beside)
 
 
@@ -145,10 +145,10 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
     update = forward * update_passes(recompute, again).compute
     critic = {}
     if inputs.critic is not None:
-        critic = {"values": forward, "critic": update}
+        critic = {"values": forward, "critic": update * inputs.critic.config.actor.ppo_epochs}
     if teacher := teacher_inputs(inputs):
         scored["teacher"] = batch.samples * lengths.total * mean_flops_per_token(teacher.model, lengths)
-    return _with_images(inputs, batch, scored | critic | {"update": update, "generation": forward})
+    return _with_images(inputs, batch, scored | critic | {"update": update * batch.epochs, "generation": forward})
 
 
 def _with_images(inputs: PlanInputs, batch: BatchPlan, flops: dict[str, float]) -> dict[str, float]:
@@ -179,7 +179,7 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
         **reference_seconds(inputs),
         **teacher_seconds(inputs),
         **critic_seconds(inputs),
-        "update": update.total * batch.mini_batches,
+        "update": update.total * batch.updates,
         "rest": inputs.assumptions.rest + hand_over_seconds(inputs) * inputs.colocated,
     }
     if inputs.tower is not None:
@@ -242,7 +242,7 @@ def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
     rate = host_path_rate(critic)
     return {
         "values": values.total + 2 * parameters / rate,
-        "critic": update.total * batch.mini_batches + 2 * (parameters + optimizer) / rate,
+        "critic": update.total * batch.updates + 2 * (parameters + optimizer) / rate,
     }
 
 
@@ -292,7 +292,7 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
             state,
             recompute,
             inputs.assumptions,
-            overlap_of(inputs.config, batch.mini_batches),
+            overlap_of(inputs.config, batch.updates),
         ),
     )
 

@@ -288,8 +288,8 @@ class MegatronActor:
         check_batch(batch, self.model, self._moe_layers)
         cut = self._cut(batch)
         if batch.advantages is not None and batch.old_log_probs is not None:
-            batch = self._with_selection(batch, cut.slices)
-        counts = [_count(batch.rows(rows)) for rows in cut.slices]
+            batch = self._with_selection(batch, cut.rows)
+        counts = [_count(batch.rows(rows)) for rows in cut.rows]
         result = self.update_replica(batch, cut.of(mpu.get_data_parallel_rank()).mini_batches, counts)
         loads = []
         if self.holds_result and mpu.get_data_parallel_rank() == 0:
@@ -334,7 +334,7 @@ class MegatronActor:
     def update_replica(
         self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroRows]], counts: Sequence[Denominators]
     ) -> UpdateResult:
-        """Runs one optimizer step per mini-batch.
+        """Runs one optimizer step per mini-batch, one epoch after the other.
 
         `batch` holds at least the rows of this replica's micro-batches. On the last pipeline stage it has
         `old_log_probs` and `advantages`. `counts` cover whole mini-batches over all replicas.
@@ -393,7 +393,7 @@ class MegatronActor:
         """
         batch = self.prepared(self._of_own_layers(batch))
         shares = self._update_splitter.shares(RowLengths.of(batch))
-        whole = self._with_selection(batch, (slice(0, len(batch)),)) if batch.old_log_probs is not None else batch
+        whole = self._with_selection(batch, [np.arange(len(batch))]) if batch.old_log_probs is not None else batch
         return self._gradients(whole, shares[mpu.get_data_parallel_rank()], _count(batch))[0]
 
     @needs(PARAMETERS, GRADIENTS)
@@ -464,14 +464,17 @@ class MegatronActor:
         check_batch(batch, self.model, self._moe_layers)
         return self._cut(batch).of(mpu.get_data_parallel_rank())
 
-    def _with_selection(self, batch: TrainBatch, mini_batches: Sequence[slice]) -> TrainBatch:
+    def _with_selection(self, batch: TrainBatch, mini_batches: Sequence[np.ndarray]) -> TrainBatch:
         parts = [batch.rows(rows) for rows in mini_batches]
         selected = [
             select(self.loss_parameters, p.advantages, p.old_log_probs, p.loss_mask, p.response_lengths) for p in parts
         ]
         if any(each is None for each in selected):
             return batch
-        return replace(batch, selected=np.concatenate(selected))
+        of_batch = np.zeros(len(batch.rollout_log_probs), bool)
+        for rows, of_part in zip(mini_batches, selected, strict=True):
+            of_batch[batch.places_of(rows)] = of_part
+        return replace(batch, selected=of_batch)
 
     def _update_once(
         self, batch: TrainBatch, micros: Sequence[MicroRows], count: Denominators

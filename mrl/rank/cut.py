@@ -1,7 +1,7 @@
 """Cuts the rows of a step into micro-batches of data-parallel replicas: once, by the driver, from lengths.
 
-The update's cut decides the rows of each replica. Log-probs and reference are computed on the same replica, possibly
-under limits of their own. So a replica needs its rows only once.
+The cut of the update's first epoch decides the rows of each replica. Further epochs, log-probs and the reference are
+computed on the same replica, possibly under limits of their own. So a replica needs its rows only once.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import numpy as np
 from mrl.config.schema import ActorConfig, RunConfig
 from mrl.config.schema_distillation import TeacherConfig
 from mrl.config.teacher_model import TeacherModel
+from mrl.data.order import permutation
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.rank.batching import (
@@ -37,7 +38,7 @@ class ReplicaCut:
     A critic's pass for values, and a teacher's pass, have the place of log-probs.
     """
 
-    mini_batches: tuple[Micros, ...]
+    mini_batches: tuple[Micros, ...]  # of all epochs
     log_probs: Micros
     reference: Micros
 
@@ -72,11 +73,12 @@ class ReplicaCut:
 class StepCut:
     """The cut of a whole step. Row numbers are the step's."""
 
-    mini_batches: tuple[Shares, ...]
+    mini_batches: tuple[Shares, ...]  # of all epochs
     log_probs: Shares
     reference: Shares
-    slices: tuple[slice, ...]  # rows of each mini-batch
+    rows: tuple[np.ndarray, ...]  # int64, ascending: rows of each mini-batch
     loads: tuple[MiniBatchLoad, ...]
+    epochs: int  # passes over all rows, each in equally many mini-batches
 
     def of(self, replica: int) -> ReplicaCut:
         """Returns the part of one replica."""
@@ -86,7 +88,7 @@ class StepCut:
 
     def own_rows(self, replica: int) -> np.ndarray:
         """Returns the rows that the replica trains on, int64, ascending."""
-        return np.sort(np.concatenate(self.of(replica).trained_rows()))
+        return np.unique(np.concatenate(self.of(replica).trained_rows()))
 
     def needed_rows(self, replica: int) -> np.ndarray:
         """Returns the replica's own rows and those that fillers repeat, int64, ascending."""
@@ -99,8 +101,9 @@ def step_cut(
     model: ModelSpec,
     lengths: RowLengths,
     given: Sequence[np.ndarray] | None = None,
+    step: int = 0,
 ) -> StepCut:
-    """Cuts a step's rows, which have rollout.n rows for each prompt.
+    """Cuts a step's rows, which have rollout.n rows for each prompt. `step` is its number, for drawn mini-batches.
 
     With RunConfig.of_critic it returns a critic's cut, in which value passes take the place of log-prob passes. `given`
     holds ascending int64 rows of each replica; without it, rows are dealt anew. Raises DataError for a row above the
@@ -108,26 +111,42 @@ def step_cut(
     """
     actor = config.actor
     update = Splitter.for_update(actor, layout, model)
-    slices = tuple(mini_batches(len(lengths), actor.ppo_mini_batch_size * config.rollout.n))
-    of_slices = [lengths.rows(np.arange(rows.start, rows.stop)) for rows in slices]
-    parts = tuple(
-        _shifted(update.shares(each, _inside(given, rows)), rows.start)
-        for rows, each in zip(slices, of_slices, strict=True)
-    )
-    of_parts = [trained_rows(part) for part in parts]
-    owners = [np.sort(np.concatenate(of_replica)) for of_replica in zip(*of_parts, strict=True)]
+    rows = mini_batch_rows(actor, config.rollout.n, len(lengths), (config.trainer.seed, step))
+    of_rows = [lengths.rows(each) for each in rows]
+    per_epoch = len(rows) // actor.ppo_epochs
+    first = [update.shares(of_rows[k], _inside(given, rows[k])) for k in range(per_epoch)]
+    of_first = [trained_rows(_numbered(part, each)) for part, each in zip(first, rows, strict=False)]
+    owners = [np.sort(np.concatenate(of_replica)) for of_replica in zip(*of_first, strict=True)]
+    further = [update.shares(of_rows[k], _inside(owners, rows[k])) for k in range(per_epoch, len(rows))]
+    if not actor.shuffles:
+        further = first * (actor.ppo_epochs - 1)
+    parts = tuple(_numbered(part, each) for part, each in zip((*first, *further), rows, strict=True))
     own = (
         Splitter.for_log_probs(actor, layout, model),
         Splitter.for_reference(actor, config.ref, layout, model),
     )
     # Equal cuts give equal sums bit by bit, and replayed routes belong to the same micro-batches.
-    as_update = _joined(parts)
+    as_update = _joined(parts[:per_epoch])
     passes = [as_update if splitter is None else splitter.shares(lengths, owners) for splitter in own]
-    loads = tuple(
-        update.load(each, _shifted(part, -rows.start))
-        for rows, each, part in zip(slices, of_slices, parts, strict=True)
-    )
-    return StepCut(parts, *passes, slices, loads)
+    loads = tuple(update.load(each, part) for each, part in zip(of_rows, (*first, *further), strict=True))
+    return StepCut(parts, *passes, rows, loads, actor.ppo_epochs)
+
+
+def mini_batch_rows(actor: ActorConfig, n: int, num_rows: int, seed: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """Returns the rows of each mini-batch of a step, int64, ascending, one epoch after the other.
+
+    PPO's epochs of mini-batches over one batch (arXiv:1707.06347, algorithm 1: K epochs). In order, or drawn: then each
+    epoch divides all rows anew, by `seed` and the epoch's number, whatever the layout is. verl draws the rows of each
+    data-parallel rank by themselves, alike in every step. Groups have `n` rows, and a mini-batch as many rows as its
+    prompts have.
+    """
+    order = np.arange(num_rows)
+    parts = []
+    for epoch in range(actor.ppo_epochs):
+        if actor.shuffles:
+            order = permutation((*seed, epoch), num_rows)
+        parts += [np.sort(order[part]) for part in mini_batches(num_rows, actor.ppo_mini_batch_size * n)]
+    return tuple(parts)
 
 
 def teacher_cut(
@@ -147,11 +166,11 @@ def teacher_cut(
     return [(rows, cut.renumbered(rows)) for rows, cut in zip(needed, cuts, strict=True)]
 
 
-def _inside(owners: Sequence[np.ndarray] | None, rows: slice) -> list[np.ndarray] | None:
-    """Returns each replica's rows inside a slice, counted from the slice's start."""
+def _inside(owners: Sequence[np.ndarray] | None, rows: np.ndarray) -> list[np.ndarray] | None:
+    """Returns each replica's rows of a mini-batch, by their places in `rows`, which are ascending."""
     if owners is None:
         return None
-    return [own[(own >= rows.start) & (own < rows.stop)] - rows.start for own in owners]
+    return [np.flatnonzero(np.isin(rows, own)) for own in owners]
 
 
 def _joined(parts: Sequence[Shares]) -> Shares:
@@ -159,5 +178,6 @@ def _joined(parts: Sequence[Shares]) -> Shares:
     return tuple(tuple(chain.from_iterable(of_replica)) for of_replica in zip(*parts, strict=True))
 
 
-def _shifted(shares: Shares, by: int) -> Shares:
-    return tuple(tuple(MicroRows(micro.rows + by, micro.is_filler) for micro in replica) for replica in shares)
+def _numbered(shares: Shares, rows: np.ndarray) -> Shares:
+    """Returns shares of a mini-batch with the step's numbers of its rows."""
+    return tuple(tuple(MicroRows(rows[micro.rows], micro.is_filler) for micro in replica) for replica in shares)

@@ -76,8 +76,8 @@ class StepRows:
     rewards: np.ndarray  # float64 [rows]: scores after penalties
     counted: np.ndarray  # bool [rows]: rows that take part, see mrl.generate.rollouts.compared
     parts: Mapping[str, np.ndarray]  # float64 [rows]: the reward's parts under algorithm.gdpo_reward_keys
-    slices: tuple[slice, ...]  # rows of each mini-batch of the actor
-    critic_slices: tuple[slice, ...] = ()  # and of the critic
+    mini_batches: tuple[np.ndarray, ...]  # int64: rows of each mini-batch of the actor, in all epochs
+    critic_mini_batches: tuple[np.ndarray, ...] = ()  # and of the critic
     by_reference: bool = False  # the reference scores the rows, too
     turns: TurnNumbers | None = None  # of all rows, where an estimator credits turns
     only_gaps: bool = False  # old log-probs alone are wanted; then the rows are dropped
@@ -321,7 +321,7 @@ class RankStep:
             self._tokens.select(least)
 
     def _by_mini_batch(self, values: np.ndarray) -> list[np.ndarray]:
-        return [values[rows] for rows in self._rows.slices]
+        return [values[rows] for rows in self._rows.mini_batches]
 
     def shown(self, numbers: np.ndarray, less_rollout: bool) -> np.ndarray | None:
         """Returns `RankBatch.shown` of those of the step's rows `numbers` that this replica trains on, in order.
@@ -334,7 +334,7 @@ class RankStep:
 
     def critic_counts(self) -> list[Denominators]:
         """Returns the denominators of each mini-batch of the critic."""
-        return [Denominators.counted(self._trained[rows]) for rows in self._rows.critic_slices]
+        return [Denominators.counted(self._trained[rows]) for rows in self._rows.critic_mini_batches]
 
     def update(self) -> tuple[list[FloatParts], dict[str, float]]:
         """Updates the actor. Returns this rank's sums of metrics and, on policy, metrics of `score` for old log-probs.

@@ -56,7 +56,8 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
             exported_gradients(actor)
         if parts:
             (folder / f"metrics-{cut}-{actor.rank}.json").write_text(json.dumps(parts))
-    updates = [actor.update(batch).parts for _ in range(2)]
+    _set_actor(actor, actor.config, {"ppo_epochs": case["epochs"]})
+    updates = [[part] for _ in range(2 // case["epochs"]) for part in actor.update(batch).parts]
     weights = _exported(actor)
     if actor.rank == 0:
         save_file(weights, folder / "updated.safetensors")

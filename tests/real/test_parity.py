@@ -287,7 +287,8 @@ def _case(name: str, references: dict[str, Reference]) -> dict:
         "data": {"train_batch_size": len(reference.batch)},
         "cluster": {"device": "cpu", "step_timeout_s": 300},
     }
-    return {"name": name, "config": config, "batch": str(reference.batch_path), "cuts": CUTS}
+    epochs = 2 if model == "moe" else 1  # two updates are two epochs over one batch, or two steps with the same one
+    return {"name": name, "config": config, "batch": str(reference.batch_path), "cuts": CUTS, "epochs": epochs}
 
 
 def _reference(model, path: Path) -> Reference:

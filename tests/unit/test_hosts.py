@@ -71,8 +71,11 @@ def test_mfu_by_hand():
     forward = forward_flops(model, [4], 1)
     peak, seconds = Peak(actor=forward, run=2 * forward), {"update": 6.0, "step": 5.0}
 
-    def of(on_policy: bool, needs_reference: bool, needs_critic: bool = False) -> tuple[float, float]:
-        algorithm = SimpleNamespace(on_policy=on_policy, needs_reference=needs_reference, needs_critic=needs_critic)
+    def algorithm_of(on_policy: bool, needs_reference: bool, needs_critic: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(on_policy=on_policy, needs_reference=needs_reference, needs_critic=needs_critic)
+
+    def of(*named: bool, **more: bool) -> tuple[float, float]:
+        algorithm = algorithm_of(*named, **more)
         found = mfu_metrics(algorithm, model, rows, peak, seconds)
         return found["perf/mfu/actor"], found["perf/mfu/step"]
 
@@ -82,6 +85,8 @@ def test_mfu_by_hand():
     assert of(on_policy=False, needs_reference=False, needs_critic=True) == (0.5, 0.9)  # 1 + 3 more
     alone = SimpleNamespace(on_policy=False, needs_reference=True, use_kl_in_reward=False, needs_critic=True)
     found = mfu_metrics(alone, model, rows, peak, seconds | {"update": 0.0}, teacher=model)
+    repeated = mfu_metrics(algorithm_of(True, False), model, rows, peak, seconds, epochs=(2, 1))
+    assert repeated == {"perf/mfu/actor": 1.0, "perf/mfu/step": 0.7}  # 6 of 6; 1 + 6 of 10
     assert found == {"perf/mfu/step": 0.6}  # 1 + 1, and 1 + 3 of the critic; neither reference nor teacher
 
 

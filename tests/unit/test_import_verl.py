@@ -410,7 +410,7 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
         ("actor_rollout_ref.rollout.name=sglang", "only vLLM"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn"),
         ("reward_model.enable=True", "rewards are functions"),
-        ("actor_rollout_ref.actor.ppo_epochs=2", "trained on once"),
+        ("actor_rollout_ref.actor.optim.optimizer=muon", "only Adam"),
         ("actor_rollout_ref.rollout.dtype=float16", "bfloat16 or float32"),
         (MEGATRON + "override_transformer_config.num_layers=3", "decided by the checkpoint"),
         (MEGATRON + "override_transformer_config.no_such_field=3", "no field of TransformerConfig"),
@@ -571,7 +571,7 @@ def test_a_weight_of_0_that_would_take_out_whole_responses_is_not_carried():
     [
         "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.multi_turn.enable=False",
         "reward_model.enable=False",
-        "actor_rollout_ref.actor.ppo_epochs=1", "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.name=vllm",
     ],
 )  # fmt: skip
 def test_a_feature_that_is_switched_off_is_not_missed(word):

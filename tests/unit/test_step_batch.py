@@ -85,7 +85,7 @@ def done(replicas: int, *overrides) -> tuple[dict, dict]:
     held = [step.cut.needed_rows(replica) for replica in range(replicas)]
     names = ("old_log_probs", "advantages", "keep", "loss_weights", "ref_log_probs", "selected")
     columns = {name: actor.of_tokens(name, held) for name in names if getattr(actor.batches[0].batch, name) is not None}
-    counts = [Denominators.counted(trained_of(actor)[rows]) for rows in step.cut.slices]
+    counts = [Denominators.counted(trained_of(actor)[rows]) for rows in step.cut.rows]
     return {**scored.metrics, **{f"count {i}": (c.tokens, c.sequences) for i, c in enumerate(counts)}}, columns
 
 

@@ -30,7 +30,7 @@ _CARRIED = {
         for name, path in verl_names().items()
         if path.startswith("actor.optim.")
     },
-    _C + "cliprange_value": "critic.cliprange_value",
+    **{_C + name: _C + name for name in ("cliprange_value", "ppo_epochs", "shuffle")},
     **{
         _C + section + name: _C + name
         for section in ("megatron.", "model.fsdp_config.", "fsdp_config.", "fsdp.")
@@ -39,11 +39,9 @@ _CARRIED = {
 }
 _BY_SAMPLES = ("ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu")
 _BY_TOKENS = ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
-_AS_THE_ACTOR = "one epoch, in order, all weights and Adam, as the actor has it"
+_AS_THE_ACTOR = "all weights and Adam, as the actor has it"
 # keys that mrl has no counterpart for -> values that need none, and why
 _MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
-    _C + "ppo_epochs": ((1,), _AS_THE_ACTOR),
-    _C + "shuffle": ((False,), _AS_THE_ACTOR),
     _C + "model.lora_rank": ((0,), _AS_THE_ACTOR),
     _C + "model.lora.rank": ((0,), _AS_THE_ACTOR),
     _C + "model.external_lib": ((), "of the user's code rewards, losses, advantages and tools are read by a path"),
@@ -189,7 +187,8 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
     """Converts training steps, which verl's schedule counts, to the critic's updates, which mrl's counts."""
     name = o.key.rpartition(".")[2]
     steps = settings.value("trainer.total_training_steps")
-    updates = -(-settings.prompts // (settings.given(_MINI) or settings.mini_batch))
+    epochs = settings.given(_C + "ppo_epochs") or settings.epochs
+    updates = epochs * -(-settings.prompts // (settings.given(_MINI) or settings.mini_batch))
     is_share = name == "lr_warmup_steps_ratio"
     explicit = settings.value(_C + "optim.lr_warmup_steps")
     if is_share and isinstance(explicit, int) and explicit > 0:
@@ -252,6 +251,13 @@ def critic_defaults(out: Import, settings: VerlSettings) -> None:
     for key, value in defaults.items():
         if key not in out.values:
             out.put("implied", "", key, value, "verl's default")
+
+
+def epoch_defaults(out: Import, settings: VerlSettings) -> None:
+    """Writes verl's order of several epochs where the script sets none: that of the rows, in every epoch."""
+    epochs = [out.values.get(f"{section}.ppo_epochs") for section in ("actor", "critic")]
+    if any(isinstance(each, int) and each > 1 for each in epochs) and "actor.shuffle" not in out.values:
+        out.put("implied", "", "actor.shuffle", False, "verl's default")
 
 
 CRITIC_HANDLERS: dict[str, Handler] = {

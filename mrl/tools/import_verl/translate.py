@@ -16,7 +16,7 @@ from mrl.model import ModelSpec, planning_model_spec
 from mrl.tools.import_verl.expansion import Value, known_part
 from mrl.tools.import_verl.handlers import HANDLERS
 from mrl.tools.import_verl.handlers_algorithm import SEQUENCE_MEANS
-from mrl.tools.import_verl.handlers_critic import critic_defaults, critic_layout, needs_value
+from mrl.tools.import_verl.handlers_critic import critic_defaults, critic_layout, epoch_defaults, needs_value
 from mrl.tools.import_verl.handlers_distillation import complete_distillation
 from mrl.tools.import_verl.handlers_lora import trains_adapters
 from mrl.tools.import_verl.handlers_schedule import carry_schedule
@@ -125,6 +125,7 @@ def translate(
     complete_distillation(out)
     _defaults(out, settings)
     critic_defaults(out, settings)
+    epoch_defaults(out, settings)
     _devices(out, settings)
     _experts(out, settings)
     critic_layout(out, settings)

@@ -349,8 +349,14 @@ class VerlSettings:
         mini = self.mini_batch
         whole = isinstance(batch, int) and isinstance(mini, int) and mini > 0
         if whole:
-            return max(1, -(-batch // mini))
-        return 1
+            return max(1, -(-batch // mini)) * self.epochs
+        return self.epochs
+
+    @property
+    def epochs(self) -> int:
+        """Passes of the actor's updates over a step's samples."""
+        epochs = self.value(A + "ppo_epochs")
+        return epochs if isinstance(epochs, int) else 1
 
     @property
     def context_parallel(self) -> int:

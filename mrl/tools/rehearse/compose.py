@@ -21,6 +21,7 @@ from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 FP8_BLOCK = 32  # rows and columns with one scale: a head of the small model, and a share of its experts
 TEACHER_WORDS = 64  # most words
 LORA_RANK = 16  # largest rank: no weight of the small model has a shorter side
+EPOCHS = 2  # at most
 STEPS = 2  # one step, a save, a resume, one step
 VALIDATION_ROWS = 4
 # most turns of a response, most characters of an answer
@@ -250,8 +251,9 @@ def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
 def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
     trainer = original.trainer
     optim = original.actor.optim
+    epochs = min(original.actor.ppo_epochs, EPOCHS)
     # updates of one step, with which a rehearsal begins
-    updates = batch["data.train_batch_size"] // batch["actor.ppo_mini_batch_size"]
+    updates = epochs * batch["data.train_batch_size"] // batch["actor.ppo_mini_batch_size"]
     constant = optim.lr_decay_style == "constant"
     warmup = 0
     if constant or updates > 1 or optim.lr_decay_steps:
@@ -261,6 +263,7 @@ def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
         "trainer.save_freq": 1,
         "trainer.test_freq": min(trainer.test_freq, STEPS),
         "trainer.max_actor_ckpt_to_keep": STEPS,
+        "actor.ppo_epochs": epochs,
         "data.val_max_samples": VALIDATION_ROWS if original.data.val_files else original.data.val_max_samples,
         "rollout.val_kwargs.n": min(original.rollout.val_kwargs.n, 2),
         "actor.optim.lr_warmup_steps": warmup,
@@ -324,6 +327,8 @@ def _critic(original: RunConfig, layout: SmallLayout, batch: SmallBatch) -> Iter
     yield Change("critic.layout", critic.layout and critic.layout.model_dump(), layout.critic, "in small")
     yield Change("critic.path", critic.path, None, "the actor's start, of the same shape")
     yield Change("critic.ppo_mini_batch_size", critic.ppo_mini_batch_size, mini, "in small")
+    epochs = critic.ppo_epochs and min(critic.ppo_epochs, EPOCHS)
+    yield Change("critic.ppo_epochs", critic.ppo_epochs, epochs, "in small")
     yield Change("critic.optim.lr_warmup_steps", critic.optim.lr_warmup_steps, 0, f"{STEPS} steps")
     yield Change("critic.optim.lr_decay_steps", critic.optim.lr_decay_steps, None, f"{STEPS} steps")
     yield Change("trainer.critic_warmup", original.trainer.critic_warmup, 0, f"{STEPS} steps")

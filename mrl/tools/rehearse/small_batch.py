@@ -117,7 +117,7 @@ def _prompts(config: RunConfig, factor: int, n: int, data_parallel: int) -> dict
     mini = config.actor.ppo_mini_batch_size
     step = lcm(n, data_parallel) // n  # prompts that give every rank as many samples
     small_mini = ceil(ceil(mini / factor) / step) * step
-    updates = min(config.updates_per_step, UPDATES, max(2, SAMPLES // (small_mini * n)))
+    updates = min(config.mini_batches, UPDATES, max(2, SAMPLES // (small_mini * n)))
     values = {"actor.ppo_mini_batch_size": small_mini, "data.train_batch_size": small_mini * updates}
     if data.gen_batch_size is not None:
         values["data.gen_batch_size"] = ceil(small_mini * updates * data.gen_batch_size / data.train_batch_size)
@@ -153,7 +153,7 @@ def _why(config: RunConfig, key: str, value: Any, factor: int) -> str:
 
 
 def updates_changed(config: RunConfig, small: SmallBatch) -> Iterator[str]:
-    """Reports where a step has fewer updates than in the configuration."""
+    """Reports where a step has fewer mini-batches than in the configuration."""
     now = small["data.train_batch_size"] // small["actor.ppo_mini_batch_size"]
-    if now != config.updates_per_step:
-        yield f"{config.updates_per_step} updates a step there, {now} here"
+    if now != config.mini_batches:
+        yield f"{config.mini_batches} mini-batches a step there, {now} here"
