@@ -410,14 +410,14 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) ->
     return value.detach() + carrier - carrier.detach()
 
 
-def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalty: str, kl_coef: float) -> np.ndarray:
-    """Returns kl_coef x KL of each token under the policy before the update, to be taken off its reward.
+def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalty: str) -> np.ndarray:
+    """Returns the KL of each token under the policy before the update. Its multiple is taken off the token's reward.
 
     The result is float64 and has the shape of the inputs. Only values matter in a reward, so a trailing `+` changes
     nothing.
     """
     old, ref = (torch.from_numpy(np.asarray(x, dtype=np.float64)) for x in (old_log_probs, ref_log_probs))
-    return kl_coef * kl_per_token(old, ref, kl_penalty).numpy()
+    return kl_per_token(old, ref, kl_penalty).numpy()
 
 
 # ---------------------------------------------------------------- KL to a teacher, from sampled tokens

@@ -4,6 +4,7 @@ together.
 
 from collections.abc import Callable, Collection, Iterator
 
+from mrl.algo.kl_control import LARGEST_ERROR
 from mrl.algo.spec import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -17,6 +18,7 @@ from mrl.algo.spec import (
 )
 from mrl.config.rule_row import Rule, RuleRow, on_only_where
 from mrl.config.schema import AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig, RunConfig
+from mrl.config.schema_algorithm import KlControlConfig
 from mrl.config.section import unknown_name
 from mrl.errors import Violation
 from mrl.model import ModelSpec
@@ -190,6 +192,22 @@ def _without_level(name: str) -> Rule:
     return judge
 
 
+def _of_adaptive(name: str) -> Rule:
+    def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+        control = config.algorithm.kl_ctrl
+        default = getattr(KlControlConfig(), name)
+        if control.type == "fixed" and getattr(control, name) != default:
+            why = "a fixed weight follows no KL, and the setting would be ignored"
+            yield Violation(f"algorithm.kl_ctrl.{name}", "needs algorithm.kl_ctrl.type: adaptive", why, (default,))
+
+    return judge
+
+
+def _samples(config: RunConfig) -> int:
+    """Returns the samples of a step."""
+    return config.data.train_batch_size * config.rollout.n
+
+
 def _correction_mode(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     correction = config.algorithm.rollout_correction
     if correction.level is not None:
@@ -330,6 +348,30 @@ LOSS_RULES = (
         lambda c, m: not c.algorithm.use_kl_loss,
         "does not go with algorithm.use_kl_loss: true",
         "the KL to the reference would count twice, once as a reward and once as a loss",
+    ),
+    RuleRow(
+        "algorithm.kl_ctrl.type",
+        lambda c, m: c.algorithm.kl_ctrl.type == "adaptive" and not c.algorithm.use_kl_in_reward,
+        "must be fixed without algorithm.use_kl_in_reward",
+        "it controls the weight of the KL in the reward, and there is none; kl_loss_coef is constant",
+        ("fixed",),
+    ),
+    *map(_of_adaptive, ("target_kl", "horizon")),
+    RuleRow(
+        "algorithm.kl_ctrl.kl_coef",
+        lambda c, m: c.algorithm.kl_ctrl.type == "adaptive" and c.algorithm.kl_ctrl.kl_coef == 0,
+        "must be above 0 with algorithm.kl_ctrl.type: adaptive",
+        "the weight changes by a part of itself, so it would stay 0",
+    ),
+    RuleRow(
+        "algorithm.kl_ctrl.horizon",
+        lambda c, m: (
+            c.algorithm.kl_ctrl.type == "adaptive"
+            and c.algorithm.kl_ctrl.horizon <= LARGEST_ERROR * _samples(c)
+        ),
+        f"must be above {LARGEST_ERROR:g} times the samples of a step (data.train_batch_size x rollout.n)",
+        "a step with a small KL would make the weight 0 or negative",
+        lambda c, m: (10.0 * _samples(c),),
     ),
     *map(_without_level, ("mode", "weigh", "low", "high")),
     _correction_mode,

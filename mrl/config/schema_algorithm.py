@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from mrl.algo.kl_control import next_kl_coef
 from mrl.algo.spec import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -188,11 +189,41 @@ class OverlongBufferConfig(Section):
 
 
 class KlControlConfig(Section):
-    """The KL that is subtracted from the reward."""
+    """The weight of the KL that is subtracted from the reward."""
 
-    kl_coef: float = key(
-        1e-3, "Weight of the KL in the reward, with use_kl_in_reward.", ge=0, verl="algorithm.kl_ctrl.kl_coef"
+    type: Literal["fixed", "adaptive"] = key(
+        "fixed",
+        "Whether the weight stays as it is, or follows the measured KL (arXiv:1909.08593): it grows while the KL is "
+        "above target_kl, and falls while it is below.",
+        advice="fixed. adaptive where a run should end at a certain distance from the reference model.",
+        verl="algorithm.kl_ctrl.type",
     )
+    kl_coef: float = key(
+        1e-3,
+        "Weight of the KL in the reward, with use_kl_in_reward. adaptive: that of the first step.",
+        ge=0,
+        verl="algorithm.kl_ctrl.kl_coef",
+    )
+    target_kl: float = key(
+        0.1,
+        "adaptive: KL a token that the weight aims at, in nats (actor/reward_kl).",
+        gt=0,
+        unit="nats",
+        verl="algorithm.kl_ctrl.target_kl",
+    )
+    horizon: float = key(
+        10_000,
+        "adaptive: samples over which the weight follows. A step of S samples changes it by at most 0.2 S / horizon of "
+        "itself.",
+        gt=0,
+        unit="samples",
+        advice="10 times the samples of a step, or more.",
+        verl="algorithm.kl_ctrl.horizon",
+    )
+
+    def next_coef(self, kl_coef: float, kl: float, samples: int) -> float:
+        """Returns the weight of the next step, as `next_kl_coef`."""
+        return next_kl_coef(self.type, kl_coef, kl, self.target_kl, samples, self.horizon)
 
 
 class CustomAdvantageConfig(Section):

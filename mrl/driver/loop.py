@@ -32,12 +32,14 @@ until a rank fetches those that it trains on. The driver holds prompts, a few nu
 metrics. assemble.py lists the parts of a run.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
 from mrl.cluster.job import GRACE
 from mrl.cluster.process_logs import processes_of
 from mrl.config.places import Deployment
+from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
 from mrl.driver.agreement import compare
 from mrl.driver.assemble import Run
@@ -199,6 +201,7 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> St
         compared(rows.group_id, rollouts.results, config.compares_responses),
         {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys},
         by_reference=algorithm.use_kl_in_reward or (algorithm.needs_reference and trains_actor(run)),
+        kl_coef=run.state.kl_coef,
     )
     line.add(scored.metrics)
     phases = {FETCHING: first, LOG_PROBS: "old_log_prob", REFERENCE: "ref", WEIGHING: "adv"}
@@ -231,8 +234,16 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, cursor: DataCurso
             note = partial(note_warning, run.run_dir)
             watch = partial(run.spikes.look, run.state.step + 1, run.config.actor.optim.clip_grad, note=note)
             line.add(update(trained, watch))
-    run.state = run.state.advanced(cursor)
+    run.state = run.state.advanced(cursor, next_kl_coef(run.config, line.metrics, len(trained.rows)))
     run.is_whole = True
+
+
+def next_kl_coef(config: RunConfig, metrics: Mapping[str, float], samples: int) -> float | None:
+    """Returns the weight of a KL in the next step's rewards; None where it is that of the configuration."""
+    control = config.algorithm.kl_ctrl
+    if control.type == "fixed":
+        return None
+    return control.next_coef(metrics["actor/kl_coef"], metrics["actor/reward_kl"], samples)
 
 
 def trains_actor(run: Run) -> bool:

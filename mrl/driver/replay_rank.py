@@ -132,8 +132,12 @@ def built(config: RunConfig, rank: int, port: int, checkpoint: str | None) -> An
     return actor
 
 
-def one_step(actor: Any, step: int, rollouts: Rollouts, left_out: np.ndarray | None = None) -> dict[str, Any]:
+def one_step(
+    actor: Any, step: int, rollouts: Rollouts, kl_coef: float | None, left_out: np.ndarray | None = None
+) -> dict[str, Any]:
     """Scores a step and updates the weights. `left_out`, bool [rows], marks rows that do not count.
+
+    `kl_coef` is the weight of a KL in the step's rewards; None: that of the configuration.
 
     Returns the metrics of scoring, and this rank's parts of those of updates.
     """
@@ -144,7 +148,7 @@ def one_step(actor: Any, step: int, rollouts: Rollouts, left_out: np.ndarray | N
     if left_out is not None:
         counted = counted & ~left_out
     parts = {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys}
-    scored = batch.score(rollouts.rewards, counted, parts, by_reference=algorithm.needs_reference)
+    scored = batch.score(rollouts.rewards, counted, parts, algorithm.needs_reference, kl_coef)
     answers, metrics = batch._actor.each("update", [()] * actor.layout.world_size, "update")[0]
     return {"step": step, "scored": dict(scored.metrics) | metrics, "parts": [dict(part) for part in answers]}
 
@@ -174,7 +178,9 @@ def without_replica(replica: int | None) -> Iterator[None]:
         _ParamAndGradBucketGroup.start_grad_sync = summed
 
 
-def experiment(actor: Any, given: dict[str, Any], step: int, rollouts: Rollouts, start: Snapshot) -> dict[str, Any]:
+def experiment(
+    actor: Any, given: dict[str, Any], step: int, rollouts: Rollouts, start: Snapshot, kl_coef: float | None
+) -> dict[str, Any]:
     """Computes a step with one thing changed: settings, numbers of the loss, rows that are left out, the optimizer's
     state, a replica's gradients, or the forward pass (mrl.driver.replay_views).
     """
@@ -199,7 +205,7 @@ def experiment(actor: Any, given: dict[str, Any], step: int, rollouts: Rollouts,
             changed.enter_context(viewed(actor, given.get("view", {"kind": "own"}), {}))
             if "lost_replica" in given:
                 changed.enter_context(without_replica(given["lost_replica"]))
-            return {"name": given["name"]} | one_step(actor, step, rollouts, left_out)
+            return {"name": given["name"]} | one_step(actor, step, rollouts, kl_coef, left_out)
     except Exception as error:
         return {"name": given["name"], "failed": f"{type(error).__name__}: {error}"}
     finally:
@@ -216,12 +222,13 @@ def main(rank: int, port: int, folder: Path) -> None:
     actor = built(config, rank, port, order["checkpoint"])
     actor.see_images(image_store(config, Path(order["run"])))
     samples = run / "samples"
+    kl_coefs = {int(step): value for step, value in order["kl_coefs"].items()}
     steps = []
     older: dict[int, Weights] = {}  # by version
     for step in range(order["first"], order["step"]):
         if order["views"] and step > order["step"] - 1 - KEPT:
             older[step - 1] = weights_of(actor)
-        steps.append(one_step(actor, step, stored_rollouts(config, samples, step)))
+        steps.append(one_step(actor, step, stored_rollouts(config, samples, step), kl_coefs[step]))
     start = Snapshot(actor)
     rollouts = stored_rollouts(config, samples, order["step"])
     views = []
@@ -234,9 +241,12 @@ def main(rank: int, port: int, folder: Path) -> None:
 
         views = compared_views(actor, older, gaps)
         start.restore()
-    steps.append(one_step(actor, order["step"], rollouts))
+    steps.append(one_step(actor, order["step"], rollouts, kl_coefs[order["step"]]))
     answer = {"steps": steps, "views": views, "file": _written(actor, folder) if order["weights"] else None}
-    answer["experiments"] = [experiment(actor, given, order["step"], rollouts, start) for given in order["experiments"]]
+    answer["experiments"] = [
+        experiment(actor, given, order["step"], rollouts, start, kl_coefs[order["step"]])
+        for given in order["experiments"]
+    ]
     (folder / f"rank-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     actor.close()
 

@@ -333,7 +333,8 @@ def resumed_state(point: Newest | None) -> TrainState:
         return TrainState()
     trainer = point.manifest.trainer
     weights = trainer.get("weights") or new_name()  # older checkpoints have none
-    return TrainState(point.manifest.step, DataCursor(**trainer["cursor"]), weights=weights)
+    cursor = DataCursor(**trainer["cursor"])
+    return TrainState(point.manifest.step, cursor, weights=weights, kl_coef=trainer.get("kl_coef"))
 
 
 def rewind(run_dir: RunDir, point: Newest | None) -> None:

@@ -286,6 +286,8 @@ class Saver:
             "metrics": metrics,
             "weights": state.weights,
         } | ({"ahead": state.ahead.write(work)} if state.ahead else {})
+        if state.kl_coef is not None:
+            trainer["kl_coef"] = state.kl_coef
         hf_config = without_quantization(json.loads((model / "config.json").read_text()))
         layout = self._saved.layout.model_dump()
         dtype = identity.model.dtype

@@ -128,12 +128,17 @@ class StepBatch:
         counted: np.ndarray,
         parts: Mapping[str, np.ndarray] | None = None,
         by_reference: bool = False,
+        kl_coef: float | None = None,
     ) -> Scored:
         """Lets ranks compute everything that an update needs, where it stays.
 
-        `rewards`, `counted` and `parts` are those of StepRows. Raises what RankStep.score raises.
+        `rewards`, `counted` and `parts` are those of StepRows. `kl_coef` is the weight of a KL in the reward; None: that
+        of the configuration. Raises what RankStep.score raises.
         """
-        return self._score(self._step_rows(rewards, counted, parts or {}, by_reference))
+        rows = self._step_rows(rewards, counted, parts or {}, by_reference)
+        if kl_coef is None:
+            kl_coef = self._actor.config.algorithm.kl_ctrl.kl_coef
+        return self._score(replace(rows, kl_coef=kl_coef))
 
     def gaps(self) -> Scored:
         """Lets ranks compute old log-probs, and nothing else of a step. They drop the rows."""

@@ -19,7 +19,8 @@ class TrainState:
     # live groups, if generation runs ahead
     ahead: "KeptGroups | None" = field(default=None, compare=False, repr=False)
     weights: str = field(default="", compare=False, repr=False)  # their unique name; empty for the initial weights
+    kl_coef: float | None = None  # weight of a KL in the next step's rewards; None: that of the configuration
 
-    def advanced(self, cursor: DataCursor) -> "TrainState":
+    def advanced(self, cursor: DataCursor, kl_coef: float | None = None) -> "TrainState":
         """Returns the state after one more update. Generation adds the live groups later."""
-        return replace(self, step=self.step + 1, cursor=cursor, ahead=None, weights=new_name())
+        return replace(self, step=self.step + 1, cursor=cursor, ahead=None, weights=new_name(), kl_coef=kl_coef)

@@ -115,15 +115,15 @@ class RankBatch:
         differences = self.log_probs[places] - self.batch.rollout_log_probs[places]
         return np.where(self.batch.is_sampled[places], differences, 0.0).astype(np.float16)
 
-    def correct(self, counted: np.ndarray | None = None) -> RowValues:
+    def correct(self, counted: np.ndarray | None = None, kl_coef: float = 0.0) -> RowValues:
         """Masks what the overlong filter and the rollout correction reject, weights the rest, and chooses the anchor.
 
-        `counted`, bool [rows], marks rows that take part; None means all. Other rows are masked completely and do not
+        `kl_coef` is the weight of a KL in the reward. `counted`, bool [rows], marks rows that take part; None means all. Other rows are masked completely and do not
         count in the mean of their group. Tokens that are rejected here leave only the loss. Their score stays in the
         mean and standard deviation of their group, as in DAPO, whose filter masks the loss. On policy no log-probs are
         known yet, so only the filter has an effect.
 
-        Returns `trained` tokens, `penalties` where KL is in the reward, and what `_take_anchor` returns. With a
+        Returns `trained` tokens, `penalties` and the mean `kl` of a token where KL is in the reward, and what `_take_anchor` returns. With a
         correction it also returns the inputs of `correction_metrics`.
         """
         algorithm = self._algorithm
@@ -133,10 +133,11 @@ class RankBatch:
         if algorithm.use_kl_in_reward:
             from mrl.algo.losses import kl_in_reward  # loads torch, which the driver must not load
 
-            control = algorithm.kl_ctrl.kl_coef
-            penalties = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty, control)
-            self._penalties = np.where(batch.is_sampled, penalties, 0.0)
+            kl = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
+            kl = np.where(batch.is_sampled, kl, 0.0)
+            self._penalties = kl_coef * kl
             of_rows["penalties"] = row_sums(self._penalties, lengths)
+            of_rows["kl"] = row_sums(kl, lengths) / np.maximum(row_sums(batch.is_sampled, lengths), 1)
         mask = batch.is_sampled if counted is None else batch.is_sampled & np.repeat(counted, lengths)
         weights = None
         correction = algorithm.rollout_correction

@@ -79,6 +79,7 @@ class StepRows:
     mini_batches: tuple[np.ndarray, ...]  # int64: rows of each mini-batch of the actor, in all epochs
     critic_mini_batches: tuple[np.ndarray, ...] = ()  # and of the critic
     by_reference: bool = False  # the reference scores the rows, too
+    kl_coef: float = 0.0  # weight of a KL in the reward
     turns: TurnNumbers | None = None  # of all rows, where an estimator credits turns
     only_gaps: bool = False  # old log-probs alone are wanted; then the rows are dropped
 
@@ -206,10 +207,11 @@ class RankStep:
         nothing is left to train on.
         """
         algorithm = self._actor.config.algorithm
-        of_rows = self._of_all(self._tokens.correct, self._rows.counted[self._numbers])
+        of_rows = self._of_all(self._tokens.correct, self._rows.counted[self._numbers], self._rows.kl_coef)
         if algorithm.use_kl_in_reward:
             penalty = total(of_rows["penalties"]) / len(self._rows)
-            metrics |= {"actor/reward_kl_penalty": penalty, "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
+            metrics |= {"actor/reward_kl_penalty": penalty, "actor/kl_coef": self._rows.kl_coef}
+            metrics["actor/reward_kl"] = total(of_rows["kl"]) / len(self._rows)
         if algorithm.overlong_filter:
             metrics["train/overlong_filtered_share"] = float(self._rows.overlong.mean())
         if algorithm.rollout_correction.level is not None:

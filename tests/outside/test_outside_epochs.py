@@ -4,6 +4,7 @@ import numpy as np
 from golden import golden
 
 from mrl.config.schema import ActorConfig
+from mrl.config.schema_algorithm import KlControlConfig
 from mrl.rank.cut import mini_batch_rows
 
 ORDERS = [case for case in golden("epochs") if case["what"] == "order"]
@@ -36,3 +37,14 @@ def test_drawn_epochs_have_verls_mini_batches_but_for_the_draw():
         if len(case["gave"]) > per_epoch > 1 and case["rows"] > 6:
             assert ours(case)[:per_epoch] != ours(case)[per_epoch : 2 * per_epoch]
             assert case["gave"][:per_epoch] != case["gave"][per_epoch : 2 * per_epoch]
+
+
+def test_the_weight_of_the_kl_follows_verls_controller_bit_by_bit():
+    cases = [case for case in golden("epochs") if case["what"] == "control"]
+    assert {case["settings"]["type"] for case in cases} == {"fixed", "adaptive"} and len(cases) == 120
+    for case in cases:
+        control = KlControlConfig(**case["settings"])
+        ours = [control.kl_coef]
+        for kl in case["kls"]:
+            ours.append(control.next_coef(ours[-1], kl, case["samples"]))
+        assert ours == case["gave"]

@@ -22,7 +22,7 @@ VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after o
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
     KL_LOSS: {"actor/kl_loss"},
-    KL_REWARD: {"actor/kl_coef", "actor/reward_kl_penalty"},  # tests/unit/test_loop.py
+    KL_REWARD: {"actor/kl_coef", "actor/reward_kl", "actor/reward_kl_penalty"},  # tests/unit/test_loop.py
     DISTILLATION: {
         "timing_s/teacher",
         *(spec.name for spec in all_metrics() if spec.name.startswith("distillation/")),

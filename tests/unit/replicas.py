@@ -244,7 +244,7 @@ class Replicas:
         return np.concatenate([parts[number] for number in sorted(parts)])
 
 
-def scored_step(actor: Replicas, rollouts, counted=None) -> tuple[StepBatch, Scored]:
+def scored_step(actor: Replicas, rollouts, counted=None, kl_coef=None) -> tuple[StepBatch, Scored]:
     """A step on the ranks, after all that the loop asks of them before an update."""
     config, step = actor.config, StepBatch(actor, rollouts.samples)
     if counted is None:
@@ -259,6 +259,7 @@ def scored_step(actor: Replicas, rollouts, counted=None) -> tuple[StepBatch, Sco
         counted,
         {key: metric_values(key, rollouts.results, rollouts.rewards) for key in keys},
         by_reference=config.algorithm.needs_reference,
+        kl_coef=kl_coef,
     )
 
 

@@ -248,7 +248,7 @@ def test_advantages_of_a_step_are_estimated_over_whole_responses_and_whitened_ov
     values = noise(own, 3000).astype(np.float64)
     rewards = np.zeros(len(own))
     if overrides:
-        rewards -= kl_in_reward(own + noise(own, 1000), own + noise(own, 2000), "kl", 0.1)
+        rewards -= 0.1 * kl_in_reward(own + noise(own, 1000), own + noise(own, 2000), "kl")
     rewards[np.cumsum(lengths) - 1] += rollouts.rewards
     found = []
     for reward, value in zip(rows_of(rewards, lengths), rows_of(values, lengths), strict=True):

@@ -115,8 +115,10 @@ def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
     metrics, columns = mismatch(rollout, old, lengths), {}
     if algorithm.use_kl_in_reward:
         coefficient = algorithm.kl_ctrl.kl_coef
-        penalties = kl_in_reward(old, ref, algorithm.kl_penalty, coefficient)
+        kl = kl_in_reward(old, ref, algorithm.kl_penalty)
+        penalties = coefficient * kl
         metrics |= {"actor/reward_kl_penalty": row_sums(penalties, lengths).mean(), "actor/kl_coef": coefficient}
+        metrics["actor/reward_kl"] = np.mean([row.mean() for row in rows_of(kl, lengths)])
     mask, weights, more = corrected(algorithm, old, rollout, samples.truncated, lengths)
     metrics |= more
     anchor = rollout if algorithm.anchor == "rollout" else old

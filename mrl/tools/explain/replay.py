@@ -198,7 +198,7 @@ def replay(
             "run": str(run.folder.path.resolve()), "first": first + 1, "step": step, "weights": has_weights,
             "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
             "total_steps": _total_steps(run.config), "experiments": list(experiments),
-            "views": views, "settings": dict(settings),
+            "views": views, "settings": dict(settings), "kl_coefs": _kl_coefs(run, range(first + 1, step + 1)),
         }  # fmt: skip
         (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
         (folder / "config.yaml").write_text(run.folder.config.read_text(encoding="utf-8"), encoding="utf-8")
@@ -246,6 +246,12 @@ def _total_steps(config: RunConfig) -> int:
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     return data_of(config).total_steps
+
+
+def _kl_coefs(run: StoredRun, steps: Sequence[int]) -> dict[int, float | None]:
+    """Returns the weight of a KL in the rewards of each step; None where it is that of the configuration."""
+    adaptive = run.config.algorithm.kl_ctrl.type == "adaptive"
+    return {step: run.rows[step]["actor/kl_coef"] if adaptive else None for step in steps}
 
 
 def data_of(config: RunConfig) -> "Data":

@@ -301,7 +301,6 @@ ROWS: dict[str, KeyRow] = {
     R + "agent.custom_async_server.": _missing(_CODE, None),
     R: _nothing("a matter of verl's engine"),
     # --- algorithm
-    "algorithm.kl_ctrl.type": _missing("the coefficient is constant", "fixed"),
     "algorithm.filter_groups.max_num_gen_batches": _to("algorithm.filter_groups.max_num_gen_batches", _at_least(0)),
     "algorithm.filter_groups.metric": _SPECIAL,
     "algorithm.gamma": _SPECIAL,
