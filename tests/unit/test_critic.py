@@ -588,7 +588,7 @@ def test_a_warm_up_without_a_critic_is_an_actor_that_waits(steps, kind):
     assert "trainer.critic_warmup" in {entry.key for entry in out.of(kind)}
 
 
-@pytest.mark.parametrize("word", ["critic.ppo_epochs=2", "critic.shuffle=True"])
+@pytest.mark.parametrize("word", ["critic.model.lora_rank=8", "critic.optim.optimizer=muon"])
 def test_a_critic_that_is_not_here_is_named(word):
     out = import_overrides(["actor_rollout_ref.actor.strategy=megatron", word])
     assert word.partition("=")[0] in {entry.key for entry in out.of("unsupported")}
