@@ -10,8 +10,8 @@ def next_kl_coef(
 ) -> float:
     """Returns the coefficient of the step after one with `samples` responses, whose mean KL a token was `kl` nats.
 
-    adaptive: kl_coef (1 + e samples / horizon) with e = clip(kl / target_kl - 1, -0.2, 0.2), the proportional controller
-    of arXiv:1909.08593 (section 2.2), whose gain K is samples / horizon here, as in verl. fixed: the same one.
+    adaptive: kl_coef (1 + e samples / horizon) with e = clip(kl / target_kl - 1, -0.2, 0.2). It is the proportional
+    controller of arXiv:1909.08593 (section 2.2), with samples / horizon as its gain, as in verl. fixed: the same one.
     """
     if kind == "fixed":
         return kl_coef

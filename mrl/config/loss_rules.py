@@ -366,8 +366,7 @@ LOSS_RULES = (
     RuleRow(
         "algorithm.kl_ctrl.horizon",
         lambda c, m: (
-            c.algorithm.kl_ctrl.type == "adaptive"
-            and c.algorithm.kl_ctrl.horizon <= LARGEST_ERROR * _samples(c)
+            c.algorithm.kl_ctrl.type == "adaptive" and c.algorithm.kl_ctrl.horizon <= LARGEST_ERROR * _samples(c)
         ),
         f"must be above {LARGEST_ERROR:g} times the samples of a step (data.train_batch_size x rollout.n)",
         "a step with a small KL would make the weight 0 or negative",

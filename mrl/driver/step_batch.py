@@ -64,7 +64,9 @@ class StepBatch:
     """The driver's handle of a step on all ranks, where RankStep is what computes."""
 
     def __init__(self, actor: AllRanks, samples: ResponseStore, step: int = 0):
-        """Divides the rows of step `step` among replicas. Raises DataError for a row above the limit of a micro-batch.
+        """Divides the rows of a step among replicas. `step` is its number.
+
+        Raises DataError for a row above the limit of a micro-batch.
         """
         layout = actor.layout
         self._actor = actor
@@ -132,8 +134,8 @@ class StepBatch:
     ) -> Scored:
         """Lets ranks compute everything that an update needs, where it stays.
 
-        `rewards`, `counted` and `parts` are those of StepRows. `kl_coef` is the weight of a KL in the reward; None: that
-        of the configuration. Raises what RankStep.score raises.
+        `rewards`, `counted` and `parts` are those of StepRows. `kl_coef` is the weight of a KL in the reward; None:
+        that of the configuration. Raises what RankStep.score raises.
         """
         rows = self._step_rows(rewards, counted, parts or {}, by_reference)
         if kl_coef is None:

@@ -118,13 +118,13 @@ class RankBatch:
     def correct(self, counted: np.ndarray | None = None, kl_coef: float = 0.0) -> RowValues:
         """Masks what the overlong filter and the rollout correction reject, weights the rest, and chooses the anchor.
 
-        `kl_coef` is the weight of a KL in the reward. `counted`, bool [rows], marks rows that take part; None means all. Other rows are masked completely and do not
-        count in the mean of their group. Tokens that are rejected here leave only the loss. Their score stays in the
-        mean and standard deviation of their group, as in DAPO, whose filter masks the loss. On policy no log-probs are
-        known yet, so only the filter has an effect.
+        `kl_coef` is the weight of a KL in the reward. `counted`, bool [rows], marks rows that take part; None means
+        all. Other rows are masked completely and do not count in the mean of their group. Tokens that are rejected here
+        leave only the loss. Their score stays in the mean and standard deviation of their group, as in DAPO, whose
+        filter masks the loss. On policy no log-probs are known yet, so only the filter has an effect.
 
-        Returns `trained` tokens, `penalties` and the mean `kl` of a token where KL is in the reward, and what `_take_anchor` returns. With a
-        correction it also returns the inputs of `correction_metrics`.
+        Returns `trained` tokens, `penalties` and the mean `kl` of a token where KL is in the reward, and what
+        `_take_anchor` returns. With a correction it also returns the inputs of `correction_metrics`.
         """
         algorithm = self._algorithm
         batch = self.batch

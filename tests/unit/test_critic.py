@@ -553,7 +553,8 @@ def test_a_ppo_script_of_verls_is_carried():
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"), [("critic.model.trust_remote_code=True", "never run"), ("critic.model.lora_rank=8", "all weights")]
+    ("word", "reason"),
+    [("critic.model.trust_remote_code=True", "never run"), ("critic.model.lora_rank=8", "all weights")],
 )
 def test_what_no_critic_does_is_named_with_its_own_reason(word, reason):
     (entry,) = import_overrides(["algorithm.adv_estimator=gae", word]).of("unsupported")

@@ -1,10 +1,12 @@
 """Several epochs over a step's samples, in order or in drawn mini-batches (PPO, arXiv:1707.06347, algorithm 1)."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from replicas import Replicas, scored_step, stored, trained_of
 from test_critic import broken, inputs_of
-from test_step_batch import N, PROMPTS, SIZES, TINY, rollouts_of, samples
+from test_step_batch import PROMPTS, SIZES, TINY, N, rollouts_of, samples
 
 from mrl.algo.plain import Denominators
 from mrl.config.describe import describe_batch
@@ -44,7 +46,7 @@ def test_each_epoch_trains_on_every_row_once_where_it_lies_and_no_mini_batch_dep
         assert trained(step, update).tolist() == rows.tolist() == one.cut.rows[update].tolist() and len(rows) == MINI
     per_epoch = PROMPTS // 2
     own = [step.cut.own_rows(replica).tolist() for replica in range(replicas)]
-    assert sorted(sum(own, [])) == list(range(ROWS))
+    assert sorted(chain.from_iterable(own)) == list(range(ROWS))
     for epoch in range(3):
         epochs = step.cut.mini_batches[epoch * per_epoch : (epoch + 1) * per_epoch]
         for replica in range(replicas):
@@ -58,7 +60,7 @@ def test_drawn_mini_batches_are_others_in_each_epoch_and_step_and_the_same_again
     as_lists = [[rows.tolist() for rows in each] for each in drawn]
     assert as_lists[0] == as_lists[1] != as_lists[2]
     epochs = [as_lists[0][3 * k : 3 * k + 3] for k in range(3)]
-    assert all(sorted(sum(epoch, [])) == list(range(ROWS)) for epoch in epochs)
+    assert all(sorted(chain.from_iterable(epoch)) == list(range(ROWS)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert step_of(2, "actor.ppo_epochs=3", "trainer.seed=5", number=7).cut.rows[0].tolist() != as_lists[0][0]
     one = step_of(2, "actor.shuffle=true").cut.rows
@@ -73,7 +75,7 @@ def test_epochs_in_order_repeat_the_micro_batches_of_the_first():
         list(range(MINI)),
         list(range(MINI, 2 * MINI)),
     ]
-    joined = [sum((part[replica] for part in as_rows[:3]), []) for replica in range(3)]
+    joined = [list(chain.from_iterable(part[replica] for part in as_rows[:3])) for replica in range(3)]
     assert [[m.rows.tolist() for m in share] for share in cut.log_probs] == joined
 
 
@@ -119,7 +121,7 @@ def test_a_critic_has_the_actors_epochs_and_order_or_its_own(own, epochs, is_sam
     assert (rows == others) == is_same
     for epoch in range(epochs):
         part = rows[epoch * per_epoch : (epoch + 1) * per_epoch]
-        assert sorted(sum(part, [])) == list(range(ROWS))
+        assert sorted(chain.from_iterable(part)) == list(range(ROWS))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""An adaptive weight of the KL in the reward (arXiv:1909.08593): by the equation, in steps of a run, and over a resume."""
+"""An adaptive weight of the KL in the reward (arXiv:1909.08593): by the equation, in a run, and over a resume."""
 
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +37,7 @@ def test_each_step_takes_the_weight_that_the_one_before_left(tmp_path):
         loop.train_step(run)
     rows = [metrics for _, metrics in world.lines]
     assert rows[0]["actor/kl_coef"] == 0.1
-    for before, after in zip(rows, rows[1:], strict=False):
+    for before, after in pairwise(rows):
         error = min(max(before["actor/reward_kl"] / 0.05 - 1, -0.2), 0.2)
         assert error != 0 and after["actor/kl_coef"] == before["actor/kl_coef"] * (1 + error * 4 / 40)
     assert run.state.kl_coef != rows[-1]["actor/kl_coef"]
