@@ -22,6 +22,13 @@ def add(commands) -> None:
         action="store_true",
         help="only compute the step again (default: the newest one), and compare every number with the run's",
     )
+    explain.add_argument(
+        "--minutes",
+        type=positive,
+        metavar="M",
+        default=30,
+        help="for each replay (default: 30); what they do not suffice for is said",
+    )
     explain.add_argument("--json", action="store_true", help="print one JSON object")
     explain.set_defaults(run=_explain)
 
@@ -33,7 +40,7 @@ def _explain(options: argparse.Namespace) -> None:
     from mrl.record.run_dir import json_line
     from mrl.tools.explain.explain import explain, lines
 
-    found = explain(Path(options.run_dir), options.step)
+    found = explain(Path(options.run_dir), options.step, 60.0 * options.minutes)
     if options.json:
         print(json_line(found.to_json()), end="")
     else:
@@ -45,7 +52,7 @@ def _replay(options: argparse.Namespace) -> None:
     from mrl.tools.explain.replay import StoredRun, replay
 
     run = StoredRun.read(Path(options.run_dir))
-    found = replay(run, options.step or run.steps[-1])
+    found = replay(run, options.step or run.steps[-1], seconds=60.0 * options.minutes)
     answer = {
         "step": found.step,
         "from": found.first,

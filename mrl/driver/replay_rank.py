@@ -1,12 +1,15 @@
 """One rank's process of a replay: `python -m mrl.driver.replay_rank RANK PORT FOLDER`.
 
 `FOLDER/order.json` says what to compute (mrl.tools.explain.replay). All ranks read the same samples and cut them alike,
-so nothing is handed between them but what a step's own collectives carry. Each writes `FOLDER/rank-R.json`.
+so nothing is handed between them but what a step's own collectives carry, metrics, and whether there is time for more.
+Each writes `FOLDER/rank-R.json`.
 """
 
 import json
+import math
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +23,14 @@ from mrl.config.schema import RunConfig, with_values
 from mrl.driver.replay_views import KEPT, Weights, compared_views, viewed, weights_of
 from mrl.driver.step_batch import StepBatch
 from mrl.driver.stored_step import stored_rollouts
+from mrl.driver.update import gradient_norms
 from mrl.generate.rollouts import Rollouts, compared, metric_values
 from mrl.platforms import prepare_process
 from mrl.platforms.hosting import set_communicator_defaults, set_rank_defaults
 from mrl.rank.rank_step import RankStep
+from mrl.record.metrics import reduce_parts
+
+Difference = tuple[str, Any, Any]  # name of a metric, the run's value, the one of now
 
 _RATES = ("max_lr", "min_lr")  # that Megatron's scheduler reads of a group of parameters
 
@@ -43,10 +50,12 @@ class OwnRank:
         self._step: RankStep | None = None
 
     @property
-    def row_gaps(self) -> np.ndarray:
-        """Mean absolute difference of log-probs from generation's, of all rows of the newest step, float64 [rows]."""
+    def row_gaps(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sum of absolute differences of log-probs from generation's, and tokens, of all rows of the newest step;
+        float64 and int64 [rows].
+        """
         gaps = self._step.gaps
-        return gaps["log_gap"] / np.maximum(gaps["tokens"], 1)
+        return gaps["log_gap"], gaps["tokens"]
 
     def score(self, arguments: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
         rows, own, samples, *handed = arguments[self._actor.rank]
@@ -133,13 +142,13 @@ def built(config: RunConfig, rank: int, port: int, checkpoint: str | None) -> An
 
 
 def one_step(
-    actor: Any, step: int, rollouts: Rollouts, kl_coef: float | None, left_out: np.ndarray | None = None
-) -> dict[str, Any]:
+    actor: Any, rollouts: Rollouts, kl_coef: float | None, left_out: np.ndarray | None = None
+) -> dict[str, float]:
     """Scores a step and updates the weights. `left_out`, bool [rows], marks rows that do not count.
 
     `kl_coef` is the weight of a KL in the step's rewards; None: that of the configuration.
 
-    Returns the metrics of scoring, and this rank's parts of those of updates.
+    Returns the step's metrics, as the driver makes them; on all ranks.
     """
     config = actor.config
     algorithm = config.algorithm
@@ -150,7 +159,18 @@ def one_step(
     parts = {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys}
     scored = batch.score(rollouts.rewards, counted, parts, algorithm.needs_reference, kl_coef)
     answers, metrics = batch._actor.each("update", [()] * actor.layout.world_size, "update")[0]
-    return {"step": step, "scored": dict(scored.metrics) | metrics, "parts": [dict(part) for part in answers]}
+    own = json.dumps([dict(scored.metrics) | metrics, [dict(part) for part in answers]])
+    told = [json.loads(data) for data in actor.gather_bytes(own.encode())]
+    of_updates = [part for _, parts in told for part in parts]
+    found = told[0][0] | reduce_parts(of_updates)
+    applied = len(gradient_norms(of_updates)) - found.get("actor/skipped_updates", 0.0)
+    return found | {"actor/updates": applied}
+
+
+def unlike(stored: Mapping[str, Any], again: Mapping[str, float]) -> list[Difference]:
+    """Returns the metrics that are not equal, of those that both have. What is not finite is stored as null."""
+    both = [(name, stored[name], again[name]) for name in again if name in stored]
+    return [each for each in both if not (each[1] == each[2] or (each[1] is None and not math.isfinite(each[2])))]
 
 
 @contextmanager
@@ -179,10 +199,10 @@ def without_replica(replica: int | None) -> Iterator[None]:
 
 
 def experiment(
-    actor: Any, given: dict[str, Any], step: int, rollouts: Rollouts, start: Snapshot, kl_coef: float | None
+    actor: Any, given: dict[str, Any], rollouts: Rollouts, start: Snapshot, kl_coef: float | None
 ) -> dict[str, Any]:
     """Computes a step with one thing changed: settings, numbers of the loss, rows that are left out, the optimizer's
-    state, a replica's gradients, or the forward pass (mrl.driver.replay_views).
+    state, a replica's gradients, or the forward pass (mrl.driver.replay_views). Returns its metrics, or why it failed.
     """
     from mrl.rank.loss_parameters import loss_parameters
 
@@ -205,50 +225,83 @@ def experiment(
             changed.enter_context(viewed(actor, given.get("view", {"kind": "own"}), {}))
             if "lost_replica" in given:
                 changed.enter_context(without_replica(given["lost_replica"]))
-            return {"name": given["name"]} | one_step(actor, step, rollouts, kl_coef, left_out)
+            return {"metrics": one_step(actor, rollouts, kl_coef, left_out)}
     except Exception as error:
-        return {"name": given["name"], "failed": f"{type(error).__name__}: {error}"}
+        return {"failed": f"{type(error).__name__}: {error}"}
     finally:
         actor.config = usual
         actor.loss_parameters = loss_parameters(usual.algorithm, usual.distillation)
 
 
+class Time:
+    """Says whether there is time for more, alike on all ranks: the first one's clock counts."""
+
+    def __init__(self, actor: Any, end: float):
+        self._actor = actor
+        self._begun, self._end = time.monotonic(), end
+
+    def is_left(self, share: float) -> bool:
+        """Tells whether less than a share of the time is spent. Collective."""
+        spent = (time.monotonic() - self._begun) / max(self._end - self._begun, 1e-9)
+        return self._actor.gather_bytes(b"1" if spent < share else b"0")[0] == b"1"
+
+
+VIEWS_UNTIL, EXPERIMENTS_UNTIL = 0.6, 0.9  # shares of the time
+
+
 def main(rank: int, port: int, folder: Path) -> None:
-    """Computes what the order says, and writes this rank's answer."""
+    """Computes what the order says, and writes this rank's answer.
+
+    The first step that does not repeat is the last, if the order has guesses: they are computed in its place.
+    """
+    begun = time.monotonic()
     order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
     run = Path(order["run"])
     config = load_config(folder / "config.yaml").config
     config = with_values(config, {"trainer.total_training_steps": order["total_steps"]} | order["settings"])
     actor = built(config, rank, port, order["checkpoint"])
-    actor.see_images(image_store(config, Path(order["run"])))
-    samples = run / "samples"
-    kl_coefs = {int(step): value for step, value in order["kl_coefs"].items()}
-    steps = []
+    actor.see_images(image_store(config, run))
+    clock = Time(actor, begun + order["seconds"])
+    answer: dict[str, Any] = {"steps": {}, "differences": {}, "views": [], "experiments": {}, "file": None}
     older: dict[int, Weights] = {}  # by version
-    for step in range(order["first"], order["step"]):
-        if order["views"] and step > order["step"] - 1 - KEPT:
+    for step in range(order["first"], order["step"] + 1):
+        is_last = step == order["step"]
+        if order["views"] and not is_last and step > order["step"] - 1 - KEPT:
             older[step - 1] = weights_of(actor)
-        steps.append(one_step(actor, step, stored_rollouts(config, samples, step), kl_coefs[step]))
-    start = Snapshot(actor)
-    rollouts = stored_rollouts(config, samples, order["step"])
-    views = []
-    if order["views"]:
-        ranks = OwnRank(actor)
-
-        def gaps() -> np.ndarray:
-            StepBatch(ranks, rollouts.samples).gaps()
-            return ranks.row_gaps
-
-        views = compared_views(actor, older, gaps)
-        start.restore()
-    steps.append(one_step(actor, order["step"], rollouts, kl_coefs[order["step"]]))
-    answer = {"steps": steps, "views": views, "file": _written(actor, folder) if order["weights"] else None}
-    answer["experiments"] = [
-        experiment(actor, given, order["step"], rollouts, start, kl_coefs[order["step"]])
-        for given in order["experiments"]
-    ]
+        rollouts = stored_rollouts(config, run / "samples", step)
+        start = Snapshot(actor) if is_last or order["guesses"] else None
+        if order["views"] and is_last:
+            answer["views"] = _views(actor, rollouts, older, clock)
+            start.restore()
+        kl_coef = order["kl_coefs"][str(step)]
+        metrics = one_step(actor, rollouts, kl_coef)
+        answer["steps"][step] = metrics
+        found = unlike(order["stored"][str(step)], metrics)
+        if found:
+            answer["differences"][step] = found
+        if (found and order["guesses"]) or is_last:
+            if is_last and order["weights"]:
+                answer["file"] = _written(actor, folder)
+            given = order["guesses"] if found and order["guesses"] else order["experiments"]
+            answer["experiments"] = {
+                each["name"]: experiment(actor, each, rollouts, start, kl_coef)
+                if clock.is_left(EXPERIMENTS_UNTIL)
+                else {"failed": "there was no time for it"}
+                for each in given
+            }
+            break
     (folder / f"rank-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     actor.close()
+
+
+def _views(actor: Any, rollouts: Rollouts, older: Mapping[int, Weights], clock: Time) -> list[dict[str, Any]]:
+    ranks = OwnRank(actor)
+
+    def gaps() -> tuple[np.ndarray, np.ndarray]:
+        StepBatch(ranks, rollouts.samples).gaps()
+        return ranks.row_gaps
+
+    return compared_views(actor, older, gaps, lambda: clock.is_left(VIEWS_UNTIL))
 
 
 def _written(actor: Any, folder: Path) -> dict[str, Any]:

@@ -191,30 +191,40 @@ _CHANGES: dict[str, Callable[[Any, View, Mapping[int, Weights], ExitStack], None
 }
 
 
-def compared_views(actor: Any, older: Mapping[int, Weights], gaps: Callable[[], np.ndarray]) -> list[dict[str, Any]]:
+Gaps = tuple[np.ndarray, np.ndarray]  # sum of absolute differences of log-probs, and tokens; [rows]
+
+
+def compared_views(
+    actor: Any, older: Mapping[int, Weights], gaps: Callable[[], Gaps], has_time: Callable[[], bool] = lambda: True
+) -> list[dict[str, Any]]:
     """Returns each view with `gap`: mean absolute difference of log-probs from generation's, nats a token.
 
-    `gaps()` computes that of each row, float64 [rows]. In `fits` a row takes the better of the view and of the step's
-    own model, since one engine of several may differ. The first view is the step's own model. Single experts are tried
-    where no other view gives generation's log-probs.
+    `gaps()` computes those of each row. In `fits` a row takes the better of the view and of the step's own model, since
+    one engine of several may differ. The first view is the step's own model. Numbers are searched where nothing else
+    gives generation's log-probs, and then single experts are tried. What `has_time` leaves no time for is `late`.
     """
-    base = gaps()
+    base, tokens = gaps()
+    count = max(int(tokens.sum()), 1)
+    answers = [{"kind": "own", "gap": float(base.sum() / count), "fits": float(base.sum() / count)}]
 
     def tried(view: View) -> dict[str, Any]:
+        if not has_time():
+            return dict(view) | {"late": True}
         try:
             with viewed(actor, view, older):
-                found = gaps()
+                found, _ = gaps()
         except Exception as error:  # a model may lack what a view changes
             return dict(view) | {"failed": f"{type(error).__name__}: {error}"}
-        return dict(view) | {"gap": float(found.mean()), "fits": float(np.minimum(found, base).mean())}
+        return dict(view) | {"gap": float(found.sum() / count), "fits": float(np.minimum(found, base).sum() / count)}
 
-    own = {"kind": "own", "gap": float(base.mean()), "fits": float(base.mean())}
-    answers = [own]
-    for kind, (low, high) in _SEARCHED.items():
+    def is_found() -> bool:
+        return min(each.get("fits", np.inf) for each in answers) <= _EXPLAINED * answers[0]["fits"]
+
+    answers += map(tried, views_of(actor, older))
+    for kind, (low, high) in _SEARCHED.items() if not is_found() else ():
         usual = actor.config.rollout.temperature if kind == "temperature" else 1.0
         answers.append(_searched(kind, low * usual, high * usual, tried))
-    answers += map(tried, views_of(actor, older))
-    if min(each.get("fits", np.inf) for each in answers) > _EXPLAINED * own["fits"]:
+    if not is_found():
         answers += map(tried, experts_of(actor, older))
     return answers
 

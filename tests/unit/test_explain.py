@@ -160,9 +160,10 @@ def a_run(tmp_path, monkeypatch, again=None, stored=None, broken="actor/grad_nor
         explaining.StepSamples, "read", lambda folder, step: stored or samples(versions=np.full(32, 11))
     )
 
-    def replayed(stored_run, step, orders=(), **further):
+    def replayed(stored_run, step, orders=(), guesses=(), seconds=0.0, **further):
         given = again or Replay(6, step, {}, 70, {}, None, {}, {}, 1.0)
-        return replace(given, experiments={order["name"]: given.experiments.get(order["name"], {}) for order in orders})
+        tried = orders if given.repeats else guesses
+        return replace(given, experiments={order["name"]: given.experiments.get(order["name"], {}) for order in tried})
 
     monkeypatch.setattr(explaining, "replay", replayed)
     monkeypatch.setattr(explaining, "rescorer", lambda run: "scores are not asked for again")
@@ -267,12 +268,20 @@ def test_scores_that_the_reward_function_does_not_give_are_told_by_what_they_fol
     texts = [rng.choice(["ab", "cb", "db"]) for _ in range(40)]
     paid = [float(text[0] == "c") for text in texts]
     assert "a form of the response: the first token" in of_rewards(scored(paid, right, texts=texts))[0]
+    beside = of_rewards(scored(right + [float(text[0] == "c") for text in texts], right, texts=texts))
+    assert "a form of the response: the first token" in beside[0]
+    assert of_rewards(scored(right + lengths / 10, right, lengths))[0] == "the reward paid length"
+    assert of_rewards(scored(0.5 * right, right))[0] == "scores were scaled"
+    assert of_rewards(scored(1 - right, right))[0] == "scores had the other sign"
+    alone = np.where(np.arange(40) < 3, 0.0, 1.0)  # three right answers that were not paid, all of them with a "7"
+    first = ["7" if row < 3 else "5" for row in range(40)]
+    assert "a form" not in of_rewards(scored(alone, np.ones(40), texts=first))[0]
     assert "judged by another truth" in of_rewards(scored(0 * right, right))[0]
     for paid, words in ((0 * right, "judged by another truth"), (np.roll(right, 1), "truth of the row before")):
 
         class Again:
             def shifted(self, step, source, paid=paid):
-                return {-1: paid, 1: 0 * right}
+                return {"before": paid, "after": 0 * right}
 
         assert words in of_rewards(scored(paid, right), Again())[0]
     anything = of_rewards(scored(right + rng.normal(size=40), right))
@@ -309,7 +318,7 @@ def test_a_source_whose_truths_are_shifted_is_told_from_one_that_changed():
             self._mean = mean
 
         def shifted(self, now, source):
-            return {-1: np.full(20, self._mean), 1: np.zeros(20)}
+            return {"before": np.full(20, self._mean), "after": np.zeros(20)}
 
     before = [step(rng.integers(0, 2, 40)) for _ in range(5)]
     assert of_sources(step(rng.integers(0, 2, 40)), before, Again(0.0)) is None
@@ -394,7 +403,7 @@ class Engines:
         self.generation = generation
 
     def gaps(self):
-        return np.abs(np.log(self.config.rollout.temperature / self.generation)) + np.zeros(8)
+        return np.abs(np.log(self.config.rollout.temperature / self.generation)) + np.zeros(8), np.ones(8, int)
 
 
 def test_the_temperature_of_generation_is_found_from_its_log_probs(tmp_path, monkeypatch):

@@ -9,7 +9,8 @@ freedom, whose tails are heavier than those of any healthy metric seen. A step i
 * it deviates alone with a probability of p,
 
 and p is chosen so that a healthy run of so many steps and metrics has a break with probability FALSE_ALARM at most, if
-deviations are independent. Positive metrics of many magnitudes are compared as logarithms.
+deviations are independent. Positive metrics of many magnitudes are compared as logarithms. What is wrong from the first
+step on has no band to leave, and is judged by fixed bounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mrl.driver.advice import MISMATCH, MISMATCH_LIMIT
 from mrl.plan.measured_steps import STEP
 
 FALSE_ALARM = 0.05  # of a whole run
@@ -48,6 +50,7 @@ WATCHED = (
     Watched("response_length/clip_ratio", False, 0.05, "the share of responses that are cut off"),
 )
 _TINY = 1e-12
+BOUNDS = {MISMATCH: MISMATCH_LIMIT}  # those of warnings in the console
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,20 @@ def breaks(rows: Sequence[Mapping[str, Any]], false_alarm: float = FALSE_ALARM) 
         if (first := _first_break(watched, rows, p, judged * len(WATCHED))) is not None:
             found.append(first)
     return sorted(found, key=lambda each: (each.step, each.chance))
+
+
+def beyond(rows: Sequence[Mapping[str, Any]]) -> list[Break]:
+    """Returns the metrics that are beyond a fixed bound at the first step that has one there."""
+    words = {watched.name: watched.words for watched in WATCHED}
+    for row in rows:
+        found = [
+            Break(row[STEP], name, row[name], 0.0, bound, 0.0, words[name])
+            for name, bound in BOUNDS.items()
+            if row[STEP] > 0 and (row.get(name) or 0.0) > bound
+        ]
+        if found:
+            return found
+    return []
 
 
 def judged_step(rows: Sequence[Mapping[str, Any]], step: int, false_alarm: float = FALSE_ALARM) -> list[Break]:

@@ -13,8 +13,8 @@ The first verdict is the first of these that speaks; verdicts of experiments are
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,16 @@ import numpy as np
 
 from mrl.errors import ConfigError, MrlError
 from mrl.record.attempts import read_attempts
-from mrl.record.sample_files import steps_with_responses
-from mrl.tools.explain.band import FALSE_ALARM, LEAST, WATCHED, Break, breaks, judged_step
+from mrl.record.sample_files import DAMAGED, StepFile, steps_with_responses
+from mrl.tools.explain.band import FALSE_ALARM, LEAST, WATCHED, Break, beyond, breaks, judged_step
 from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
-from mrl.tools.explain.experiments import REMOVES, effects, experiments_of, guesses_of, likeness
-from mrl.tools.explain.replay import Replay, StoredRun, replay, replayed_faults
+from mrl.tools.explain.experiments import REMOVES, Experiment, effects, experiments_of, guesses_of, likeness
+from mrl.tools.explain.replay import MORE_STEPS, TIME_S, Replay, StoredRun, replay, replayed_faults
 from mrl.tools.explain.rewards import Rescorer, of_rewards, of_sources, rescorer
 
 _MISMATCH = re.compile("rollout_corr/|training/rollout_")  # of engines and ranks
 LIKE = 0.9  # of what did not repeat, that a guess must give to be the verdict
 _AUDITED_SCORES = 10_000  # responses that are scored again where no step leaves the band
-_AUDITED_STEPS = 20
 _BEFORE = 5  # steps whose samples say what is usual
 _LOGS = {each.name: each.logs for each in WATCHED}
 
@@ -71,54 +70,84 @@ class Explanation:
         return asdict(self) | {"false_alarm": FALSE_ALARM}
 
 
-def explain(path: Path, step: int | None = None) -> Explanation:
-    """Explains a step, by default the first that leaves the run's own band.
+def explain(path: Path, step: int | None = None, seconds: float = TIME_S) -> Explanation:
+    """Explains a step, by default the first that leaves the run's own band. `seconds`: for each replay.
 
-    Raises ConfigError for a run or a step that cannot be explained, and EnvironmentFault where a replay fails.
+    Raises ConfigError for a run or a step that cannot be explained, and EnvironmentFault where a replay fails and
+    nothing else says what was wrong.
     """
     run = StoredRun.read(path)
     rows = [run.rows[number] for number in run.steps]
+    bounded = run.config.trainer.schedule == "sync"  # ahead of training, weights of generation are older by design
     if step is None:
-        found = breaks(rows)
+        found = breaks(rows) or (beyond(rows) if bounded else [])
         if not found:
-            return replace(_audited(run), steps=run.steps[-1])
+            return replace(_audited(run, seconds), steps=run.steps[-1])
         step = found[0].step
+        found = [each for each in found if each.step == step]
     elif step not in run.rows or step < 1:
         raise ConfigError(f"--step {step}: the run has no such step; it has steps {run.steps[0]} to {run.steps[-1]}")
-    found = [each for each in breaks(rows) if each.step == step] or judged_step(rows, step)
+    else:
+        found = [each for each in breaks(rows) if each.step == step] or judged_step(rows, step)
+        found = found or (beyond([run.rows[step]]) if bounded else [])
     if not found:
         raise ConfigError(
             f"--step {step}: every metric is within the band that the steps before it give (or fewer than 8 steps are "
             "before it); without --step the first step that is not is explained"
         )
-    return _explained(run, step, found)
+    return _explained(run, step, found, seconds)
 
 
-def _explained(run: StoredRun, step: int, found: Sequence[Break]) -> Explanation:
-    verdicts = []
-    samples = None
+def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float) -> Explanation:
+    """Explains a step that leaves its band.
+
+    Facts come first: what samples and scores say by themselves, and what does not repeat. What may be a consequence
+    comes after what engines computed.
+    """
     folder = run.folder.samples
+    notes: list[str] = []
+    samples = None
+    facts, hints = [], []
     try:
         samples = StepSamples.read(folder, step)
     except FileNotFoundError:
         if not replayed_faults(run.config):
             run.base(step)  # says which samples are missing, and the key that keeps them
     if samples is not None:
-        verdicts += _of_samples(run, step, samples)
-        verdicts += _of_scores(run, step, rescorer(run))
-    if faults := replayed_faults(run.config):
-        verdicts += [*_of_routes(run, step, found), *_of_engines(found, samples)]
-        return Explanation(
-            str(run.folder.path), step, list(found), verdicts, None, f"not replayed: {'; '.join(faults)}"
-        )
-    tried = experiments_of(run.config, samples)
+        facts = _of_samples(run, step, samples)
+        with _rescored(run, notes) as again:
+            told = _of_scores(step, again, notes)
+            facts += told
+            hints = [] if told else [*_of_length(run, step, samples), *_of_sources(step, again, notes)]
     differs = any(_MISMATCH.match(each.name) for each in found)
-    again = replay(run, step, [dict(each.order) | {"name": each.name} for each in tried], views=differs)
+    if faults := replayed_faults(run.config):
+        told = _of_routes(run, step, seconds) if differs else []
+        verdicts = [*facts, *told, *_of_engines(found, samples), *hints]
+        notes.insert(0, f"not replayed: {'; '.join(faults)}")
+        return Explanation(str(run.folder.path), step, list(found), verdicts, replayed="; ".join(notes))
+    tried = experiments_of(run.config, samples)
+    guesses = guesses_of(run.config, run.replicas)
+    try:
+        again = replay(run, step, _orders(tried), _orders(guesses), seconds, views=differs)
+    except MrlError as error:
+        if not facts and not hints:
+            raise
+        notes.insert(0, f"not replayed: {str(error).splitlines()[0]}")
+        return Explanation(str(run.folder.path), step, list(found), [*facts, *hints], replayed="; ".join(notes))
+    said = f"steps {again.first + 1} to {again.step} again, {again.compared} metrics compared"
+    if again.weights is not None:
+        said += f", weights and optimizer after it {'equal' if again.weights else 'NOT equal'} the checkpoint's"
+    said = "; ".join([said, *(f"{name} could not be computed: {why}" for name, why in again.failed.items()), *notes])
+    if late := sum("late" in view for view in again.views):
+        said += f"; for {late} other ways of generation there was no time (--minutes)"
     if not again.repeats:
-        verdicts = [*_of_process(run, again), *verdicts]
-    elif differs:
-        verdicts = [*verdicts, *of_views(run, step, again.views), *_of_engines(found, samples)]
+        verdicts = [*_of_process(run, again, guesses), *facts, *hints]
+        return Explanation(str(run.folder.path), step, list(found), verdicts, False, said, seconds=again.seconds)
+    verdicts = facts
+    if differs:
+        verdicts = [*facts, *of_views(run, step, again.views), *_of_engines(found, samples)]
     shares = effects(found, _LOGS, again.experiments)
+    verdicts += hints
     verdicts += [
         LikelyCause(
             "recipe" if "rows" not in each.order else "data",
@@ -130,60 +159,106 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break]) -> Explanation
         for each in sorted(tried, key=lambda each: -shares.get(each.name, 0.0))
         if shares.get(each.name, 0.0) >= REMOVES
     ]
-    said = f"steps {again.first + 1} to {step} again, {again.compared} metrics compared"
-    if again.weights is not None:
-        said += f", weights and optimizer after it {'equal' if again.weights else 'NOT equal'} the checkpoint's"
-    for name, why in again.failed.items():
-        said += f"; {name} could not be computed: {why}"
-    return Explanation(str(run.folder.path), step, list(found), verdicts, again.repeats, said, shares, again.seconds)
+    return Explanation(str(run.folder.path), step, list(found), verdicts, True, said, shares, again.seconds)
 
 
-def _audited(run: StoredRun) -> Explanation:
-    """Explains a run of which no step leaves its band: whether its newest scores and steps repeat."""
-    again = rescorer(run)
-    kept = [step for step in steps_with_responses(run.folder.samples) if step in run.rows]
-    said = ""
-    if isinstance(again, Rescorer):
-        counted = 0
-        newest = []
-        for step in reversed(kept):
-            newest.append(step)
-            counted += len(StepSamples.read(run.folder.samples, step).scores)
-            if counted > _AUDITED_SCORES:
-                break
-        for step in reversed(newest):
-            if verdicts := _of_scores(run, step, again, searched=True):
+def _orders(experiments: Sequence[Experiment]) -> list[dict[str, Any]]:
+    return [dict(each.order) | {"name": each.name} for each in experiments]
+
+
+def _audited(run: StoredRun, seconds: float) -> Explanation:
+    """Explains a run of which no step leaves its band: what its newest samples say, and whether scores and steps
+    repeat.
+    """
+    folder = run.folder.samples
+    notes: list[str] = []
+    newest = []
+    counted = 0
+    for step in reversed([step for step in steps_with_responses(folder) if step in run.rows]):
+        newest.insert(0, step)
+        with suppress(*DAMAGED):  # reading them says so
+            counted += len(StepFile(folder, step).scores)
+        if counted > _AUDITED_SCORES:
+            break
+    scored = 0
+    with _rescored(run, notes) as again:
+        for step in newest:
+            try:
+                verdicts = _of_samples(run, step, StepSamples.read(folder, step))
+            except MrlError as error:
+                notes.append(str(error).splitlines()[0])
+                continue
+            unsaid = len(notes)
+            verdicts += _of_scores(step, again, notes) or _of_sources(step, again, notes, searched=True)
+            if verdicts:
                 return Explanation(str(run.folder.path), step, verdicts=verdicts)
-        said = f"scores of {len(newest)} steps repeat"
-    if not replayed_faults(run.config):
-        last = run.steps[-1]
-        try:
-            found = replay(run, last, earlier=min(_AUDITED_STEPS, last) - 1)
-        except MrlError:
-            return Explanation(str(run.folder.path), None, replayed=said)
-        if not found.repeats:
-            step = min(found.differences, default=last)
-            return Explanation(str(run.folder.path), step, verdicts=_of_process(run, found), repeats=False)
-        said += f"{', and ' * bool(said)}steps {found.first + 1} to {last} repeat in {found.compared} metrics"
-        return Explanation(str(run.folder.path), None, repeats=True, replayed=said, seconds=found.seconds)
-    return Explanation(str(run.folder.path), None, replayed=said)
+            scored += again is not None and len(notes) == unsaid
+    if scored:
+        notes.insert(0, f"scores of {scored} steps repeat")
+    if replayed_faults(run.config):
+        return Explanation(str(run.folder.path), None, replayed="; ".join(notes))
+    last = run.steps[-1]
+    guesses = guesses_of(run.config, run.replicas)
+    try:
+        first, _ = run.base(last, MORE_STEPS - 1)
+        if last - first > MORE_STEPS:
+            raise ConfigError(
+                f"no step is computed again: of the newest {MORE_STEPS} none has a checkpoint (trainer.save_freq)"
+            )
+        found = replay(run, last, guesses=_orders(guesses), seconds=seconds, earlier=MORE_STEPS - 1)
+    except MrlError as error:
+        notes.append(str(error).splitlines()[0])
+        return Explanation(str(run.folder.path), None, replayed="; ".join(notes))
+    if not found.repeats:
+        verdicts = _of_process(run, found, guesses)
+        return Explanation(str(run.folder.path), found.step, verdicts=verdicts, repeats=False)
+    notes.insert(0, f"steps {found.first + 1} to {last} repeat in {found.compared} metrics")
+    return Explanation(str(run.folder.path), None, repeats=True, replayed="; ".join(notes), seconds=found.seconds)
 
 
-def _of_scores(run: StoredRun, step: int, again: Rescorer | str, searched: bool = False) -> list[LikelyCause]:
-    """Says what is wrong with a step's scores: other ones than the reward function gives, or those of one source."""
+@contextmanager
+def _rescored(run: StoredRun, notes: list[str]) -> Iterator[Rescorer | None]:
+    """Gives what scores a run's steps again; None where nothing can, which `notes` say."""
+    again = rescorer(run)
     if isinstance(again, str):
+        notes.append(again)
+        yield None
+        return
+    with again:
+        yield again
+
+
+def _of_scores(step: int, again: Rescorer | None, notes: list[str]) -> list[LikelyCause]:
+    """Says what is wrong with a step's scores where the reward function gives other ones now."""
+    if again is None:
         return []
-    now = again.step(step)
-    if told := of_rewards(now, again):
-        cure = "read these responses (mrl samples RUN --step N), and look at logs/ of the scorers and at the function"
-        return [LikelyCause("reward", *told, cure)]
+    try:
+        told = of_rewards(again.step(step), again)
+    except MrlError as error:
+        notes.append(str(error).splitlines()[0])
+        return []
+    cure = "read these responses (mrl samples RUN --step N), and look at logs/ of the scorers and at the function"
+    return [LikelyCause("reward", *told, cure)] if told else []
+
+
+def _of_sources(step: int, again: Rescorer | None, notes: list[str], searched: bool = False) -> list[LikelyCause]:
+    """Says that the scores of one source repeat, and are not what they were."""
+    if again is None or len(again.sources) < 2:
+        return []
     before = []
-    for earlier in range(max(1, step - _BEFORE), step):
-        with suppress(FileNotFoundError):
-            before.append(again.step(earlier))
-    if told := of_sources(now, before, again, searched):
-        return [LikelyCause("reward", *told, "look at that source's rows (data.train_files) and reward function")]
-    return []
+    try:
+        for earlier in range(max(1, step - _BEFORE), step):
+            with suppress(FileNotFoundError):
+                before.append(again.step(earlier))
+        told = of_sources(again.step(step), before, again, searched)
+    except MrlError as error:
+        notes.append(str(error).splitlines()[0])
+        return []
+    return (
+        [LikelyCause("reward", *told, "look at that source's rows (data.train_files) and reward function")]
+        if told
+        else []
+    )
 
 
 def _of_samples(run: StoredRun, step: int, samples: StepSamples) -> list[LikelyCause]:
@@ -207,29 +282,31 @@ def _of_samples(run: StoredRun, step: int, samples: StepSamples) -> list[LikelyC
                 "look at the engines' max_tokens and max_model_len, and at data.max_response_length",
             )
         )
-    if told := of_groups(samples):
+    if run.config.rollout.n > 1 and (told := of_groups(samples)):
         found.append(
             LikelyCause(
                 "samples", "groups with one response", told, "look at rollout.n, and at what filters or loses rows"
             )
         )
-    before = []
-    for earlier in range(max(1, step - _BEFORE), step):
-        try:
-            before.append(StepSamples.read(run.folder.samples, earlier))
-        except FileNotFoundError:
-            continue
-    if told := of_length(samples, before):
-        found.append(
-            LikelyCause(
-                "samples", "the reward pays length", told, "read the best responses, and mend the reward function"
-            )
-        )
     return found
 
 
-def _of_process(run: StoredRun, again: Replay) -> list[LikelyCause]:
-    """Says what kind of fault a step that does not repeat has: in the passes, in its learning rate, or in updates."""
+def _of_length(run: StoredRun, step: int, samples: StepSamples) -> list[LikelyCause]:
+    """Says that the reward began to pay length."""
+    before = []
+    for earlier in range(max(1, step - _BEFORE), step):
+        with suppress(FileNotFoundError):
+            before.append(StepSamples.read(run.folder.samples, earlier))
+    told = of_length(samples, before)
+    cure = "read the best responses, and mend the reward function"
+    return [LikelyCause("reward", "the reward pays length", told, cure)] if told else []
+
+
+def _of_process(run: StoredRun, again: Replay, guesses: Sequence[Experiment]) -> list[LikelyCause]:
+    """Says what kind of fault a step that does not repeat has: in the passes, in its learning rate, or in updates.
+
+    `guesses`: those that the replay computed in its place.
+    """
     if not again.differences:
         return [
             LikelyCause(
@@ -239,14 +316,9 @@ def _of_process(run: StoredRun, again: Replay) -> list[LikelyCause]:
                 "look at the rank's log and memory (mrl doctor); resume from the checkpoint before",
             )
         ]
-    step = min(again.differences)
+    step = again.step
     unlike = again.differences[step]
-    guesses = guesses_of(run.config, run.replicas)
-    try:
-        guessed = replay(run, step, [dict(each.order) | {"name": each.name} for each in guesses]).experiments
-    except MrlError:
-        guessed = {}  # the step does not repeat, whatever it was
-    likely = {each.name: likeness(unlike, guessed.get(each.name, {})) for each in guesses}
+    likely = {each.name: likeness(unlike, again.experiments.get(each.name, {})) for each in guesses}
     names = {name for name, _, _ in unlike}
     shown = "; ".join(f"{name} was {was!r}, and is {now!r}" for name, was, now in unlike[:4])
     resumed = [each.step for each in read_attempts(run.folder.path) if each.step == step - 1 and each.step > 0]
@@ -277,13 +349,17 @@ def _of_process(run: StoredRun, again: Replay) -> list[LikelyCause]:
     return [LikelyCause(kind, cause, evidence, change)]
 
 
-def _of_routes(run: StoredRun, step: int, found: Sequence[Break]) -> list[LikelyCause]:
-    """Says whether replayed routes hold the break of a run with router_replay R3: without them its log-probs agree."""
+def _of_routes(run: StoredRun, step: int, seconds: float) -> list[LikelyCause]:
+    """Says whether replayed routes hold the break of a run with router_replay R3: without them its log-probs agree.
+
+    Both means are of all tokens of the step. The steps from the checkpoint on are trained without routes, too, so the
+    weights are nearly those of the run: that can only make log-probs differ more.
+    """
     was = run.rows[step].get("training/rollout_log_probs_abs_diff_mean")
-    if not was or not any(_MISMATCH.match(each.name) for each in found):
+    if not was:
         return []
     try:
-        again = replay(run, step, views=True, settings={"actor.router_replay": "disabled"})
+        again = replay(run, step, seconds=seconds, views=True, settings={"actor.router_replay": "disabled"})
     except MrlError:
         return []  # it has another fault, too
     now = again.views[0].get("gap", was)
@@ -293,7 +369,8 @@ def _of_routes(run: StoredRun, step: int, found: Sequence[Break]) -> list[Likely
         LikelyCause(
             "engines",
             "routes that were replayed are not those of their tokens",
-            f"with the routers' own choices, the mean difference falls from {was:.2g} to {now:.2g} nats a token",
+            f"with the routers' own choices (from step {again.first + 1} on), the mean difference of log-probs falls "
+            f"from {was:.2g} to {now:.2g} nats a token",
             "look at actor.router_replay and at logs/engine-N.log; disabled trains without engines' routes",
             1 - now / was,
         )

@@ -10,7 +10,6 @@ on the same kind of device with the same software, every number comes out with e
 
 import io
 import json
-import math
 import os
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from mrl.errors import ConfigError, EnvironmentFault, MrlError
 from mrl.plan.measured_steps import STEP
 from mrl.platforms.hosting import get_hosting
 from mrl.process.free_ports import free_port
-from mrl.record.metrics import reduce_parts
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sample_files import steps_with_responses
 from mrl.tools.compare_runs import is_of_clock
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
     from mrl.driver.assemble_data import Data
 
 MOST_STEPS = 200  # between a checkpoint and the step, which are all computed again
+MORE_STEPS = 20  # up to which an earlier checkpoint is taken than a step needs
+TIME_S = 1800.0  # of all ranks together
 OLDER_VERSIONS = 3  # that generation may have had, see mrl.driver.replay_views
 _TAIL = 2000  # characters of a failed rank's log
 # of generation and of the run, which a replay does not have
@@ -90,38 +90,41 @@ class StoredRun:
     def base(self, step: int, earlier: int = 0) -> tuple[int, Path | None]:
         """Returns the newest checkpoint before a step, with its folder; (0, None) for the model itself.
 
-        With `earlier` it is one that is as many steps before that, if there is one. Raises ConfigError where samples of
-        a step in between are missing.
+        With `earlier` it is one that is as many steps before that, or the oldest, if that leaves no more than
+        MORE_STEPS to compute. Raises ConfigError where samples of a step in between are missing.
         """
-        if earlier:
-            with suppress(ConfigError):
-                return self._base(step - earlier, step)
-        return self._base(step, step)
-
-    def _base(self, before: int, step: int) -> tuple[int, Path | None]:
-        found = []
+        kept = set(steps_with_responses(self.folder.samples))
+        found: dict[int, Path | None] = {0: None}
         for folder in self.folder.checkpoints.glob("step-*"):
             with suppress(ValueError):
                 number = int(folder.name.removeprefix("step-"))
-                if number < before and (folder / "manifest.json").is_file():
-                    found.append((number, folder))
-        first, folder = max(found, default=(0, None))
-        kept = set(steps_with_responses(self.folder.samples))
-        missing = [each for each in range(first + 1, step + 1) if each not in kept]
+                if number < step and (folder / "manifest.json").is_file():
+                    found[number] = folder
+        newest = max(found)
+        if earlier:
+            allowed = [
+                number
+                for number in found
+                if step - number <= MORE_STEPS and kept.issuperset(range(number + 1, step + 1))
+            ]
+            if allowed:
+                first = max((number for number in allowed if number < step - earlier), default=min(allowed))
+                return first, found[first]
+        missing = [each for each in range(newest + 1, step + 1) if each not in kept]
         if missing:
             start = (
-                f"the checkpoint of step {first}" if folder else "the run's start, as no checkpoint before it is left"
+                f"the checkpoint of step {newest}" if newest else "the run's start, as no checkpoint before it is left"
             )
             raise ConfigError(
                 f"--step {step}: it is computed again from {start}, and samples of step {missing[0]} are missing "
                 f"({len(missing)} in all); record.samples: all and a larger trainer.max_actor_ckpt_to_keep keep more"
             )
-        if step - first > MOST_STEPS:
+        if step - newest > MOST_STEPS:
             raise ConfigError(
-                f"--step {step}: the newest checkpoint before it is of step {first}, and at most {MOST_STEPS} steps "
+                f"--step {step}: the newest checkpoint before it is of step {newest}, and at most {MOST_STEPS} steps "
                 "are computed again; a smaller trainer.save_freq keeps nearer ones"
             )
-        return first, folder
+        return newest, found[newest]
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ class Replay:
     `weights`: whether the weights and optimizer states after the last step are those of its checkpoint; None where
     there is none. `experiments`: metrics of the last step with one thing changed, by name; `failed`: those that could
     not be computed, with the reason. `views`: other ways in which generation may have computed the last step's
-    log-probs, the model's own first (mrl.driver.replay_views).
+    log-probs, the model's own first (mrl.driver.replay_views). With guesses `step` is the first that does not repeat,
+    and `experiments` are they.
     """
 
     first: int
@@ -173,16 +177,18 @@ def replay(
     run: StoredRun,
     step: int,
     experiments: Sequence[Mapping[str, Any]] = (),
-    timeout_s: float = 1800.0,
+    guesses: Sequence[Mapping[str, Any]] = (),
+    seconds: float = TIME_S,
     views: bool = False,
     earlier: int = 0,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Replay:
     """Computes a step again, and experiments with it. Raises ConfigError for a run that does not allow it.
 
+    `guesses`: experiments with the first step that does not repeat, if there is one; later steps are not computed then.
     `views`: also computes how generation may have come to its log-probs. `earlier`: steps that are computed again
     before this one, if a checkpoint allows it. `settings` replace those of the run by path.
-    Raises EnvironmentFault where a rank fails.
+    Raises EnvironmentFault where a rank fails, or all are not done after `seconds`.
     """
     if step not in run.rows or step < 1:
         raise ConfigError(f"--step {step}: the run has no such step; it has {_range(run.steps)}")
@@ -192,37 +198,33 @@ def replay(
     begun = time.perf_counter()
     kept = run.folder.checkpoints / f"step-{step}"
     has_weights = (kept / "manifest.json").is_file()
+    stored = {
+        number: {name: value for name, value in run.rows[number].items() if _is_replayed(name)}
+        for number in range(first + 1, step + 1)
+    }
     with tempfile.TemporaryDirectory(prefix="mrl-replay-") as made:
         folder = Path(made)
         order = {
             "run": str(run.folder.path.resolve()), "first": first + 1, "step": step, "weights": has_weights,
-            "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
-            "total_steps": _total_steps(run.config), "experiments": list(experiments),
-            "views": views, "settings": dict(settings), "kl_coefs": _kl_coefs(run, range(first + 1, step + 1)),
+            "checkpoint": None if checkpoint is None else str(checkpoint.resolve()), "stored": stored,
+            "total_steps": _total_steps(run.config), "experiments": list(experiments), "guesses": list(guesses),
+            "views": views, "settings": dict(settings), "seconds": seconds,
+            "kl_coefs": _kl_coefs(run, range(first + 1, step + 1)),
         }  # fmt: skip
         (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
         (folder / "config.yaml").write_text(run.folder.config.read_text(encoding="utf-8"), encoding="utf-8")
-        answers = _ranks(run.config, folder, timeout_s)
-    again = [_metrics([answer["steps"][place] for answer in answers]) for place in range(step - first)]
-    differences = {}
-    compared = 0
-    for number, metrics in zip(range(first + 1, step + 1), again, strict=True):
-        names = [name for name in metrics if name in run.rows[number] and _is_replayed(name)]
-        compared += len(names)
-        unlike = [(name, run.rows[number][name], metrics[name]) for name in names]
-        unlike = [each for each in unlike if not _same(each[1], each[2])]
-        if unlike:
-            differences[number] = unlike
-    found = [_experiment(place, answers) for place in range(len(experiments))]
+        answers = _ranks(run.config, folder, seconds)
+    again = {int(number): metrics for number, metrics in answers[0]["steps"].items()}
+    found = _experiments(answers)
     return Replay(
         first,
-        step,
-        again[-1],
-        compared,
-        differences,
-        _same_weights(kept, answers) if has_weights else None,
-        {name: metrics for name, metrics in found if isinstance(metrics, dict)},
-        {name: why for name, why in found if isinstance(why, str)},
+        max(again),
+        again[max(again)],
+        sum(len(metrics.keys() & stored[number].keys()) for number, metrics in again.items()),
+        {int(number): [tuple(each) for each in unlike] for number, unlike in answers[0]["differences"].items()},
+        _same_weights(kept, answers) if answers[0]["file"] is not None else None,
+        {name: metrics for name, metrics in found.items() if isinstance(metrics, dict)},
+        {name: why for name, why in found.items() if isinstance(why, str)},
         time.perf_counter() - begun,
         answers[0]["views"],
     )
@@ -234,11 +236,6 @@ def _range(steps: Sequence[int]) -> str:
 
 def _is_replayed(name: str) -> bool:
     return not is_of_clock(name) and not name.startswith(_NOT_REPLAYED)
-
-
-def _same(stored: Any, again: float) -> bool:
-    """Compares numbers; what is not finite is stored as null."""
-    return stored == again or (stored is None and not math.isfinite(again))
 
 
 def _total_steps(config: RunConfig) -> int:
@@ -265,7 +262,7 @@ def data_of(config: RunConfig) -> "Data":
         return read_data(config.model, config.data, config.rollout, config.reward, config.trainer)
 
 
-def _ranks(config: RunConfig, folder: Path, timeout_s: float) -> list[dict[str, Any]]:
+def _ranks(config: RunConfig, folder: Path, seconds: float) -> list[dict[str, Any]]:
     """Runs all ranks to their end. Returns their answers. Raises EnvironmentFault with a log's end if one fails."""
     world = config.actor.layout.world_size
     environment = os.environ | get_hosting(config.cluster.device).actor_environment()
@@ -281,7 +278,7 @@ def _ranks(config: RunConfig, folder: Path, timeout_s: float) -> list[dict[str, 
                         command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
                     )
                 )
-        _wait(processes, logs, timeout_s)
+        _wait(processes, logs, seconds)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -290,8 +287,8 @@ def _ranks(config: RunConfig, folder: Path, timeout_s: float) -> list[dict[str, 
     return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
 
 
-def _wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
+def _wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path], seconds: float) -> None:
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         codes = [process.poll() for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code]
@@ -301,26 +298,19 @@ def _wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path], timeout_s
         if all(code == 0 for code in codes):
             return
         time.sleep(0.1)
-    raise EnvironmentFault(f"the replay is not done after {timeout_s:.0f} s, and was ended")
+    raise EnvironmentFault(
+        f"the replay is not done after {seconds / 60:.0f} minutes, and was ended; mrl explain --minutes gives it more"
+    )
 
 
-def _metrics(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns a step's metrics, from the answers of all ranks in their order, as the driver makes them."""
-    from mrl.driver.update import gradient_norms  # loads Ray
-
-    parts = [part for answer in of_ranks for part in answer["parts"]]
-    metrics = dict(of_ranks[0]["scored"]) | reduce_parts(parts)
-    applied = len(gradient_norms(parts)) - metrics.get("actor/skipped_updates", 0.0)
-    return metrics | {"actor/updates": applied}
-
-
-def _experiment(place: int, answers: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, float] | str]:
-    """Returns an experiment's name with its metrics, or with the reason why it has none."""
-    of_ranks = [answer["experiments"][place] for answer in answers]
-    for answer in of_ranks:
-        if "failed" in answer:
-            return answer["name"], answer["failed"]
-    return of_ranks[0]["name"], _metrics(of_ranks)
+def _experiments(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float] | str]:
+    """Returns the metrics of each experiment by its name, or the reason why it has none on a rank."""
+    found = {}
+    for name in answers[0]["experiments"]:
+        of_ranks = [answer["experiments"][name] for answer in answers]
+        failed = [each["failed"] for each in of_ranks if "failed" in each]
+        found[name] = failed[0] if failed else of_ranks[0]["metrics"]
+    return found
 
 
 def _same_weights(checkpoint: Path, answers: Sequence[Mapping[str, Any]]) -> bool:

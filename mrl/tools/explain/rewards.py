@@ -1,7 +1,8 @@
 """Scores stored responses again, and says what the run's scores follow where they are others.
 
-The reward function is the run's own, called in processes of its own as the trainer calls it. What it does not answer
-alike twice is left out, as are responses that it failed on. Scores of the network's judges are not asked for again.
+The reward function is the run's own, called in processes of its own as the trainer calls it, twice for each response.
+Sources of which it does not answer all alike are left out, as are responses that it failed on. Scores of the network's
+judges are not asked for again.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import numpy as np
 from mrl.data.batch import Prompt
 from mrl.data.dataset import load_tokenizer
 from mrl.data.quick_tokenizer import quick_decoder
-from mrl.errors import MrlError
+from mrl.errors import DataError, MrlError
 from mrl.model.hub import local_folder
 from mrl.record.sample_files import read_samples, readable
 from mrl.reward.items import OK, RewardItem
@@ -25,8 +26,9 @@ from mrl.tools.explain.replay import StoredRun, data_of
 _SAME = 1e-6
 _FOLLOWS = 0.8  # share of the variance of scores, and correlation, at which they are said to follow something
 _ALIKE = 0.9  # share of responses that another truth must explain
-_NEIGHBOURS = (-1, 1)  # rows of the same source
+_SEVERAL = 8  # responses that got other scores, and as many that did not, of which a difference may follow a form
 _WORKERS = 2
+_KEPT = 8  # scored steps: a step, and those before it that say what is usual
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class ScoredResponses:
 
 
 class Rescorer:
-    """Reads a run's prompts and reward function once, and scores steps again."""
+    """Reads a run's prompts and reward function once, and scores steps again. Use it as a context manager."""
 
     def __init__(self, run: StoredRun):
         config = run.config
@@ -61,23 +63,53 @@ class Rescorer:
         for prompt in self._by_id.values():
             of_sources.setdefault(prompt.data_source, []).append(prompt)
         self._of_sources = of_sources
+        self._scored: dict[int, ScoredResponses] = {}
+        self._pool: RewardPool | None = None
+
+    def __enter__(self) -> "Rescorer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources of the run's prompts."""
+        return list(self._of_sources)
 
     def step(self, step: int) -> ScoredResponses:
-        """Scores a step's responses. Raises FileNotFoundError without its samples."""
+        """Scores a step's responses. Raises FileNotFoundError without its samples, and DataError where they are damaged
+        or their prompts are not among the run's data any more.
+        """
+        if step not in self._scored:
+            self._scored[step] = self._step(step)
+            self._scored = dict(list(self._scored.items())[-_KEPT:])
+        return self._scored[step]
+
+    def _step(self, step: int) -> ScoredResponses:
         folder = self._run.folder.samples
         with readable(folder, step):
             rows = read_samples(folder, step)
+        if lost := {row["prompt_id"] for row in rows} - self._by_id.keys():
+            raise DataError(
+                f"{folder}: prompt {min(lost)} of step {step} is not in data.train_files any more ({len(lost)} of "
+                "them), so the step's responses are not scored again"
+            )
         prompts = [self._by_id[row["prompt_id"]] for row in rows]
         responses = [list(row["response_ids"]) for row in rows]
         texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+        sources = np.array([prompt.data_source for prompt in prompts])
         judged = np.array([row["reward"].get("reason", OK) == OK for row in rows])
-        twice = [self._scores(prompts, texts, [prompt.ground_truth for prompt in prompts]) for _ in range(2)]
-        same = np.abs(twice[0] - twice[1]) <= _SAME
+        twice = self._scores(2 * prompts, 2 * texts, 2 * [prompt.ground_truth for prompt in prompts])
+        first, second = np.split(twice, 2)
+        unlike = (np.abs(first - second) > _SAME) | (np.isfinite(first) != np.isfinite(second))
+        repeats = ~np.isin(sources, sources[unlike])  # what is drawn may be alike by chance in single responses
         return ScoredResponses(
             scores=np.array([float(row["reward"]["score"]) for row in rows]),
-            again=np.where(judged & same, twice[0], np.nan),
+            again=np.where(judged & repeats, first, np.nan),
             lengths=np.array([len(ids) for ids in responses]),
-            sources=np.array([prompt.data_source for prompt in prompts]),
+            sources=sources,
             responses=responses,
             prompts=prompts,
             texts=texts,
@@ -85,28 +117,31 @@ class Rescorer:
 
     def _scores(self, prompts: Sequence[Prompt], texts: Sequence[str], truths: Sequence[Any]) -> np.ndarray:
         """Returns scores, float64 [rows]; NaN where the function failed."""
-        reward = self._run.config.reward
-        items = [
-            RewardItem(number, prompt.data_source, text, truth, prompt.extra_info)
-            for number, (prompt, text, truth) in enumerate(zip(prompts, texts, truths, strict=True))
-        ]
-        with RewardPool(self._data.reward, _WORKERS, reward.timeout_s) as pool:
-            for item in items:
-                pool.submit(item)
-            results = pool.drain()
-        return np.array([each.score if each.reason == OK else np.nan for each in results])
+        if self._pool is None:
+            self._pool = RewardPool(self._data.reward, _WORKERS, self._run.config.reward.timeout_s)
+        for number, (prompt, text, truth) in enumerate(zip(prompts, texts, truths, strict=True)):
+            self._pool.submit(RewardItem(number, prompt.data_source, text, truth, prompt.extra_info))
+        return np.array([each.score if each.reason == OK else np.nan for each in self._pool.drain()])
 
-    def shifted(self, step: ScoredResponses, source: str) -> dict[int, np.ndarray]:
-        """Returns scores of a source's responses by the truth of neighbouring rows, by how far these are."""
+    def shifted(self, step: ScoredResponses, source: str) -> dict[str, np.ndarray]:
+        """Returns scores of a source's responses by the truths of other rows, by words for these: neighbours in the
+        data, of the source or of all, and prompts that came before in the step.
+        """
         rows = np.flatnonzero(step.sources == source)
-        own = self._of_sources[source]
-        place = {prompt.prompt_id: number for number, prompt in enumerate(own)}
         prompts = [step.prompts[row] for row in rows]
         texts = [step.texts[row] for row in rows]
+        orders = {
+            "": self._of_sources[source],
+            " in the data": list(self._by_id.values()),
+            " in the step": list({prompt.prompt_id: prompt for prompt in prompts}.values()),
+            " of the step": list({prompt.prompt_id: prompt for prompt in step.prompts}.values()),
+        }
         found = {}
-        for far in _NEIGHBOURS:
-            truths = [own[(place[prompt.prompt_id] + far) % len(own)].ground_truth for prompt in prompts]
-            found[far] = self._scores(prompts, texts, truths)
+        for words, order in orders.items():
+            place = {prompt.prompt_id: number for number, prompt in enumerate(order)}
+            for far, way in ((-1, "before"), (1, "after")):
+                truths = [order[(place[prompt.prompt_id] + far) % len(order)].ground_truth for prompt in prompts]
+                found[f"{way}{words}"] = self._scores(prompts, texts, truths)
         return found
 
 
@@ -138,23 +173,28 @@ def of_rewards(step: ScoredResponses, again: Rescorer | None = None) -> tuple[st
         f"{len(rows)} of {len(step.scores)} responses{where} got other scores than the reward function gives now (mean "
         f"{step.scores[rows].mean():.3g}, now {step.again[rows].mean():.3g})"
     )
-    if _is_flipped(step.scores[whole], step.again[whole]):
-        return f"scores{where} had the other sign", evidence
-    length = _correlation(step.scores[whole], step.lengths[whole])
-    if abs(length) > _FOLLOWS > abs(_correlation(step.again[whole], step.lengths[whole])):
-        return f"the reward{where} paid length", f"{evidence}; they follow the length, correlation {length:.2f}"
-    for name, values in _forms(step):
-        share = _explained(step.scores[whole], values[whole])
-        if share > _FOLLOWS > _explained(step.again[whole], values[whole]):
-            words = f"{evidence}; {name} explains {share:.0%} of their variance, whatever the response says"
-            return f"the reward{where} paid a form of the response: {name}", words
+    own, now = step.scores[whole], step.again[whole]
+    if line := _line(own, now):
+        times, plus = line
+        way = "had the other sign" if times < 0 else "were scaled"
+        return f"scores{where} {way}", f"{evidence}: {times:.3g} times what it gives, and {plus:.3g}"
+    off = own - now  # follows what is paid beside the function's own score
+    several = _SEVERAL <= len(rows) <= len(off) - _SEVERAL or len(np.unique(off)) > 2
+    for scores in (own, off) if several else ():
+        length = _correlation(scores, step.lengths[whole])
+        if abs(length) > _FOLLOWS > abs(_correlation(now, step.lengths[whole])):
+            return f"the reward{where} paid length", f"{evidence}; they follow the length, correlation {length:.2f}"
+        for name, values in _forms(step):
+            share = _explained(scores, values[whole])
+            if share > _FOLLOWS > _explained(now, values[whole]):
+                words = f"{evidence}; {name} explains {share:.0%} of their variance, whatever the response says"
+                return f"the reward{where} paid a form of the response: {name}", words
     if again is not None and len(sources) == 1:
-        own = step.scores[step.sources == sources[0]]
-        for far, scores in again.shifted(step, str(sources[0])).items():
-            # any wrong truth pays little: only answers that were paid tell one from another
-            paid = own > own.min() + _SAME
-            if paid.any() and (np.abs(scores - own) <= _SAME)[paid].mean() >= _ALIKE:
-                way = "before" if far < 0 else "after"
+        of_source = step.scores[step.sources == sources[0]]
+        # any wrong truth pays little: only answers that were paid tell one from another
+        paid = of_source > of_source.min() + _SAME
+        for way, scores in again.shifted(step, str(sources[0])).items():
+            if paid.any() and (np.abs(scores - of_source) <= _SAME)[paid].mean() >= _ALIKE:
                 return f"responses{where} were judged by the truth of the row {way}", evidence
     if (step.scores[rows] <= step.scores.min() + _SAME).mean() > _ALIKE:
         return f"right answers{where} were not paid: they were judged by another truth", evidence
@@ -184,9 +224,8 @@ def of_sources(
     evidence = f"mean score of source {source} is {mean:.3g}, and was {usual:.3g}; other sources are as they were"
     if mean * usual < 0 and abs(mean + usual) < 0.5 * abs(usual):
         return f"scores of source {source} have the other sign", evidence
-    for far, scores in again.shifted(now, source).items():
+    for way, scores in again.shifted(now, source).items():
         if np.nanmean(scores) > mean + 0.5 * (usual - mean):
-            way = "before" if far < 0 else "after"
             return (
                 f"truths of source {source} are shifted by a row",
                 f"{evidence}; by the truth of the row {way} it is {np.nanmean(scores):.3g}",
@@ -203,8 +242,14 @@ def _of_prompts(step: ScoredResponses, source: str) -> np.ndarray:
     return np.array([np.mean(scores) for scores in of_prompt.values()])
 
 
-def _is_flipped(scores: np.ndarray, again: np.ndarray) -> bool:
-    return bool((np.abs(scores + again) <= _SAME).all())
+def _line(scores: np.ndarray, now: np.ndarray) -> tuple[float, float] | None:
+    """Returns by what factor and what summand scores are made of those of now; None where they are not, or constant."""
+    if len(now) < 3 or np.ptp(now) == 0 or np.ptp(scores) == 0:
+        return None
+    times = float(np.cov(now, scores, bias=True)[0, 1] / now.var())
+    plus = float(scores.mean() - times * now.mean())
+    is_line = np.abs(times * now + plus - scores).max() <= _SAME * max(1.0, np.abs(scores).max())
+    return (times, plus) if is_line and abs(times) > _SAME else None
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -218,6 +263,7 @@ def _forms(step: ScoredResponses) -> list[tuple[str, np.ndarray]]:
     found = [
         ("the first token", np.array([ids[0] if ids else -1 for ids in step.responses])),
         ("the last token", np.array([ids[-1] if ids else -1 for ids in step.responses])),
+        ("the number of tokens", step.lengths),
     ]
     kinds = {
         "a digit": str.isdigit, "a letter": str.isalpha, "a space": str.isspace,

@@ -2,7 +2,9 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 
 def _is_first_to_ask(name):
@@ -93,14 +95,19 @@ def yarn(module, first, _):
     def change(model, step):
         if step != first:
             return
-        from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
+        from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding as Yarn
+        from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import yarn_get_mscale
 
         for layer in model.model.layers:
             own = layer.self_attn.rotary_emb
-            longest = own.max_position_embeddings // 4
-            size = own.head_size, own.rotary_dim, longest, own.base, own.is_neox_style, 4.0
-            stretched = YaRNScalingRotaryEmbedding(*size, own.cos_sin_cache.dtype)
-            own.cos_sin_cache.copy_(stretched.cos_sin_cache[: len(own.cos_sin_cache)])
+            # vLLM's own functions; its class is made only where an engine starts
+            made = SimpleNamespace(
+                rotary_dim=own.rotary_dim, base=own.base, max_position_embeddings=own.max_position_embeddings // 4,
+                scaling_factor=4.0, beta_fast=32, beta_slow=1, truncate=True, mscale=yarn_get_mscale(4.0),
+            )  # fmt: skip
+            made._compute_inv_freq = partial(Yarn._compute_inv_freq, made)
+            stretched = Yarn._compute_cos_sin_cache(made)
+            own.cos_sin_cache.copy_(stretched[: len(own.cos_sin_cache)])
 
     _of_steps(module, change)
 
