@@ -31,6 +31,7 @@ TWO_REPLICAS = {
     "actor__layout__tensor_model_parallel_size": 1, "actor__layout__expert_model_parallel_size": 1,
     "actor__layout__sequence_parallel": False,
 }  # fmt: skip
+TOOLS = ROOT / "parallel_configs" / "tool-moe" / "cpu.yaml"
 TWO_ENGINES = {"rollout__num_engines": 2, "cluster__n_gpus_per_node": 4, "cluster__cpus_per_engine": 0.5}
 
 
@@ -43,6 +44,7 @@ class Cause:
     words: tuple[str, ...]
     values: Mapping[str, Any] = field(default_factory=dict)
     resumes: bool = False  # the fault comes with a resume
+    preset: Path = PRESET  # TOOLS: in the world with a tool
 
 
 CAUSES = (
@@ -65,6 +67,7 @@ CAUSES = (
     Cause("not_a_number", ("update",), ("finite",)),
     Cause("kl_sign", ("update",), ("KL",), {"algorithm__use_kl_loss": True, "algorithm__kl_loss_coef": 0.1}),
     Cause("truths", ("reward",), ("truth",)),
+    Cause("tool", ("tools",), ("other calls",), preset=TOOLS),
 )
 
 
@@ -86,6 +89,21 @@ def warm_world(folder: Path) -> Path:
     return folder
 
 
+def tool_world(folder: Path) -> Path:
+    """Makes the tiny world with a calculator, unless it is there. Its model calls now and then."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import make_tiny_world
+    import make_tool_world
+
+    make_tiny_world.make(folder, 0, False, make_tool_world.Calling(), make_tool_world.build)
+    return folder
+
+
+def world_of(cause: Cause | None, world: Path) -> Path:
+    """The world of a cause, where `world` is the warm one; others are beside it."""
+    return tool_world(world.with_name("tool-world")) if cause is not None and cause.preset == TOOLS else world
+
+
 def first_step(cause: Cause, seed: int) -> int:
     """Draws the first broken step, after 10."""
     return random.Random(f"{cause.name} {seed}").randint(11, 15)
@@ -94,12 +112,17 @@ def first_step(cause: Cause, seed: int) -> int:
 def trained(world: Path, run_dir: Path, cause: Cause | None, seed: int, first: int) -> None:
     """Trains a run to its end with a cause, or without one."""
     settings = USUAL | {"trainer__total_training_steps": first + AFTER, "trainer__seed": seed}
+    preset = PRESET if cause is None else cause.preset
+    world = world_of(cause, world)
     planted = dict(os.environ)
     if cause is not None:
         settings |= cause.values
         if cause.resumes:
             _train(
-                world, run_dir, settings | {"trainer__total_training_steps": first - 1, "trainer__save_freq": first - 1}
+                preset,
+                world,
+                run_dir,
+                settings | {"trainer__total_training_steps": first - 1, "trainer__save_freq": first - 1},
             )
             settings["trainer__save_freq"] = first - 1
         marks = run_dir.with_suffix(".marks")
@@ -110,16 +133,22 @@ def trained(world: Path, run_dir: Path, cause: Cause | None, seed: int, first: i
             "MRL_MARKS": str(marks),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
-    _train(world, run_dir, settings, planted)
+    _train(preset, world, run_dir, settings, planted)
 
 
 def _train(
-    world: Path, run_dir: Path, settings: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    preset: Path,
+    world: Path,
+    run_dir: Path,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     own = overrides(world, **settings)
     place = next(number for number, text in enumerate(own) if "custom_reward_function" in text)
-    del own[place - 1 : place + 1]  # the preset's own rule judges answers
-    done = mrl("train", str(PRESET), "--run-dir", str(run_dir), *own, env=environment)
+    own = own[: place - 1] + own[place + 1 :]  # the preset's own rule judges answers, or the world's
+    if (world / "reward.py").exists():
+        own += ["--set", f"reward.custom_reward_function.path={json.dumps(str(world / 'reward.py'))}"]
+    done = mrl("train", str(preset), "--run-dir", str(run_dir), *own, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mrl.errors import ConfigError, MrlError
 from mrl.record.attempts import read_attempts
 from mrl.record.sample_files import DAMAGED, StepFile, steps_with_responses
+from mrl.tools.explain.asked_tools import ToolAsker, of_tools, tool_asker
 from mrl.tools.explain.band import FALSE_ALARM, LEAST, WATCHED, Break, beyond, breaks, judged_step
 from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
 from mrl.tools.explain.experiments import REMOVES, Experiment, effects, experiments_of, guesses_of, likeness
@@ -41,7 +42,7 @@ _LOGS = {each.name: each.logs for each in WATCHED}
 class LikelyCause:
     """One possible cause. `removes`: of the break, 0 to 1.
 
-    `kind`: samples, reward, ranks, update, engines, recipe or data.
+    `kind`: samples, tools, reward, ranks, update, engines, recipe or data.
     """
 
     kind: str
@@ -115,7 +116,9 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
             run.base(step)  # says which samples are missing, and the key that keeps them
     if samples is not None:
         facts = _of_samples(run, step, samples)
-        with _rescored(run, notes) as again:
+        with _opened(tool_asker(run), notes) as asker:
+            facts += _of_tools(step, asker, notes)
+        with _opened(rescorer(run), notes) as again:
             told = _of_scores(step, again, notes)
             facts += told
             hints = [] if told else [*_of_length(run, step, samples), *_of_sources(step, again, notes)]
@@ -181,7 +184,7 @@ def _audited(run: StoredRun, seconds: float) -> Explanation:
         if counted > _AUDITED_SCORES:
             break
     scored = 0
-    with _rescored(run, notes) as again:
+    with _opened(tool_asker(run), notes) as asker, _opened(rescorer(run), notes) as again:
         for step in newest:
             try:
                 verdicts = _of_samples(run, step, StepSamples.read(folder, step))
@@ -189,6 +192,7 @@ def _audited(run: StoredRun, seconds: float) -> Explanation:
                 notes.append(str(error).splitlines()[0])
                 continue
             unsaid = len(notes)
+            verdicts += _of_tools(step, asker, notes)
             verdicts += _of_scores(step, again, notes) or _of_sources(step, again, notes, searched=True)
             if verdicts:
                 return Explanation(str(run.folder.path), step, verdicts=verdicts)
@@ -216,16 +220,31 @@ def _audited(run: StoredRun, seconds: float) -> Explanation:
     return Explanation(str(run.folder.path), None, repeats=True, replayed="; ".join(notes), seconds=found.seconds)
 
 
+Again = TypeVar("Again", Rescorer, ToolAsker)
+
+
 @contextmanager
-def _rescored(run: StoredRun, notes: list[str]) -> Iterator[Rescorer | None]:
-    """Gives what scores a run's steps again; None where nothing can, which `notes` say."""
-    again = rescorer(run)
+def _opened(again: Again | str, notes: list[str]) -> Iterator[Again | None]:
+    """Gives what computes something again; None where nothing can, and `notes` say why."""
     if isinstance(again, str):
-        notes.append(again)
+        notes += filter(None, [again])
         yield None
         return
     with again:
         yield again
+
+
+def _of_tools(step: int, asker: ToolAsker | None, notes: list[str]) -> list[LikelyCause]:
+    """Says that tools did not answer what they answer now."""
+    if asker is None:
+        return []
+    try:
+        told = of_tools(step, asker)
+    except MrlError as error:
+        notes.append(str(error).splitlines()[0])
+        return []
+    cure = "read these turns (mrl samples RUN --turns), and look at logs/engine-N.tools.log and at the tools"
+    return [LikelyCause("tools", *told, cure)] if told else []
 
 
 def _of_scores(step: int, again: Rescorer | None, notes: list[str]) -> list[LikelyCause]:

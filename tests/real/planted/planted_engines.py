@@ -150,3 +150,22 @@ def stale_expert(module, first, _):
                 each.data[2].copy_(old)
 
     _of_steps(module, change)
+
+
+def tool(module, first, responses):
+    """Tools answer the call before."""
+    started = module.Conversations._started
+    call = module.EnvironmentPool.call
+    state = {"asked": 0, "before": None}
+
+    def counted(self, *arguments):
+        state["asked"] += 1
+        return started(self, *arguments)
+
+    def called(self, *now):
+        before, state["before"] = state["before"], now
+        is_planted = state["asked"] > (first - 1) * responses
+        return call(self, *(before if is_planted and before else now))
+
+    module.Conversations._started = counted
+    module.EnvironmentPool.call = called

@@ -26,6 +26,7 @@ PLANTS = {
     "temperature": ("mrl.engine.completions", "planted_engines"),
     "truncated": ("mrl.engine.completions", "planted_engines"),
     "lone": ("mrl.engine.completions", "planted_engines"),
+    "tool": ("mrl.engine.conversations", "planted_engines"),
     "yarn": ("vllm.model_executor.models.qwen3_moe", "planted_engines"),
     "router": ("vllm.model_executor.models.qwen3_moe", "planted_engines"),
     "stale_expert": ("vllm.model_executor.models.qwen3_moe", "planted_engines"),

@@ -1,0 +1,108 @@
+"""mrl explain asks tools again, and says whose answers a run's responses have."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_run import World, write_run
+
+from mrl.data.samples import Sample, Turn, TurnCall, packed
+from mrl.record.sample_files import write_samples
+from mrl.tools.explain.asked_tools import ToolAsker, of_tools, tool_asker
+from mrl.tools.explain.replay import StoredRun
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = '''
+import time
+
+
+def product(left: int, right: int) -> int:
+    """Multiplies.
+
+    Args:
+        left: a number
+        right: a number
+    """
+    return left * right
+
+
+def now() -> str:
+    """Tells the time."""
+    return str(time.perf_counter_ns())
+'''
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call><|im_end|>'
+CONTEXT = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """What asks a run's tools, and what writes a step of it: name, arguments, answer and reason of each response."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import make_tool_world
+
+    folder = tmp_path_factory.mktemp("asked")
+    (folder / "my_tools.py").write_text(TOOLS)
+    settings = ["rollout.turns.tools=[product,now]", f"rollout.turns.path={folder / 'my_tools.py'}"]
+    run = write_run(folder / "run", World(settings=[*settings, "data.max_response_length=96"]))
+    tokenizer = make_tool_world.make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def write(step, said):
+        samples = []
+        for number, (name, arguments, answer, reason) in enumerate(said):
+            parts = [ids(CALL.format(name, arguments)), ids(CONTEXT.format(answer)), ids("4<|im_end|>")]
+            sampled = np.repeat([True, False, True], [len(part) for part in parts])
+            samples.append(
+                Sample(
+                    prompt_id=number, group_id=number, sample_id=number, seed=0, prompt_ids=ids("4*4="),
+                    response_ids=np.concatenate(parts), rollout_log_probs=np.zeros(len(sampled)), stop_reason="stop",
+                    weight_version=0, sampled=sampled, calls=(TurnCall(name, reason),),
+                    turns=(Turn(0, "stop", calls=1), Turn(len(parts[0]) + len(parts[1]), "stop")),
+                )
+            )  # fmt: skip
+        rewards = [{"score": 0.0, "reason": "ok"}] * len(samples)
+        write_samples(run.samples, step, [packed(samples)], rewards, turns=True)
+
+    asker = tool_asker(StoredRun.read(run.path))
+    assert isinstance(asker, ToolAsker)
+    with asker:
+        yield asker, write
+
+
+def calls_of(numbers, answers):
+    return [
+        ("product", f'{{"left": {n}, "right": 7}}', answer, "ok") for n, answer in zip(numbers, answers, strict=True)
+    ]
+
+
+def test_answers_of_other_calls_are_told_from_right_ones_and_from_others(asked):
+    asker, write = asked
+    numbers = [3, 14, 159, 26]
+    right = [7 * number for number in numbers]
+    write(1, calls_of(numbers, right))
+    assert len(asker.turns(1)) == 4 and of_tools(1, asker) is None
+    write(2, calls_of(numbers, [right[-1], *right[:-1]]))
+    cause, evidence = of_tools(2, asker)
+    assert cause == "tools answered other calls than they were asked"
+    assert evidence.startswith("4 of 4 turns") and "responses 0, 1, 2, 3" in evidence
+    write(3, calls_of(numbers, [*right[:-1], 999]))
+    cause, evidence = of_tools(3, asker)
+    assert cause == "tools answered otherwise than they do now" and "1 of 4 turns" in evidence
+
+
+def test_what_tools_do_not_repeat_and_calls_that_failed_are_left_out(asked):
+    asker, write = asked
+    write(4, [("now", "{}", "12", "ok"), ("product", '{"left": 1, "right": 2}', "Error: too slow", "timeout")])
+    assert [turn.calls[0].name for turn in asker.turns(4)] == ["now"]
+    assert of_tools(4, asker) is None
+
+
+def test_runs_without_tools_and_tools_that_use_the_network_are_not_asked(tmp_path):
+    assert tool_asker(StoredRun.read(write_run(tmp_path / "plain" / "run").path)) == ""
+    settings = ["rollout.turns.tools=[calculator]", "rollout.turns.network=true", "data.max_response_length=96"]
+    run = StoredRun.read(write_run(tmp_path / "network" / "run", World(settings=settings)).path)
+    assert "are not asked again" in tool_asker(run)
