@@ -2,9 +2,11 @@
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from mrl.cli.config_arguments import positive
+from mrl.whole_file import appears_whole
 
 
 def add(commands) -> None:
@@ -37,12 +39,15 @@ def _explain(options: argparse.Namespace) -> None:
     if options.replay:
         _replay(options)
         return
-    from mrl.record.run_dir import json_line
+    from mrl.record.run_dir import RunDir, json_line
     from mrl.tools.explain.explain import explain, lines
 
     found = explain(Path(options.run_dir), options.step, 60.0 * options.minutes)
+    answer = json_line(found.to_json())
+    with suppress(OSError), appears_whole(RunDir(Path(options.run_dir)).explained) as work:  # for the report's page
+        work.write_text(answer, encoding="utf-8")
     if options.json:
-        print(json_line(found.to_json()), end="")
+        print(answer, end="")
     else:
         print("\n".join(lines(found)))
 

@@ -47,6 +47,11 @@ class RunDir:
         return self.path / "plan_compared.jsonl"
 
     @property
+    def explained(self) -> Path:
+        """The newest answer of `mrl explain`, as JSON."""
+        return self.path / "explained.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON line for each step."""
         return self.path / METRICS

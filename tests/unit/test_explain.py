@@ -9,17 +9,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from report_run import World, write_run
+from report_run import _sample as sample
 from small_model import write_model
 
 from mrl.cli.main import main, make_parser
+from mrl.data.samples import packed
 from mrl.driver import replay_rank, replay_views
 from mrl.driver.stored_step import stored_rollouts
-from mrl.errors import ConfigError, DataError
+from mrl.errors import ConfigError, DataError, EnvironmentFault
+from mrl.record.sample_files import write_samples
+from mrl.reward.pool import RewardPool
 from mrl.tools.explain import explain as explaining
-from mrl.tools.explain.band import DEGREES, FALSE_ALARM, STEP, WATCHED, breaks, judged_step, quantile, two_sided
+from mrl.tools.explain import rewards
+from mrl.tools.explain.band import DEGREES, FALSE_ALARM, STEP, WATCHED, beyond, breaks, judged_step, quantile, two_sided
 from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
 from mrl.tools.explain.experiments import effects, experiments_of, likeness
-from mrl.tools.explain.explain import Explanation, explain, lines, of_views
+from mrl.tools.explain.explain import Explanation, LikelyCause, explain, lines, of_views
 from mrl.tools.explain.replay import Replay, StoredRun, replay
 from mrl.tools.explain.rewards import Rescorer, ScoredResponses, of_rewards, of_sources, rescorer
 from mrl.tools.explain.signs import drift, signs
@@ -157,7 +162,7 @@ def a_run(tmp_path, monkeypatch, again=None, stored=None, broken="actor/grad_nor
     metrics = {broken: jump} | {name: flat for name in ("actor/grad_norm", "actor/entropy") if name != broken}
     run = write_run(tmp_path / "run", World(steps=16, total=16, metrics=metrics, **world))
     monkeypatch.setattr(
-        explaining.StepSamples, "read", lambda folder, step: stored or samples(versions=np.full(32, 11))
+        explaining.StepSamples, "read", lambda folder, step: stored or samples(versions=np.full(32, step - 1))
     )
 
     def replayed(stored_run, step, orders=(), guesses=(), seconds=0.0, **further):
@@ -195,6 +200,64 @@ def test_old_weights_in_engines_are_the_first_verdict(tmp_path, monkeypatch):
     run = a_run(tmp_path, monkeypatch, stored=samples(versions=np.full(32, 9)))
     first = explain(run.path).verdicts[0]
     assert first.kind == "samples" and "version 9 in 32" in first.evidence
+
+
+def test_what_samples_say_is_printed_where_the_replay_fails(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise EnvironmentFault("the replay is not done after 30 minutes\nits log")
+
+    run = a_run(tmp_path / "old", monkeypatch, stored=samples(versions=np.full(32, 9)))
+    monkeypatch.setattr(explaining, "replay", fails)
+    found = explain(run.path)
+    assert found.verdicts[0].kind == "samples"
+    assert found.replayed.startswith("not replayed: the replay is not done after 30 minutes")
+    run = a_run(tmp_path / "new", monkeypatch)
+    monkeypatch.setattr(explaining, "replay", fails)
+    with pytest.raises(EnvironmentFault, match="not done"):
+        explain(run.path, 12)
+
+
+def test_where_only_experiments_speak_of_a_break_the_newest_steps_are_audited(tmp_path, monkeypatch):
+    """A step may leave the band by chance, and the fault be smaller than the noise."""
+    run = a_run(tmp_path, monkeypatch)
+    audited = Explanation(str(run.path), 14, verdicts=[LikelyCause("reward", "the sign", "all of them", "mend it")])
+    monkeypatch.setattr(explaining, "_audited", lambda run, seconds: audited)
+    assert explain(run.path).step == 14
+    monkeypatch.setattr(explaining, "_audited", lambda run, seconds: replace(audited, verdicts=[]))
+    assert explain(run.path).step == 12 and explain(run.path, 12).step == 12
+
+
+def test_lone_groups_and_missing_replays_of_a_run_within_its_band_are_told(tmp_path, monkeypatch):
+    metrics = {"actor/grad_norm": [1.0 + 0.01 * (step % 3) for step in range(16)]}
+    run = write_run(tmp_path / "run", World(steps=16, total=16, metrics=metrics, settings=["rollout.n=8"]))
+    monkeypatch.setattr(explaining, "rescorer", lambda run: "scores are not asked for again")
+    monkeypatch.setattr(explaining.StepSamples, "read", lambda folder, step: samples(versions=np.full(32, 15)))
+    (said,) = [explain(run.path).replayed]
+    assert "scores are not asked for again" in said and "samples of step 1 are missing" in said
+    alone = samples(versions=np.full(32, 15), group_id=np.arange(32))
+    monkeypatch.setattr(explaining.StepSamples, "read", lambda folder, step: alone)
+    found = explain(run.path)
+    assert found.step == 16 and found.verdicts[0].cause == "groups with one response"
+
+
+def test_a_mismatch_from_the_first_step_on_is_judged_by_the_warnings_bound():
+    rows = [{STEP: step, "rollout_corr/k3_kl": 0.05} for step in range(1, 20)]
+    assert breaks(rows) == [] and [(each.step, each.value) for each in beyond(rows)] == [(1, 0.05)]
+    assert beyond([row | {"rollout_corr/k3_kl": 0.009} for row in rows]) == []
+
+
+def test_an_earlier_checkpoint_is_taken_only_if_few_more_steps_follow(tmp_path):
+    run = StoredRun.read(write_run(tmp_path / "run", World(steps=90, total=90)).path)
+    for step in range(1, 91):
+        (run.folder.samples / f"step-{step}.parquet").touch()
+    for step in (20, 75, 85):
+        folder = run.folder.checkpoints / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    assert [run.base(90, earlier)[0] for earlier in (0, 3, 5, 10, 19)] == [85, 85, 75, 75, 75]
+    assert run.base(18)[0] == 0 and run.base(70)[0] == 20 and run.base(70, 19)[0] == 20
+    (run.folder.samples / "step-80.parquet").unlink()
+    assert run.base(90, 19)[0] == 85
 
 
 def test_experiments_are_ordered_by_what_they_remove(tmp_path, monkeypatch):
@@ -288,7 +351,7 @@ def test_scores_that_the_reward_function_does_not_give_are_told_by_what_they_fol
     assert anything[0] == "the reward function gave other scores than it gives now" and "40 of 40" in anything[1]
 
 
-def test_a_runs_own_data_and_reward_are_read_again_without_a_word(tmp_path, capfd):
+def test_a_runs_own_data_and_reward_are_read_again_without_a_word(tmp_path, capfd, monkeypatch):
     """What is printed would stand before the JSON of an answer."""
     write_model(tmp_path / "model")
     rows = [
@@ -301,8 +364,28 @@ def test_a_runs_own_data_and_reward_are_read_again_without_a_word(tmp_path, capf
                 "reward.custom_reward_function=null",
                 "data.train_batch_size=8", "actor.ppo_mini_batch_size=8"]  # fmt: skip
     run = StoredRun.read(write_run(tmp_path / "run", World(settings=settings)).path)
-    assert isinstance(rescorer(run), Rescorer)
+    again = rescorer(run)
+    assert isinstance(again, Rescorer)
     assert capfd.readouterr().out == ""
+    made = []
+
+    class Pool(RewardPool):
+        def __init__(self, *arguments):
+            made.append(self)
+            super().__init__(*arguments)
+
+        def submit(self, item):
+            made.append(item)
+            super().submit(item)
+
+    monkeypatch.setattr(rewards, "RewardPool", Pool)
+    with again:
+        for _ in range(3):
+            assert again.step(6).again.tolist() == [0.0] * 6  # each response is asked of twice, once
+        assert len(made) == 1 + 2 * 6
+        write_samples(run.folder.samples, 5, [packed([replace(sample(0), prompt_id=64)])], [{"score": 0.0}])
+        with pytest.raises(DataError, match="prompt 64 of step 5 is not in"):
+            again.step(5)
 
 
 def test_a_source_whose_truths_are_shifted_is_told_from_one_that_changed():
@@ -417,6 +500,27 @@ def test_the_temperature_of_generation_is_found_from_its_log_probs(tmp_path, mon
     assert ranks.config.rollout.temperature == 1.0  # put back
 
 
+def test_views_end_when_their_time_does_and_a_row_counts_by_its_tokens():
+    """Three views in time; the means are those of all tokens, as metrics of a run are."""
+    left = iter([True, True, True])
+    actor = SimpleNamespace(config=None)
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patched:
+        patched.setattr(replay_views, "views_of", lambda actor, older: [{"kind": "own", "number": n} for n in range(5)])
+        patched.setattr(replay_views, "experts_of", lambda actor, older: [])
+        patched.setattr(replay_views, "_SEARCHED", {})
+        gaps = lambda: (np.array([0.1, 500.0]), np.array([10, 1000]))  # noqa: E731
+        own, *views = replay_views.compared_views(actor, {}, gaps, lambda: next(left, False))
+    assert own["gap"] == pytest.approx(500.1 / 1010)
+    assert [view.get("late", False) for view in views] == [False] * 3 + [True] * 2
+
+
+def test_time_is_that_of_the_first_rank():
+    told = []
+    clock = replay_rank.Time(SimpleNamespace(gather_bytes=lambda own: told.append(own) or [b"0", own]), np.inf)
+    assert not clock.is_left(0.5) and told == [b"1"]
+
+
 def test_what_gives_generations_log_probs_is_the_verdict(tmp_path):
     run = StoredRun.read(write_run(tmp_path / "run").path)
     own = {"kind": "own", "gap": 0.2, "fits": 0.2}
@@ -456,7 +560,17 @@ def test_what_cannot_be_explained_is_refused_with_one_message_each(tmp_path, mon
     monkeypatch.undo()
     other = write_run(tmp_path / "other" / "run")
     other.config.write_text(other.config.read_text().replace("seed:", "seeds:", 1))
+    torn = a_run(tmp_path / "torn", monkeypatch)
+    monkeypatch.undo()
+    (torn.samples / "step-12.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(DataError, match="samples of step 12 cannot be read"):
+        explain(torn.path)
+    lines_of = fine.metrics.read_text().splitlines()
+    cut = write_run(tmp_path / "cut" / "run")
+    cut.metrics.write_text("")
+    assert lines_of
     for path, step, words in (
+        (cut.path, None, "has no step yet"),
         (tmp_path, None, "holds no run"),
         (fine.path, 40, "no such step; it has steps 1 to 16"),
         (fine.path, 11, "every metric is within the band"),

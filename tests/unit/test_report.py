@@ -21,13 +21,15 @@ from mrl.record.attempts import attempt, read_attempts
 from mrl.record.run_dir import RunDir, json_line, read_metrics
 from mrl.record.sample_files import write_samples
 from mrl.record.shown_rows import extreme_rows, read_shown_rows, write_shown_rows
+from mrl.tools.explain.band import Break
+from mrl.tools.explain.explain import Explanation, LikelyCause
 from mrl.tools.report.columns import STEP, Curve, curves_of
 from mrl.tools.report.heldout import Response, differences, paired, prompt_means
 from mrl.tools.report.html import page_html
 from mrl.tools.report.page import Chart, color_of
 from mrl.tools.report.run_record import read_run, read_settings
 from mrl.tools.report.samples import PartHead, TrainingSample, decoder, looked_at, parts_of, tokens_of
-from mrl.tools.report.sections import curve_charts, run_page
+from mrl.tools.report.sections import curve_charts, explained, run_page
 from mrl.tools.report.sections_run import PHASES
 from mrl.tools.report.verdict import verdict
 from mrl.tools.report.write import APART_S, ReportView, report_at_the_end
@@ -93,6 +95,26 @@ def test_every_section_is_there_and_every_curve_has_the_points_of_metrics_jsonl(
     curves = data_of(html)["curves"]
     for name in set(rows[0]) - {STEP}:
         assert points(curves[name]) == {row[STEP]: row[name] for row in rows}
+
+
+def test_the_newest_answer_of_explain_has_a_section_with_the_curves_that_left_the_band(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert explained(read_run(run.path)) is None
+    left = Break(4, "actor/entropy", float("inf"), 1.0, 2.0, 1e-5, "entropy")
+    cause = LikelyCause("update", "the clip band was too wide", "step 4 does not repeat", "compare it")
+    told = Explanation(
+        str(run.path), 4, [left], [cause], False, "steps 1 to 4 again", {"without clipping": 0.9}, steps=6
+    )
+    run.explained.write_text(json_line(told.to_json()))
+    page = run_page(read_run(run.path))
+    (section,) = [each for each in page.sections if each.id == "explained"]
+    said, replayed, table, chart, experiments = section.blocks
+    assert "Step 4: the clip band was too wide" in said.text and "does NOT repeat" in replayed.text
+    assert table.rows == (("1", "update", cause.cause, cause.evidence, cause.change),)
+    assert chart.series[0].curve in page.curves and "no finite number, usually 1 to 2" in chart.note
+    assert experiments.rows == (("without clipping", "90%"),)
+    run.explained.write_text('{"verdicts": 4}')
+    assert explained(read_run(run.path)) is None
 
 
 def test_text_of_a_model_makes_no_element_and_no_attribute(tmp_path):

@@ -9,7 +9,9 @@
 Scores of stored responses are computed again, too: what the reward function does not give now was a fault of scoring.
 Where no step leaves the band, the newest scores and steps are computed again all the same, as faults may be small.
 
-The first verdict is the first of these that speaks; verdicts of experiments are ordered by what they remove.
+The first verdict is the first of these that speaks; verdicts of experiments are ordered by what they remove. Where only
+experiments speak of the first step that leaves the band, the next such step is explained, and the newest ones audited:
+a step may leave it by chance, or by what a fault did before.
 """
 
 import re
@@ -21,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mrl.errors import ConfigError, MrlError
+from mrl.errors import ConfigError, DataError, MrlError
 from mrl.record.attempts import read_attempts
 from mrl.record.sample_files import DAMAGED, StepFile, steps_with_responses
 from mrl.tools.explain.asked_tools import ToolAsker, of_tools, tool_asker
@@ -34,6 +36,8 @@ from mrl.tools.explain.rewards import Rescorer, of_rewards, of_sources, rescorer
 _MISMATCH = re.compile("rollout_corr/|training/rollout_")  # of engines and ranks
 LIKE = 0.9  # of what did not repeat, that a guess must give to be the verdict
 _AUDITED_SCORES = 10_000  # responses that are scored again where no step leaves the band
+_BREAKS = 2  # steps that leave the band, which are explained
+_OF_PROCESS = ("samples", "tools", "reward", "ranks", "update", "engines")  # kinds that experiments do not find
 _BEFORE = 5  # steps whose samples say what is usual
 _LOGS = {each.name: each.logs for each in WATCHED}
 
@@ -80,23 +84,27 @@ def explain(path: Path, step: int | None = None, seconds: float = TIME_S) -> Exp
     run = StoredRun.read(path)
     rows = [run.rows[number] for number in run.steps]
     bounded = run.config.trainer.schedule == "sync"  # ahead of training, weights of generation are older by design
-    if step is None:
-        found = breaks(rows) or (beyond(rows) if bounded else [])
-        if not found:
-            return replace(_audited(run, seconds), steps=run.steps[-1])
-        step = found[0].step
-        found = [each for each in found if each.step == step]
-    elif step not in run.rows or step < 1:
-        raise ConfigError(f"--step {step}: the run has no such step; it has steps {run.steps[0]} to {run.steps[-1]}")
-    else:
+    if step is not None:
+        if step not in run.rows or step < 1:
+            raise ConfigError(
+                f"--step {step}: the run has no such step; it has steps {run.steps[0]} to {run.steps[-1]}"
+            )
         found = [each for each in breaks(rows) if each.step == step] or judged_step(rows, step)
         found = found or (beyond([run.rows[step]]) if bounded else [])
-    if not found:
-        raise ConfigError(
-            f"--step {step}: every metric is within the band that the steps before it give (or fewer than 8 steps are "
-            "before it); without --step the first step that is not is explained"
-        )
-    return _explained(run, step, found, seconds)
+        if not found:
+            raise ConfigError(
+                f"--step {step}: every metric is within the band that the steps before it give (or fewer than 8 steps "
+                "are before it); without --step the first step that is not is explained"
+            )
+        return _explained(run, step, found, seconds)
+    found = breaks(rows) or (beyond(rows) if bounded else [])
+    explained = []
+    for number in sorted({each.step for each in found})[:_BREAKS]:
+        explained.append(_explained(run, number, [each for each in found if each.step == number], seconds))
+        if any(each.kind in _OF_PROCESS for each in explained[-1].verdicts):
+            return explained[-1]
+    audited = replace(_audited(run, seconds), steps=run.steps[-1])
+    return explained[0] if explained and not audited.verdicts else audited
 
 
 def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float) -> Explanation:
@@ -314,7 +322,7 @@ def _of_length(run: StoredRun, step: int, samples: StepSamples) -> list[LikelyCa
     """Says that the reward began to pay length."""
     before = []
     for earlier in range(max(1, step - _BEFORE), step):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, DataError):
             before.append(StepSamples.read(run.folder.samples, earlier))
     told = of_length(samples, before)
     cure = "read the best responses, and mend the reward function"

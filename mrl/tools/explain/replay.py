@@ -11,6 +11,7 @@ on the same kind of device with the same software, every number comes out with e
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from mrl.plan.measured_steps import STEP
 from mrl.platforms.hosting import get_hosting
 from mrl.process.free_ports import free_port
 from mrl.record.run_dir import RunDir, read_metrics
-from mrl.record.sample_files import steps_with_responses
+from mrl.record.sample_files import StepFile, readable, steps_with_responses
 from mrl.tools.compare_runs import is_of_clock
 
 if TYPE_CHECKING:
@@ -195,6 +196,9 @@ def replay(
     if faults := replayed_faults(with_values(run.config, settings)):
         raise ConfigError(f"{run.folder.path}: its steps cannot be computed again: {'; '.join(faults)}")
     first, checkpoint = run.base(step, max(earlier, OLDER_VERSIONS if views else 0))
+    for number in range(first + 1, step + 1):
+        with readable(run.folder.samples, number):
+            _ = StepFile(run.folder.samples, number).scores  # damaged files are told before ranks start
     begun = time.perf_counter()
     kept = run.folder.checkpoints / f"step-{step}"
     has_weights = (kept / "manifest.json").is_file()
@@ -293,7 +297,10 @@ def _wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path], seconds: 
         codes = [process.poll() for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            said = logs[failed[0]].read_text(errors="replace")[-_TAIL:]
+            said = logs[failed[0]].read_text(errors="replace")[-_TAIL:].rstrip()
+            own = re.search(r"^mrl\.errors\.\w+: (.*)\Z", said, re.M | re.S)  # says all by itself
+            if own:
+                raise EnvironmentFault(f"the replay cannot go on: {own[1]}")
             raise EnvironmentFault(f"rank {failed[0]} of the replay ended with {codes[failed[0]]}:\n{said}")
         if all(code == 0 for code in codes):
             return

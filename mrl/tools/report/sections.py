@@ -5,11 +5,13 @@ in sections_run.py.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mrl.errors import DataError
+from mrl.plain_files import LINES_BYTES, parse_json, read_text
 from mrl.record.run_dir import RunDir
 from mrl.record.shown_rows import LONGEST, read_shown_rows
 from mrl.record.spec import metric_spec
@@ -130,6 +132,7 @@ def run_page(run: RunRecord) -> Page:
     outcome = verdict(run)
     sections = (
         PageSection("verdict", "Verdict", tuple(_verdict(outcome, run.notes))),
+        *filter(None, (explained(run),)),
         PageSection("settings", "What differs from the recipe's defaults", tuple(_settings(run))),
         PageSection("curves", "Curves", tuple(curve_charts(run))),
         *filter(
@@ -169,6 +172,57 @@ def _verdict(outcome: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
     yield Items(outcome.next_steps)
     if notes:
         yield Items(notes)
+
+
+def explained(run: RunRecord) -> PageSection | None:
+    """Makes the section of the newest answer of `mrl explain`, with the curves that left the band. A damaged one counts
+    as none.
+    """
+    try:
+        told = parse_json(read_text(RunDir(run.path).explained, LINES_BYTES))
+        blocks = tuple(_explained(run, told))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return PageSection("explained", "Why it broke", blocks)
+
+
+def _explained(run: RunRecord, told: Mapping[str, Any]) -> Iterator[Block]:
+    verdicts = told["verdicts"]
+    where = "No step leaves the run's own band" if told["step"] is None else f"Step {told['step']}"
+    if verdicts:
+        yield Paragraph(f"{where}: {verdicts[0]['cause']}.", "bad")
+    elif told["breaks"]:
+        yield Paragraph(f"{where} leaves the run's own band, and nothing that was tried removes that.", "warn")
+    else:
+        yield Paragraph(f"{where}.", "good")
+    said = {True: "It repeats bit by bit: ", False: "It does NOT repeat: ", None: ""}[told["repeats"]]
+    yield Paragraph(
+        f"{said}{told['replayed'] or 'nothing was computed again'} (mrl explain, after {told['steps']} steps)."
+    )
+    if verdicts:
+        rows = tuple(
+            (str(i), each["kind"], each["cause"], each["evidence"], each["change"])
+            for i, each in enumerate(verdicts, 1)
+        )
+        yield Table(("", "kind", "cause", "evidence", "what to change"), rows, (0,))
+    for each in told["breaks"][:3]:
+        name = each["name"]
+        note = (
+            f"step {each['step']}: {_number(each['value'])}, usually {_number(each['low'])} to "
+            f"{_number(each['high'])} (by chance: {_number(each['chance'])})"
+        )
+        if name in run.curves:
+            yield Chart(f"explained-{name.replace('/', '-')}", name, unit_of(name), (Series(name, name),), note=note)
+    if told["experiments"]:
+        shares = sorted(told["experiments"].items(), key=lambda pair: -pair[1])
+        rows = tuple((name, f"{share:.0%}") for name, share in shares)
+        yield Table(
+            ("computed again", "of the break is gone"), rows, (1,), caption=f"Experiments: {len(rows)}", folded=True
+        )
+
+
+def _number(value: float | None) -> str:
+    return "no finite number" if value is None else f"{value:.3g}"
 
 
 def _settings(run: RunRecord) -> Iterator[Block]:
