@@ -177,7 +177,8 @@ def of_rewards(step: ScoredResponses, again: Rescorer | None = None) -> tuple[st
     if line := _line(own, now):
         times, plus = line
         way = "had the other sign" if times < 0 else "were scaled"
-        return f"scores{where} {way}", f"{evidence}: {times:.3g} times what it gives, and {plus:.3g}"
+        beside = f", and {plus:.3g}" if abs(plus) > _SAME else ""
+        return f"scores{where} {way}", f"{evidence}: {times:.3g} times what it gives{beside}"
     off = own - now  # follows what is paid beside the function's own score
     several = _SEVERAL <= len(rows) <= len(off) - _SEVERAL or len(np.unique(off)) > 2
     for scores in (own, off) if several else ():
