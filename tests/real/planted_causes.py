@@ -124,7 +124,7 @@ def trained(world: Path, run_dir: Path, cause: Cause | None, seed: int, first: i
                 run_dir,
                 settings | {"trainer__total_training_steps": first - 1, "trainer__save_freq": first - 1},
             )
-            settings["trainer__save_freq"] = first - 1
+            settings |= {"trainer__save_freq": first - 1, "trainer__resume_mode": "auto"}
         marks = run_dir.with_suffix(".marks")
         marks.mkdir(parents=True)
         paths = [str(PLANTED), str(ROOT), planted.get("PYTHONPATH", "")]

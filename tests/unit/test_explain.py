@@ -263,7 +263,7 @@ def test_an_earlier_checkpoint_is_taken_only_if_few_more_steps_follow(tmp_path):
 def test_experiments_are_ordered_by_what_they_remove(tmp_path, monkeypatch):
     again = Replay(6, 12, {}, 70, {}, None, {
         "without clipping": {"actor/grad_norm": 7.0}, "a fresh optimizer": {"actor/grad_norm": 1.0},
-        "half the learning rate": {"actor/grad_norm": 3.0},
+        "half the learning rate": {"actor/grad_norm": 5.0},
     }, {}, 1.0)  # fmt: skip
     found = explain(a_run(tmp_path, monkeypatch, again).path)
     assert [each.cause for each in found.verdicts] == ["the optimizer's moments", "updates are too large"]

@@ -303,7 +303,7 @@ DOORS = {
         ),
         *(f"mrl.driver.{part}" for part in ("assemble_data", "first_look", "preflight")),
         *(f"mrl.config.{part}" for part in ("endpoint_rules", "rollout_rules", "schema_rollout")),
-        *(f"mrl.tools.{part}" for part in ("doctor", "import_verl", "rehearse")),
+        *(f"mrl.tools.{part}" for part in ("doctor", "explain.asked_tools", "import_verl", "rehearse")),
     ),
     "mrl.acting.sandboxes": (
         *(f"mrl.acting.{part}" for part in ("environment_worker", "named", "offer")),

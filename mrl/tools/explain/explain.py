@@ -347,7 +347,8 @@ def _of_process(run: StoredRun, again: Replay, guesses: Sequence[Experiment]) ->
     unlike = again.differences[step]
     likely = {each.name: likeness(unlike, again.experiments.get(each.name, {})) for each in guesses}
     names = {name for name, _, _ in unlike}
-    shown = "; ".join(f"{name} was {was!r}, and is {now!r}" for name, was, now in unlike[:4])
+    telling = sorted(unlike, key=lambda each: each[0] not in ("actor/lr", "actor/skipped_updates"))
+    shown = "; ".join(f"{name} was {was!r}, and is {now!r}" for name, was, now in telling[:4])
     resumed = [each.step for each in read_attempts(run.folder.path) if each.step == step - 1 and each.step > 0]
     after = " right after a resume" if resumed else ""
     evidence = f"step {step}{after} does not repeat in {len(unlike)} metrics: {shown}"
