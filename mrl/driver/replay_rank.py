@@ -142,7 +142,7 @@ def built(config: RunConfig, rank: int, port: int, checkpoint: str | None) -> An
 
 
 def one_step(
-    actor: Any, rollouts: Rollouts, kl_coef: float | None, left_out: np.ndarray | None = None
+    actor: Any, step: int, rollouts: Rollouts, kl_coef: float | None, left_out: np.ndarray | None = None
 ) -> dict[str, float]:
     """Scores a step and updates the weights. `left_out`, bool [rows], marks rows that do not count.
 
@@ -199,7 +199,7 @@ def without_replica(replica: int | None) -> Iterator[None]:
 
 
 def experiment(
-    actor: Any, given: dict[str, Any], rollouts: Rollouts, start: Snapshot, kl_coef: float | None
+    actor: Any, given: dict[str, Any], step: int, rollouts: Rollouts, start: Snapshot, kl_coef: float | None
 ) -> dict[str, Any]:
     """Computes a step with one thing changed: settings, numbers of the loss, rows that are left out, the optimizer's
     state, a replica's gradients, or the forward pass (mrl.driver.replay_views). Returns its metrics, or why it failed.
@@ -225,7 +225,7 @@ def experiment(
             changed.enter_context(viewed(actor, given.get("view", {"kind": "own"}), {}))
             if "lost_replica" in given:
                 changed.enter_context(without_replica(given["lost_replica"]))
-            return {"metrics": one_step(actor, rollouts, kl_coef, left_out)}
+            return {"metrics": one_step(actor, step, rollouts, kl_coef, left_out)}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
     finally:
@@ -271,10 +271,10 @@ def main(rank: int, port: int, folder: Path) -> None:
         rollouts = stored_rollouts(config, run / "samples", step)
         start = Snapshot(actor) if is_last or order["guesses"] else None
         if order["views"] and is_last:
-            answer["views"] = _views(actor, rollouts, older, clock)
+            answer["views"] = _views(actor, step, rollouts, older, clock)
             start.restore()
         kl_coef = order["kl_coefs"][str(step)]
-        metrics = one_step(actor, rollouts, kl_coef)
+        metrics = one_step(actor, step, rollouts, kl_coef)
         answer["steps"][step] = metrics
         found = unlike(order["stored"][str(step)], metrics)
         if found:
@@ -284,7 +284,7 @@ def main(rank: int, port: int, folder: Path) -> None:
                 answer["file"] = _written(actor, folder)
             given = order["guesses"] if found and order["guesses"] else order["experiments"]
             answer["experiments"] = {
-                each["name"]: experiment(actor, each, rollouts, start, kl_coef)
+                each["name"]: experiment(actor, each, step, rollouts, start, kl_coef)
                 if clock.is_left(EXPERIMENTS_UNTIL)
                 else {"failed": "there was no time for it"}
                 for each in given
@@ -294,11 +294,13 @@ def main(rank: int, port: int, folder: Path) -> None:
     actor.close()
 
 
-def _views(actor: Any, rollouts: Rollouts, older: Mapping[int, Weights], clock: Time) -> list[dict[str, Any]]:
+def _views(
+    actor: Any, step: int, rollouts: Rollouts, older: Mapping[int, Weights], clock: Time
+) -> list[dict[str, Any]]:
     ranks = OwnRank(actor)
 
     def gaps() -> tuple[np.ndarray, np.ndarray]:
-        StepBatch(ranks, rollouts.samples).gaps()
+        StepBatch(ranks, rollouts.samples, step).gaps()
         return ranks.row_gaps
 
     return compared_views(actor, older, gaps, lambda: clock.is_left(VIEWS_UNTIL))
