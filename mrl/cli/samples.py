@@ -160,6 +160,9 @@ def _model_path(config: Path) -> str:
 
 
 def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by_turn: bool) -> str:
+    from mrl.tools.report.samples import images_of, prompt_text
+
+    images = images_of(row)
     reward = {name: value for name, value in row["reward"].items() if name not in ("score", "reason")}
     head = (
         f"step {step}  prompt {row['prompt_id']}  sample {row['sample_id']}  score {row['reward']['score']:g}"
@@ -171,7 +174,8 @@ def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by
             f"=== {head}",
             *([f"--- reward  {json.dumps(reward, ensure_ascii=False)}"] if reward else []),
             "--- prompt",
-            decode(row["prompt_ids"]),
+            prompt_text(row["prompt_ids"], images, decode),
+            *(f"--- image {number}  images/{image.name[:2]}/{image.name}" for number, image in enumerate(images, 1)),
             *(_turns(row, decode) if by_turn else ["--- response", decode(row["response_ids"])]),
         ]
     )

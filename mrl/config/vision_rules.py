@@ -14,7 +14,6 @@ _OF_IMAGES = {
     "mm_processor_cache_gb", "mm_processor_kwargs", "skip_mm_profiling",
 }  # fmt: skip
 _BLIND = "is not computed with images yet"
-_UNTRIED = "has not been tried with images yet"
 
 
 def _seeing(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
@@ -48,13 +47,6 @@ VISION_RULES = (
     ),
     _first_layers,
     RuleRow(
-        "cluster.placement",
-        _seeing(lambda c, m: c.cluster.placement == "colocated"),
-        "must be separate with model.vision",
-        "an engine that sleeps loses its vision tower, which no weight sync brings back",
-        ("separate",),
-    ),
-    RuleRow(
         "rollout.turns",
         _seeing(lambda c, m: c.rollout.turns is not None),
         "must be null with model.vision",
@@ -74,27 +66,6 @@ VISION_RULES = (
         "must be null with model.vision",
         f"drafting behind images {_BLIND}",
         (None,),
-    ),
-    RuleRow(
-        "trainer.schedule",
-        _seeing(lambda c, m: c.trainer.schedule != "sync"),
-        "must be sync with model.vision",
-        f"generation ahead of training {_UNTRIED}",
-        ("sync",),
-    ),
-    RuleRow(
-        "actor.router_replay",
-        _seeing(lambda c, m: c.actor.router_replay != "disabled"),
-        "must be disabled with model.vision",
-        f"replay of routes {_UNTRIED}",
-        ("disabled",),
-    ),
-    RuleRow(
-        "rollout.data_parallel_size",
-        _seeing(lambda c, m: c.rollout.data_parallel_size > 1),
-        "must be 1 with model.vision",
-        f"an engine of several data-parallel ranks {_UNTRIED}",
-        (1,),
     ),
     RuleRow(
         "algorithm.adv_estimator",

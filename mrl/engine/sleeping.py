@@ -2,7 +2,8 @@
 
 A worker of vLLM gives memory back by `sleep(level=2)`, which keeps no weights, and takes it again by `wake_up(tags)`.
 On the CPU, mrl.engine.cpu_worker adds this. The weights come back as NaN. So a generation from them shows in its first
-log-prob, and never looks like an answer. The KV cache comes back as zeros.
+log-prob, and never looks like an answer. The KV cache comes back as zeros. A vision tower, which no sync brings, waits
+in host memory; the CPU's stays where it is.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from mrl.engine.constants import Constants, loose_constants
 from mrl.engine.engine_state import CACHE, WEIGHTS
+from mrl.engine.tower import text_of, tower_of
 from mrl.platforms.process_memory import process_memory
 
 # methods that would read or write missing memory; vLLM itself refuses none of them
@@ -36,6 +38,7 @@ class SleepingExtension:
     parts_asleep: frozenset[str] = frozenset()
     layout_awake: Layout
     constants_awake: dict[str, Tensor]
+    tower_awake: dict[str, Tensor]
 
     def give_memory(self) -> None:
         """Gives the memory of weights and KV cache back. Nothing may be running: the caller has paused vLLM.
@@ -53,6 +56,7 @@ class SleepingExtension:
         self.layout_awake = layout_of(model)
         Constants.of(model)  # noted before the first sleep
         self.constants_awake = {name: tensor.cpu().clone() for name, tensor in loose_constants(model).items()}
+        self.tower_awake = {name: p.detach().to("cpu", copy=True) for name, p in self.tower_parameters().items()}
         self.sleep(level=2)
         self.parts_asleep = frozenset((WEIGHTS, CACHE))
         self.release_freed()
@@ -70,15 +74,25 @@ class SleepingExtension:
             self.restore_constants()
         if self.device.type != "cpu":
             self.overwrite(part)
+        if part == WEIGHTS:
+            for name, parameter in self.tower_parameters().items():
+                parameter.data.copy_(self.tower_awake.pop(name))
         self.wait_for_device()
         self.parts_asleep -= {part}
 
     def overwrite(self, part: str) -> None:
         """Writes NaN into the weights, or zeros into the cache, because an accelerator's memory holds old data."""
         if part == WEIGHTS:
-            poison(self.model_runner.get_model().parameters())
+            poison(text_of(self.model_runner.get_model()).parameters())
         else:
             clear(self.model_runner.kv_caches)
+
+    def tower_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters of a vision tower that sleep."""
+        tower = tower_of(self.model_runner.get_model())
+        if tower is None or self.device.type == "cpu":
+            return {}
+        return dict(tower.named_parameters())
 
     @torch.no_grad()
     def restore_constants(self) -> None:

@@ -51,7 +51,7 @@ class VisionTower:
     def of(cls, config: dict[str, Any]) -> "VisionTower | None":
         """Returns the tower that config.json of a whole model describes; None for a class without a known one.
 
-        Raises ConfigError for sizes that are no whole numbers.
+        Raises ConfigError for sizes that are no whole numbers, and for features that the class does not have.
         """
         defaults = _DEFAULTS.get(str(config.get("model_type")))
         given = config.get("vision_config") or {}
@@ -61,6 +61,11 @@ class VisionTower:
         for key, value in found.items():
             _check(key, value, type(defaults[key]))
         gated = defaults is _QWEN2_5
+        if defaults is _QWEN3 and given.get(_DEEPSTACK):
+            raise ConfigError(
+                f"config.json: vision_config.{_DEEPSTACK} = {shown(given[_DEEPSTACK])}: must be [], or left out: this "
+                "class has no such features in transformers, and vLLM would look for their weights"
+            )
         merged = found["spatial_merge_size"] ** 2
         windows = {}
         if gated:

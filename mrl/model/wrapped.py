@@ -73,7 +73,8 @@ def text_config(
         dtypes = {key: config[key] for key in _DTYPES if config.get(key)}
     for key, value in always.items():
         refuse_unless(f"{TEXT_CONFIG}.{key}", inner.get(key, value), value)
-    own = {**inner, **dtypes, **always, "architectures": [architecture]}
+    # written out, since classes of text models are tied where the key is left out, and wholes are not
+    own = {**inner, **dtypes, **always, tied: bool(inner.get(tied)), "architectures": [architecture]}
     if not inside:
         return own
     if has_inner:

@@ -271,6 +271,6 @@ def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
         working_set=engine.working_set + graphs,
         cache=engine.cache,
         sync_staging=staging + 2 * engine.largest_module,
-        asleep=outside + graphs,
+        asleep=outside + graphs + engine.tower * (inputs.device.platform == "cpu"),  # whose worker keeps it
         outside=outside,
     )

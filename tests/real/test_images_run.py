@@ -1,5 +1,6 @@
 """Whole runs with images and a frozen tower: engines' log-probs are the ranks' in every step, and a weight sync brings
-the text model alone. The models are drawn, and their rows have no, one or two pictures of different sizes.
+the text model alone: in turns on the same devices, with generation ahead and routes replayed, and by engines of several
+ranks, too. The models are drawn, and their rows have no, one or two pictures of different sizes.
 """
 
 import importlib.util
@@ -30,6 +31,12 @@ LAYOUTS = {
     "moe-pp2": (8, {TP: 1, PP: 2}),
     "dense-tp2": (0, {TP: 2, "actor__layout__sequence_parallel": True, "rollout__tensor_model_parallel_size": 2,
                       "cluster__n_gpus_per_node": 4}),
+    "moe-ahead-replayed": (8, {TP: 1, PP: 2, "trainer__schedule": "bounded", "actor__router_replay": "R3",
+                               "rollout__enable_prefix_caching": False}),
+    "moe-engine-dp2": (8, {TP: 1, PP: 2, "rollout__data_parallel_size": 2, "rollout__expert_parallel_size": 2,
+                           "cluster__n_gpus_per_node": 4}),
+    "dense-colocated": (0, {TP: 1, "actor__layout__world_size": 1, "cluster__placement": "colocated",
+                            "cluster__n_gpus_per_node": 1}),
 }  # fmt: skip
 
 

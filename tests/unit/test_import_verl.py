@@ -584,7 +584,7 @@ def test_a_feature_that_is_switched_off_is_not_missed(word):
     [
         ("deepseek-ai/DeepSeek-V2-Lite-Chat", "softmax routers"),
         ("deepseek-ai/DeepSeek-V3.2-Exp", "sparse indexer"),
-        ("Qwen/Qwen3-VL-30B-A3B-Instruct", "images"),
+        ("Qwen/Qwen2-VL-7B-Instruct", "images"),
         ("zai-org/GLM-4-9B-0414", "GLM-4"),
         ("XiaomiMiMo/MiMo-7B-RL", "MiMo"),
     ],
@@ -1258,6 +1258,29 @@ def test_rows_of_verls_visual_data_set_are_a_loss():
     """verl reads the images of geo3k without image_key, whose default is `images`."""
     losses = from_overrides("data.train_files=/data/geo3k/train.parquet").losses
     assert [entry.key for entry in losses] == ["data.train_files"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data.train_files=/data/geo3k/train.parquet",),
+        ("data.image_key=pictures",),
+        ("actor_rollout_ref.rollout.limit_images=5",),
+        ("actor_rollout_ref.actor.freeze_vision_tower=True",),
+    ],
+)
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct"])
+def test_a_script_that_shows_images_to_a_model_that_reads_them_is_imported_and_says_what_stays_frozen(model, words):
+    out = import_overrides([f"actor_rollout_ref.model.path={model}", *words])
+    assert out.values["model.vision"] == "frozen" and not out.losses
+    assert out.values.get("data.image_key") == ("pictures" if "image_key" in words[0] else None)
+    told = [warning for warning in out.warnings if "vision tower" in warning]
+    assert bool(told) == ("freeze_vision_tower=True" not in words[0])
+
+
+def test_a_script_of_text_to_a_model_that_reads_images_trains_the_text_model():
+    out = import_overrides(["actor_rollout_ref.model.path=Qwen/Qwen3.5-35B-A3B", "data.train_files=/data/math.parquet"])
+    assert "model.vision" not in out.values
 
 
 PROBES = [

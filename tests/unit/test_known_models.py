@@ -20,6 +20,8 @@ PUBLISHED = {
     # arXiv:2412.19437, arXiv:2502.16982 (16 B of 3 B active), arXiv:2507.20534
     "DeepSeek-V3": (671, 37.5), "Moonlight-16B-A3B": (16, 2.9), "Kimi-K2-Instruct": (1026, 32.9),
     # of the text models, without vision towers; 3 and 17 active ones on the cards
+    "Qwen3-VL-30B-A3B": (30.5, 3.3), "Qwen3-VL-8B": (8.2, 8.2), "Qwen3-VL-4B": (4.0, 4.0), "Qwen3-VL-2B": (1.7, 1.7),
+    "Qwen2.5-VL-7B": (7.61, 7.61), "Qwen2.5-VL-3B": (3.09, 3.09),
     "Qwen3.5-35B-A3B": (34.7, 3.5), "Qwen3.5-397B-A17B": (396, 17.3), "Qwen3.5-27B": (26.9, 26.9),
     # of the cards and papers: arXiv:2407.21783, 2310.06825, 2401.04088, 2412.08905, 2409.02060, 2508.06471
     "Llama-3.1-8B": (8.03, 8.03), "Mistral-7B-v0.3": (7.25, 7.25), "Mixtral-8x7B": (46.7, 12.9), "phi-4": (14.7, 14.7),
@@ -58,8 +60,9 @@ def test_every_known_model_has_the_published_number_of_parameters():
         ("Qwen/Qwen3.6-35B-A3B", "Qwen3.5-35B-A3B"),
         ("Qwen/Qwen3.5-35B-A3B-FP8", None),
         ("Qwen/Qwen3-30B-A3B-FP8", None),
-        ("Qwen/Qwen3-VL-30B-A3B-Instruct", None),
-        ("Qwen/Qwen2.5-VL-7B-Instruct", None),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", "Qwen3-VL-30B-A3B"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-7B"),
+        ("Qwen/Qwen2.5-VL-72B-Instruct", None),
         ("moonshotai/Moonlight-16B-A3B-Instruct", "Moonlight-16B-A3B"),
         ("moonshotai/Kimi-K2-Base", "Kimi-K2-Instruct"),
         ("moonshotai/Kimi-K2.5", None),

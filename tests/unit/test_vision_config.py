@@ -1,6 +1,8 @@
 """Images in a configuration: what does not go with them is refused by name, and engines are told of them."""
 
+import ast
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,15 +34,11 @@ def test_a_frozen_tower_beside_a_trained_text_model_is_legal():
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ("cluster.placement=colocated", "cluster.placement"),
         ("rollout.quantization=fp8", "rollout.quantization"),
         ("rollout.speculation={method: ngram, tokens: 2}", "rollout.speculation"),
         ("rollout.turns={tools: [calculator]}", "rollout.turns"),
         ("rollout.engine_kwargs={vllm: {mm_device_do_normalize: true}}", "rollout.engine_kwargs"),
         ("rollout.engine_kwargs={vllm: {language_model_only: true}}", "rollout.engine_kwargs"),
-        ("trainer.schedule=one_step_off", "trainer.schedule"),
-        ("actor.router_replay=R3", "actor.router_replay"),
-        ("rollout.data_parallel_size=2", "rollout.data_parallel_size"),
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator"),
         ("distillation.enabled=true", "distillation.enabled"),
         ("ref.path=another/model", "ref.path"),
@@ -94,6 +92,32 @@ def test_a_folder_without_an_image_processor_is_refused_before_a_run(tmp_path):
     assert len(said()) == 1
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert said() == []
+
+
+SEEING_MODULES = ("mrl.data.image_reader", "mrl.engine.image_inputs", "mrl.engine.seeing_models", "mrl.rank.vision")
+
+
+def at_once(body: list[ast.stmt]) -> Iterator[str]:
+    """What a module imports when it is imported itself: not in functions, nor for types alone."""
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef):
+            yield from at_once(node.body)
+
+
+def test_a_run_without_images_imports_nothing_that_reads_them():
+    found = {}
+    for file in sorted((ROOT / "mrl").rglob("*.py")):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        wanted = {name for name in at_once(ast.parse(file.read_text()).body) if name in SEEING_MODULES or name == "PIL"}
+        if wanted and module not in SEEING_MODULES:
+            found[module] = wanted
+    assert found == {}
 
 
 SIZES = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}

@@ -67,6 +67,12 @@ def test_sizes_that_are_no_numbers_are_refused_by_name(key):
             VisionTower.of({"model_type": "qwen3_vl", "vision_config": {key: value}})
 
 
+def test_features_that_a_class_does_not_have_are_refused_by_name():
+    assert VisionTower.of({"model_type": "qwen3_5", "vision_config": {"deepstack_visual_indexes": []}}).features == 0
+    with pytest.raises(ConfigError, match=r"deepstack_visual_indexes = .*must be \[\], or left out"):
+        VisionTower.of({"model_type": "qwen3_5_moe", "vision_config": {"deepstack_visual_indexes": [1]}})
+
+
 def whole_model() -> dict:
     return SEEING_WHOLE | {"vision_config": SMALL | {"deepstack_visual_indexes": [0, 1]}}
 

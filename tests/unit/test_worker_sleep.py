@@ -121,6 +121,21 @@ def test_weights_come_back_as_nan_in_the_layout_of_before_and_buffers_as_they_we
     assert pool.said == [[WEIGHTS], [CACHE]] and worker.parts_asleep == frozenset()
 
 
+def test_a_vision_tower_which_no_sync_brings_comes_back_as_it_was():
+    worker = Ascend()
+    worker.model.visual = nn.Linear(2, 2).requires_grad_(False)
+    worker.model.language_model = nn.Module()
+    worker.model.language_model.w13_weight = worker.model.w13_weight
+    stored = {name: parameter.clone() for name, parameter in worker.model.visual.named_parameters()}
+    worker.give_memory()
+    for parameter in worker.model.parameters():
+        if parameter.is_floating_point():
+            parameter.fill_(7)  # what others write there
+    worker.take_memory(WEIGHTS)
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in worker.model.visual.named_parameters())
+    assert bool(worker.model.w13_weight.isnan().all()) and not worker.tower_awake
+
+
 def test_tensors_that_are_no_buffers_come_back_too(monkeypatch):
     """A layer's own, and those that vllm-ascend keeps in modules, as pull requests 17217 and 13012 found them."""
     kept = SimpleNamespace(_cos_cache=torch.arange(3.0), _sin_cache=None)

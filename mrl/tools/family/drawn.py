@@ -90,13 +90,20 @@ def whole_config(plain: dict[str, Any], family: Family) -> dict[str, Any]:
             rotation["mrope_interleaved"] = True
         inner = {key: value for key, value in inner.items() if key not in ("rope_theta", "rope_scaling")}
         inner["rope_parameters"] = rotation
+    elif (rotation := inner.get("rope_parameters")) is not None and "mrope_section" in rotation:
+        pairs = model_spec(plain).rotated_head_dim // 2  # of a small head; vLLM wants the sections to be all of them
+        third = pairs // 3
+        inner["rope_parameters"] = rotation | {"mrope_section": [pairs - 2 * third, third, third]}
+    tower = {**_TOWER, "out_hidden_size": plain["hidden_size"]}
+    if inside.startswith("qwen3_5"):  # whose class has none of DeepStack's features, and vLLM's would make them
+        tower["deepstack_visual_indexes"] = []
     return {
         "architectures": [family.wrapper],
         "model_type": inside.removesuffix("_text"),
         "tie_word_embeddings": bool(plain.get("tie_word_embeddings")),
         **_TOKENS,
         "text_config": inner,
-        "vision_config": {**_TOWER, "out_hidden_size": plain["hidden_size"]},
+        "vision_config": tower,
     }
 
 

@@ -12,6 +12,7 @@ from mrl.tools.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
 from mrl.tools.import_verl.handlers_critic import CRITIC_HANDLERS, remote_code
 from mrl.tools.import_verl.handlers_distillation import DISTILLATION_HANDLERS
 from mrl.tools.import_verl.handlers_drafts import DRAFT_HANDLERS
+from mrl.tools.import_verl.handlers_images import IMAGE_HANDLERS
 from mrl.tools.import_verl.handlers_lora import LORA_HANDLERS
 from mrl.tools.import_verl.handlers_schedule import SCHEDULE_HANDLERS
 from mrl.tools.import_verl.handlers_turns import TURN_HANDLERS
@@ -376,6 +377,7 @@ HANDLERS: dict[str, Handler] = (
     | CRITIC_HANDLERS
     | DISTILLATION_HANDLERS
     | DRAFT_HANDLERS
+    | IMAGE_HANDLERS
     | {
         "data.gen_batch_size": _gen_batch,
         "data.trust_remote_code": remote_code,

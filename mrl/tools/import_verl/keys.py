@@ -60,10 +60,6 @@ _SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are
 _SERVERS = "no reward model runs here; rewards are functions"
 _PROFILER = "profilers are not part of the configuration"
 _IMAGES = "the model's own processor reads images (model.vision)"
-_IMAGES_ASKED = (
-    "images are read where model.vision says so, for a model that reads them: give --set model.vision=frozen, and "
-    "data.image_key if the column is not images; verl would train the vision tower, too"
-)
 _OTHER_THAN_IMAGES = "prompts are texts, with images where model.vision says so: rows with videos or sound are refused"
 _CODE = "code of verl's users that is loaded by class or path has no counterpart for this"
 _AHEAD = (
@@ -120,7 +116,7 @@ ROWS: dict[str, KeyRow] = {
     "data.continuous_token.": _implied("a conversation's tokens are kept as they were sampled and given"),
     "data.tool_config_path": _SPECIAL,
     "data.function_tool_path": _SPECIAL,
-    "data.image_key": _missing(_IMAGES_ASKED, None),
+    "data.image_key": _SPECIAL,
     **{f"data.{name}": _missing(_OTHER_THAN_IMAGES, None) for name in ("video_key", "audio_key")},
     **{
         f"data.{name}": _nothing(_IMAGES)
@@ -183,7 +179,7 @@ ROWS: dict[str, KeyRow] = {
     A + "ulysses_sequence_parallel_size": _nothing(_FSDP),
     A + "fsdp_config.": _nothing(_FSDP),
     A + "use_prefix_grouper": _nothing("a matter of verl's attention"),
-    A + "freeze_vision_tower": _nothing("a tower stays frozen (model.vision)"),
+    A + "freeze_vision_tower": _SPECIAL,
     A + "checkpoint.": _nothing("checkpoints always hold weights, optimizer, random state and place in the data"),
     A + "load_weight": _implied(_BRIDGE),
     A + "rollout_n": _implied("is rollout.n"),
@@ -264,6 +260,7 @@ ROWS: dict[str, KeyRow] = {
     R + "ignore_eos": _missing("a response ends at the end of its sequence", False),
     R + "log_prob_micro_batch_size": _nothing("deprecated by verl; no number depends on it"),
     R + "engine_kwargs.vllm.disable_mm_preprocessor_cache": _nothing(_IMAGES),
+    R + "limit_images": _implied("a prompt may have any number of images that fit data.max_prompt_length"),
     R + "log_prob_use_dynamic_bsz": _SPECIAL,
     R + "log_prob_max_token_len_per_gpu": _SPECIAL,
     R + "enable_expert_parallel": _SPECIAL,

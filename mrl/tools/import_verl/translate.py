@@ -5,7 +5,6 @@ chosen where the script has none.
 """
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from mrl.tools.import_verl.handlers import HANDLERS
 from mrl.tools.import_verl.handlers_algorithm import SEQUENCE_MEANS
 from mrl.tools.import_verl.handlers_critic import critic_defaults, critic_layout, epoch_defaults, needs_value
 from mrl.tools.import_verl.handlers_distillation import complete_distillation
+from mrl.tools.import_verl.handlers_images import carry_images
 from mrl.tools.import_verl.handlers_lora import trains_adapters
 from mrl.tools.import_verl.handlers_schedule import carry_schedule
 from mrl.tools.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
@@ -72,8 +72,6 @@ _FILES = {
     "data.val_files",
     "reward.custom_reward_function.path",
 }
-_DATA = ("data.train_files", "data.val_files")
-_PICTURES = re.compile(r"geo(metry)?3k", re.IGNORECASE)  # verl's data set of its visual scripts; it needs no image_key
 _NAMES = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir", "trainer.resume_from_path"}
 _NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size"}
 
@@ -137,7 +135,7 @@ def translate(
         why = "verl corrects nothing where nothing is said"
         out.put("implied", "", "algorithm.rollout_correction.level", None, why)
     _filters(out, settings)
-    _pictures(out, settings)
+    carry_images(out, settings)
     if "model.path" not in own:
         _family(out, settings)
     return out
@@ -405,16 +403,6 @@ def _engine(out: Import, settings: VerlSettings) -> None:
         out.drop("rollout.enable_chunked_prefill", "vLLM would refuse to start")
     if isinstance(tokens, int) and tokens < out.values.get("rollout.max_num_seqs", _ENGINE_SEQUENCES):
         out.put("chosen", "", "rollout.max_num_seqs", tokens, "vLLM wants at most max_num_batched_tokens sequences")
-
-
-def _pictures(out: Import, settings: VerlSettings) -> None:
-    for key in _DATA:
-        if key in settings.keys and _PICTURES.search(str(settings.keys[key].value)):
-            why = (
-                "geo3k's rows have images, which need model.vision: frozen, for a model that reads them; verl would "
-                "train its tower, too"
-            )
-            out.leave("unsupported", key, settings.keys[key].value, why, settings.keys[key].line)
 
 
 def _family(out: Import, settings: VerlSettings) -> None:

@@ -163,6 +163,7 @@ class SampleBlock:
     parts: tuple[ResponsePart, ...]
     scale: float
     meaning: str  # of a token's value, shown when the reader points at it
+    images: tuple[str, ...] = ()  # data URIs of the prompt's pictures
 
 
 @dataclass(frozen=True)

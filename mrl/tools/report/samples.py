@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -27,6 +27,14 @@ class PartHead:
     words: str
 
 
+class PromptImage(NamedTuple):
+    """An image of a prompt."""
+
+    name: str  # of its file in the run directory's images
+    start: int  # its first token
+    tokens: int
+
+
 @dataclass(frozen=True)
 class TrainingSample:
     """One response of a training step. `versions`: the weights that generated it, oldest first."""
@@ -43,6 +51,7 @@ class TrainingSample:
     old_log_probs: list[float | None] | None = None  # the trainer's, for the first LONGEST tokens
     sampled: list[bool] | None = None  # False for context, whose log-probs have no meaning; None: all are sampled
     truth: str = ""  # the row's ground truth, where it is written
+    images: tuple[PromptImage, ...] = ()
     heads: tuple[PartHead, ...] = ()  # with several turns: how each ended, its calls and their duration; and branches
 
     @property
@@ -122,8 +131,15 @@ def _sample(
         str(reason),
         sampled=sampled,
         truth=_truth(row.get("reward")),
+        images=images_of(row),
         heads=_heads(row),
     )
+
+
+def images_of(row: dict[str, Any]) -> tuple[PromptImage, ...]:
+    """Returns the images of a row of samples in their order; none where there is no such column."""
+    found = (PromptImage(each["name"], each["first_token"], each["tokens"]) for each in row.get("images") or ())
+    return tuple(sorted(found, key=lambda image: image.start))
 
 
 def _truth(reward: Any) -> str:
@@ -191,6 +207,16 @@ def text_of(ids: Sequence[int], decode: Decode | None) -> str:
     if decode is None:
         return " ".join(map(str, ids))
     return decode(ids)
+
+
+def prompt_text(ids: Sequence[int], images: Sequence[PromptImage], decode: Decode | None) -> str:
+    """Decodes a prompt, with words in the place of each image's tokens."""
+    pieces = []
+    last = 0
+    for number, image in enumerate(images, 1):
+        pieces += [text_of(ids[last : image.start], decode), f" [image {number}: {image.tokens} tokens] "]
+        last = image.start + image.tokens
+    return "".join([*pieces, text_of(ids[last:], decode)])
 
 
 def parts_of(sample: TrainingSample, values: Sequence[float | None], decode: Decode | None) -> tuple[ResponsePart, ...]:

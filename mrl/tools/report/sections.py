@@ -30,8 +30,9 @@ from mrl.tools.report.page import (
     Series,
     Table,
 )
+from mrl.tools.report.pictures import picture
 from mrl.tools.report.run_record import RunRecord
-from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, parts_of, text_of
+from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, parts_of, prompt_text
 from mrl.tools.report.sections_run import (
     drafts,
     incidents,
@@ -325,7 +326,7 @@ def _training(run: RunRecord) -> Iterator[Block]:
         )
     for kind, chosen in found.items():
         for sample in chosen:
-            yield _sample_block(kind, step, sample, decode, colour)
+            yield _sample_block(kind, step, sample, decode, colour, RunDir(run.path).images)
 
 
 _KINDS = {
@@ -366,7 +367,10 @@ def _gaps(sample: TrainingSample) -> list[float | None]:
     return [None if old is None or rollout is None else old - rollout for old, rollout in pairs]
 
 
-def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode | None, colour: _Colour) -> SampleBlock:
+def _sample_block(
+    kind: str, step: int, sample: TrainingSample, decode: Decode | None, colour: _Colour, images: Path
+) -> SampleBlock:
+    """`images`: folder of the run's images."""
     shown = min(len(sample.response_ids), LONGEST)
     cut = len(sample.response_ids) - shown
     facts = [
@@ -387,10 +391,11 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     return SampleBlock(
         f"{kind.capitalize()}: row {sample.row} of step {step}",
         tuple(facts),
-        text_of(sample.prompt_ids, decode),
+        prompt_text(sample.prompt_ids, sample.images, decode),
         parts_of(sample, values, decode),
         colour.scale,
         colour.meaning,
+        tuple(uri for image in sample.images if (uri := picture(images, image.name)) is not None),
     )
 
 
