@@ -273,6 +273,26 @@ def rloo(inputs: AdvantageInputs) -> np.ndarray:
     return groups.centred(scores, groups.mean(scores)) * others[groups.index]
 
 
+@_advantage("maxrl")
+def maxrl(inputs: AdvantageInputs) -> np.ndarray:
+    """Returns (score - group mean) / group mean (MaxRL, arXiv:2602.02710, algorithm 1); 0 in a group without success.
+
+    With scores of 0 and 1, N responses of a prompt give the gradient of sum(pass@k / k) for k below N, which tends to
+    that of the log of the success probability. A group of one keeps its score: k = 1 alone. Raises DataError for a
+    score below 0, of which no mean is a success probability.
+    """
+    scores = inputs.totals
+    if (scores < 0).any():
+        raise DataError(
+            f"algorithm.adv_estimator maxrl divides by the mean score of a group, and a score is {scores.min():g}: it "
+            "needs rewards that are at least 0, such as 0 and 1; grpo takes any"
+        )
+    groups = Groups.of(inputs.group_ids)
+    mean = groups.mean(scores)
+    divisor = np.where((groups.size > 1) & (mean > 0), mean, 1.0)
+    return groups.centred(scores, mean) / divisor[groups.index]
+
+
 @_advantage("opo")
 def opo(inputs: AdvantageInputs) -> np.ndarray:
     """Returns score - sum(length x score) / sum(length), summed over the group (arXiv:2505.23585).

@@ -33,6 +33,7 @@ def _aggregation(name: str) -> Callable[[Numerator], Numerator]:
     return bind
 
 
+@_aggregation("token-sum")
 @_aggregation("token-mean")
 def _tokens(values: Tensor, mask: Tensor, scale: float) -> Tensor:
     return masked(values, mask).sum()
@@ -91,13 +92,20 @@ def count(mask: Tensor) -> Denominators:
     return Denominators(int(mask.sum()), int(mask.any(-1).sum()))
 
 
-def local_weight(mask: Tensor, loss_agg_mode: str) -> Tensor:
-    """Returns this micro-batch's share of the denominator: a scalar tensor on the mask's device, made without a device
-    sync.
+def in_metrics(
+    numerator: Tensor, mask: Tensor, loss_agg_mode: str, denominators: Denominators
+) -> tuple[Tensor, Tensor]:
+    """Returns a numerator and this micro-batch's share of the denominator, as a metric's parts: scalar tensors on the
+    mask's device, made without a device sync.
+
+    A sum has no denominator. Its metric is the mean of mini-batches' sums, each weighed by its tokens.
     """
-    if AGGREGATIONS[loss_agg_mode].denominator == "tokens":
-        return mask.sum()
-    return mask.any(-1).sum()
+    counted = AGGREGATIONS[loss_agg_mode].denominator
+    if counted is None:
+        return numerator.detach() * denominators.tokens, mask.sum()
+    if counted == "tokens":
+        return numerator.detach(), mask.sum()
+    return numerator.detach(), mask.any(-1).sum()
 
 
 def to_floats(parts: MetricParts) -> FloatParts:

@@ -18,13 +18,13 @@ from mrl.algo.aggregate import (
     LOG_SEQ_RATIO_SQUARE,
     MetricParts,
     aggregate,
-    local_weight,
+    in_metrics,
     masked,
     sequence_mean,
 )
 from mrl.algo.own_functions import load_registered
 from mrl.algo.plain import Denominators, PolicyLossParameters
-from mrl.algo.spec import KL_TYPES, LOG_RATIO_LIMIT, ON_POLICY, OVER_WORDS
+from mrl.algo.spec import FORWARD_OVER_WORDS, KL_TYPES, LOG_RATIO_LIMIT, ON_POLICY, OVER_WORDS, REVERSE_OVER_WORDS
 from mrl.errors import ConfigError
 from mrl.exercised import exercised
 
@@ -179,6 +179,17 @@ def geo_mean(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Te
     return TokenLoss(values[:, None].expand_as(log_ratio), bounded < sign * log_ratio, weighted=True)
 
 
+@register_loss("dro")
+def dro(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """DRO by token: -(A log_probs - dro_beta / 2 d^2). A squared step takes the clip's place, so nothing is clipped.
+
+    Direct Reward Optimisation (arXiv:2405.19107, section 3) with the group's baseline in the place of its value
+    function, as in Kimi k1.5 (arXiv:2501.12599, eq. 3) and in verl.
+    """
+    values = 0.5 * parameters.dro_beta * log_ratio.square() - inputs.advantages * inputs.log_probs
+    return TokenLoss(values, torch.zeros_like(inputs.response_mask))
+
+
 @register_loss("sapo")
 def sapo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """SAPO (arXiv:2511.20347): -A (4 / tau) sigmoid(tau (r - 1)), which has slope 1 at r = 1.
@@ -294,8 +305,10 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
         numerators |= _distilled(parameters, inputs)
         kl = _needed(numerators, "distillation/loss", "teacher_log_probs", "distillation_coef")
         total = total + parameters.distillation_coef * kl
-    weight = local_weight(inputs.response_mask, parameters.loss_agg_mode)
-    metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()}
+    mode = parameters.loss_agg_mode
+    metrics = {
+        name: in_metrics(numerator, inputs.response_mask, mode, denominators) for name, numerator in numerators.items()
+    }
     return LossOutput(
         total / max(denominators.of(parameters.loss_agg_mode), 1),
         metrics | _ratio_metrics(inputs, log_ratio, token_loss),
@@ -307,9 +320,12 @@ def _distilled(parameters: PolicyLossParameters, inputs: LossInputs) -> dict[str
     log-probs.
     """
     mode = parameters.distillation_mode
-    if mode == OVER_WORDS and inputs.of_words is not None:
+    if mode == FORWARD_OVER_WORDS and inputs.of_words is not None:
+        least = parameters.distillation_log_prob_clamp
+        values = forward_kl_over_words(inputs.of_words, inputs.of_teacher_words, least)
+    elif mode == REVERSE_OVER_WORDS and inputs.of_words is not None:
         values = kl_over_words(inputs.of_words, inputs.of_teacher_words)
-    elif mode != OVER_WORDS and inputs.teacher_log_probs is not None:
+    elif mode not in OVER_WORDS and inputs.teacher_log_probs is not None:
         values = kl_to_teacher(inputs.log_probs, inputs.teacher_log_probs, mode)
     else:
         return {}
@@ -444,6 +460,19 @@ def kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     among = (log_probs.exp() * (log_probs - teacher_log_probs)).sum(-1)
     rest = _rest(log_probs)
     return among + rest * (rest.log() - _rest(teacher_log_probs).log())
+
+
+def forward_kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor, least: float | None = None) -> Tensor:
+    """Returns the sum of q log(q / p) [...] over the given words alone, q the teacher's probability and p the student's.
+
+    Both log-probs are [..., words]. Smaller ones than `least` count as it, and have no gradient. Over the whole
+    vocabulary this is KL(teacher || student). Over a part of it the sum may be negative, and is then 0, as in verl's
+    forward_kl_topk (compute_forward_kl_topk).
+    """
+    if least is not None:
+        log_probs = log_probs.clamp(min=least)
+        teacher_log_probs = teacher_log_probs.clamp(min=least)
+    return (teacher_log_probs.exp() * (teacher_log_probs - log_probs)).sum(-1).clamp(min=0.0)
 
 
 def _rest(log_probs: Tensor) -> Tensor:

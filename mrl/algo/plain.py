@@ -26,8 +26,9 @@ class Denominators:
         return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
 
     def of(self, loss_agg_mode: str) -> int:
-        """Returns the count that divides this aggregation."""
-        return getattr(self, AGGREGATIONS[loss_agg_mode].denominator)
+        """Returns the count that divides this aggregation; 1 for a sum."""
+        counted = AGGREGATIONS[loss_agg_mode].denominator
+        return 1 if counted is None else getattr(self, counted)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class PolicyLossParameters:
     distillation_coef: float = 0.0  # weight of the teacher's term in the loss
     distillation_mode: str = "k2"
     distillation_clamp: float | None = None
+    distillation_log_prob_clamp: float | None = None
+    dro_beta: float = 0.05
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     clip_cov_ratio: float = 2e-4

@@ -25,13 +25,13 @@ class AdvantageSpec:
 
 @dataclass(frozen=True)
 class AggregationSpec:
-    """An aggregation. `denominator` is the global count that divides the sum.
+    """An aggregation. `denominator` is the global count that divides the sum; None: nothing does.
 
     `needs_scale_factor`: it needs `loss_scale_factor`.
     """
 
     name: str
-    denominator: Literal["tokens", "sequences"]
+    denominator: Literal["tokens", "sequences"] | None
     needs_scale_factor: bool
     summary: str
 
@@ -117,6 +117,11 @@ ADVANTAGES: dict[str, AdvantageSpec] = _table(
         "each part of the reward as in grpo, weighted sum, whitened over all tokens of the batch (arXiv:2601.05242)",
         needs_parts=True,
     ),
+    _advantage(
+        "maxrl",
+        "(score - group mean) / group mean, of scores that are at least 0: maximum likelihood of a success (MaxRL, "
+        "arXiv:2602.02710)",
+    ),
     _advantage("opo", "score - mean score of the group weighted by length (arXiv:2505.23585)"),
     _advantage(
         "gae",
@@ -148,6 +153,7 @@ AGGREGATIONS: dict[str, AggregationSpec] = _table(
     AggregationSpec(
         "token-mean", "tokens", False, "every token of the mini-batch weighs the same (DAPO, arXiv:2503.14476)"
     ),
+    AggregationSpec("token-sum", None, False, "tokens summed, without a mean (Tinker's losses, verl)"),
     AggregationSpec("seq-mean-token-sum", "sequences", False, "tokens summed in a sequence, mean over sequences"),
     AggregationSpec(
         "seq-mean-token-mean",
@@ -205,6 +211,13 @@ LOSSES: dict[str, LossSpec] = _table(
         clips_tokens=True,
     ),
     LossSpec(
+        "dro",
+        ANY_AGGREGATION,
+        "log-probability weighted by the advantage, less a squared log ratio in the place of the clip (DRO, "
+        "arXiv:2405.19107; arXiv:2501.12599)",
+        constants=("dro_beta",),
+    ),
+    LossSpec(
         "sapo",
         PER_SEQUENCE,
         "a sigmoid gate in the place of the clip, tau_neg for A <= 0 (arXiv:2511.20347)",
@@ -260,8 +273,10 @@ KL_TYPES: dict[str, KlSpec] = _table(
     )
 )
 
-# KL to a teacher over its top words, with all other words taken as one; others need only the sampled token's log-prob
-OVER_WORDS = "reverse_kl_topk"
+# KL to a teacher over its top words; other estimators need only the sampled token's log-prob
+REVERSE_OVER_WORDS = "reverse_kl_topk"  # of the student to the teacher, with all other words taken as one
+FORWARD_OVER_WORDS = "forward_kl_topk"  # of the teacher to the student, those words alone, as in verl
+OVER_WORDS = (REVERSE_OVER_WORDS, FORWARD_OVER_WORDS)
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("mask", "icepop", "clip", "truncate")
@@ -293,5 +308,6 @@ ALIASES: dict[str, str] = {
     "reinforce++": "reinforce_plus_plus",
     "reinforce++-baseline": "reinforce_plus_plus_baseline",
     "pass@k": "grpo_passk",
+    "max_rl": "maxrl",
 }
 NEEDS_CRITIC = ("gae",)  # estimators that read the values of a critic, which is then trained beside the actor

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algo.aggregate import aggregate, local_weight, masked
+from mrl.algo.aggregate import aggregate, in_metrics, masked
 from mrl.algo.losses import LossOutput
 from mrl.algo.plain import Denominators, ValueLossParameters
 
@@ -38,7 +38,7 @@ def value_loss(parameters: ValueLossParameters, inputs: ValueInputs, denominator
     total = aggregate(0.5 * torch.maximum(plain, clipped), mask, mode)
     tokens = mask.sum()
     metrics = {
-        "critic/vf_loss": (total.detach(), local_weight(mask, mode)),
+        "critic/vf_loss": in_metrics(total, mask, mode, denominators),
         "critic/vf_clipfrac": (((clipped > plain) & mask).sum(), tokens),
         "critic/vpred_mean": (values.detach().sum(), tokens),
     }

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from mrl.algo.spec import KL_TYPES, OVER_WORDS
+from mrl.algo.spec import FORWARD_OVER_WORDS, KL_TYPES
 from mrl.config.actor_rules import ACTOR_RULES, padding_of_branches
 from mrl.config.device_rules import DEVICE_RULES, adapted_once
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
@@ -251,9 +251,19 @@ DISTILLATION_RULES = (
     RuleRow(
         f"{_LOSS}.use_policy_gradient",
         lambda c, m: c.distillation.over_words and c.distillation.in_advantages,
-        f"must be false with loss_mode {OVER_WORDS}",
+        "must be false with loss_mode {c.distillation.distillation_loss.loss_mode}",
         "an advantage belongs to the sampled token, and this KL is over words that were not sampled",
         (False,),
+    ),
+    RuleRow(
+        f"{_LOSS}.log_prob_min_clamp",
+        lambda c, m: (
+            c.distillation.distillation_loss.log_prob_min_clamp is not None
+            and c.distillation.distillation_loss.loss_mode != FORWARD_OVER_WORDS
+        ),
+        f"needs loss_mode {FORWARD_OVER_WORDS}",
+        "no other loss reads it",
+        (None,),
     ),
     RuleRow(
         f"{_LOSS}.topk",

@@ -408,6 +408,23 @@ LOSS_RULES = (
         (None,),
     ),
     RuleRow(
+        "algorithm.adv_estimator",
+        lambda c, m: (
+            c.algorithm.adv_estimator == "maxrl"
+            and (c.algorithm.use_kl_in_reward or c.algorithm.overlong_buffer.enable)
+        ),
+        "maxrl does not go with algorithm.use_kl_in_reward or algorithm.overlong_buffer.enable",
+        "it divides by the mean score of a group, which a penalty makes smaller than 0; use_kl_loss works with it",
+        ("grpo",),
+    ),
+    RuleRow(
+        "reward.failure_score",
+        lambda c, m: c.algorithm.adv_estimator == "maxrl" and (c.reward.failure_score or 0) < 0,
+        "must be at least 0 with algorithm.adv_estimator: maxrl",
+        "it divides by the mean score of a group",
+        (0.0,),
+    ),
+    RuleRow(
         "actor.ppo_epochs",
         lambda c, m: c.algorithm.on_policy and c.actor.ppo_epochs > 1,
         "must be 1 with " + _ON_POLICY,

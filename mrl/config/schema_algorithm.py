@@ -70,6 +70,13 @@ class PolicyLossConfig(Section):
         gt=0,
         verl="actor_rollout_ref.actor.loss_scale_factor",
     )
+    dro_beta: float = key(
+        0.05,
+        "dro: weight of the squared log ratio, which holds the policy where it was.",
+        gt=0,
+        advice="0.05, Tinker's default. The larger, the smaller the step.",
+        verl="actor_rollout_ref.actor.policy_loss.dro_beta",
+    )
     tau_pos: float = key(
         1.0,
         "sapo: temperature of the gate where the advantage is positive.",

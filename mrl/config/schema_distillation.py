@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mrl.algo.spec import ALIASES, KL_TYPES, OVER_WORDS
+from mrl.algo.spec import ALIASES, FORWARD_OVER_WORDS, KL_TYPES, OVER_WORDS, REVERSE_OVER_WORDS
 from mrl.config.schema_actor import OtherLayoutConfig
 from mrl.config.section import Section, key, known_name
 
@@ -52,10 +52,10 @@ class DistillationLossConfig(Section):
 
     loss_mode: str = key(
         "k1",
-        f"Estimator of KL(student || teacher) from a sampled token, or {OVER_WORDS}: that KL over the teacher's "
-        "likeliest words.",
-        advice=f"k1 with use_policy_gradient, whose mean is that KL's gradient; {OVER_WORDS}, k2 or k3+ without it.",
-        rule=known_name((*KL_TYPES, OVER_WORDS), ALIASES),
+        f"Estimator of KL(student || teacher) from a sampled token, or {REVERSE_OVER_WORDS}: that KL over the teacher's "
+        f"likeliest words, or {FORWARD_OVER_WORDS}: KL(teacher || student) over these words alone, as in verl.",
+        advice=f"k1 with use_policy_gradient, whose mean is that KL's gradient; {REVERSE_OVER_WORDS}, k2 or k3+ without it.",
+        rule=known_name((*KL_TYPES, *OVER_WORDS), ALIASES),
     )
     use_policy_gradient: bool = key(
         True,
@@ -84,11 +84,20 @@ class DistillationLossConfig(Section):
 
     topk: int = key(
         32,
-        "Most likely words of the teacher that loss_mode reverse_kl_topk sums over. All other words count as one.",
+        "Most likely words of the teacher that reverse_kl_topk and forward_kl_topk sum over. All other words count as "
+        "one in the first, and not at all in the second.",
         ge=1,
         unit="words",
         advice="16 to 64. distillation/teacher_mass says how much probability the teacher gives them together. Each "
         "word takes 8 bytes a token on the hosts. Logits are not kept.",
+    )
+
+    log_prob_min_clamp: float | None = key(
+        None,
+        "forward_kl_topk: least log-prob of a word. Smaller ones count as this, without a gradient; left out: none.",
+        lt=0,
+        unit="nats",
+        advice="-10, where the student finds a word of the teacher almost impossible.",
     )
 
     @property
@@ -120,7 +129,7 @@ class DistillationConfig(Section):
     @property
     def over_words(self) -> bool:
         """Whether the loss needs the teacher's most likely words, not only the sampled one."""
-        return self.enabled and self.distillation_loss.loss_mode == OVER_WORDS
+        return self.enabled and self.distillation_loss.loss_mode in OVER_WORDS
 
     @property
     def in_loss(self) -> bool:

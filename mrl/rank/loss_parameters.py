@@ -23,6 +23,7 @@ def loss_parameters(algorithm: AlgorithmConfig, distillation: DistillationConfig
         entropy_coeff=algorithm.entropy_coeff,
         kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         kl_loss_type=algorithm.kl_loss_type,
+        dro_beta=loss.dro_beta,
         tau_pos=loss.tau_pos,
         tau_neg=loss.tau_neg,
         clip_cov_ratio=loss.clip_cov_ratio,
@@ -33,5 +34,6 @@ def loss_parameters(algorithm: AlgorithmConfig, distillation: DistillationConfig
         distillation_coef=distillation.distillation_loss.distillation_loss_coef if distillation.in_loss else 0.0,
         distillation_mode=distillation.distillation_loss.loss_mode,
         distillation_clamp=distillation.distillation_loss.loss_max_clamp,
+        distillation_log_prob_clamp=distillation.distillation_loss.log_prob_min_clamp,
         custom=loss.custom.parameters if loss.custom else {},
     )

@@ -74,6 +74,7 @@ def test_a_loss_is_verls_with_weights_and_advantages_of_tokens(loss_mode):
         "clip_cov_ub": 2.0,
         "kl_cov_ratio": 0.25,
         "ppo_kl_coef": 0.3,
+        "dro_beta": 0.05,
     }
     differing = []
     for case in cases:
@@ -88,6 +89,11 @@ def test_a_loss_is_verls_with_weights_and_advantages_of_tokens(loss_mode):
         assert len(differing) == differences("losses")["geo_mean_of_empty_responses"]["cases"]
     else:
         assert not differing
+
+
+def test_a_sum_over_tokens_is_verls():
+    cases = [case for case in of("verl") if case.get("aggregation") == "token-sum"]
+    assert {case["loss_mode"] for case in cases} == {"vanilla", "cispo", "clip_cov", "gspo", "dro"}
 
 
 def test_gspo_by_either_name_is_verls():

@@ -1,5 +1,6 @@
 """Group advantages and the mismatch between generation and training."""
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -244,6 +245,8 @@ RAGGED = [7, 7, 7, 8, 9, 9]  # a group that lost a response, and a group of one
 @pytest.mark.parametrize("scores", [[1.0, 0, 1, 1, 0, 1], [0.0] * 6, [1.0] * 6, [1e9, 1e9, 1e9, -1e9, 0, 0]])
 @pytest.mark.parametrize("lengths", [[3, 1, 2, 4, 1, 1], [1, 0, 0, 0, 0, 0], [0] * 6])
 def test_no_estimator_gives_a_nan_whatever_the_groups_are(estimator, scores, lengths):
+    if estimator == "maxrl":
+        scores = np.abs(scores)  # it refuses others
     parts = {"score": np.array(scores)}
     found = compute_advantages(estimator, inputs(scores, RAGGED, lengths=lengths, parts=parts))
     assert found.shape == (sum(lengths),) and np.isfinite(found).all()
@@ -339,3 +342,36 @@ def test_one_token_and_no_token_give_finite_answers():
 def test_a_log_prob_that_is_not_finite_stops_the_run_and_says_where():
     with pytest.raises(NumericAbort, match=r"old_log_probs.*row 2, token 1"):
         mismatch(np.zeros(4), np.array([-1.0, -1.0, -1.0, np.nan]), np.array([2, 0, 2]))
+
+
+def test_maxrl_is_the_gradient_of_a_likelihood_by_all_outcomes():
+    """The mean over all outcomes of N Bernoulli responses is the gradient of sum(pass@k / k), k below N (theorem 2).
+
+    With p = sigmoid(x), d pass@k / dx = k (1 - p)^(k - 1) p (1 - p), and d log P(y) / dx = y - p. The theorem has k up
+    to N without a baseline; a group without success, which has no baseline either, takes the last term away.
+    """
+    for count, p in itertools.product((1, 2, 4, 7), (0.05, 0.3, 0.9)):
+        found = 0.0
+        for outcome in itertools.product((0.0, 1.0), repeat=count):
+            scores = np.array(outcome)
+            weight = float(np.prod(np.where(scores == 1, p, 1 - p)))
+            made = response_advantages("maxrl", one_group(scores)).per_response
+            found += weight * float((made * (scores - p)).mean())
+        order = max(count - 1, 1)
+        expected = sum((1 - p) ** (k - 1) * p * (1 - p) for k in range(1, order + 1))
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_maxrl_worked_by_hand():
+    """One success of four weighs three times as much as each failure, and a group without any has no advantage."""
+    made = response_advantages("maxrl", one_group(np.array([1.0, 0, 0, 0]))).per_response
+    assert made.tolist() == [3.0, -1.0, -1.0, -1.0]
+    for equal in ([0.0, 0.0], [0.3, 0.3]):
+        assert not response_advantages("maxrl", one_group(np.array(equal))).per_response.any()
+    with pytest.raises(DataError, match="a score is -1: it needs rewards that are at least 0"):
+        response_advantages("maxrl", one_group(np.array([1.0, -1.0])))
+
+
+def one_group(scores: np.ndarray) -> AdvantageInputs:
+    """One group."""
+    return AdvantageInputs(scores, np.zeros(len(scores), np.int64), np.full(len(scores), 3))

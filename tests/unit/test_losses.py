@@ -90,6 +90,7 @@ def test_every_name_in_the_tables_has_an_implementation():
     ("mode", "expected"),
     [
         ("token-mean", (1 + 2 + 3 + 10) / 4),
+        ("token-sum", 1 + 2 + 3 + 10),
         ("seq-mean-token-sum", (6 + 10) / 2),
         ("seq-mean-token-mean", (2 + 10) / 2),
         ("seq-mean-token-sum-norm", (6 + 10) / 8 / 2),

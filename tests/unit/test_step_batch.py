@@ -92,7 +92,7 @@ def done(replicas: int, *overrides) -> tuple[dict, dict]:
 KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1")
 CORRECTION = "algorithm.rollout_correction="
 CASES = [
-    *([f"algorithm.adv_estimator={name}", *KL] for name in ADVANTAGES if name not in ("gdpo", "gae")),
+    *([f"algorithm.adv_estimator={name}", *KL] for name in ADVANTAGES if name not in ("gdpo", "gae", "maxrl")),
     ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc, form]"],
     *(
         [CORRECTION + f"{{level: {level}, mode: mask, low: 0.7, high: 1.2}}",

@@ -1,6 +1,6 @@
-"""Handlers of verl's `distillation.*`: one teacher, and estimates from the sampled token."""
+"""Handlers of verl's `distillation.*`: one teacher, estimates from the sampled token, and KL over its likeliest words."""
 
-from mrl.algo.spec import KL_TYPES
+from mrl.algo.spec import FORWARD_OVER_WORDS, KL_TYPES
 from mrl.tools.import_verl.handlers_algorithm import Handler
 from mrl.tools.import_verl.report import Import
 from mrl.tools.import_verl.verl_command import Override, VerlSettings
@@ -11,6 +11,7 @@ _TEACHER = "distillation.teacher_model.model_path"
 _OFF = "there is no teacher"
 # verl's defaults
 _DEFAULTS = {"loss_mode": "k3", "use_policy_gradient": False}
+_OF_WORDS = ("topk", "log_prob_min_clamp")  # keys of losses over words
 _ALONE = "verl drops the policy loss where use_task_rewards is false, its KL and entropy with it"
 
 
@@ -30,11 +31,11 @@ def _loss_key(o: Override, out: Import, settings: VerlSettings) -> None:
     rewards = settings.given(f"{_LOSS}use_task_rewards")
     if not _is_on(settings):
         out.leave("not_applicable", o.key, o.value, _OFF, o.line)
-    elif name == "loss_mode" and o.value not in KL_TYPES:
-        why = (
-            "k1, k2, k3 and their kin score the sampled token; verl's losses over words have other names and forms here"
-        )
+    elif name == "loss_mode" and o.value not in (*KL_TYPES, FORWARD_OVER_WORDS):
+        why = f"k1, k2, k3 and their kin score the sampled token, {FORWARD_OVER_WORDS} the teacher's likeliest words"
         out.leave("unsupported", o.key, o.value, why, o.line)
+    elif name in _OF_WORDS and (o.value is None or settings.given(f"{_LOSS}loss_mode") != FORWARD_OVER_WORDS):
+        out.leave("implied", o.key, o.value, f"only {FORWARD_OVER_WORDS} reads it", o.line)
     elif name == "distillation_loss_coef" and rewards is False:
         out.leave("implied", o.key, o.value, "verl reads it beside rewards alone", o.line)
     else:
@@ -76,7 +77,10 @@ DISTILLATION_HANDLERS: dict[str, Handler] = {
     "distillation.enabled": _enabled,
     **{
         f"{_LOSS}{name}": _loss_key
-        for name in ("loss_mode", "use_policy_gradient", "use_task_rewards", "distillation_loss_coef", "loss_max_clamp")
+        for name in (
+            *("loss_mode", "use_policy_gradient", "use_task_rewards", "distillation_loss_coef", "loss_max_clamp"),
+            *_OF_WORDS,
+        )
     },
     "distillation.teacher_models.": _teacher,
     "distillation.teacher_model.": _teacher,

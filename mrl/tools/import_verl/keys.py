@@ -164,7 +164,6 @@ ROWS: dict[str, KeyRow] = {
     A + "clip_ratio": _SPECIAL,
     A + "loss_agg_mode": _SPECIAL,
     A + "policy_loss.loss_mode": _SPECIAL,
-    A + "policy_loss.dro_beta": _missing("no DRO loss here", None),
     A + "tis_imp_ratio_cap": _SPECIAL,
     A + "calculate_entropy": _implied("entropy is always measured"),
     **{
@@ -369,8 +368,8 @@ ROWS: dict[str, KeyRow] = {
         f"distillation.distillation_loss.{name}": _SPECIAL
         for name in ("loss_mode", "use_policy_gradient", "use_task_rewards", "distillation_loss_coef", "loss_max_clamp")
     },
-    "distillation.distillation_loss.topk": _nothing("of losses over the teacher's likeliest tokens"),
-    "distillation.distillation_loss.log_prob_min_clamp": _nothing("of losses over the teacher's likeliest tokens"),
+    "distillation.distillation_loss.topk": _SPECIAL,
+    "distillation.distillation_loss.log_prob_min_clamp": _SPECIAL,
     "distillation.distillation_loss.kd_temperature": _missing(
         "the teacher scores at the temperature of the samples", 1.0, 1
     ),

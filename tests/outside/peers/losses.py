@@ -4,6 +4,7 @@ Numbers of a case are rows of tokens; the gradient is that of the log-probs (or 
 """
 
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -40,7 +41,17 @@ def cases() -> list[dict]:
         *(_trl(draw) for _ in range(160)),
         *(_kl(draw, name) for name in KL_NAMES for _ in range(8)),
         *(_value(draw) for _ in range(60)),
+        *_further(np.random.default_rng(8)),
     ]
+
+
+def _further(draw: np.random.Generator) -> Iterator[dict]:
+    """Cases that came later, of a draw of their own: the sum over tokens, and DRO."""
+    for loss in ("vanilla", "cispo", "clip_cov", "gspo"):
+        for _ in range(10):
+            yield _verl(draw, loss, ("token-sum",))
+    for _ in range(100):
+        yield _verl(draw, "dro", (*AGGREGATIONS, "token-sum"))
 
 
 def _batch(draw: np.random.Generator) -> dict:
@@ -90,13 +101,13 @@ def _gave(loss: torch.Tensor, variable: torch.Tensor, mask: torch.Tensor) -> dic
     return {"loss": loss.item(), "gradient": gradient[mask].tolist()}
 
 
-def _verl(draw: np.random.Generator, loss: str) -> dict:
+def _verl(draw: np.random.Generator, loss: str, aggregations: tuple[str, ...] = AGGREGATIONS) -> dict:
     case = _batch(draw)
     # a single 0 in a geometric mean is refused here; of equal covariances verl takes the first, and we take both
     while (loss == "geo_mean" and case["kind"] == "icepop") or (loss == "kl_cov" and _ties(case)):
         case = _batch(draw)
     low, high = CLIPS[int(draw.integers(len(CLIPS)))]
-    aggregation = str(draw.choice(AGGREGATIONS))
+    aggregation = str(draw.choice(aggregations))
     if loss in OWN_MEAN:
         aggregation = "seq-mean-token-mean"
     config = ActorConfig(
@@ -110,7 +121,13 @@ def _verl(draw: np.random.Generator, loss: str) -> dict:
         tau_neg=1.05,
         # every token of a covariance between the two bounds, so that no chance is in the choice
         policy_loss=PolicyLossConfig(
-            loss_mode=loss, clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=2.0, kl_cov_ratio=0.25, ppo_kl_coef=0.3
+            loss_mode=loss,
+            clip_cov_ratio=1.0,
+            clip_cov_lb=0.1,
+            clip_cov_ub=2.0,
+            kl_cov_ratio=0.25,
+            ppo_kl_coef=0.3,
+            dro_beta=0.05,
         ),
     )
     if aggregation == "seq-mean-token-sum-norm":
