@@ -52,9 +52,10 @@ class DistillationLossConfig(Section):
 
     loss_mode: str = key(
         "k1",
-        f"Estimator of KL(student || teacher) from a sampled token, or {REVERSE_OVER_WORDS}: that KL over the teacher's "
-        f"likeliest words, or {FORWARD_OVER_WORDS}: KL(teacher || student) over these words alone, as in verl.",
-        advice=f"k1 with use_policy_gradient, whose mean is that KL's gradient; {REVERSE_OVER_WORDS}, k2 or k3+ without it.",
+        f"Estimator of KL(student || teacher) from a sampled token. {REVERSE_OVER_WORDS}: that KL over the teacher's "
+        f"likeliest words. {FORWARD_OVER_WORDS}: KL(teacher || student) over these words alone, as in verl.",
+        advice="k1 with use_policy_gradient, whose mean is that KL's gradient; "
+        f"{REVERSE_OVER_WORDS}, k2 or k3+ without it.",
         rule=known_name((*KL_TYPES, *OVER_WORDS), ALIASES),
     )
     use_policy_gradient: bool = key(

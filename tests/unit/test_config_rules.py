@@ -616,3 +616,21 @@ def test_a_row_names_a_key_and_its_texts_can_be_said(row):
         assert violation.rule and violation.why and "{" not in violation.rule + violation.why
         assert isinstance(violation.allowed, tuple)
         assert list(replace(row, broken=lambda config, model: False)(config, model)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ("algorithm.use_kl_in_reward=true", "algorithm.adv_estimator"),
+        ("algorithm.overlong_buffer.enable=true", "algorithm.adv_estimator"),
+        ("reward.failure_score=-1", "reward.failure_score"),
+    ],
+)
+def test_maxrl_needs_rewards_that_no_penalty_makes_negative(given, field):
+    assert only("algorithm.adv_estimator=maxrl", given).field == field
+    assert broken("algorithm.adv_estimator=maxrl", "reward.failure_score=0") == []
+
+
+def test_dro_and_a_sum_over_tokens_go_with_what_reads_them():
+    dro = "algorithm.policy_loss={loss_mode: dro, loss_agg_mode: token-sum, dro_beta: 0.1, clip_ratio_low: 0.2}"
+    assert broken(dro) == [] and broken("algorithm.policy_loss.loss_agg_mode=token-sum")

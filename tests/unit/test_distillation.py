@@ -24,7 +24,7 @@ from test_step_batch import rollouts_of, samples
 
 from mrl.algo.aggregate import count, to_floats
 from mrl.algo.distillation import distillation_metrics, distilled_of_rows, gaps_of_rows, mass_of_rows
-from mrl.algo.losses import distilled, kl_over_words, kl_to_teacher, policy_loss
+from mrl.algo.losses import distilled, forward_kl_over_words, kl_over_words, kl_to_teacher, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.cli.plan import plan_lines
 from mrl.config.describe import describe_loss
@@ -121,6 +121,21 @@ def test_the_kl_over_words_has_all_others_as_one_word():
     torch.testing.assert_close(gradient, p * apart)
     torch.testing.assert_close(kl_over_words(student, teacher), whole, rtol=0, atol=3e-5)  # of all words
     assert kl_over_words(student[..., :3], student[..., :3]).abs().max() < 1e-12
+
+
+def test_the_forward_kl_over_words_is_the_teachers_and_leaves_the_others_out():
+    student, teacher, _, _ = words_of(2)
+    found = forward_kl_over_words(student[..., :3], teacher[..., :3])
+    expected = sum(teacher[..., word].exp() * (teacher[..., word] - student[..., word]) for word in range(3))
+    torch.testing.assert_close(found, expected.clamp(min=0.0))
+    assert (expected < 0).any() and (expected > 0).any()
+    whole = (teacher.exp() * (teacher - student)).sum(-1)
+    torch.testing.assert_close(forward_kl_over_words(student, teacher), whole)
+    far = torch.tensor([-20.0, -1.0], dtype=torch.float64, requires_grad=True)
+    held = forward_kl_over_words(far, torch.tensor([-0.5, -2.0], dtype=torch.float64), least=-10.0)
+    assert held.item() == pytest.approx(math.exp(-0.5) * 9.5 + math.exp(-2.0) * -1.0)
+    (gradient,) = torch.autograd.grad(held, far)
+    assert gradient.tolist() == pytest.approx([0.0, -math.exp(-2.0)])
 
 
 def test_a_loss_over_words_has_its_gradient_through_each_words_log_prob():
@@ -503,7 +518,9 @@ CASES = [
         "cluster.versions.megatron-core=0.15.0"], "tensor_model_parallel_size: must divide num_key_value_heads = 2"),
     (["cluster.device=npu", f"{TEACHER}layout={{tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2, "
         "virtual_pipeline_model_parallel_size: 2}"], "virtual_pipeline_model_parallel_size: must be left out on npu"),
-    ([f"{LOSS}loss_mode=forward_kl_topk"], "loss_mode: unknown name"),
+    ([f"{LOSS}loss_mode=forward_kl"], "loss_mode: unknown name"),
+    ([f"{LOSS}loss_mode=forward_kl_topk"], "use_policy_gradient: must be false with loss_mode forward_kl_topk"),
+    ([f"{LOSS}log_prob_min_clamp=-10"], "log_prob_min_clamp: needs loss_mode forward_kl_topk"),
     ([f"{LOSS}loss_mode=reverse_kl_topk"], "use_policy_gradient: must be false with loss_mode reverse_kl_topk"),
     ([f"{LOSS}loss_mode=reverse_kl_topk", f"{LOSS}use_policy_gradient=false", f"{LOSS}topk=129"],
         "topk: must be at most 128"),
@@ -723,11 +740,17 @@ def test_verls_defaults_of_a_distillation_are_written_and_what_is_not_here_is_sa
         "distillation.enabled=True",
         "+distillation.teacher_models.a.model_path=A/B",
         "+distillation.teacher_models.b.model_path=C/D",
-        "distillation.distillation_loss.loss_mode=forward_kl_topk",
+        "distillation.distillation_loss.loss_mode=no_such_kl",
     )
     lost = {loss.key.removeprefix("+"): loss.why for loss in two.losses if "distillation" in loss.key}
     assert lost["distillation.teacher_models.b.model_path"] == "a run has one teacher"
     assert "score the sampled token" in lost["distillation.distillation_loss.loss_mode"]
+    words = {"loss_mode": "forward_kl_topk", "topk": 64, "log_prob_min_clamp": -10.0, "use_policy_gradient": False}
+    over_words = imported(
+        *("distillation.enabled=True", "+distillation.teacher_model.model_path=Qwen/Qwen3-32B"),
+        *(f"{LOSS}{name}={value}" for name, value in words.items()),
+    )
+    assert {name: over_words.values[f"{LOSS}{name}"] for name in words} == words
     off = imported("distillation.enabled=False", "distillation.distillation_loss.loss_mode=k1")
     assert not [key for key in off.values if key.startswith("distillation")]
 

@@ -190,6 +190,20 @@ def test_a_weight_of_a_token_weighs_its_own_gradient_and_geo_mean_takes_their_ge
     assert gradient == pytest.approx([-2.0, -2.0])
 
 
+def test_dro_worked_by_hand():
+    """A = 2, log-probs -1 and -3 after -1.5 and -2: -(2 x -1 - 0.25 x 0.25), and -(2 x -3 - 0.25 x 1); d loss =
+    beta d - A.
+    """
+    now = torch.tensor([[-1.0, -3.0]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[-1.5, -2.0]], dtype=torch.float64)
+    given = LossInputs(now, old, torch.full_like(old, 2.0), torch.ones(1, 2, dtype=torch.bool))
+    parameters = replace(BASE, loss_mode="dro", loss_agg_mode="token-sum", dro_beta=0.5)
+    loss = policy_loss(parameters, given, Denominators(2, 1)).loss
+    assert loss.item() == pytest.approx(2.0625 + 6.25)
+    (gradient,) = torch.autograd.grad(loss, now)
+    assert gradient.tolist() == [[0.5 * 0.5 - 2.0, 0.5 * -1.0 - 2.0]]
+
+
 OLD = np.log([[0.5, 0.3, 0.9, 0.05], [0.6, 0.2, 0.7, 0.4]])
 MOVES = {"inside": 0.05, "above": 0.6, "below": -0.6}
 

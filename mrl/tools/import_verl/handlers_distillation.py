@@ -1,4 +1,4 @@
-"""Handlers of verl's `distillation.*`: one teacher, estimates from the sampled token, and KL over its likeliest words."""
+"""Handlers of verl's `distillation.*`: one teacher, estimates from sampled tokens, KL over its likeliest words."""
 
 from mrl.algo.spec import FORWARD_OVER_WORDS, KL_TYPES
 from mrl.tools.import_verl.handlers_algorithm import Handler
