@@ -463,7 +463,7 @@ def kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
 
 
 def forward_kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor, least: float | None = None) -> Tensor:
-    """Returns the sum of q log(q / p) [...] over the given words alone: q is the teacher's probability, p the student's.
+    """Returns the sum of q log(q / p) [...] over the given words alone, q of the teacher and p of the student.
 
     Both log-probs are [..., words]. Smaller ones than `least` count as it, and have no gradient. Over the whole
     vocabulary this is KL(teacher || student). Over a part of it the sum may be negative, and is then 0, as in verl's

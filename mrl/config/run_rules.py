@@ -91,6 +91,20 @@ OPTIM_RULES = (
         lambda c, m: (0.0, c.actor.optim.lr),
     ),
     RuleRow(
+        "actor.optim.lr_warmup_init",
+        lambda c, m: c.actor.optim.lr_warmup_init > 0 and not c.actor.optim.lr_warmup_steps,
+        "must be 0 without actor.optim.lr_warmup_steps",
+        "there is no warm-up that would begin with it",
+        (0.0,),
+    ),
+    RuleRow(
+        "actor.optim.lr_warmup_init",
+        lambda c, m: c.actor.optim.lr_warmup_init > c.actor.optim.lr,
+        "must be at most actor.optim.lr = {c.actor.optim.lr:g}",
+        "the rate rises from it",
+        lambda c, m: (0.0, c.actor.optim.lr),
+    ),
+    RuleRow(
         "actor.optim.lr_decay_steps",
         lambda c, m: (
             c.actor.optim.lr_decay_steps is not None and c.actor.optim.lr_decay_steps <= c.actor.optim.lr_warmup_steps

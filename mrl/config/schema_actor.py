@@ -125,14 +125,23 @@ class OptimConfig(Section):
         verl="actor_rollout_ref.actor.optim.lr",
     )
     min_lr: float = key(
-        0.0, "Learning rate at the end of the decay.", ge=0, verl="actor_rollout_ref.actor.optim.min_lr"
+        0.0,
+        "Learning rate at the end of the decay.",
+        ge=0,
+        verl=("actor_rollout_ref.actor.optim.min_lr", "actor_rollout_ref.actor.optim.lr_min"),
     )
     lr_warmup_steps: int = key(
         0,
-        "Updates in which the learning rate rises from 0 to its peak.",
+        "Updates in which the learning rate rises from lr_warmup_init to its peak.",
         ge=0,
         unit="updates",
         advice="About 10; without it the first updates are the largest.",
+    )
+    lr_warmup_init: float = key(
+        0.0,
+        "Learning rate that a warm-up rises from.",
+        ge=0,
+        verl=("actor_rollout_ref.actor.optim.lr_warmup_init", "actor_rollout_ref.actor.optim.lr_start"),
     )
     lr_decay_style: Literal["constant", "linear", "cosine"] = key(
         "constant",
@@ -161,7 +170,7 @@ class OptimConfig(Section):
         "Decay rates of Adam's first and second moment.",
         verl="actor_rollout_ref.actor.optim.betas",
     )
-    eps: float = key(1e-8, "Adam's epsilon.", gt=0)
+    eps: float = key(1e-8, "Adam's epsilon.", gt=0, verl="actor_rollout_ref.actor.optim.eps")
     clip_grad: float = key(
         1.0,
         "Gradients are scaled down where their norm exceeds this; 0: never.",

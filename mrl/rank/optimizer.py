@@ -90,7 +90,8 @@ def build_scheduler(
     """Makes the schedule, in optimizer steps: linear warm-up over `lr_warmup_steps`, then constant, or decay to
     `min_lr`.
 
-    Step k (from 1) of a warm-up of W steps uses lr * k / W. The last step of the decay uses `min_lr`.
+    Step k (from 1) of a warm-up of W steps uses init + (lr - init) k / W, init being `lr_warmup_init`. The last step of
+    the decay uses `min_lr`.
 
     `total_steps` is the length of the run, for a decay without a length of its own. `section` is the configuration
     section, for messages. Raises ConfigError when neither length is known.
@@ -110,7 +111,7 @@ def build_scheduler(
         )
     scheduler = OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0 if config.lr_warmup_steps else config.lr,
+        init_lr=config.lr_warmup_init if config.lr_warmup_steps else config.lr,
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.lr_warmup_steps,

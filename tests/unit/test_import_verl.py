@@ -1345,3 +1345,39 @@ def test_the_plan_has_a_line_of_its_own_beside_the_verdict(capsys, tmp_path, ten
     code, out, _ = run(capsys, "import-verl", str(tmp_path / "s.sh"), "-o", str(tmp_path / "out.yaml"))
     *_, plan, last = out.splitlines()
     assert code == 0 and last.strip() == "valid" and plan.strip().startswith(f"plan: {verdict} h100-80g")
+
+
+OF_OPTIM = "actor_rollout_ref.actor.optim."
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (["eps=1e-6"], {"eps": 1e-6}),
+        (["lr_warmup_init=1e-7", "lr_warmup_steps=2"], {"lr_warmup_init": 1e-7}),
+        (["lr_start=1e-7"], {"lr_warmup_init": 1e-7}),
+        (["lr_min=1e-7"], {"min_lr": 1e-7}),
+        (["lr=2e-6", "min_lr_ratio=0.1"], {"min_lr": 2e-7}),
+        (["lr=2e-6", "min_lr_factor=0.5"], {"min_lr": 1e-6}),
+        (["grad_clip=0.5"], {"clip_grad": 0.5}),
+        (["weight_decay_incr_style=cosine"], {}),
+        (["min_lr_ratio=null", "grad_clip=null"], {}),
+    ],
+)
+def test_keys_of_schedules_and_optimizers_become_ours(words, ours):
+    out = from_overrides(*(OF_OPTIM + word for word in words))
+    assert not out.of("unsupported")
+    assert {name: out.values[f"actor.optim.{name}"] for name in ours} == pytest.approx(ours)
+
+
+def test_a_share_of_a_rate_that_nobody_gives_and_an_optimizer_without_shards_are_losses():
+    for word, reason in (("min_lr_ratio=0.1", "not given"), ("optimizer=muon", "has no Muon")):
+        (entry,) = from_overrides(OF_OPTIM + word).of("unsupported")
+        assert reason in entry.why
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.tokenizer_path", "actor_rollout_ref.model.hf_config_path"])
+@pytest.mark.parametrize(("place", "lost"), [("Qwen/Qwen3-8B", False), ("null", False), ("some/other", True)])
+def test_a_tokenizer_is_the_models(key, place, lost):
+    out = from_overrides("actor_rollout_ref.model.path=Qwen/Qwen3-8B", f"{key}={place}")
+    assert (key in {entry.key for entry in out.of("unsupported")}) == lost

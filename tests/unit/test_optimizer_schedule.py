@@ -28,6 +28,7 @@ def test_a_constant_rate_is_constant_from_the_first_step():
 
 def test_warm_up_rises_in_equal_parts_and_no_step_is_wasted_at_rate_zero():
     assert rates(6, lr=4.0, lr_warmup_steps=4) == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    assert rates(4, lr=4.0, lr_warmup_init=2.0, lr_warmup_steps=2) == [3.0, 4.0, 4.0, 4.0]
 
 
 def test_linear_decay_ends_at_the_least_rate_and_stays_there():

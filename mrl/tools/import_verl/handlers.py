@@ -136,6 +136,33 @@ def _warmup_ratio(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("renamed", o.key, "actor.optim.lr_warmup_steps", updates, why, o.line)
 
 
+def _least_rate(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Converts the rate at the end of a decay, which is a share of the peak."""
+    rate = settings.given(A + "optim.lr")
+    if not o.value:
+        out.leave("implied", o.key, o.value, "the rate decays to 0", o.line)
+    elif not isinstance(rate, int | float) or not isinstance(o.value, int | float):
+        why = "a share of a rate that is not given; set actor.optim.min_lr"
+        out.leave("unsupported", o.key, o.value, why, o.line)
+    else:
+        out.put("renamed", o.key, "actor.optim.min_lr", o.value * rate, f"{o.value:g} of the rate {rate:g}", o.line)
+
+
+def _old_clip(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Carries verl's deprecated name of clip_grad over, which wins in verl where it is set."""
+    if o.value is None:
+        out.leave("implied", o.key, o.value, "clip_grad says it", o.line)
+    else:
+        out.put("renamed", o.key, "actor.optim.clip_grad", o.value, line=o.line)
+
+
+def _of_checkpoint(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Handles the place of a tokenizer or a configuration, which are the checkpoint's here."""
+    same = o.value is None or (settings.model_path is not None and o.value == settings.model_path)
+    why = "tokenizer and config.json are those of model.path"
+    out.leave("implied" if same else "unsupported", o.key, o.value, why, o.line)
+
+
 def _padding(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value in (True, None):
         out.leave("implied", o.key, o.value, "padding is removed unless actor.use_remove_padding is false", o.line)
@@ -397,6 +424,12 @@ HANDLERS: dict[str, Handler] = (
         A + "optim.lr_warmup_steps_ratio": _warmup,
         A + "optim.lr_decay_steps": _warmup,
         A + "optim.override_optimizer_config.": _optimizer,
+        A + "optim.grad_clip": _old_clip,
+        A + "optim.min_lr_ratio": _least_rate,
+        A + "optim.min_lr_factor": _least_rate,
+        M + "tokenizer_path": _of_checkpoint,
+        M + "hf_config_path": _of_checkpoint,
+        "data.tokenizer": _of_checkpoint,
         TRANSFORMER: _transformer,
         MEGATRON + "override_ddp_config.": _ddp,
         MEGATRON + "sequence_parallel": _sequence_parallel,

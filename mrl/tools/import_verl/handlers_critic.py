@@ -46,7 +46,6 @@ _MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
     _C + "model.lora.rank": ((0,), _AS_THE_ACTOR),
     _C + "model.external_lib": ((), "of the user's code rewards, losses, advantages and tools are read by a path"),
     _C + "optim.optimizer": (("adam", "Adam", "AdamW", "adamw"), _AS_THE_ACTOR),
-    _C + "optim.lr_warmup_init": ((0,), _AS_THE_ACTOR),
     _C + "enable": ((True,), _AS_THE_ACTOR),
 }
 

@@ -66,6 +66,7 @@ _AHEAD = (
     "generation ahead of training is trainer.schedule here: one_step_off, or bounded with trainer.max_staleness "
     "(docs/asynchronous.md); give it by --set trainer.schedule=..."
 )
+_ADAM = "only Adam here: Megatron's distributed optimizer has no Muon, and shards no other optimizer's states"
 _BRIDGE = "weights are always read from model.path through the bridge"
 
 
@@ -112,7 +113,7 @@ ROWS: dict[str, KeyRow] = {
     "data.sampler.": _missing("prompts are drawn in the order of the data, or shuffled by data.shuffle", None),
     "data.datagen.": _missing("the rows are those of the files: none is made while a run goes on", None),
     "data.chat_template_func": _missing("prompts are rendered by the checkpoint's chat template", None),
-    "data.tokenizer": _missing("the tokenizer is the checkpoint's", None),
+    "data.tokenizer": _SPECIAL,
     "data.continuous_token.": _implied("a conversation's tokens are kept as they were sampled and given"),
     "data.tool_config_path": _SPECIAL,
     "data.function_tool_path": _SPECIAL,
@@ -131,8 +132,8 @@ ROWS: dict[str, KeyRow] = {
     M + "enable_activation_offload": _nothing(_FSDP),
     M + "use_liger": _nothing(_FSDP),
     M + "use_shm": _nothing("a matter of how verl reads weights"),
-    M + "tokenizer_path": _missing("the tokenizer is the checkpoint's", None),
-    M + "hf_config_path": _missing("config.json is the checkpoint's", None),
+    M + "tokenizer_path": _SPECIAL,
+    M + "hf_config_path": _SPECIAL,
     M + "trust_remote_code": _SPECIAL,
     M + "external_lib": _missing("of the user's code rewards, losses, advantages and tools are read by a path", None),
     M + "custom_chat_template": _missing("the chat template is the checkpoint's", None),
@@ -192,18 +193,14 @@ ROWS: dict[str, KeyRow] = {
     A + "optim.lr_warmup_steps_ratio": _SPECIAL,
     A + "optim.lr_decay_steps": _SPECIAL,
     A + "optim.total_training_steps": _nothing("follows from the length of the run"),
-    A + "optim.lr_warmup_init": _missing("warm-up starts at zero", 0, 0.0),
-    A + "optim.optimizer": _missing("only Adam here", "adam", "AdamW", "adamw"),
-    A + "optim.name": _missing("only Adam here", "adam", "AdamW", "adamw"),
+    A + "optim.optimizer": _missing(_ADAM, "adam", "AdamW", "adamw"),
+    A + "optim.name": _missing(_ADAM, "adam", "AdamW", "adamw"),
     A + "optim.optimizer_impl": _missing("only torch's and Megatron's Adam here", "torch.optim"),
-    A + "optim.eps": _missing("Adam's eps is 1e-8; set actor.optim.override_optimizer_config.adam_eps", 1e-8),
-    A + "optim.grad_clip": _missing("deprecated by verl; use clip_grad", None),
-    A + "optim.min_lr_ratio": _missing("a share of the rate: set actor.optim.min_lr", None, 0, 0.0),
-    A + "optim.min_lr_factor": _missing("a share of the rate: set actor.optim.min_lr", None, 0, 0.0),
-    A + "optim.lr_min": _missing("set actor.optim.min_lr", None, 0, 0.0),
-    A + "optim.lr_start": _missing("warm-up starts at zero", None, 0, 0.0),
+    A + "optim.grad_clip": _SPECIAL,
+    A + "optim.min_lr_ratio": _SPECIAL,
+    A + "optim.min_lr_factor": _SPECIAL,
     A + "optim.num_cycles": _missing("a cosine falls once, which is half a cycle", None, 0.5),
-    A + "optim.weight_decay_incr_style": _missing("weight decay is constant", "constant"),
+    A + "optim.weight_decay_incr_style": _implied("weight decay is constant: verl begins and ends with the same"),
     A + "optim.override_optimizer_config.": _SPECIAL,
     A + "optim.": _nothing("of schedules and optimizers that are not used"),
     # --- Megatron

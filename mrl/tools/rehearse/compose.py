@@ -267,6 +267,7 @@ def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
         "data.val_max_samples": VALIDATION_ROWS if original.data.val_files else original.data.val_max_samples,
         "rollout.val_kwargs.n": min(original.rollout.val_kwargs.n, 2),
         "actor.optim.lr_warmup_steps": warmup,
+        "actor.optim.lr_warmup_init": optim.lr_warmup_init if warmup else 0.0,
         "actor.optim.lr_decay_steps": optim.lr_decay_steps and min(optim.lr_decay_steps, STEPS * updates + 1),
     }
     for key, value in values.items():
@@ -330,6 +331,7 @@ def _critic(original: RunConfig, layout: SmallLayout, batch: SmallBatch) -> Iter
     epochs = critic.ppo_epochs and min(critic.ppo_epochs, EPOCHS)
     yield Change("critic.ppo_epochs", critic.ppo_epochs, epochs, "in small")
     yield Change("critic.optim.lr_warmup_steps", critic.optim.lr_warmup_steps, 0, f"{STEPS} steps")
+    yield Change("critic.optim.lr_warmup_init", critic.optim.lr_warmup_init, 0.0, f"{STEPS} steps")
     yield Change("critic.optim.lr_decay_steps", critic.optim.lr_decay_steps, None, f"{STEPS} steps")
     yield Change("trainer.critic_warmup", original.trainer.critic_warmup, 0, f"{STEPS} steps")
 
