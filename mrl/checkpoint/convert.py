@@ -7,6 +7,7 @@ A conversion is a source, opened by `mrl.checkpoint.open_checkpoint`, and a form
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def write_hf(
     """
     files = hf_plan(source.model, source.dtype)
     drafts = draft_layers(source.hf_files, source.model)
+    predicts = bool(drafts) or source.model.predicting_layers > 0
     container = Safetensors(source.dtype, stored_shapes(source.model))
     if whole is not None:
         files = _in_files(whole.entries, source.dtype)
@@ -98,20 +100,21 @@ def write_hf(
         if drafts:
             copied |= export(drafts, source, folder)
         made = {
-            "config.json": _config_of_export(source, whole, bool(drafts)),
+            "config.json": _config_of_export(source, whole, predicts),
             INDEX: _index(files, source.dtype, whole, folder if drafts else None),
         }
         for name, data in made.items():
             (folder / name).write_bytes(data)
         return copied | {name: facts_of(data) for name, data in made.items()}
 
-    report = run_conversion(source, Target(files, container, False, finish, open_hf), Path(output), options)
+    reopen = partial(open_hf, predicting=source.model.predicting_layers > 0)
+    report = run_conversion(source, Target(files, container, False, finish, reopen), Path(output), options)
     return replace(
         report,
         left_out=tuple(name for name in report.left_out if name not in {*drafts.names, *map(scale_of, drafts.scales)}),
-        left_out_layers=0 if drafts else source.model.left_out_layers,
+        left_out_layers=0 if predicts else source.model.left_out_layers,
         of_vision_tower=len(whole.tower) if whole else 0,
-        drafting=len(drafts.names),
+        drafting=0 if source.model.predicting_layers else len(drafts.names),
         other_copies=drafts.differing,
     )
 
@@ -240,26 +243,26 @@ def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
     return not {MASTER, EXP_AVG}.intersection(roles) or source.manifest is None
 
 
-def _config_of_export(source: Checkpoint, whole: Whole | None, drafts: bool) -> bytes:
-    """Returns config.json of an export, without layers and code that the export lacks. `drafts`: it has the predicting
-    layers.
+def _config_of_export(source: Checkpoint, whole: Whole | None, predicts: bool) -> bytes:
+    """Returns config.json of an export, without layers and code that the export lacks. `predicts`: it has the
+    predicting layers.
 
     It names the dtype of the weights: as `dtype` since transformers 4.56, as `torch_dtype` before.
     """
     if whole is not None:
         of_whole = whole.checkpoint.hf_config
         return json.dumps(
-            with_text_config(of_whole, _of_export(of_whole["text_config"], source, drafts)), indent=2
+            with_text_config(of_whole, _of_export(of_whole["text_config"], source, predicts)), indent=2
         ).encode()
     data = own_config(without_quantization(json.loads((source.hf_files / "config.json").read_text())))
-    return json.dumps(_of_export(data, source, drafts), indent=2).encode()
+    return json.dumps(_of_export(data, source, predicts), indent=2).encode()
 
 
-def _of_export(config: Mapping[str, Any], source: Checkpoint, drafts: bool) -> dict[str, Any]:
+def _of_export(config: Mapping[str, Any], source: Checkpoint, predicts: bool) -> dict[str, Any]:
     data = dict(config)
     data.pop("auto_map", None)
     keys = [key for key in ("dtype", "torch_dtype") if key in data] or ["torch_dtype"]
-    left_out = [key for key in MTP_KEYS if key in data and source.model.left_out_layers and not drafts]
+    left_out = [key for key in MTP_KEYS if key in data and source.model.left_out_layers and not predicts]
     return data | dict.fromkeys(keys, source.dtype) | dict.fromkeys(left_out, 0)
 
 

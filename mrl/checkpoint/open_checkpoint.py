@@ -152,8 +152,8 @@ class SafetensorsFiles:
         return 0
 
 
-def open_hf(folder: Path) -> Checkpoint:
-    """Opens a Hugging Face checkpoint.
+def open_hf(folder: Path, predicting: bool = False) -> Checkpoint:
+    """Opens a Hugging Face checkpoint. `predicting`: its predicting layers are part of the model.
 
     Raises ConfigError for an unsupported model or Megatron's format, EnvironmentFault for files that are not its
     weights.
@@ -164,7 +164,7 @@ def open_hf(folder: Path) -> Checkpoint:
             f"megatron-to-megatron with {TRUST_FLAG}"
         )
     try:
-        model = load_model_spec(folder)
+        model = load_model_spec(folder).holding(predicting)
         check_checkpoint(folder, model)
     except (ConfigError, EnvironmentFault) as error:
         raise type(error)(str(error).removeprefix("model.path ")) from None

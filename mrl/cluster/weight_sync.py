@@ -27,7 +27,7 @@ from mrl.config.places import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig
 from mrl.engine.requests import rank_name
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess, MrlError
-from mrl.model import read_hf_config
+from mrl.model import read_hf_config, with_predicting
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, describe_routes, p2p_members
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, describe, disagreements, replica_faults
 from mrl.units import GIB, MIB
@@ -434,7 +434,7 @@ class WeightSync:
     def _setup(self, topology: dict[str, list[list[int]]]) -> SyncSetup:
         rollout = self._deployment.rollout
         return SyncSetup(
-            hf_config=read_hf_config(self._model.path),
+            hf_config=with_predicting(read_hf_config(self._model.path), rollout.drafts_with_model),
             train=self._deployment.layout.model_dump(),
             rollout={
                 "num_engines": rollout.num_engines,

@@ -52,7 +52,7 @@ def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
             f"model.dtype {trained} differs from the checkpoint's {model.dtype}: weights are "
             "converted when they are loaded"
         )
-    if model.left_out_layers:
+    if model.left_out_layers and not config.rollout.drafts_with_model:
         yield (
             f"model.path: {model.left_out_layers} multi-token prediction layers are neither trained nor used by "
             "engines; checkpoints and exports have them as they are"

@@ -240,12 +240,35 @@ class LoraConfig(Section):
         return Lora.of(self.rank, self.alpha, self.target_modules)
 
 
+class MtpConfig(Section):
+    """The checkpoint's layer for multi-token prediction, which drafts with rollout.speculation.method: mtp.
+
+    Every weight sync brings it to the engines, with the trained embedding and output layer.
+    """
+
+    train: bool = key(
+        False,
+        "Trains the layer along: its cross entropy on sampled tokens, by an optimizer of its own with the settings of "
+        "actor.optim. The policy's update keeps its bits. false: the layer stays as it came.",
+        advice="true for more than some hundred updates: watch drafts/acceptance, which falls as the policy moves away "
+        "from the checkpoint. It costs one more layer's forward and backward a micro-batch.",
+        verl="actor_rollout_ref.model.mtp.enable_train",
+    )
+    loss_weight: float = key(
+        0.1,
+        "Factor of the layer's loss. Adam divides it out, except where gradients are clipped or below its eps.",
+        gt=0,
+        verl="actor_rollout_ref.model.mtp.mtp_loss_scaling_factor",
+    )
+
+
 class ActorConfig(Section):
     """The trained model: layout, batches, optimizer, and the parts that move to the host while idle."""
 
     layout: LayoutConfig
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig = LoraConfig()
+    mtp: MtpConfig = MtpConfig()
     ppo_mini_batch_size: int = key(
         ...,
         "Prompts per optimizer update. An epoch of a step makes train_batch_size / ppo_mini_batch_size updates.",

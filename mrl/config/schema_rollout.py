@@ -211,9 +211,9 @@ class SpeculationConfig(Section):
     method: str = key(
         ...,
         "What drafts. ngram: the tokens that followed an earlier occurrence of the newest ones. mtp: the checkpoint's "
-        "layers for multi-token prediction, which are not trained.",
+        "layer for multi-token prediction, which every weight sync brings; actor.mtp.train trains it along.",
         advice="ngram pays where answers repeat their prompt or themselves, as edits of code do. With mtp watch "
-        "drafts/acceptance, which falls as the policy moves away from the checkpoint.",
+        "drafts/acceptance, which falls as the policy moves away from a layer that is not trained along.",
     )
     tokens: int | Literal["auto"] = key(
         ...,
@@ -486,6 +486,16 @@ class RolloutConfig(Section):
         "rollout.turns.",
     )
     agent: AgentConfig | None = None
+
+    @property
+    def drafted_by(self) -> str:
+        """The method of speculation; empty where there is none."""
+        return "" if self.speculation is None else self.speculation.method
+
+    @property
+    def drafts_with_model(self) -> bool:
+        """Whether the checkpoint's predicting layers draft: ranks hold them, and weight syncs bring them."""
+        return self.drafted_by == MTP
 
     @property
     def vllm_kwargs(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from mrl.platforms.hosting import get_hosting
 
 _KEY = "rollout.speculation"
 _METHODS = ("ngram", MTP)
-TRIED = ("glm4_moe",)  # families whose predicting layers were compared with transformers
+TRIED = ("glm4_moe", "deepseek_v3")  # families whose engines were compared with transformers while layers drafted
 
 
 def _where_drafted(
@@ -29,7 +29,7 @@ def _method(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     speculation = config.rollout.speculation
     if speculation is None or speculation.method in _METHODS:
         return
-    why = "a weight sync does not bring the weights of a drafting model, so its drafts would be stale"
+    why = "a drafting model of its own is trained by nobody and in no weight sync, so its drafts would be stale"
     yield Violation(f"{_KEY}.method", f"{speculation.method!r} is not supported", why, _METHODS)
 
 
@@ -45,10 +45,9 @@ def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     elif model.family not in TRIED:
         why = "drafts by layers of other families were never compared with the model's distribution"
         yield Violation(key, f"must be ngram for {model.family}", why, ("ngram",))
-    elif speculation.tokens != AUTO and speculation.tokens > layers and speculation.tokens % layers:
-        rule = f"must be at most {layers}, or a multiple of it, with method mtp"
-        why = "the model predicts so many tokens at once, and is asked again for each further time as many"
-        yield Violation(f"{_KEY}.tokens", rule, why, (layers, 2 * layers))
+    elif layers > 1:
+        why = "a model with several layers, each for a further token, was never seen to draft"
+        yield Violation(key, f"must be ngram for {layers} layers for multi-token prediction", why, ("ngram",))
 
 
 def _uses_layers(config: RunConfig, model: ModelSpec) -> bool:
@@ -118,17 +117,31 @@ SPECULATION_RULES = (
     ),
     RuleRow(
         f"{_KEY}.method",
-        lambda c, m: _uses_layers(c, m) and (m.loads_by_sync or c.rollout.fp8_block > 0),
-        "must be ngram where engines cannot read the model's files as they are",
-        "the predicting layers are read from the files, and these are in another number format or form",
+        lambda c, m: _uses_layers(c, m) and c.rollout.fp8_block > 0,
+        "must be ngram with rollout.quantization",
+        "predicting layers have no form in FP8 here",
         ("ngram",),
     ),
     RuleRow(
-        f"{_KEY}.method",
-        lambda c, m: _uses_layers(c, m) and c.cluster.placement == "colocated" and c.cluster.device != "cpu",
-        "must be ngram with cluster.placement: colocated",
-        "an engine that sleeps forgets its weights, and no weight sync brings those of the predicting layers",
-        ("ngram",),
+        "reshard.path",
+        lambda c, m: _uses_layers(c, m) and c.reshard.path == "slow",
+        "must be fast with rollout.speculation.method mtp",
+        "full tensors go through the loader of the model alone, so drafts would be stale",
+        ("fast",),
+    ),
+    RuleRow(
+        "actor.lora.rank",
+        lambda c, m: _uses_layers(c, m) and c.actor.lora.rank > 0,
+        "must be 0 with rollout.speculation.method mtp",
+        "predicting layers have no adapters, and a checkpoint of adapters would not have them",
+        (0,),
+    ),
+    RuleRow(
+        "actor.mtp.train",
+        lambda c, m: c.actor.mtp.train and not c.rollout.drafts_with_model,
+        "must be false without rollout.speculation.method: mtp",
+        "ranks hold the predicting layer only where engines draft with it",
+        (False,),
     ),
     _where_drafted(
         f"{_KEY}.tokens",

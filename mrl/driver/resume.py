@@ -66,6 +66,7 @@ class RunIdentity:
     schedule: Schedule
     adapters: Mapping[str, Any] = field(default_factory=dict)  # as in a manifest; empty if weights are trained
     has_critic: bool = False
+    holds_predicting: bool = False  # ranks hold predicting layers, which the checkpoint then has among the weights
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunIdentity":
@@ -81,6 +82,7 @@ class RunIdentity:
             schedule_of(config),
             _adapters_of(config.actor.lora, config.model.path),
             config.algorithm.needs_critic,
+            config.rollout.drafts_with_model,
         )
 
     def going_on(self, point: Newest | None) -> "RunIdentity":
@@ -171,7 +173,7 @@ def find_resume_point(
     if names_one and newest.manifest is None and not newest.damaged:  # the run has not saved anything of its own
         newest = _named(trainer.resume_from_path)
     if newest.manifest is not None:
-        _check_same_model(identity.model, newest.manifest, newest.path)
+        _check_same_model(identity, newest.manifest, newest.path)
         _check_same_adapters(identity, newest.manifest, newest.path)
         _check_same_critic(identity, newest.manifest, newest.path)
         _check_same_values(identity.fixed, newest.manifest, newest.path)
@@ -224,8 +226,16 @@ def _check_same_values(fixed: Mapping[str, Any], manifest: Manifest, folder: Pat
         )
 
 
-def _check_same_model(model: ModelConfig, manifest: Manifest, folder: Path) -> None:
-    if model_spec(manifest.hf_config) != load_model_spec(model.path):
+def _check_same_model(identity: RunIdentity, manifest: Manifest, folder: Path) -> None:
+    model = identity.model
+    then = model_spec(manifest.hf_config)
+    if bool(then.predicting_layers) != identity.holds_predicting:
+        has = "has the predicting layers" if then.predicting_layers else "has no predicting layers"
+        raise ConfigError(
+            f"rollout.speculation.method: {folder} {has} among its weights, which runs with method mtp save: give the "
+            f"run's own rollout.speculation, or {new_run(manifest)}"
+        )
+    if then.holding(False) != load_model_spec(model.path):
         raise ConfigError(
             f"model.path: {model.path} is another model than the one in {folder}; give the run's own model.path"
         )

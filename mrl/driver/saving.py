@@ -29,7 +29,7 @@ from mrl.config.schema import LayoutConfig, TrainerConfig
 from mrl.driver.resume import RunIdentity
 from mrl.errors import EnvironmentFault
 from mrl.generate.train_state import TrainState
-from mrl.model import load_model_spec
+from mrl.model import load_model_spec, with_predicting
 from mrl.model.hf_config import without_quantization
 from mrl.platforms.source import own_version
 
@@ -289,6 +289,7 @@ class Saver:
         if state.kl_coef is not None:
             trainer["kl_coef"] = state.kl_coef
         hf_config = without_quantization(json.loads((model / "config.json").read_text()))
+        hf_config = with_predicting(hf_config, identity.holds_predicting)
         layout = self._saved.layout.model_dump()
         dtype = identity.model.dtype
         adapters = dict(identity.adapters)
@@ -298,13 +299,13 @@ class Saver:
         )
 
     def _keep_drafts(self, model: Path, hf: Path, step: int) -> FileFacts:
-        """Writes the model's predicting layers, which no training changes: once, and then as another name of the file.
-
-        Adapters have them in their base model.
+        """Writes what the model's predicting layers have beside the saved weights: once, and then as another name of
+        the file. It is all of them, or the names of copies if ranks hold them. Adapters have them in their base model.
         """
         if self._drafts is None:
             is_there = not self._saved.identity.adapters
-            self._drafts = draft_layers(model, load_model_spec(model)) if is_there else DraftLayers()
+            held = load_model_spec(model).holding(self._saved.identity.holds_predicting)
+            self._drafts = draft_layers(model, held) if is_there else DraftLayers()
         if not self._drafts:
             return {}
         if self._written_drafts is not None and self._written_drafts[0].exists():

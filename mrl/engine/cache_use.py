@@ -50,6 +50,11 @@ class CacheUse:
             step.num_drafts, tuple(step.num_draft_tokens_per_pos), tuple(step.num_accepted_tokens_per_pos)
         )
 
+    def note_decoded(self, requests: int) -> None:
+        """Notes for how many requests a step decoded tokens."""
+        if requests:
+            self.drafts += DraftCounts(decoded=requests)
+
     def stat_logger(self) -> Callable[[Any, int], Any]:
         """Returns a class for AsyncLLM's `stat_loggers`, in vLLM 0.23 and 0.32, whose loggers write here.
 
@@ -60,12 +65,15 @@ class CacheUse:
 
         note = self.note
         note_drafts = self.note_drafts
+        note_decoded = self.note_decoded
 
         class Watch(PrometheusStatLogger):
             def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None):
                 pass  # the base class would make the histograms
 
             def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0) -> None:
+                if iteration_stats is not None:
+                    note_decoded(len(iteration_stats.inter_token_latencies_iter))
                 if scheduler_stats is not None:
                     preempted = 0
                     if iteration_stats is not None:

@@ -1,43 +1,53 @@
-"""The model with which a worker of vLLM drafts (rollout.speculation.method: mtp), and the proof that it is not stale.
+"""The model with which a worker of vLLM drafts (rollout.speculation.method: mtp), as a part of what weight syncs write.
 
-vLLM reads it from model.path, and no training changes it. It multiplies with the embedding and output layer of the
-model itself, so a weight sync renews both. Private in vLLM 0.32: `model_runner.drafter.model`, and the names of its
-modules `model.embed_tokens` and `shared_head.head`.
+Its predicting layers come with each sync, and are read back with the rest. It multiplies with the embedding and output
+layer of the model itself, so those are brought once. Private in vLLM 0.32: `model_runner.drafter.model`, and the names
+of its modules `model.embed_tokens` and `shared_head.head`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from mrl.reshard.digest import lane_sums
-
-
-def draft_digests(runner: Any) -> dict[str, list[int]]:
-    """Returns a digest of each parameter that the drafting model does not share, as its kernels hold it."""
-    shared = {id(parameter) for parameter in runner.get_model().parameters()}
-    drafting = runner.drafter.model
-    return {
-        name: _digest(parameter.data)
-        for name, parameter in drafting.named_parameters()
-        if id(parameter) not in shared and parameter.numel()
-    }
+from mrl.model.weight_map import DRAFTING
 
 
-def check_drafter(runner: Any, loaded: dict[str, list[int]]) -> None:
-    """Raises RuntimeError naming what of the drafting model is not the model's, or not what was `loaded`."""
+def drafting_model(runner: Any) -> nn.Module:
+    """Returns the drafting model of a worker. `runner`: vLLM's model runner.
+
+    Raises RuntimeError where its embedding or output layer is not the model's, because no sync would renew it.
+    """
     model = runner.get_model()
     drafting = runner.drafter.model
     heads = [layer.shared_head.head for layer in drafting.modules() if hasattr(layer, "shared_head")]
     if drafting.model.embed_tokens is not model.model.embed_tokens or any(head is not model.lm_head for head in heads):
         raise RuntimeError(
             "the drafting model has an embedding or output layer of its own, which no weight sync renews: its drafts "
-            "are stale"
+            "would be stale"
         )
-    held = draft_digests(runner)
-    if stale := sorted(name for name in loaded.keys() | held.keys() if loaded.get(name) != held.get(name)):
-        raise RuntimeError(f"the drafting model holds other weights than it loaded: {', '.join(stale[:8])}")
+    return drafting
 
 
-def _digest(tensor: Tensor) -> list[int]:
-    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    return lane_sums(rows, (0, 0)).tolist()
+class ModelThatDrafts(nn.Module):
+    """A model and its drafting model as one, for weight syncs. Names of the latter begin with DRAFTING.
+
+    Modules that both have, embedding and output layer, are found once, under the model's names.
+    """
+
+    def __init__(self, model: nn.Module, drafting: nn.Module):
+        super().__init__()
+        self._modules.update(model._modules)
+        self._modules[DRAFTING.rstrip(".")] = drafting
+        self._loaders = (model.load_weights, drafting.load_weights)
+        self._first = min(int(name) for name in drafting.model.layers._modules)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Gives each tensor of a checkpoint to the loader of its model: predicting layers to the drafting model."""
+        given: tuple[list[tuple[str, Tensor]], ...] = ([], [])
+        for name, tensor in weights:
+            words = name.split(".")
+            given[words[1] == "layers" and int(words[2]) >= self._first].append((name, tensor))
+        for loader, own in zip(self._loaders, given, strict=True):
+            if own:
+                loader(own)

@@ -194,7 +194,7 @@ def _check_module(
         for numbered in _passes(names, {name: shapes[name] for name in names}, _format(group)):
             for target in group:
                 parameter_of(layer, target).fill_(UNTOUCHED)
-            model.load_weights(for_loader(type(model).__name__, *item) for item in numbered.items())
+            model.load_weights([for_loader(type(model).__name__, *item) for item in numbered.items()])
             for target in group:
                 _compare(parameter_of(layer, target), target, numbered)
     finally:

@@ -81,12 +81,14 @@ class DraftCounts:
     steps: int = 0  # of a request with drafted tokens; each gives one token more than it accepts
     drafted: tuple[int, ...] = ()  # tokens, by their position in a draft
     accepted: tuple[int, ...] = ()
+    decoded: int = 0  # decode steps of a request, with and without drafted tokens
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
         return DraftCounts(
             self.steps + other.steps,
             tuple(map(sum, zip_longest(self.drafted, other.drafted, fillvalue=0))),
             tuple(map(sum, zip_longest(self.accepted, other.accepted, fillvalue=0))),
+            self.decoded + other.decoded,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -103,6 +105,7 @@ class DraftCounts:
             "drafts/tokens": float(sum(self.drafted)),
             "drafts/acceptance": accepted / sum(self.drafted),
             "drafts/tokens_per_step": 1 + accepted / self.steps,
+            "drafts/step_share": self.steps / max(self.decoded, self.steps),
             **at,
         }
 
@@ -211,12 +214,18 @@ def engine_settings(
     loading = {}
     if by_sync:
         loading = {"load_format": AWAITED}
+    arguments = (
+        loading
+        | _of_model(model, config.cluster.device, config.rollout.fp8_block, config.model.vision is not None)
+        | _arguments(config, hosting, data_rank)
+    )
+    if config.rollout.drafts_with_model:  # a sync brings the predicting layers with the rest
+        form = AWAITED if arguments.get("load_format") == AWAITED else "auto"
+        arguments["speculative_config"]["draft_load_config"] = {"load_format": form}
     return EngineSettings(
         engine_id=engine_id,
         data_rank=data_rank,
-        arguments=loading
-        | _of_model(model, config.cluster.device, config.rollout.fp8_block, config.model.vision is not None)
-        | _arguments(config, hosting, data_rank),
+        arguments=arguments,
         check_order=hosting.checks_batch_order,
         vocab_size=model.vocab_size,
         expected=tuple((tensor.name, tensor.shape) for tensor in with_scales(model, config.rollout.fp8_block)),
@@ -328,9 +337,7 @@ def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Host
         sizes = [(1, drafting, speculation.tokens), (drafting + 1, most_sequences, 0)]
         schedule = {"num_speculative_tokens_per_batch_size": sizes[: 1 + (drafting < most_sequences)]}
     if speculation.method == MTP:
-        # no sync brings these layers, so they are read from the files also where the model's own are not
-        by_files = {"draft_load_config": {"load_format": "auto"}}
-        return schedule | by_files | {"method": MTP, "num_speculative_tokens": speculation.tokens}
+        return schedule | {"method": MTP, "num_speculative_tokens": speculation.tokens}
     return schedule | {
         "method": speculation.method,
         "num_speculative_tokens": speculation.tokens,

@@ -141,7 +141,8 @@ class TransferEngine(CommonTransferEngine):
         """Chooses the path; may be called again. Raises as `open_path` does."""
         self.shutdown()
         degrees = degrees_of(self.parallel_config, self.model_config.quantization, self.model_config.dtype)
-        self.path = open_path(text_of(self.model), self.model_config, ADAPTER, init_info, degrees)
+        model = text_of(self.model) if init_info.path == "slow" else self.synced
+        self.path = open_path(model, self.model_config, ADAPTER, init_info, degrees)
 
     def start_weight_update(self) -> None:
         """Enters vLLM's reload. From here on the model is in load layout and cannot generate."""

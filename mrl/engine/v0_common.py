@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from mrl.data.samples import ImageStore
 from mrl.engine.awaited_weights import fill
 from mrl.engine.constants import sha256_of
-from mrl.engine.drafter import check_drafter, draft_digests
+from mrl.engine.drafter import ModelThatDrafts, drafting_model
 from mrl.engine.engine_state import AWAITED, TEXT_FOLDER
 from mrl.engine.handshake import EngineDegrees
 from mrl.engine.load_layout import leaf_of, weight_bytes
@@ -277,6 +277,12 @@ class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     path: UpdatePath | None = None
+    drafted: ModelThatDrafts | None = None  # where layers of the model draft
+
+    @property
+    def synced(self) -> nn.Module:
+        """What the plan of a sync describes: the text model, with the drafting model where there is one."""
+        return self.drafted if self.drafted is not None else text_of(self.model)
 
     def abandon(self) -> None:
         """Drops an update that failed at any point, so that another can start."""
@@ -317,8 +323,7 @@ class CommonWorkerExtension(SleepingExtension):
     """Methods that vLLM mixes into its worker (`worker_extension_cls`), called through `collective_rpc`."""
 
     adapter: ClassVar[CommonAdapter]  # of this generation
-    drafts_loaded: dict[str, list[int]] | None = None  # digests of the drafting model, where there is one
-    tower_loaded: dict[str, object] | None = None  # and of the vision tower
+    tower_loaded: dict[str, object] | None = None  # digests of the vision tower, where there is one
 
     def answer(self, method: str, arguments: Sequence[Any] = ()) -> dict[str, Any]:
         """Calls one of this worker's methods. Returns {"value": its result}, or {"error": what it raised}.
@@ -367,15 +372,14 @@ class CommonWorkerExtension(SleepingExtension):
         report = self.update_path().report()
         if report.get("held", True) is None:
             return report
-        if self.drafts_loaded is not None:
-            check_drafter(self.model_runner, self.drafts_loaded)
         if self.tower_loaded is not None:
             check_tower(self.tower_loaded, self._tower_digests())
         return report
 
     def note_drafter(self) -> None:
-        """Notes the drafting model as it was loaded. Each update that is read back compares it from here on."""
-        self.drafts_loaded = draft_digests(self.model_runner)
+        """Makes the drafting model a part of what fast syncs write and read back."""
+        drafting = drafting_model(self.model_runner)
+        self.weight_transfer_engine.drafted = ModelThatDrafts(self.model_runner.get_model(), drafting)
 
     def note_tower(self) -> None:
         """Notes the vision tower as it was loaded. Each update that is read back compares it from here on."""
@@ -400,7 +404,7 @@ class CommonWorkerExtension(SleepingExtension):
 
     def weight_bytes(self) -> int:
         """Returns the bytes that an update has to bring to this worker, counted on vLLM's own parameters."""
-        return weight_bytes(text_of(self.model_runner.get_model()), self.adapter, self.model_config.dtype)
+        return weight_bytes(self.weight_transfer_engine.synced, self.adapter, self.model_config.dtype)
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from mrl.model.registry import (
     model_spec,
     planning_model_spec,
     read_hf_config,
+    with_predicting,
 )
 from mrl.model.tensors import (
     TensorSpec,
@@ -45,4 +46,5 @@ __all__ = [
     "planning_model_spec",
     "read_hf_config",
     "tensor_specs",
+    "with_predicting",
 ]

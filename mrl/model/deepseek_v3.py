@@ -148,6 +148,7 @@ FAMILY = Family(
     dense_layer,
     lambda m: with_shared_experts(m, router_in_vllm=None),
     vllm_order=VLLM_ORDER,
+    predicts=True,
     is_left_out=is_left_out,
     engine_keys=engine_keys,
     has_code_beside=True,

@@ -28,6 +28,7 @@ _PLAIN = {
     "attention_bias": ANY,  # here of queries, keys and values alone: qkv_bias
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # of embedding and output layer, in predicting layers
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -76,9 +77,13 @@ def _correction(m: ModelSpec) -> Weight:
 
 
 def is_left_out(name: str, m: ModelSpec) -> bool:
-    """Tells whether a tensor belongs to the layers for multi-token prediction."""
+    """Tells whether a tensor belongs to layers for multi-token prediction that ranks do not hold, or is a copy of the
+    embedding or output layer in one.
+    """
     layer = _LAYER.match(name)
-    return layer is not None and int(layer[1]) >= m.num_layers
+    if layer is None or int(layer[1]) < m.num_layers:
+        return False
+    return int(layer[1]) >= m.all_layers or name.endswith(COPIES)
 
 
 FAMILY = Family(
@@ -88,5 +93,6 @@ FAMILY = Family(
     dense_layer,
     with_shared_experts,
     vllm_order=(*VLLM_ATTENTION, "mlp.gate.", "mlp.shared_experts.", "mlp.", *VLLM_NORMS),
+    predicts=True,
     is_left_out=is_left_out,
 )

@@ -12,6 +12,7 @@ FAMILY = Family(
     dense_layer,
     with_shared_experts,
     vllm_order=VLLM_ORDER,
+    predicts=True,
     is_left_out=is_left_out,
     engine_keys=engine_keys,
 )

@@ -1,7 +1,7 @@
 """The content of a Hugging Face config.json: ModelSpec, and how the families read its fields."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from mrl.errors import ConfigError, shown
@@ -79,6 +79,7 @@ class LayerKind(NamedTuple):
 
     has_experts: bool
     is_linear: bool = False  # gated delta attention: a state that passes from token to token, instead of keys
+    predicts: bool = False  # a layer behind the model's own that predicts a further token
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,10 @@ class ModelSpec:
     norm_topk_prob: bool = False  # router weights of the chosen experts sum to one
     router_score: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=_LATER)
     routed_scaling_factor: float = field(default=1.0, metadata=_LATER)  # of the routed experts' sum
-    # for multi-token prediction; neither trained nor exported, so an export describes the same model without them
+    # for multi-token prediction, in the checkpoint's configuration
     left_out_layers: int = field(default=0, compare=False, metadata=_LATER)
+    # of these, layers that ranks hold and weight syncs move (mrl/model/draft_layers.py); 0: they stay files
+    predicting_layers: int = field(default=0, metadata=_LATER)
     # latent attention: keys and values are made from one latent vector of a token; head_dim is that of queries and keys
     kv_lora_rank: int = field(default=0, metadata=_LATER)  # size of the latent; 0: no latent attention
     q_lora_rank: int = field(default=0, metadata=_LATER)  # size of the queries' latent; 0: they are projected directly
@@ -168,6 +171,15 @@ class ModelSpec:
         """Tells whether some layers have gated delta attention."""
         return bool(self.linear_layers)
 
+    def holding(self, predicting: bool) -> "ModelSpec":
+        """Returns the model with its predicting layers, if ranks are to hold them."""
+        return replace(self, predicting_layers=self.left_out_layers if predicting else 0)
+
+    @property
+    def all_layers(self) -> int:
+        """The number of layers with those that predict further tokens and are held by ranks."""
+        return self.num_layers + self.predicting_layers
+
     @property
     def attending_layers(self) -> int:
         """The number of layers with keys and values."""
@@ -180,7 +192,11 @@ class ModelSpec:
         return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """Returns the kind of a layer by its number from 0."""
+        """Returns the kind of a layer by its number from 0. Predicting layers come last; they have experts if
+        other layers do.
+        """
+        if layer >= self.num_layers:
+            return LayerKind(self.is_moe, predicts=True)
         return LayerKind(layer in self.moe_layers, layer in self.linear_layers)
 
     @property

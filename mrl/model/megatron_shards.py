@@ -150,6 +150,8 @@ class _Rank:
             for local, layer in enumerate(layout.stage_layers(pp, vp)):
                 yield from self._layer(weights, vp, local, layer)
             if layout.is_last_chunk(pp, vp):
+                for layer in range(self.model.num_layers, self.model.all_layers):
+                    yield from self._layer(weights, vp, 0, layer)
                 yield from (self._shard(weight, vp) for weight in last_stage_weights(self.model, layout.pipeline))
 
     def _layer(self, weights: WeightMap, vp: int, local: int, layer: int) -> Iterator[Shard]:

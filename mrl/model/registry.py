@@ -113,6 +113,7 @@ _SHORT = {
     "qwen3627b": "Qwen3.5-27B",
 }
 _SAME_TYPE = {"kimi_k2": "deepseek_v3"}  # model types that are another one under a new name
+_HELD = "mrl_predicting_layers"  # key of `with_predicting`
 # Names that begin like a known one but mean another model.
 _OTHER_MODELS = ("deepseekv32",)
 
@@ -145,6 +146,13 @@ def for_loader(architecture: str, name: str, tensor: Any) -> tuple[str, Any]:
     return family.for_loader(name, tensor)
 
 
+def with_predicting(config: HfConfig, predicting: bool) -> dict[str, Any]:
+    """Returns the configuration of a model whose ranks hold its predicting layers, for manifests and weight syncs, if
+    `predicting`. It is no config.json of an export.
+    """
+    return {**config, _HELD: model_spec(config).left_out_layers} if predicting else dict(config)
+
+
 def read_hf_config(path: str | Path) -> dict[str, Any]:
     """Returns the config.json of a checkpoint directory.
 
@@ -169,11 +177,14 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def model_spec(config: HfConfig) -> ModelSpec:
-    """Makes a ModelSpec from config.json.
+    """Makes a ModelSpec from config.json, or from what `with_predicting` returns.
 
     Raises ConfigError for remote code, an unsupported architecture, a missing key, or a feature that training would not
     compute.
     """
+    if held := config.get(_HELD, 0):
+        plain = {key: value for key, value in config.items() if key != _HELD}
+        return replace(model_spec(plain), predicting_layers=held)
     names = config.get("architectures") or []
     refuse_impossible({"architectures": names})
     wrapper = wrapper_of(config)

@@ -38,7 +38,7 @@ def tensor_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
     """
     weights = weight_map(model)
     specs = [*_tensors(model, weights.embedding)]
-    for layer in range(model.num_layers):
+    for layer in range(model.all_layers):
         for weight, expert in per_expert(weights.layer(layer).hf, range(model.num_experts)):
             specs += _tensors(model, weight, layer, expert)
     return (*specs, *(spec for weight in weights.ends for spec in _tensors(model, weight)))

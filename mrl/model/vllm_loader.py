@@ -10,6 +10,7 @@ import numpy as np
 
 from mrl.model.hf_config import ModelSpec
 from mrl.model.layout import RolloutLayout
+from mrl.model.weight_map import DRAFTING
 
 Arrays = dict[str, np.ndarray]
 # packed_modules_mapping: a module of the checkpoint -> the fused module, and its position there
@@ -74,13 +75,24 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
     for name, parts in slices.items():
         parameters[name] = np.concatenate([parts[place] for place in sorted(parts)])
     module, names = _EXPERTS.get(model.family, _PLAIN_EXPERTS)
-    for layer in model.moe_layers:
+    for layer in (*model.moe_layers, *(range(model.num_layers, model.all_layers) if model.is_moe else ())):
         if model.family == "gpt_oss":
             parameters |= _biased_experts(hf, f"model.layers.{layer}.mlp.experts.", model.num_experts, rollout, worker)
             continue
         prefix = f"model.layers.{layer}.{module}.experts."
         parameters |= _experts(hf, prefix, names, model.num_experts, rollout, worker, transposed)
-    return parameters
+    return {_in_drafting_model(name, model): array for name, array in parameters.items()}
+
+
+def _in_drafting_model(name: str, model: ModelSpec) -> str:
+    """Returns a parameter's name, which vLLM changes in predicting layers (deepseek_mtp.py, _rewrite_spec_layer_name).
+    """
+    words = name.split(".")
+    if words[1] != "layers" or int(words[2]) < model.num_layers:
+        return name
+    if words[3] not in ("enorm", "hnorm", "eh_proj", "shared_head"):
+        words.insert(3, "mtp_block")
+    return ".".join((DRAFTING.rstrip("."), *words))
 
 
 def _fused_part(module: str, tensor: np.ndarray, model: ModelSpec, tp: int, size: int) -> np.ndarray:

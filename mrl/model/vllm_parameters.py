@@ -76,8 +76,8 @@ def worker_slice(weight: Weight, workers: int, index: int) -> Slice:
             return _heads(weight, workers, index)
         case "key heads":
             return _key_heads(weight, workers, index)
-        case "rows" if weight.vllm_split:
-            return even_slice(replace(weight, split="rows"), workers, index)
+        case "rows" | "copied" if weight.vllm_split:
+            return even_slice(replace(weight, split=weight.vllm_split), workers, index)
         case "vocabulary":
             return _vocabulary(weight, workers, index)
     return even_slice(weight, workers, index)
@@ -145,7 +145,7 @@ class _Worker:
     def parameters(self) -> Iterator[TargetParameter]:
         weights = weight_map(self.model)
         yield self._parameter(weights.embedding, None)
-        for layer in range(self.model.num_layers):
+        for layer in range(self.model.all_layers):
             for weight in weights.layer(layer).vllm:
                 parameter = self._parameter(weight, layer)
                 if self.fp8_block and is_quantised(weight):

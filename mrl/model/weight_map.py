@@ -61,6 +61,8 @@ VLLM_LAYER = "model.layers.{layer}."
 # vLLM's decoder layers register attention, then the MLP, then both norms
 VLLM_ATTENTION = ("self_attn.q_proj.", "self_attn.o_proj.", "self_attn.")
 VLLM_NORMS = ("input_layernorm.", "post_attention_layernorm.")
+PREDICTING = "mtp."  # begins Megatron's names of a predicting layer's weights
+DRAFTING = "drafts."  # begins names in vLLM's drafting model, which is beside the model (mrl/engine/drafter.py)
 MEGATRON_ORDER = ("input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.gate.", "mlp.experts.", "mlp.")
 
 
@@ -158,6 +160,8 @@ class Family:
     # checkpoint's order among equal prefixes.
     megatron_order: tuple[str, ...] = MEGATRON_ORDER
     vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
+    # Ranks can hold the layer that predicts a further token. Checkpoint and vLLM name it as those of DeepSeek-V3.
+    predicts: bool = False
     # tells whether a tensor of the family's checkpoints is not part of the model
     is_left_out: Callable[[str, ModelSpec], bool] = _nothing
     # keys of config.json that vLLM reads but transformers does not write, so that no engine uses another default
@@ -203,6 +207,7 @@ class WeightMap:
     dense_layer: LayerWeights
     expert_layer: LayerWeights
     linear_layer: LayerWeights
+    predicting_layer: LayerWeights
     final_norm: Weight
     output: Weight  # the embedding's tensor, if embeddings are tied
 
@@ -223,6 +228,7 @@ class WeightMap:
             _layer_weights(family, family.dense_layer(model)),
             _layer_weights(family, family.expert_layer(model) if family.expert_layer and model.is_moe else ()),
             _layer_weights(family, family.linear_layer(model) if family.linear_layer and model.is_hybrid else ()),
+            _predicting_layer(model, family),
             copied("model.norm.weight", hidden, "decoder.final_layernorm.weight"),
             _vocabulary(Part(output, words), "output_layer.weight"),
         )
@@ -233,6 +239,8 @@ class WeightMap:
 
     def of_kind(self, kind: LayerKind) -> LayerWeights:
         """Returns the weights of a layer of this kind."""
+        if kind.predicts:
+            return self.predicting_layer
         if kind.is_linear:
             return self.linear_layer
         if kind.has_experts:
@@ -249,7 +257,7 @@ class WeightMap:
     @cached_property
     def layers(self) -> tuple[tuple[LayerWeights, int], ...]:
         """Returns each kind of layer in the model, with the number of its layers."""
-        counts = Counter(self.model.layer_kind(layer) for layer in range(self.model.num_layers))
+        counts = Counter(map(self.model.layer_kind, range(self.model.all_layers)))
         return tuple((self.of_kind(kind), counts[kind]) for kind in sorted(counts))
 
     @cached_property
@@ -285,6 +293,38 @@ def _layer_weights(family: Family, weights: tuple[Weight, ...]) -> LayerWeights:
     in_vllm = _joined(_ordered(weights, family.vllm_order))
     orders = (weights, _ordered(weights, family.megatron_order), in_vllm)
     return LayerWeights(*(tuple(map(_in_layer, order)) for order in orders))
+
+
+def _predicting_layer(model: ModelSpec, family: Family) -> LayerWeights:
+    """Returns the weights of a predicting layer: two norms, the projection that joins what they give, those of an
+    ordinary layer, and the norm before the output layer.
+
+    Megatron's names are those of its MultiTokenPredictionLayer. Every worker in vLLM has the whole projection.
+    """
+    if not model.predicting_layers:
+        return LayerWeights((), (), ())
+    hidden = model.hidden_size
+    in_vllm = DRAFTING + VLLM_LAYER
+
+    def norm(name: str, megatron: str) -> Weight:
+        part = Part(HF_LAYER + name, (hidden,), matmul=False)
+        return Weight((part,), PREDICTING + megatron, in_vllm + name, "copied")
+
+    join = Part(HF_LAYER + "eh_proj.weight", (hidden, 2 * hidden))
+    first = (
+        norm("enorm.weight", "enorm.weight"),
+        norm("hnorm.weight", "hnorm.weight"),
+        Weight((join,), PREDICTING + "eh_proj.weight", in_vllm + "eh_proj.weight", "rows", vllm_split="copied"),
+    )
+    last = norm("shared_head.norm.weight", "final_layernorm.weight")
+
+    def inside(weight: Weight) -> Weight:
+        megatron = weight.megatron.replace(MEGATRON_LAYER, PREDICTING + "transformer_layer.", 1)
+        return replace(weight, megatron=megatron, vllm=weight.vllm.replace(VLLM_LAYER, in_vllm + "mtp_block.", 1))
+
+    layer_of = family.expert_layer if model.is_moe else family.dense_layer
+    layer = _layer_weights(family, layer_of(model))
+    return LayerWeights(*((*first, *map(inside, order), last) for order in (layer.hf, layer.megatron, layer.vllm)))
 
 
 def _joined(weights: Iterable[Weight]) -> Iterator[Weight]:

@@ -55,7 +55,7 @@ def compare(inputs: PlanInputs, planned: Mapping[str, Any], rows: Sequence[Row])
     rows = usable(rows)
     if not rows:
         return []
-    lengths = lengths_of(rows, inputs.config.data.max_response_length)
+    lengths = lengths_of(rows, inputs.config.data.max_response_length, inputs.config.rollout.drafted_by)
     measured = replace(inputs, assumptions=at_lengths(inputs.assumptions, lengths))
     return [*_lengths(inputs, measured), *_seconds(measured, planned, rows), *_bytes(planned, rows)]
 

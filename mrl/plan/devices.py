@@ -247,8 +247,9 @@ class MeasuredLengths:
 
     `response`: equally likely lengths, ascending, of responses within `limit` tokens; `cut`: the share that the limit
     ended; `hazard`: how likely a response ends at one of its tokens, which tells of longer limits. `spread`: the mean
-    square of a whole sample's tokens, divided by the square of their mean. `accepted`: share of drafts whose first,
-    second, ... token was accepted, with all before it; empty where nothing was drafted.
+    square of a whole sample's tokens, divided by the square of their mean. `accepted`: share of decode steps in which
+    a drafted first, second, ... token was accepted, with all before it; empty where nothing was drafted. `drafted_by`:
+    rollout.speculation.method of these steps.
     """
 
     prompt: float
@@ -258,6 +259,7 @@ class MeasuredLengths:
     hazard: float = 0.0
     spread: float = 1.0
     accepted: tuple[float, ...] = ()
+    drafted_by: str = ""
 
     def mean_response(self, limit: int) -> float:
         """Returns the mean tokens of responses within another limit.

@@ -2,7 +2,7 @@
 
 Where each drafted token is accepted with probability a if those before it were, a step of k drafted tokens gives
 1 + a + a^2 + ... + a^k tokens (Leviathan et al., arXiv 2211.17192, equation 1). Runs measure the share of each position
-(drafts/acceptance_at/1, 2, ...), which a calibration hands over.
+(drafts/acceptance_at/1, 2, ...) in all decode steps, which a calibration hands over for the same method.
 """
 
 from dataclasses import replace
@@ -47,9 +47,12 @@ def tokens_per_step(inputs: PlanInputs) -> float:
 
 
 def measured_acceptance(inputs: PlanInputs) -> tuple[float, ...]:
-    """Returns the acceptance that runs of the cluster had; empty where it is not known."""
+    """Returns the acceptance that runs of the cluster had with the same method; empty where it is not known."""
     measured = inputs.assumptions.measured
-    return measured.lengths.accepted if measured and measured.lengths else ()
+    speculation = inputs.config.rollout.speculation
+    if speculation is None or not (measured and measured.lengths) or measured.lengths.drafted_by != speculation.method:
+        return ()
+    return measured.lengths.accepted
 
 
 def with_drafts(inputs: PlanInputs, tokens: int, method: str = MTP) -> PlanInputs:

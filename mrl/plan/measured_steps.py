@@ -91,8 +91,11 @@ def bytes_of(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def lengths_of(rows: Sequence[Row], limit: int) -> MeasuredLengths:
-    """Returns the lengths of some steps by their metrics. `rows` come from `usable`. `limit`: of responses."""
+def lengths_of(rows: Sequence[Row], limit: int, drafted_by: str = "") -> MeasuredLengths:
+    """Returns the lengths of some steps by their metrics. `rows` come from `usable`. `limit`: of responses.
+
+    `drafted_by`: the run's rollout.speculation.method; empty if it drafted none.
+    """
     prompt, response, longest, cut = (
         float(np.mean([row.get(name) or 0.0 for row in rows]))
         for name in (
@@ -102,14 +105,19 @@ def lengths_of(rows: Sequence[Row], limit: int) -> MeasuredLengths:
     usual = (_QUANTILES * response - longest) / (_QUANTILES - 1)
     lengths = (*[max(usual, 1.0)] * (_QUANTILES - 1), max(longest, usual, 1.0))
     ends = (1 - min(cut, 1.0)) / max(response, 1.0)
-    return MeasuredLengths(max(prompt, 1.0), lengths, limit, min(cut, 1.0), ends, accepted=_accepted(rows))
+    drafts = {"accepted": _accepted(rows), "drafted_by": drafted_by} if drafted_by else {}
+    return MeasuredLengths(max(prompt, 1.0), lengths, limit, min(cut, 1.0), ends, **drafts)
 
 
 def _accepted(rows: Sequence[Row]) -> tuple[float, ...]:
-    """Returns the share of drafts whose first, second, ... token was accepted, in the mean over steps that drafted."""
+    """Returns the share of decode steps in which a drafted first, second, ... token was accepted.
+
+    Metrics have the acceptance of drafts, and the share of steps that drafted; without the latter all did.
+    """
     shares = []
     for position in count(1):
-        found = [row[name] for row in rows if row.get(name := f"drafts/acceptance_at/{position}") is not None]
+        name = f"drafts/acceptance_at/{position}"
+        found = [row[name] * row.get("drafts/step_share", 1.0) for row in rows if row.get(name) is not None]
         if not found:
             return tuple(shares)
         shares.append(float(np.mean(found)))

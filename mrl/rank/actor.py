@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.algo.aggregate import merge, to_floats
 from mrl.algo.plain import Denominators, FloatParts
@@ -28,6 +30,7 @@ from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Shard, source_shards
 from mrl.model.peft_files import read_peft
+from mrl.model.weight_map import PREDICTING
 from mrl.platforms import get_platform
 from mrl.platforms.layers import check_dispatcher, check_gated_delta, check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
@@ -40,6 +43,7 @@ from mrl.rank.cut import ReplicaCut, StepCut, step_cut
 from mrl.rank.exchange import gather_bytes
 from mrl.rank.forward import (
     Around,
+    Beside,
     laid_out,
     log_prob_pass,
     loss_pass,
@@ -62,6 +66,12 @@ from mrl.rank.optimizer import (
 )
 from mrl.rank.overlap import gather_weights, set_gradient_reduction
 from mrl.rank.packing import MicroBatches
+from mrl.rank.predicting import (
+    PredictingLayer,
+    embedding_on_last_stage,
+    join_making_trained,
+    load_from_files,
+)
 from mrl.rank.routing import Routing
 from mrl.rank.teacher import Teacher
 
@@ -95,6 +105,7 @@ class MegatronActor:
         if config.trainer.deterministic:
             self.platform.deterministic()
         self.model = load_model_spec(config.model.path)
+        self.held = self.model.holding(config.rollout.drafts_with_model)  # with its predicting layers, if they draft
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         timeout_s = config.cluster.step_timeout_s
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
@@ -117,7 +128,10 @@ class MegatronActor:
             freeze(p for chunk in self.chunks for key, p in chunk.named_parameters() if key.endswith(".router.weight"))
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
-        self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
+        self.predicting = self._build_predicting()
+        held = [*self.chunks, *([] if self.predicting is None else [self.predicting.chunk])]
+        parts = [part for each in self.optimizers for part in each.chained_optimizers]
+        self.residence = Residence(self.platform, held, ChainedOptimizer(parts), switched(config.actor))
         self.vision: Vision | None = None  # after `see`
         self.num_updates = 0  # optimizer steps that were applied
         self.skipped_in_a_row = 0  # consecutive newest updates that could not be applied
@@ -126,7 +140,23 @@ class MegatronActor:
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The descriptions of this rank's parameters."""
-        return all_shards(self.model, self.layout, self.rank, self.lora)
+        return all_shards(self.held, self.layout, self.rank, self.lora)
+
+    @property
+    def predicting_chunk(self) -> torch.nn.Module | None:
+        """The predicting layer, where this rank holds one."""
+        return None if self.predicting is None else self.predicting.chunk
+
+    @property
+    def optimizers(self) -> tuple[MegatronOptimizer, ...]:
+        """The optimizers of this rank: of the policy, and of a predicting layer that is trained here."""
+        own = None if self.predicting is None else self.predicting.optimizer
+        return (self.optimizer,) if own is None else (self.optimizer, own)
+
+    @property
+    def schedulers(self) -> tuple[OptimizerParamScheduler, ...]:
+        """The schedules of `optimizers`."""
+        return (self.scheduler,) if len(self.optimizers) == 1 else (self.scheduler, self.predicting.scheduler)
 
     @property
     def on_last_stage(self) -> bool:
@@ -159,6 +189,26 @@ class MegatronActor:
         if self.adapters is not None and path is not None:
             read_peft(path, self.model, self.lora)
             self.adapters.read(path)
+
+    def _build_predicting(self) -> PredictingLayer | None:
+        """Builds the predicting layer and loads it, on ranks of the last stage of a run whose engines draft with it.
+
+        Collective.
+        """
+        config = self.config
+        if not self.held.predicting_layers:
+            return None
+        if not self.on_last_stage:
+            if config.actor.mtp.train:
+                join_making_trained(self.chunks, config.actor.optim, DTYPES[config.model.dtype])
+            return None
+        layer = self.bridge.build_predicting_layer()
+        predicting = PredictingLayer(layer, self.model, self.chunks, self.platform)
+        own = {s.megatron_name: s for s in self.shards if s.megatron_name.startswith(PREDICTING)}
+        load_from_files(predicting.chunk, own, config.model.path)
+        if config.actor.mtp.train:
+            predicting.make_trained(config.actor.optim, DTYPES[config.model.dtype], config.total_updates)
+        return predicting
 
     def _build_critic(self) -> MegatronCritic | None:
         """Builds the critic after the offloaded states have left the device, which may lack memory for both."""
@@ -400,14 +450,16 @@ class MegatronActor:
     def _gradients(
         self, batch: TrainBatch, micros: Sequence[MicroRows], count: Denominators
     ) -> tuple[list[FloatParts], RowResult | None]:
-        inputs = self._inputs(batch, micros)
+        drafts = self.config.actor.mtp.train
+        inputs = self._inputs(batch, micros, drafts)
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
         if self.vision is not None:
             around = self.vision.around(batch, around, training=True)
         config = self.config
         with drawing_noise(config.actor.lora.dropout, config.trainer.seed, self.num_updates, self.platform.device):
-            results = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around)
+            beside = self._learning(count) if drafts else None
+            results = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around, beside)
         if self.routing:
             self.routing.check_recomputed()
         outputs = [result.outputs for result in results if result.outputs is not None]
@@ -415,6 +467,19 @@ class MegatronActor:
         if outputs:
             old = of_rows(micros, outputs)
         return [to_floats(result.metrics) for result in results] if self.holds_result else [], old
+
+    def _learning(self, count: Denominators) -> Beside | None:
+        """Returns what gives the predicting layer its gradient of a mini-batch; None on ranks without the layer.
+
+        Collective.
+        """
+        predicting = self.predicting
+        if predicting is not None:
+            predicting.begin()
+        embedding_on_last_stage(self.chunks, predicting, self.layout)
+        if predicting is None:
+            return None
+        return partial(predicting.learn, scale=self.config.actor.mtp.loss_weight / count.tokens)
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, full tensor) of every weight, on every rank, in the model's dtype.
@@ -486,11 +551,30 @@ class MegatronActor:
         result = (
             step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
         )
+        of_drafts = self._step_predicting() if result.applied and self.config.actor.mtp.train else {}
         self.num_updates += result.applied
         self._count_skipped(result, trained)
         if not self.holds_result:
             return None, old
-        return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {}), old
+        return merge(losses) | of_drafts | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {}), old
+
+    def _step_predicting(self) -> FloatParts:
+        """Updates the predicting layer, after the policy's own update. Collective.
+
+        Returns metrics on ranks that have the layer.
+        """
+        predicting = self.predicting
+        squares = torch.zeros((), device=self.platform.device)
+        if predicting is not None:
+            predicting.sum_gradients()
+            squares = predicting.squares()
+        torch.distributed.all_reduce(squares)
+        norm = math.sqrt(float(squares))
+        if predicting is None:
+            return {}
+        predicting.step(norm, self.config.actor.optim.clip_grad)
+        of_norm = {"actor/mtp_grad_norm": (norm, 1.0)} if mpu.get_data_parallel_rank() == 0 else {}
+        return predicting.metrics() | of_norm
 
     def _all_finite(self, batch: TrainBatch, old: RowResult | None) -> bool:
         """Tells whether log-probs are finite on all ranks: `old`, and generation's for the same rows. Collective."""
@@ -517,9 +601,9 @@ class MegatronActor:
                 "with a smaller actor.optim.lr"
             )
 
-    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> MicroBatches:
-        """Returns this rank's inputs for each micro-batch."""
-        return laid_out(batch, micros, self._update_splitter.shape, self.layout, self.platform.device)
+    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows], drafts: bool = False) -> MicroBatches:
+        """Returns this rank's inputs for each micro-batch. `drafts`: as for `laid_out`."""
+        return laid_out(batch, micros, self._update_splitter.shape, self.layout, self.platform.device, drafts)
 
 
 def _handed_out(result: RowResult | None) -> RowResult | None:

@@ -15,10 +15,16 @@ from typing import Any, Protocol
 import torch
 from mbridge.core import bridge as mbridge_base
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -49,6 +55,12 @@ class Bridge(Protocol):
         """Returns the model chunks of this rank, without weights.
 
         With `is_trained` they are wrapped for data-parallel training. Otherwise they have no gradients.
+        """
+
+    def build_predicting_layer(self) -> MultiTokenPredictionLayer:
+        """Returns the layer that predicts a further token, without weights, on a rank of the last pipeline stage.
+
+        Chunks must be built. It is as the last of their layers.
         """
 
     def load_hf(self, path: str) -> None:
@@ -149,6 +161,21 @@ class MBridge:
             add_within_products(self._chunks)
         return self._chunks
 
+    def build_predicting_layer(self) -> MultiTokenPredictionLayer:
+        config = self._bridge.config
+        last = unwrap_model(self._chunks[-1])
+        block = self._bridge._get_transformer_layer_spec(getattr(last, "vp_stage", None))
+        norm = block.layer_norm
+        parts = MultiTokenPredictionLayerSubmodules(norm, norm, _column_parallel(), block.layer_specs[-1], norm)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        layer = MultiTokenPredictionLayer(config, parts, vp_stage=getattr(last, "vp_stage", None), pg_collection=groups)
+        layer = layer.to(next(last.parameters()).device, self.dtype)
+        for callback in (_make_constants_parameters, _mark_expert_parameters, _mark_replicated_parameters):
+            callback(layer)
+        for router in _routers_with_constants(layer):
+            router.expert_bias.data = router.expert_bias.data.float()
+        return layer
+
     def _attach_adapters(self, lora: Lora, numbers: Iterator[int], chunk: torch.nn.Module, **_: Any) -> None:
         """Attaches adapters to a chunk. `numbers` yields the chunks' numbers in the order in which they are made."""
         number = next(numbers)
@@ -171,6 +198,15 @@ class MBridge:
                 if name not in seen:  # tied embeddings come once from the first stage and once from the last
                     seen.add(name)
                     yield name, tensor
+
+
+def _column_parallel() -> type:
+    """Returns the class of column-parallel layers in the installed kind of layers."""
+    if layers() == "torch":
+        return ColumnParallelLinear
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider().column_parallel_linear()
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mrl.algo.aggregate import MetricParts, merge, to_floats
@@ -61,6 +63,7 @@ class MegatronCritic:
     """
 
     lora = None  # the critic is always trained completely
+    predicting_chunk = None
 
     def __init__(
         self, config: RunConfig, rank: int, platform: Platform, model: ModelSpec, of_actor: TrainLayout
@@ -112,6 +115,21 @@ class MegatronCritic:
         gather_weights(self.chunks)
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates, "critic")
+
+    @property
+    def optimizers(self) -> tuple[MegatronOptimizer, ...]:
+        """Its optimizer, as those of an actor."""
+        return (self.optimizer,)
+
+    @property
+    def schedulers(self) -> tuple[OptimizerParamScheduler, ...]:
+        """Its schedule, as those of an actor."""
+        return (self.scheduler,)
+
+    @property
+    def held(self) -> ModelSpec:
+        """The model, as that of an actor."""
+        return self.model
 
     @property
     def shards(self) -> tuple[Shard, ...]:

@@ -38,14 +38,19 @@ def on_device(inputs: MicroBatch[np.ndarray], device: torch.device) -> MicroBatc
 
 
 def laid_out(
-    batch: TrainBatch, micros: Sequence[MicroRows], shape: Shape, layout: TrainLayout, device: torch.device
+    batch: TrainBatch,
+    micros: Sequence[MicroRows],
+    shape: Shape,
+    layout: TrainLayout,
+    device: torch.device,
+    drafts: bool = False,
 ) -> MicroBatches:
-    """Returns this rank's inputs for each micro-batch of a pass."""
+    """Returns this rank's inputs for each micro-batch of a pass. `drafts`: as for `micro_batch`."""
     context_rank = mpu.get_context_parallel_rank()
 
     def lay_out(number: int) -> MicroBatch[Tensor]:
         micro = micros[number]
-        return on_device(micro_batch(batch, micro.rows, shape, context_rank, micro.is_filler), device)
+        return on_device(micro_batch(batch, micro.rows, shape, context_rank, micro.is_filler, drafts), device)
 
     return MicroBatches(len(micros), lay_out, layout.pipeline if layout.virtual_pipeline > 1 else 1)
 
@@ -118,6 +123,7 @@ class Likeliest:
 
 
 Outputs = Callable[[Tensor, torch.nn.Module, MicroBatch], Any]  # outputs of tokens, from the last chunk's result
+Beside = Callable[[Tensor, MicroBatch], None]  # gets the last chunk's result, whose graph it leaves alone
 LastStage = Callable[[MicroBatch, Any], tuple[Tensor, object]]  # -> the tensor to run backward on, the object to return
 # a context that is entered while one chunk computes one micro-batch
 Around = Callable[[torch.nn.Module, MicroBatch], AbstractContextManager]
@@ -167,6 +173,7 @@ def loss_pass(
     parameters: PolicyLossParameters,
     denominators: Denominators,
     around: Around = nothing_around,
+    beside: Beside | None = None,
 ) -> list[LossResult]:
     """Runs forward and backward of a mini-batch on this rank.
 
@@ -175,7 +182,8 @@ def loss_pass(
     `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. The schedule divides
     each loss by the number of micro-batches and multiplies it by the context-parallel size. The gradient reduction
     divides by the number of data- and context-parallel ranks. The factor in this function undoes these operations, so
-    that gradients are sums. Returns the result of each micro-batch on the last stage, an empty list elsewhere.
+    that gradients are sums. `beside` gets the last stage's hidden states of each micro-batch. Returns the result of
+    each micro-batch on the last stage, an empty list elsewhere.
     """
     undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
     exercised(f"actor.layout.virtual_pipeline_model_parallel_size={len(chunks)}")
@@ -188,7 +196,13 @@ def loss_pass(
             result.metrics, outputs.detached() if inputs.old_log_probs is None else None
         )
 
-    outputs = _outputs_of(vocab_size, entropy_has_gradient=bool(parameters.entropy_coeff))
+    of_policy = _outputs_of(vocab_size, entropy_has_gradient=bool(parameters.entropy_coeff))
+
+    def outputs(hidden: Tensor, model: torch.nn.Module, inputs: MicroBatch) -> TokenOutputs:
+        if beside is not None:
+            beside(hidden, inputs)
+        return of_policy(hidden, model, inputs)
+
     return run_pass(chunks, micro_batches, outputs, loss, around, forward_only=False)
 
 
@@ -196,7 +210,7 @@ def _outputs_of(vocab_size: int, entropy_has_gradient: bool = False, likeliest: 
     """Returns the function that computes log-probs and entropies from hidden states."""
 
     def outputs(hidden: Tensor, model: torch.nn.Module, inputs: MicroBatch) -> TokenOutputs:
-        return token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient, likeliest)
+        return token_outputs(hidden, head_weight(model), inputs, vocab_size, entropy_has_gradient, likeliest)
 
     return outputs
 
@@ -271,20 +285,28 @@ def _gathered_tokens(sequence_parallel: bool) -> Callable:
     """Returns what takes the place of an output layer: it returns its input, with all tokens on every tensor rank."""
 
     def forward(hidden: Tensor, *_, **__) -> tuple[Tensor, None]:
-        # backward sums the ranks' gradients, each of which comes from that rank's part of the vocabulary
-        if sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden), None
-        whole = copy_to_tensor_model_parallel_region(hidden)
-        if whole.requires_grad:
-            # Megatron sums a copy of a gradient that is not contiguous, and continues with the original
-            # (0.16.1, tensor_parallel/mappings.py: _reduce)
-            whole.register_hook(Tensor.contiguous)
-        return whole, None
+        return with_all_tokens(hidden, sequence_parallel), None
 
     return forward
 
 
-def _head_weight(model: torch.nn.Module) -> Tensor:
+def with_all_tokens(hidden: Tensor, sequence_parallel: bool) -> Tensor:
+    """Returns hidden states [length, batch, hidden] with all tokens on every tensor rank.
+
+    Backward sums the ranks' gradients, each of which comes from that rank's part of the vocabulary.
+    """
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden)
+    whole = copy_to_tensor_model_parallel_region(hidden)
+    if whole.requires_grad:
+        # Megatron sums a copy of a gradient that is not contiguous, and continues with the original
+        # (0.16.1, tensor_parallel/mappings.py: _reduce)
+        whole.register_hook(Tensor.contiguous)
+    return whole
+
+
+def head_weight(model: torch.nn.Module) -> Tensor:
+    """Returns the output layer's weight in the last chunk of a model."""
     core = unwrap_model(model)
     if core.share_embeddings_and_output_weights:
         return core.shared_embedding_or_output_weight()

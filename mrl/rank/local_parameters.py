@@ -17,10 +17,11 @@ class LocalParameters:
     weights. So they are ended here instead (mrl.rank.overlap).
     """
 
-    def __init__(self, chunks: list[Module]):
+    def __init__(self, chunks: list[Module], beside: Module | None = None):
+        """`beside`: what is described as a part of the last chunk without being in it."""
         self._parameters = {
             (plain_name(name), number): parameter
-            for number, chunk in enumerate(chunks)
+            for number, chunk in numbered(chunks, beside)
             for name, parameter in chunk.named_parameters()
         }
 
@@ -55,6 +56,12 @@ class LocalParameters:
             if len(faults) > _SHOWN:
                 more = f"; and {len(faults) - _SHOWN} more"
             raise RuntimeError(f"the model is not as its description: {'; '.join(faults[:_SHOWN])}{more}")
+
+
+def numbered(chunks: list[Module], beside: Module | None) -> list[tuple[int, Module]]:
+    """Returns the chunks with their numbers, and what is `beside` the last one under its number."""
+    last = [] if beside is None else [(len(chunks) - 1, beside)]
+    return [*enumerate(chunks), *last]
 
 
 def plain_name(name: str) -> str:

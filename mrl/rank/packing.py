@@ -10,7 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
@@ -66,6 +66,21 @@ class MicroImages:
 
 
 @dataclass(frozen=True)
+class Drafted(Generic[Array]):
+    """What a layer is to predict that sees the token behind each position (mrl/rank/predicting.py)."""
+
+    next_ids: Array  # int64 [batch, length]: the following token of the sequence; 0 where there is none
+    # of the tokens that count and are the third of their sequence or later, where the position two before is here:
+    predictors: Array  # int64 [tokens]: index into batch * length of that position
+    targets: Array  # int64 [tokens]
+    temperature: Array  # float32 [tokens]
+
+    def mapped(self, function: Callable[[Array], Any]) -> "Drafted":
+        """Returns the same with `function` applied to every array."""
+        return Drafted(*(function(getattr(self, f.name)) for f in fields(self)))
+
+
+@dataclass(frozen=True)
 class MicroBatch(TokenValues[Array]):
     """One micro-batch of one context-parallel rank: numpy arrays when it is cut, tensors when the model gets it.
 
@@ -94,6 +109,7 @@ class MicroBatch(TokenValues[Array]):
     lengths: tuple[int, ...]
     # digest of all inputs of a forward, before the cut: equal if two passes cut a batch into the same micro-batches
     content: bytes
+    drafted: Drafted[Array] | None = None  # if it was asked for
 
     @property
     def longest(self) -> int:
@@ -110,18 +126,26 @@ class MicroBatch(TokenValues[Array]):
     def mapped(self, function: Callable[[Array], Any]) -> "MicroBatch":
         """Returns the micro-batch with `function` applied to every array."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: function(v) for k, v in given.items() if v is not None and k not in _ON_HOST})
+        drafted = self.drafted and self.drafted.mapped(function)
+        arrays = {k: function(v) for k, v in given.items() if v is not None and k not in _NO_ARRAYS}
+        return replace(self, **arrays, drafted=drafted)
 
 
-_ON_HOST = ("content", "lengths", "images")  # fields of MicroBatch that are no arrays
+_NO_ARRAYS = ("content", "lengths", "images", "drafted")  # fields of MicroBatch
 
 
 def micro_batch(
-    batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False
+    batch: TrainBatch,
+    rows: np.ndarray,
+    shape: Shape,
+    context_rank: int = 0,
+    is_filler: bool = False,
+    drafts: bool = False,
 ) -> MicroBatch[np.ndarray]:
     """Cuts the rows out of the batch and arranges their sequences in memory.
 
-    Without old log-probs in the batch, the pass computes them, for rejected tokens too.
+    Without old log-probs in the batch, the pass computes them, for rejected tokens too. `drafts`: with what a
+    predicting layer learns.
     """
     picked = batch.rows(rows)
     lengths = picked.sequence_lengths
@@ -144,6 +168,12 @@ def micro_batch(
     lines = 1
     if not shape.packed:
         lines = len(lengths)
+    drafted = None
+    if drafts:
+        counted, number = np.nonzero(mask)
+        places = np.flatnonzero(left)[begins[counted] + number]
+        drafted = _drafted(ids, positions, left, local, places, picked.temperature[counted])
+        drafted = replace(drafted, next_ids=drafted.next_ids[kept].reshape(lines, -1))
     return MicroBatch(
         input_ids=ids[kept].reshape(lines, -1),
         position_ids=positions[kept].reshape(lines, -1),
@@ -166,7 +196,26 @@ def micro_batch(
         images=_images(picked, np.flatnonzero(left), local),
         lengths=tuple(padded.tolist()),
         content=_digest(ids, lengths, padded, rows),
+        drafted=drafted,
     )
+
+
+def _drafted(
+    ids: np.ndarray,
+    positions: np.ndarray,
+    left: np.ndarray,
+    local: np.ndarray,
+    places: np.ndarray,
+    temperature: np.ndarray,
+) -> Drafted[np.ndarray]:
+    """Returns what is to be predicted of the tokens at `places`, with `next_ids` of all context-parallel ranks.
+
+    `local`: a place's index on this rank; -1: it is elsewhere.
+    """
+    next_ids = np.append(ids[1:], 0) * (left > 1)
+    here = (positions[places] >= 2) & (local[places - 2] >= 0)
+    places = places[here]
+    return Drafted(next_ids, local[places - 2], ids[places], temperature[here])
 
 
 class MicroBatches:

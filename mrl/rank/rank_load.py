@@ -62,15 +62,8 @@ class TensorLoader:
         return self._reader.bytes_read
 
     def fill(self, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
-        """Writes the elements that `pieces` name into `out`, a tensor in their local frame. Others stay unchanged.
-
-        Raises EnvironmentFault if the checkpoint lacks some of them.
-        """
-        for piece in pieces:
-            for stored, common in self._reader.overlaps(role, piece.hf_name, piece.hf_box):
-                values = torch.empty(common.shape, dtype=DTYPES[self._reader.dtype(stored)])
-                self._reader.read(stored, common, _words(values))
-                out[common.rebase(piece.hf_box, piece.local_box).slices] = values
+        """Does what the function `fill` does, with this checkpoint."""
+        fill(self._reader, role, pieces, out)
 
     def random_state(self, rank: int, name: str) -> Tensor:
         """Returns the bytes of a generator's state."""
@@ -78,6 +71,18 @@ class TensorLoader:
 
     def close(self) -> None:
         self._reader.close()
+
+
+def fill(reader: BoxReader, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
+    """Writes the elements that `pieces` name into `out`, a tensor in their local frame. Others stay unchanged.
+
+    Raises EnvironmentFault if the checkpoint lacks some of them.
+    """
+    for piece in pieces:
+        for stored, common in reader.overlaps(role, piece.hf_name, piece.hf_box):
+            values = torch.empty(common.shape, dtype=DTYPES[reader.dtype(stored)])
+            reader.read(stored, common, _words(values))
+            out[common.rebase(piece.hf_box, piece.local_box).slices] = values
 
 
 def _words(values: Tensor) -> np.ndarray:
@@ -188,8 +193,9 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
     """Restores the schedule. If it is the saved one, the learning rate must equal the saved rate."""
     now = actor.scheduler.state_dict()
     then = dict(facts["scheduler"])
-    actor.scheduler.num_steps = then["num_steps"]
-    actor.scheduler.step(0)
+    for scheduler in actor.schedulers:
+        scheduler.num_steps = then["num_steps"]
+        scheduler.step(0)
     same = all(now[k] == then[k] for k in now if k != "num_steps")
     if same and current_lr(actor.optimizer) != facts["lr"]:
         raise EnvironmentFault(
@@ -198,7 +204,7 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
 
 
 def _check_model(actor, manifest: Manifest, folder: Path) -> None:
-    if model_spec(manifest.hf_config) != actor.model:
+    if model_spec(manifest.hf_config) != actor.held:
         raise EnvironmentFault(f"{folder}: not a checkpoint of the model in model.path {actor.config.model.path}")
     if bool(manifest.adapters) != (actor.lora is not None):
         kind = "adapters alone" if manifest.adapters else "whole weights"

@@ -15,7 +15,7 @@ from mrl.model.adapters import is_adapter
 from mrl.model.boxes import boxes_of_range
 from mrl.model.megatron_shards import Piece, Shard, local_shapes
 from mrl.rank.adam_state import AdamState
-from mrl.rank.local_parameters import LocalParameters, plain_name
+from mrl.rank.local_parameters import LocalParameters, numbered, plain_name
 
 MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torch's Adam
 
@@ -72,8 +72,8 @@ def rank_parameters(actor) -> Iterator[RankParameter]:
     actor.residence.require(PARAMETERS, OPTIMIZER)
     adams = {id(optimizer): AdamState(optimizer.optimizer) for optimizer in distributed_optimizers(actor)}
     shards = {(shard.vp_chunk, shard.megatron_name): shard for shard in actor.shards}
-    LocalParameters(actor.chunks).check(local_shapes(shards.values()))
-    for number, chunk in enumerate(actor.chunks):
+    LocalParameters(actor.chunks, actor.predicting_chunk).check(local_shapes(shards.values()))
+    for number, chunk in numbered(actor.chunks, actor.predicting_chunk):
         for name, parameter in chunk.named_parameters():
             if actor.lora is not None and not is_adapter(name):
                 continue
@@ -103,7 +103,8 @@ def _replicas(actor, parameter: torch.nn.Parameter) -> dist.ProcessGroup | None:
 
 def distributed_optimizers(actor) -> list[DistributedOptimizer]:
     """Returns the optimizers that have parameters here. Raises ConfigError for any other kind."""
-    optimizers = [o for o in actor.optimizer.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
+    parts = (part for each in actor.optimizers for part in each.chained_optimizers)
+    optimizers = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
     if not all(isinstance(o, DistributedOptimizer) for o in optimizers):
         raise ConfigError(
             "actor.override_ddp_config.use_distributed_optimizer: checkpoints need the "

@@ -281,7 +281,7 @@ class ActorWorker:
         for agreed in self.sync_setups[:1]:  # all have the same plan
             agreed.check_hash(plan_hash, f"rank {self.rank}")
             held = all_shards(agreed.model, agreed.train_layout, self.rank, self.actor.lora)
-            LocalParameters(self.actor.chunks).check(local_shapes(held))
+            LocalParameters(self.actor.chunks, self.actor.predicting_chunk).check(local_shapes(held))
         if self.sender is not None and self.sender.plan.hash != plan_hash:
             self.sender.close()
             self.sender = None
@@ -304,7 +304,7 @@ class ActorWorker:
         with self.actor.residence.using(PARAMETERS):
             for setup in self.sync_setups:
                 if self.sender is None:
-                    shards = LocalParameters(self.actor.chunks)
+                    shards = LocalParameters(self.actor.chunks, self.actor.predicting_chunk)
                     self.sender = open_sender(setup, self.rank, shards, self.actor.adapters)
                 self.sender.connect(setup, partial(self._check_connecting, setup.transport["name"]))
 

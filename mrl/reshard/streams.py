@@ -92,12 +92,13 @@ class Miniature:
     @classmethod
     def of(cls, model: ModelSpec, train: TrainLayout, fp8_block: int = 0) -> "Miniature":
         """Makes the miniature of a model and its layout."""
-        kinds = tuple(dict.fromkeys(model.layer_kind(layer) for layer in range(model.num_layers)))
-        moe_layers = tuple(layer for layer, kind in enumerate(kinds) if kind.has_experts)
+        kinds = tuple(dict.fromkeys(map(model.layer_kind, range(model.all_layers))))
+        layers = sum(not kind.predicts for kind in kinds)
+        moe_layers = tuple(layer for layer, kind in enumerate(kinds[:layers]) if kind.has_experts)
         linear_layers = tuple(layer for layer, kind in enumerate(kinds) if kind.is_linear)
-        stages = ((len(kinds),), (0,))[: train.pipeline]
+        stages = ((layers,), (0,))[: train.pipeline]
         return cls(
-            replace(model, num_layers=len(kinds), moe_layers=moe_layers, linear_layers=linear_layers),
+            replace(model, num_layers=layers, moe_layers=moe_layers, linear_layers=linear_layers),
             replace(train, pipeline=len(stages), virtual_pipeline=1, chunk_layers=stages),
             kinds,
             fp8_block,
@@ -131,8 +132,13 @@ def segments(model: ModelSpec, train: TrainLayout, kinds: tuple[LayerKind, ...])
         for local, layer in enumerate(train.stage_layers(stage, chunk))
     ]
     before = Segment(0, None, None, 0, 0, 0)
-    after = Segment(len(kinds) + 1, None, None, train.pipeline - 1, 0, train.virtual_pipeline - 1)
-    return (before, *layers, after)
+    last = {"local_layer": None, "stage": train.pipeline - 1, "first_rank": 0, "vp_chunk": train.virtual_pipeline - 1}
+    predicting = [
+        Segment(1 + kinds.index(model.layer_kind(layer)), layer, **last)
+        for layer in range(model.num_layers, model.all_layers)
+    ]
+    after = Segment(len(kinds) + 1, None, **last)
+    return (before, *layers, *predicting, after)
 
 
 class Holdings:

@@ -92,14 +92,15 @@ def _observations(run: ReadRun) -> list[MeasuredRun]:
         rows = [run.rows[place] for place in places]
         seen = seconds_of(rows, samples)
         errors = {phase: (parts * MODEL_ERROR**2 + seen.error[phase] ** 2) ** 0.5 for phase in seen.median}
-        found.append(MeasuredRun(inputs, seen.median, errors, lengths_of(rows, run.limit), sync_parts(run.plan)))
+        lengths = lengths_of(rows, run.limit, run.config.rollout.drafted_by)
+        found.append(MeasuredRun(inputs, seen.median, errors, lengths, sync_parts(run.plan)))
     return found
 
 
 def lengths_in(run: ReadRun) -> MeasuredLengths:
     """Returns the lengths of a run's newest steps: of its samples, or where these are missing, of its metrics."""
     rows = run.rows[-_NEWEST:]
-    found = lengths_of(rows, run.limit)
+    found = lengths_of(rows, run.limit, run.config.rollout.drafted_by)
     files = [RunDir(run.path).samples / f"step-{row[STEP]}.parquet" for row in rows]
     tables = []
     for row, file in zip(rows, files, strict=True):

@@ -1,5 +1,5 @@
-"""A whole run that drafts with the checkpoint's own predicting layer: drafts are counted, each sync proves that they
-are not stale, log-probs are the trainer's, and the export has the layer.
+"""Whole runs that draft with the checkpoint's own predicting layer: drafts are counted, each sync brings and proves the
+layer, log-probs are the trainer's, a killed run goes on with the same bits, and the export has the layer as it became.
 """
 
 from pathlib import Path
@@ -12,6 +12,11 @@ from world import PRESET, make_world, metrics, overrides, put_model, succeeded
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
+COPIES = {
+    "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.4.shared_head.head.weight": "lm_head.weight",
+}
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
@@ -20,26 +25,51 @@ def world(tmp_path_factory) -> Path:
     return made
 
 
-def test_two_steps_draft_sync_and_export_the_layer(world, tmp_path):
-    settings = {"trainer__total_training_steps": 2, "trainer__save_freq": 2, "model__dtype": "float32"}
-    settings |= {"actor__ppo_mini_batch_size": 8, "rollout__speculation": {"method": "mtp", "tokens": 2}}
+def settings(trained: bool, steps: int) -> dict:
+    return {
+        "trainer__total_training_steps": steps,
+        "trainer__save_freq": 2,
+        "model__dtype": "float32",
+        "actor__ppo_mini_batch_size": 8,
+        "actor__mtp": {"train": trained},
+        "rollout__speculation": {"method": "mtp", "tokens": 2},
+    }
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_steps_draft_sync_and_export_the_layer(world, tmp_path, trained):
     run_dir = tmp_path / "run"
-    succeeded("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings))
+    succeeded("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings(trained, 2)))
     rows = [row for row in metrics(run_dir) if row["training/global_step"]]
     assert [row["training/global_step"] for row in rows] == [1, 2]
     assert all(row["reshard/verified"] == 1 and row["reshard/resynced"] == 0 for row in rows)
     assert all(row["training/rollout_log_probs_abs_diff_max"] < 1e-3 for row in rows)
     drafting = [row for row in rows if "drafts/tokens" in row]
     assert drafting and all(1 <= row["drafts/tokens_per_step"] <= 3 and row["drafts/tokens"] > 0 for row in drafting)
-    succeeded("convert", "megatron-to-hf", str(run_dir), "-o", str(tmp_path / "hf"))
-    before, after = (
-        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        for folder in (world / "model", tmp_path / "hf")
-    )
+    assert all(("actor/mtp_loss" in row) == trained for row in rows)
+    succeeded("convert", "megatron-to-hf", str(run_dir), "-o", str(tmp_path / "hf"), "--verify")
+    before, after = (tensors(folder) for folder in (world / "model", tmp_path / "hf"))
     assert before.keys() == after.keys()
-    head = {name for name in before if name.startswith("model.layers.4.")}
-    copies = {"model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
-              "model.layers.4.shared_head.head.weight": "lm_head.weight"}  # fmt: skip
-    assert all(torch.equal(before[name], after[name]) for name in head - copies.keys())
-    for copy, original in copies.items():
+    head = {name for name in before if name.startswith("model.layers.4.")} - COPIES.keys()
+    same = {torch.equal(before[name], after[name]) for name in head if not name.endswith("correction_bias")}
+    assert same == {not trained}
+    for copy, original in COPIES.items():
         assert torch.equal(after[copy], after[original]) and not torch.equal(after[copy], before[copy])
+
+
+def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(world, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    succeeded("train", str(PRESET), "--run-dir", str(whole), *overrides(world, **settings(True, 4)))
+    succeeded("train", str(PRESET), "--run-dir", str(cut), *overrides(world, **settings(True, 2)))
+    succeeded("train", str(PRESET), "--run-dir", str(cut), *overrides(world, **settings(True, 4)), "--resume")
+    names = ("actor/mtp_loss", "actor/mtp_grad_norm", "actor/grad_norm", "drafts/acceptance", "critic/score/mean")
+    last = [[row.get(name) for name in names] for run in (whole, cut) for row in metrics(run)[-1:]]
+    assert last[0] == last[1]
+    for run in (whole, cut):
+        succeeded("convert", "megatron-to-hf", str(run), "-o", str(tmp_path / f"hf-{run.name}"))
+    one, other = (tensors(tmp_path / f"hf-{run.name}") for run in (whole, cut))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

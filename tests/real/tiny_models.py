@@ -276,9 +276,9 @@ def _uneven(architecture: type, config) -> PreTrainedModel:
     return model
 
 
-def with_head(folder: Path) -> Path:
-    """Gives a GLM checkpoint a layer for multi-token prediction: its last layer, what joins it to the words, and the
-    copies of embedding and output layer.
+def with_head(folder: Path, uneven: bool = False) -> Path:
+    """Gives a GLM or DeepSeek checkpoint a layer for multi-token prediction: its last layer, what joins it to the
+    words, and the copies of embedding and output layer. `uneven`: with norms that are not one.
     """
     file = folder / "model.safetensors"
     config = json.loads((folder / "config.json").read_text())
@@ -292,7 +292,8 @@ def with_head(folder: Path) -> Path:
     words = tensors["model.embed_tokens.weight"]
     torch.manual_seed(1)
     own = {"eh_proj.weight": (0.1 * torch.randn(hidden, 2 * hidden)).to(words.dtype)}
-    own |= {f"{name}.weight": torch.ones(hidden, dtype=words.dtype) for name in ("enorm", "hnorm", "shared_head.norm")}
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        own[f"{name}.weight"] = (1 + 0.3 * uneven * torch.randn(hidden)).to(words.dtype)
     own |= {"shared_head.head.weight": tensors["lm_head.weight"].clone(), "embed_tokens.weight": words.clone()}
     head |= {f"model.layers.{last}.{name}": tensor for name, tensor in own.items()}
     save_file(tensors | head, file, metadata={"format": "pt"})

@@ -33,8 +33,8 @@ import published_runs  # noqa: E402
 GLM = "glm-4.6/h200-16x8"
 
 
-def accepting(inputs, *accepted: float):
-    lengths = MeasuredLengths(1024, (4096,), 8192, accepted=accepted)
+def accepting(inputs, *accepted: float, method: str = "mtp"):
+    lengths = MeasuredLengths(1024, (4096,), 8192, accepted=accepted, drafted_by=method)
     return replace(inputs, assumptions=replace(inputs.assumptions, measured=Measured(lengths)))
 
 
@@ -65,7 +65,17 @@ def test_measured_acceptance_counts_instead_and_is_what_runs_say():
          "drafts/acceptance_at/1": at, "drafts/acceptance_at/2": at / 2}
         for at in (0.8, 0.6)
     ]  # fmt: skip
-    assert lengths_of(rows, 100).accepted == pytest.approx((0.7, 0.35))
+    assert lengths_of(rows, 100, "mtp").accepted == pytest.approx((0.7, 0.35))
+    assert lengths_of(rows, 100).accepted == ()
+
+
+def test_a_look_up_counts_the_steps_in_which_it_finds_nothing_and_for_itself_alone():
+    """Found in 1 of 5 steps and accepted with 0.7, it gives 1.14 tokens a step, and says nothing of predicting layers."""
+    row = {"response_length/mean": 10.0, "response_length/max": 20.0, "prompt_length/mean": 5.0}
+    found = lengths_of([row | {"drafts/acceptance_at/1": 0.7, "drafts/step_share": 0.2}], 100, "ngram")
+    inputs = accepting(inputs_of(GLM), *found.accepted, method=found.drafted_by)
+    assert tokens_per_step(with_drafts(inputs, 1, "ngram")) == pytest.approx(1.14)
+    assert tokens_per_step(with_drafts(inputs, 1)) == 1 + USUAL.draft_acceptance
 
 
 def test_drafts_that_are_never_accepted_cost_and_all_accepted_ones_save():

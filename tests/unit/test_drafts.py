@@ -16,7 +16,8 @@ from mrl.data.samples import Sample, packed
 from mrl.engine import draft_check
 from mrl.engine.cache_use import CacheUse
 from mrl.engine.draft_check import ScoredToken
-from mrl.engine.drafter import check_drafter, draft_digests
+from mrl.engine.drafter import ModelThatDrafts, drafting_model
+from mrl.engine.engine_state import AWAITED
 from mrl.engine.requests import DraftCounts, engine_settings
 from mrl.model.registry import known_spec
 
@@ -73,6 +74,7 @@ def test_a_word_that_is_no_number_of_tokens_is_refused_with_what_may_stand_there
 
 
 GLM = replace(known_spec("GLM-4.5-Air"), max_position_embeddings=256)
+DEEPSEEK = replace(known_spec("DeepSeek-V3"), max_position_embeddings=256)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +85,12 @@ GLM = replace(known_spec("GLM-4.5-Air"), max_position_embeddings=256)
         (GLM, ["tokens: auto"], "must be a number on cpu"),
         (GLM, ["tokens: auto", "cluster.device=cuda"], None),
         (GLM, ["tokens: 0"], "must be 1 to 32, or auto"),
-        (replace(GLM, left_out_layers=2), ["tokens: 3"], "must be at most 2, or a multiple of it"),
+        (replace(GLM, left_out_layers=2), ["tokens: 2"], "must be ngram for 2 layers"),
         (replace(GLM, left_out_layers=0), ["tokens: 1"], "must be ngram"),
-        (known_spec("DeepSeek-V3"), ["tokens: 1"], "must be ngram for deepseek_v3"),
-        (replace(GLM, fp8_block=(128, 128)), ["tokens: 1"], "where engines cannot read the model's files"),
-        (GLM, ["tokens: 1", "cluster.placement=colocated", "cluster.device=cuda"], "with cluster.placement: colocated"),
+        (DEEPSEEK, ["tokens: 1"], None),
+        (known_spec("Qwen3.5-35B-A3B"), ["tokens: 1", "cluster.device=cuda"], "must be ngram for qwen3_5_moe"),
+        (replace(GLM, fp8_block=(128, 128)), ["tokens: 1"], None),  # a sync brings what the files have in another form
+        (GLM, ["tokens: 1", "cluster.placement=colocated", "cluster.device=cuda"], None),  # and what a sleep forgets
     ],
 )
 def test_a_models_own_layers_draft_where_it_has_some_that_were_tried(model, overrides, words):
@@ -96,18 +99,39 @@ def test_a_models_own_layers_draft_where_it_has_some_that_were_tried(model, over
     assert len(rules) == (words is not None) and all(words in rule for rule in rules)
 
 
-def test_vllm_reads_the_predicting_layers_from_files_also_where_it_awaits_all_else():
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["reshard.path=slow"], "reshard.path"),
+        (["actor.lora.rank=4"], "actor.lora.rank"),
+        (["rollout.quantization=fp8", "cluster.device=cuda"], "rollout.speculation.method"),
+    ],
+)
+def test_layers_that_draft_are_moved_shard_to_shard_and_trained_whole(overrides, field):
+    found, _ = resolved("rollout.speculation={method: mtp, tokens: 2}", *overrides)
+    assert field in [each.field for each in violations(found, GLM)]
+
+
+def test_the_layer_is_trained_only_where_it_drafts():
+    found, _ = resolved("actor.mtp={train: true}")
+    assert [each.field for each in violations(found, GLM)] == ["actor.mtp.train"]
+    found, _ = resolved("actor.mtp={train: true}", "rollout.speculation={method: mtp, tokens: 1}")
+    assert "actor.mtp.train" not in [each.field for each in violations(found, GLM)]
+
+
+@pytest.mark.parametrize(("by_sync", "form"), [(True, AWAITED), (False, "auto")])
+def test_a_drafting_model_is_awaited_where_the_model_is(by_sync, form):
     found, _ = resolved("rollout.speculation={method: mtp, tokens: 2}")
-    settings = engine_settings(found.config, GLM, 0, LOGS, by_sync=True)
-    assert settings.awaits_weights and settings.drafts_with_model
+    settings = engine_settings(found.config, GLM, 0, LOGS, by_sync=by_sync)
+    assert settings.awaits_weights == by_sync and settings.drafts_with_model
     given = settings.arguments["speculative_config"]
-    assert given["draft_load_config"] == {"load_format": "auto"} and "prompt_lookup_min" not in given
+    assert given["draft_load_config"] == {"load_format": form} and "prompt_lookup_min" not in given
     longest = found.config.data.max_prompt_length + found.config.data.max_response_length
     assert settings.arguments["max_model_len"] == longest + 5  # two drafts, and the token between them
 
 
 def worker_with_drafter() -> SimpleNamespace:
-    """A model runner, and its model that predicts further tokens with the model's embedding and output layer."""
+    """A model runner, and its model that predicts a further token with the model's embedding and output layer."""
     model = nn.Module()
     model.model = nn.Module()
     model.model.embed_tokens = nn.Embedding(5, 4)
@@ -115,24 +139,35 @@ def worker_with_drafter() -> SimpleNamespace:
     drafting = nn.Module()
     drafting.model = nn.Module()
     drafting.model.embed_tokens = model.model.embed_tokens
-    drafting.model.joined = nn.Linear(8, 4)
-    drafting.model.layer = nn.Module()
-    drafting.model.layer.shared_head = nn.Module()
-    drafting.model.layer.shared_head.head = model.lm_head
+    drafting.model.layers = nn.ModuleDict({"7": nn.Module()})
+    layer = drafting.model.layers["7"]
+    layer.joined = nn.Linear(8, 4)
+    layer.shared_head = nn.Module()
+    layer.shared_head.head = model.lm_head
+    model.taken, drafting.taken = [], []
+    model.load_weights, drafting.load_weights = model.taken.extend, drafting.taken.extend
     return SimpleNamespace(get_model=lambda: model, drafter=SimpleNamespace(model=drafting))
 
 
-def test_a_stale_draft_is_named():
+def test_a_sync_writes_what_drafts_once():
     runner = worker_with_drafter()
-    loaded = draft_digests(runner)
-    assert loaded.keys() == {"model.joined.weight", "model.joined.bias"}  # the rest is the model's
-    with torch.no_grad():
-        runner.get_model().lm_head.weight += 1  # as a sync does
-    check_drafter(runner, loaded)
-    with torch.no_grad():
-        runner.drafter.model.model.joined.weight[2, 3] += 1
-    with pytest.raises(RuntimeError, match=r"other weights than it loaded: model\.joined\.weight$"):
-        check_drafter(runner, loaded)
+    whole = ModelThatDrafts(runner.get_model(), drafting_model(runner))
+    assert [name for name, _ in whole.named_parameters()] == [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "lm_head.bias",
+        "drafts.model.layers.7.joined.weight",
+        "drafts.model.layers.7.joined.bias",
+    ]
+
+
+def test_each_tensor_goes_to_the_loader_of_its_model():
+    runner = worker_with_drafter()
+    whole = ModelThatDrafts(runner.get_model(), drafting_model(runner))
+    names = ["lm_head.weight", "model.layers.6.mlp.gate.weight", "model.layers.7.eh_proj.weight", "model.norm.weight"]
+    whole.load_weights((name, torch.zeros(1)) for name in names)
+    assert [name for name, _ in runner.get_model().taken] == [names[0], names[1], names[3]]
+    assert [name for name, _ in runner.drafter.model.taken] == [names[2]]
 
 
 @pytest.mark.parametrize("which", ["embedding", "output layer"])
@@ -141,9 +176,9 @@ def test_a_draft_that_no_sync_renews_is_named(which):
     if which == "embedding":
         runner.drafter.model.model.embed_tokens = nn.Embedding(5, 4)
     else:
-        runner.drafter.model.model.layer.shared_head.head = nn.Linear(4, 5)
+        runner.drafter.model.model.layers["7"].shared_head.head = nn.Linear(4, 5)
     with pytest.raises(RuntimeError, match="embedding or output layer of its own"):
-        check_drafter(runner, draft_digests(runner))
+        drafting_model(runner)
 
 
 def test_gated_delta_attention_is_refused_on_cpu():
@@ -161,17 +196,20 @@ def test_cuda_says_that_it_is_untried():
 
 def test_steps_are_counted_by_position_and_added_up():
     cache = CacheUse()
+    cache.note_decoded(4)  # requests; nothing was drafted for them
     for drafted, accepted in (((2, 2), (2, 1)), ((1, 0), (0, 0))):
+        cache.note_decoded(drafted[0])
         cache.note_drafts(
             SimpleNamespace(
                 num_drafts=drafted[0], num_draft_tokens_per_pos=drafted, num_accepted_tokens_per_pos=accepted
             )
         )
-    assert cache.drafts == DraftCounts(3, (3, 2), (2, 1))
+    assert cache.drafts == DraftCounts(3, (3, 2), (2, 1), 7)
     assert cache.drafts.metrics() == {
         "drafts/tokens": 5.0,
         "drafts/acceptance": 3 / 5,
         "drafts/tokens_per_step": 2.0,  # three steps gave six tokens
+        "drafts/step_share": 3 / 7,
         "drafts/acceptance_at/1": 2 / 3,
         "drafts/acceptance_at/2": 1 / 2,
     }

@@ -429,9 +429,11 @@ def test_what_is_not_there_is_named_with_the_reason(word, reason):
     ("words", "kind", "reason"),
     [
         (["enable=True"], "implied", "in every checkpoint and export"),
-        (["enable_train=True", "enable=True"], "unsupported", "not trained along"),
+        (["enable_train=True", "enable=True"], "unsupported", "only where engines draft"),
+        (["enable_train=True", "enable=True", "enable_rollout=True"], "renamed", "neither policy, embedding"),
+        (["detach_encoder=False", "enable=True", "enable_train=True"], "unsupported", "neither policy, embedding"),
+        (["detach_encoder=True", "enable=True", "enable_train=True"], "implied", "neither policy, embedding"),
         (["mtp_loss_scaling_factor=0.1", "enable=True"], "not_applicable", "enable_train"),
-        (["enable_rollout=True", "enable=True"], "unsupported", "engines that sleep forget"),
         (["enable_rollout=True"], "not_applicable", "mtp.enable"),
     ],
 )
@@ -449,12 +451,20 @@ def test_keys_of_multi_token_prediction_say_what_is_there(words, kind, reason):
         ("sglang", "speculative_num_draft_tokens=4", 3),
     ],
 )
-def test_drafts_of_engines_on_their_own_devices_are_carried(engine, given, tokens):
+def test_drafts_of_engines_are_carried(engine, given, tokens):
     """Defaults of verl 0.9.1 (workers/config/model.py): one token for vLLM, three for SGLang."""
     mtp = "actor_rollout_ref.model.mtp."
     words = [mtp + "enable=True", mtp + "enable_rollout=True", mtp + given, f"actor_rollout_ref.rollout.name={engine}"]
-    out = from_overrides(*words, "async_training.staleness_threshold=0.5")
-    assert out.values["rollout.speculation.method"] == "mtp" and out.values["rollout.speculation.tokens"] == tokens
+    for schedule in ([], ["async_training.staleness_threshold=0.5"]):
+        out = from_overrides(*words, *schedule)
+        assert out.values["rollout.speculation.method"] == "mtp" and out.values["rollout.speculation.tokens"] == tokens
+
+
+def test_a_layer_that_verl_trains_along_is_trained_along():
+    mtp = "actor_rollout_ref.model.mtp."
+    words = ("enable=True", "enable_rollout=True", "enable_train=True", "detach_encoder=True", "mtp_loss_scaling_factor=0.3")
+    out = from_overrides(*(mtp + word for word in words))
+    assert out.values["actor.mtp.train"] is True and out.values["actor.mtp.loss_weight"] == 0.3
 
 
 def test_a_path_that_the_script_leaves_blank_is_no_loss_where_the_user_gives_one():

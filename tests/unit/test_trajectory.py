@@ -67,6 +67,7 @@ ELSEWHERE = {
     "train/(num_gen_batches|uniform_group_share|trained_groups)": "groups",
     "reward/.*": "rewards",
     "drafts/.*": "what engines drafted",
+    "actor/mtp_.*": "of sampled tokens alone, tests/real/test_predicting.py",
     "actor/(grad_norm|lr|updates|skipped_updates)": "the gradient, which is compared below and on Megatron",
     "actor/log_seq_ratio_square_mean": "becomes actor/log_seq_ratio_std",
     "critic/(grad_norm|lr|skipped_updates)": "the gradient of a critic",

@@ -1,0 +1,126 @@
+"""An engine whose model drafts gets an update as a plan describes it: `python engine_predicting.py MODEL_FOLDER OTHER`.
+See test_engine_drafts.
+
+OTHER has the weights of the update. Prints JSON: parameters whose digests differ from the sent ones, what an update
+without the predicting layer says, and acceptance and log-probs behind it.
+"""
+
+import json
+import os
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+import torch  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
+
+from mrl.checkpoint.open_checkpoint import open_hf, weight_role  # noqa: E402
+from mrl.engine import cpu_drafts  # noqa: E402
+from mrl.engine.drafter import ModelThatDrafts, drafting_model  # noqa: E402
+from mrl.engine.handshake import check_engine  # noqa: E402
+from mrl.engine.load_layout import LayerwiseWriter, layers_of  # noqa: E402
+from mrl.engine.read_back import held_digests, hf_block, parameter_digest  # noqa: E402
+from mrl.engine.receive import register  # noqa: E402
+from mrl.engine.v0_32 import ADAPTER  # noqa: E402
+from mrl.model import load_model_spec, tensor_specs  # noqa: E402
+from mrl.model.layout import RolloutLayout  # noqa: E402
+from mrl.model.registry import family_of  # noqa: E402
+from mrl.model.megatron_shards import Piece  # noqa: E402
+from mrl.model.boxes import Box  # noqa: E402
+from mrl.model.vllm_parameters import target_parameters  # noqa: E402
+from mrl.rank.rank_load import fill  # noqa: E402
+
+DRAFTED = 2
+
+
+def main(folder: Path, other: Path) -> dict:
+    register()
+    cpu_drafts.install()
+    model = load_model_spec(folder).holding(True)
+    llm = LLM(
+        str(folder), hf_overrides=family_of(model).engine_keys(model), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, skip_tokenizer_init=True,
+        generation_config="vllm", logprobs_mode="processed_logprobs", disable_log_stats=False,
+        worker_cls="mrl.engine.cpu_worker.CpuWorker",
+        speculative_config={"method": "mtp", "num_speculative_tokens": DRAFTED},
+    )  # fmt: skip
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    runner = worker.model_runner
+    whole = ModelThatDrafts(runner.get_model(), drafting_model(runner))
+    targets = target_parameters(model, RolloutLayout(1, 1), 0, "cpu", "float32")
+    tensors = stored(other)
+    report = {}
+    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        check_engine(whole, SimpleNamespace(model=model, fp8_block=0), targets, ADAPTER)
+        writer = LayerwiseWriter(whole, worker.model_config, targets, ADAPTER, by_identity(whole, targets))
+        update(writer, targets, tensors)
+        layers = layers_of(whole, ADAPTER)
+        held = held_digests(targets, lambda t: ADAPTER.final_parts(whole, layers[t.module], t))
+        report["differing"] = [name for name in held if held[name] not in (writer.received[name], writer.shown[name])]
+        report["drafting"] = sum(name.startswith("drafts.") for name in held)
+        policy = [target for target in targets if not target.name.startswith("drafts.")]
+        stale = LayerwiseWriter(whole, worker.model_config, targets, ADAPTER)
+        try:
+            update(stale, policy, tensors)
+        except RuntimeError as error:
+            report["stale"] = str(error)
+        stale.abandon()
+        try:
+            check_engine(whole, SimpleNamespace(model=model, fp8_block=0), policy, ADAPTER)
+        except RuntimeError as error:
+            report["unplanned"] = str(error)
+        update(LayerwiseWriter(whole, worker.model_config, targets, ADAPTER), targets, tensors)
+    return report | answers(llm)
+
+
+def by_identity(whole, targets) -> frozenset[str]:
+    layers = layers_of(whole, ADAPTER)
+    return frozenset(t.name for t in targets if ADAPTER.reads_by_identity(layers[t.module], t))
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, as ranks would read them."""
+    source = open_hf(folder, predicting=True)
+    reader = source.reader()
+    tensors = {}
+    for spec in tensor_specs(source.model):
+        tensors[spec.name] = torch.empty(spec.shape)
+        whole = Box.whole(spec.shape)
+        fill(reader, weight_role(spec), [Piece(spec.name, whole, whole)], tensors[spec.name])
+    reader.close()
+    return tensors
+
+
+def update(writer: LayerwiseWriter, targets, tensors: dict[str, torch.Tensor]) -> None:
+    modules = defaultdict(list)
+    for target in targets:
+        modules[target.module].append(target)
+    writer.begin()
+    for module, own in modules.items():
+        for target in own:
+            into = writer.tensor(target.name)
+            for piece in target.pieces:
+                hf_block(into, piece).copy_(tensors[piece.hf_name][piece.hf_box.slices])
+        writer.complete(module)
+    writer.finish()
+
+
+def answers(llm: LLM) -> dict:
+    prompts = [{"prompt_token_ids": [5 + n, 7, 9, 11, 13, 20 - n]} for n in range(8)]
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=1, logprobs=0, detokenize=False, ignore_eos=True)
+    found = []
+    for output in llm.generate(prompts, sampling, use_tqdm=False):
+        answer = output.outputs[0]
+        log_probs = [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+        found.append([list(output.prompt_token_ids), list(answer.token_ids), log_probs])
+    counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    drafted, accepted = (counts[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
+    return {"answers": found, "drafted": drafted, "accepted": accepted}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))
