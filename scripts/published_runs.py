@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from mrl.config.schema import RunConfig
+from mrl.config.schema_rollout import MTP
 from mrl.config.yaml_tree import nested
 from mrl.model import known_spec, model_spec
 from mrl.model.registry import known_hf_config
@@ -347,7 +348,7 @@ def draft_inputs(row: dict[str, Any]) -> PlanInputs:
     }
     assumed = USUAL
     if "accepted" in row:
-        lengths = MeasuredLengths(1024, (4096,), 8192, cut=0.01, accepted=tuple(row["accepted"]))
+        lengths = MeasuredLengths(1024, (4096,), 8192, cut=0.01, accepted=tuple(row["accepted"]), drafted_by=MTP)
         assumed = replace(USUAL, measured=Measured(lengths))
     return PlanInputs.of(
         RunConfig.model_validate(nested(values)), model_spec(config), find_device(row["device"]), assumed

@@ -1,10 +1,9 @@
 """The layers that predict further tokens, where training leaves them as they are: carried from file to file.
 
-No rank loads them, unless engines draft with them: then they are among the model's weights, and only names of copies
-are here. A checkpoint of mrl has them in a file beside the model's configuration, with its digest in the manifest. An
-export has the same tensors, byte for byte, except copies of the embedding and of the output layer (GLM-4.5,
-DeepSeek-V3). These are written from the trained ones. FP8 matrices become bfloat16 when they are first written, as the
-model's own do.
+Where they are trained along (actor.mtp.train) they are among the model's weights, and only names of copies are here. A
+checkpoint of mrl has them in a file beside the model's configuration, with its digest in the manifest. An export has
+the same tensors, byte for byte, except copies of the embedding and of the output layer (GLM-4.5, DeepSeek-V3). These
+are written from the trained ones. FP8 matrices become bfloat16 when they are first written, as the model's own do.
 
     model.path                          step-N/hf/model-drafts.safetensors       export
     model.layers.61.eh_proj.weight      the same bytes                           the same bytes

@@ -35,7 +35,7 @@ from mrl.checkpoint.stored_boxes import (
     TensorFiles,
 )
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.model import ModelSpec, TensorSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
+from mrl.model import ModelSpec, TensorSpec, load_model_spec, model_spec, read_hf_config, tensor_specs, with_predicting
 from mrl.model.boxes import Box
 from mrl.model.hf_config import without_quantization
 from mrl.model.hf_files import (
@@ -185,7 +185,7 @@ def open_hf(folder: Path, predicting: bool = False) -> Checkpoint:
     of_matrices = {part for name in scales for part in (scale_of(name), *int4_parts(name.removesuffix(PACKED)))}
     of_matrices |= {name.removesuffix(BLOCKS) + OF_BLOCKS for name in scales}
     left_out = tuple(name for name in _left_out(stored, entries) if name not in of_matrices)
-    hf_config = without_quantization(read_hf_config(folder))
+    hf_config = with_predicting(without_quantization(read_hf_config(folder)), predicting)
     checkpoint = Checkpoint(folder, folder, model, hf_config, dtype, entries, files, None, left_out, scales, rounded)
     _check_locations(checkpoint)
     return checkpoint

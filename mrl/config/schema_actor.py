@@ -243,7 +243,7 @@ class LoraConfig(Section):
 class MtpConfig(Section):
     """The checkpoint's layer for multi-token prediction, which drafts with rollout.speculation.method: mtp.
 
-    Every weight sync brings it to the engines, with the trained embedding and output layer.
+    Every weight sync brings it to the engines, which multiply with the trained embedding and output layer.
     """
 
     train: bool = key(
@@ -252,13 +252,11 @@ class MtpConfig(Section):
         "actor.optim. The policy's update keeps its bits. false: the layer stays as it came.",
         advice="true for more than some hundred updates: watch drafts/acceptance, which falls as the policy moves away "
         "from the checkpoint. It costs one more layer's forward and backward a micro-batch.",
-        verl="actor_rollout_ref.model.mtp.enable_train",
     )
     loss_weight: float = key(
         0.1,
         "Factor of the layer's loss. Adam divides it out, except where gradients are clipped or below its eps.",
         gt=0,
-        verl="actor_rollout_ref.model.mtp.mtp_loss_scaling_factor",
     )
 
 

@@ -1,17 +1,20 @@
 """Rules of speculative decoding (rollout.speculation): what it needs of model, device and the other features."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RolloutConfig, RunConfig
 from mrl.config.schema_rollout import AUTO, MTP
 from mrl.errors import Violation
-from mrl.model import ModelSpec
+from mrl.model import ModelSpec, read_hf_config
+from mrl.model.registry import family_of
 from mrl.platforms.hosting import get_hosting
 
 _KEY = "rollout.speculation"
 _METHODS = ("ngram", MTP)
-TRIED = ("glm4_moe", "deepseek_v3")  # families whose engines were compared with transformers while layers drafted
+# families whose drafting model took weights by a sync and held them; the first was compared with transformers, too
+TRIED = ("glm4_moe", "deepseek_v3")
 
 
 def _where_drafted(
@@ -45,9 +48,23 @@ def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     elif model.family not in TRIED:
         why = "drafts by layers of other families were never compared with the model's distribution"
         yield Violation(key, f"must be ngram for {model.family}", why, ("ngram",))
+    elif missing := _missing_keys(config.model.path, model):
+        why = (
+            "the class that drafts gets no keys but those of config.json, and would compute another model without them"
+        )
+        rule = f"must be ngram, or config.json must have {', '.join(missing)}, as the official one has"
+        yield Violation(key, rule, why, ("ngram",))
     elif layers > 1:
         why = "a model with several layers, each for a further token, was never seen to draft"
         yield Violation(key, f"must be ngram for {layers} layers for multi-token prediction", why, ("ngram",))
+
+
+def _missing_keys(path: str, model: ModelSpec) -> list[str]:
+    """Returns keys that engines are given for the model itself, and that config.json lacks; none without the file."""
+    if not (Path(path) / "config.json").is_file():
+        return []
+    stored = read_hf_config(path)
+    return [name for name in family_of(model).engine_keys(model) if name not in stored]
 
 
 def _uses_layers(config: RunConfig, model: ModelSpec) -> bool:
@@ -172,6 +189,13 @@ SPECULATION_RULES = (
         lambda c, m: c.cluster.device == "cpu" and bool(m.linear_layers),
         "must be left out on cpu for models with gated delta attention",
         "states that a rejected token has changed cannot be taken back there",
+    ),
+    RuleRow(
+        f"{_KEY}.method",
+        lambda c, m: _uses_layers(c, m) and c.cluster.device == "cpu" and m.is_latent,
+        "must be ngram on cpu for models with latent attention",
+        "vLLM's latent attention on CPUs is not told which of the requests that are drafted for begin",
+        ("ngram",),
     ),
     _where_drafted(
         "actor.router_replay",

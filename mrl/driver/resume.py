@@ -66,7 +66,7 @@ class RunIdentity:
     schedule: Schedule
     adapters: Mapping[str, Any] = field(default_factory=dict)  # as in a manifest; empty if weights are trained
     has_critic: bool = False
-    holds_predicting: bool = False  # ranks hold predicting layers, which the checkpoint then has among the weights
+    trains_predicting: bool = False  # a predicting layer is trained along, which the checkpoint has among the weights
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunIdentity":
@@ -82,7 +82,7 @@ class RunIdentity:
             schedule_of(config),
             _adapters_of(config.actor.lora, config.model.path),
             config.algorithm.needs_critic,
-            config.rollout.drafts_with_model,
+            config.actor.mtp.train,
         )
 
     def going_on(self, point: Newest | None) -> "RunIdentity":
@@ -229,11 +229,11 @@ def _check_same_values(fixed: Mapping[str, Any], manifest: Manifest, folder: Pat
 def _check_same_model(identity: RunIdentity, manifest: Manifest, folder: Path) -> None:
     model = identity.model
     then = model_spec(manifest.hf_config)
-    if bool(then.predicting_layers) != identity.holds_predicting:
-        has = "has the predicting layers" if then.predicting_layers else "has no predicting layers"
+    if bool(then.predicting_layers) != identity.trains_predicting:
+        has = "has" if then.predicting_layers else "lacks"
         raise ConfigError(
-            f"rollout.speculation.method: {folder} {has} among its weights, which runs with method mtp save: give the "
-            f"run's own rollout.speculation, or {new_run(manifest)}"
+            f"actor.mtp.train: {identity.trains_predicting}, and {folder} {has} a predicting layer with its optimizer: "
+            f"give the run's own actor.mtp.train, or {new_run(manifest)}"
         )
     if then.holding(False) != load_model_spec(model.path):
         raise ConfigError(

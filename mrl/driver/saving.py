@@ -289,7 +289,7 @@ class Saver:
         if state.kl_coef is not None:
             trainer["kl_coef"] = state.kl_coef
         hf_config = without_quantization(json.loads((model / "config.json").read_text()))
-        hf_config = with_predicting(hf_config, identity.holds_predicting)
+        hf_config = with_predicting(hf_config, identity.trains_predicting)
         layout = self._saved.layout.model_dump()
         dtype = identity.model.dtype
         adapters = dict(identity.adapters)
@@ -300,11 +300,11 @@ class Saver:
 
     def _keep_drafts(self, model: Path, hf: Path, step: int) -> FileFacts:
         """Writes what the model's predicting layers have beside the saved weights: once, and then as another name of
-        the file. It is all of them, or the names of copies if ranks hold them. Adapters have them in their base model.
+        the file. It is all of them, or the names of copies if they are trained. Adapters have them in their base model.
         """
         if self._drafts is None:
             is_there = not self._saved.identity.adapters
-            held = load_model_spec(model).holding(self._saved.identity.holds_predicting)
+            held = load_model_spec(model).holding(self._saved.identity.trains_predicting)
             self._drafts = draft_layers(model, held) if is_there else DraftLayers()
         if not self._drafts:
             return {}

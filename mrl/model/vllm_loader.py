@@ -85,7 +85,9 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
 
 
 def _in_drafting_model(name: str, model: ModelSpec) -> str:
-    """Returns a parameter's name, which vLLM changes in predicting layers (deepseek_mtp.py, _rewrite_spec_layer_name).
+    """Returns a parameter's name, which vLLM changes in predicting layers (deepseek_mtp.py: _rewrite_spec_layer_name).
+
+    They are in another model beside it.
     """
     words = name.split(".")
     if words[1] != "layers" or int(words[2]) < model.num_layers:

@@ -105,7 +105,8 @@ class MegatronActor:
         if config.trainer.deterministic:
             self.platform.deterministic()
         self.model = load_model_spec(config.model.path)
-        self.held = self.model.holding(config.rollout.drafts_with_model)  # with its predicting layers, if they draft
+        self.held = self.model.holding(config.rollout.drafts_with_model)  # with its predicting layer, if it drafts
+        self.trained = self.model.holding(config.actor.mtp.train)  # and if it is trained, which checkpoints have
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         timeout_s = config.cluster.step_timeout_s
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
@@ -139,13 +140,18 @@ class MegatronActor:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The descriptions of this rank's parameters."""
-        return all_shards(self.held, self.layout, self.rank, self.lora)
+        """The descriptions of this rank's parameters, without a predicting layer that stays as it came."""
+        return all_shards(self.trained, self.layout, self.rank, self.lora)
 
     @property
     def predicting_chunk(self) -> torch.nn.Module | None:
         """The predicting layer, where this rank holds one."""
         return None if self.predicting is None else self.predicting.chunk
+
+    @property
+    def trained_beside(self) -> torch.nn.Module | None:
+        """The predicting layer, where this rank trains one."""
+        return self.predicting_chunk if self.config.actor.mtp.train else None
 
     @property
     def optimizers(self) -> tuple[MegatronOptimizer, ...]:
@@ -204,7 +210,8 @@ class MegatronActor:
             return None
         layer = self.bridge.build_predicting_layer()
         predicting = PredictingLayer(layer, self.model, self.chunks, self.platform)
-        own = {s.megatron_name: s for s in self.shards if s.megatron_name.startswith(PREDICTING)}
+        shards = all_shards(self.held, self.layout, self.rank, None)
+        own = {shard.megatron_name: shard for shard in shards if shard.megatron_name.startswith(PREDICTING)}
         load_from_files(predicting.chunk, own, config.model.path)
         if config.actor.mtp.train:
             predicting.make_trained(config.actor.optim, DTYPES[config.model.dtype], config.total_updates)

@@ -63,7 +63,7 @@ class MegatronCritic:
     """
 
     lora = None  # the critic is always trained completely
-    predicting_chunk = None
+    trained_beside = None
 
     def __init__(
         self, config: RunConfig, rank: int, platform: Platform, model: ModelSpec, of_actor: TrainLayout
@@ -127,7 +127,7 @@ class MegatronCritic:
         return (self.scheduler,)
 
     @property
-    def held(self) -> ModelSpec:
+    def trained(self) -> ModelSpec:
         """The model, as that of an actor."""
         return self.model
 

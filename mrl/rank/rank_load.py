@@ -204,7 +204,7 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
 
 
 def _check_model(actor, manifest: Manifest, folder: Path) -> None:
-    if model_spec(manifest.hf_config) != actor.held:
+    if model_spec(manifest.hf_config) != actor.trained:
         raise EnvironmentFault(f"{folder}: not a checkpoint of the model in model.path {actor.config.model.path}")
     if bool(manifest.adapters) != (actor.lora is not None):
         kind = "adapters alone" if manifest.adapters else "whole weights"

@@ -72,8 +72,8 @@ def rank_parameters(actor) -> Iterator[RankParameter]:
     actor.residence.require(PARAMETERS, OPTIMIZER)
     adams = {id(optimizer): AdamState(optimizer.optimizer) for optimizer in distributed_optimizers(actor)}
     shards = {(shard.vp_chunk, shard.megatron_name): shard for shard in actor.shards}
-    LocalParameters(actor.chunks, actor.predicting_chunk).check(local_shapes(shards.values()))
-    for number, chunk in numbered(actor.chunks, actor.predicting_chunk):
+    LocalParameters(actor.chunks, actor.trained_beside).check(local_shapes(shards.values()))
+    for number, chunk in numbered(actor.chunks, actor.trained_beside):
         for name, parameter in chunk.named_parameters():
             if actor.lora is not None and not is_adapter(name):
                 continue

@@ -1,5 +1,5 @@
-"""An engine whose model drafts gets an update as a plan describes it: `python engine_predicting.py MODEL_FOLDER OTHER`.
-See test_engine_drafts.
+"""An engine whose model drafts gets an update as a plan describes it: `python engine_predicting.py FOLDER OTHER answers`.
+See test_engine_drafts. With another third word it answers nothing.
 
 OTHER has the weights of the update. Prints JSON: parameters whose digests differ from the sent ones, what an update
 without the predicting layer says, and acceptance and log-probs behind it.
@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 
 from mrl.checkpoint.open_checkpoint import open_hf, weight_role  # noqa: E402
-from mrl.engine import cpu_drafts  # noqa: E402
 from mrl.engine.drafter import ModelThatDrafts, drafting_model  # noqa: E402
 from mrl.engine.handshake import check_engine  # noqa: E402
 from mrl.engine.load_layout import LayerwiseWriter, layers_of  # noqa: E402
@@ -29,7 +27,6 @@ from mrl.engine.receive import register  # noqa: E402
 from mrl.engine.v0_32 import ADAPTER  # noqa: E402
 from mrl.model import load_model_spec, tensor_specs  # noqa: E402
 from mrl.model.layout import RolloutLayout  # noqa: E402
-from mrl.model.registry import family_of  # noqa: E402
 from mrl.model.megatron_shards import Piece  # noqa: E402
 from mrl.model.boxes import Box  # noqa: E402
 from mrl.model.vllm_parameters import target_parameters  # noqa: E402
@@ -38,17 +35,16 @@ from mrl.rank.rank_load import fill  # noqa: E402
 DRAFTED = 2
 
 
-def main(folder: Path, other: Path) -> dict:
+def main(folder: Path, other: Path, answering: bool) -> dict:
     register()
-    cpu_drafts.install()
     model = load_model_spec(folder).holding(True)
     llm = LLM(
-        str(folder), hf_overrides=family_of(model).engine_keys(model), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, skip_tokenizer_init=True,
+        str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, skip_tokenizer_init=True,
         generation_config="vllm", logprobs_mode="processed_logprobs", disable_log_stats=False,
         worker_cls="mrl.engine.cpu_worker.CpuWorker",
         speculative_config={"method": "mtp", "num_speculative_tokens": DRAFTED},
     )  # fmt: skip
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = worker_of(llm)
     runner = worker.model_runner
     whole = ModelThatDrafts(runner.get_model(), drafting_model(runner))
     targets = target_parameters(model, RolloutLayout(1, 1), 0, "cpu", "float32")
@@ -74,7 +70,7 @@ def main(folder: Path, other: Path) -> dict:
         except RuntimeError as error:
             report["unplanned"] = str(error)
         update(LayerwiseWriter(whole, worker.model_config, targets, ADAPTER), targets, tensors)
-    return report | answers(llm)
+    return report | (answers(llm) if answering else {})
 
 
 def by_identity(whole, targets) -> frozenset[str]:
@@ -113,14 +109,43 @@ def answers(llm: LLM) -> dict:
     prompts = [{"prompt_token_ids": [5 + n, 7, 9, 11, 13, 20 - n]} for n in range(8)]
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=1, logprobs=0, detokenize=False, ignore_eos=True)
     found = []
+    firsts = first_drafts(llm)
     for output in llm.generate(prompts, sampling, use_tqdm=False):
         answer = output.outputs[0]
         log_probs = [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
         found.append([list(output.prompt_token_ids), list(answer.token_ids), log_probs])
     counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     drafted, accepted = (counts[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
-    return {"answers": found, "drafted": drafted, "accepted": accepted}
+    return {"answers": found, "drafted": drafted, "accepted": accepted, "firsts": firsts}
+
+
+def first_drafts(llm: LLM) -> list[tuple[list[int], int]]:
+    """A list that gets, for each request and step from here on, the tokens known and the first one drafted behind them.
+
+    The tokens of a step are noted when the next one drafts.
+    """
+    runner = worker_of(llm).model_runner
+    propose = runner.propose_draft_token_ids
+    firsts = []
+    drafted = {}
+
+    def noting(*arguments, **named):
+        drafts = propose(*arguments, **named)
+        batch = runner.input_batch
+        for row, name in enumerate(batch.req_ids):
+            known = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].tolist()
+            if name in drafted:
+                firsts.append((known, drafted[name]))
+            drafted[name] = int(drafts[row][0])
+        return drafts
+
+    runner.propose_draft_token_ids = noting
+    return firsts
+
+
+def worker_of(llm: LLM):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "answers")))

@@ -12,7 +12,8 @@ import pytest
 import torch
 from deadlines import END_S, RUN_S
 from engine_driver import run_engine
-from tiny_models import save, tiny_glm, tiny_moe, with_head
+from predicting_oracle import Oracle
+from tiny_models import save, tiny_glm, tiny_latent, tiny_moe, with_head
 
 pytestmark = pytest.mark.real
 
@@ -47,13 +48,7 @@ def test_with_drafts_log_probs_are_transformers_and_a_seed_repeats_in_any_order(
     job = {"config": config(path, method), "prompts": prompts}
     found = run_engine("engine_drafts.py", tmp_path, job, 1, RUN_S)
     assert found["rounds"][0] == found["rounds"][1]
-    worst = 0.0
-    for prompt, (response, log_probs) in zip(prompts, found["rounds"][0], strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
-        worst = max(worst, float((expected - torch.tensor(log_probs)).abs().max()))
-    assert worst < 1e-5
+    assert max(_gap(model, prompt, *given) for prompt, given in zip(prompts, found["rounds"][0], strict=True)) < 1e-5
     drafts = found["drafts"]
     assert drafts["steps"] > 100 and 0 < sum(drafts["accepted"]) < sum(drafts["drafted"])
     assert len(drafts["accepted"]) == DRAFTED
@@ -61,12 +56,54 @@ def test_with_drafts_log_probs_are_transformers_and_a_seed_repeats_in_any_order(
 
 @pytest.fixture(scope="module")
 def drafted() -> dict:
+    return told("drafted_tokens.py")
+
+
+def told(program: str, *arguments: str) -> dict:
     here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": str(here.parents[1]), "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, str(here / "drafted_tokens.py")]
+    command = [sys.executable, str(here / program), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=END_S)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+@pytest.mark.parametrize(
+    ("build", "answers"), [(tiny_glm, True), pytest.param(tiny_latent, False, marks=pytest.mark.long)]
+)
+def test_a_sync_brings_what_drafts_and_proves_it(tmp_path, build, answers):
+    """vLLM's own loader agrees with the plan. Behind the update vLLM drafts what the equations say of the new weights,
+    for every request and step, and log-probs are transformers'. Without the layer's weights the update is refused, and
+    so is a plan that does not know them, by the names of what would be stale.
+    """
+    model = build(vocab_size=WORDS)
+    old = with_head(save(model, tmp_path / "old"), uneven=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+    new = with_head(save(model, tmp_path / "new"), uneven=True)
+    found = told("engine_predicting.py", str(old), str(new), "answers" if answers else "")
+    assert found["differing"] == [] and found["drafting"] > 15
+    assert "modules incomplete: drafts.model.layers.4.enorm" in found["stale"]
+    assert (
+        "drafts.model.layers.4.eh_proj.weight is a parameter of vLLM that the plan does not know" in found["unplanned"]
+    )
+    if not answers:
+        return
+    worst = max(_gap(model, *answer) for answer in found["answers"])
+    assert worst < 1e-5
+    oracle = Oracle(model, new)
+    assert len(found["firsts"]) > 200
+    for known, drafted in found["firsts"]:
+        with torch.no_grad():
+            assert oracle.log_probs(torch.tensor(known))[len(known) - 2].argmax() == drafted
+
+
+def _gap(model, prompt: list[int], response: list[int], log_probs: list[float]) -> float:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+    return float((expected - torch.tensor(log_probs)).abs().max())
 
 
 def test_vllms_own_temperatures_of_drafted_tokens_are_still_wrong_and_ours_are_right(drafted):

@@ -298,6 +298,8 @@ def with_head(folder: Path, uneven: bool = False) -> Path:
     head |= {f"model.layers.{last}.{name}": tensor for name, tensor in own.items()}
     save_file(tensors | head, file, metadata={"format": "pt"})
     layers = {"num_nextn_predict_layers": 1, "num_mtp_layers": 1}
+    if config["model_type"] == "deepseek_v3":  # keys of its official config.json, which transformers does not write
+        layers |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     (folder / "config.json").write_text(json.dumps(config | layers))
     return folder
 

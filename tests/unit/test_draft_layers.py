@@ -117,6 +117,26 @@ def test_copies_are_written_from_the_trained_tensors_and_all_else_stays(tmp_path
     assert not torch.equal(before[EMBEDDING], weights[EMBEDDING]) and len(after) > 8
 
 
+@pytest.mark.parametrize("family", ["GLM-4.5", "DeepSeek-V3"])
+def test_a_layer_that_ranks_hold_is_cut_joined_and_exported_with_the_rest(tmp_path, family):
+    """As a run with rollout.speculation.method: mtp saves it: through two layouts, and back to the same files."""
+    config = FAMILIES[family]
+    model = made(tmp_path / "model", config)
+    write_layout(open_hf(model, predicting=True), tmp_path / "ours", parse_layout("tp=2,ep=2"))
+    manifest = read_manifest(tmp_path / "ours")
+    check_digests(tmp_path / "ours", manifest)
+    assert model_spec(manifest.hf_config).predicting_layers == 1
+    last = config["num_hidden_layers"]
+    stored = {piece.hf_name for entry in manifest.read_entries(tmp_path / "ours") for piece in entry.pieces}
+    assert f"model.layers.{last}.eh_proj.weight" in stored and f"model.layers.{last}.embed_tokens.weight" not in stored
+    with safe_open(tmp_path / "ours" / "hf" / FILE, "pt") as kept:
+        assert not list(kept.keys())  # names of copies alone
+    write_layout(open_saved(tmp_path / "ours"), tmp_path / "again", parse_layout("tp=1"))
+    main(["convert", "megatron-to-hf", str(tmp_path / "again"), "-o", str(tmp_path / "hf"), "--verify"])
+    assert same(all_of(model), all_of(tmp_path / "hf"))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == config
+
+
 def test_a_copy_that_differs_is_named_and_stays_as_it_was(tmp_path, capsys):
     model = made(tmp_path / "model", FAMILIES["DeepSeek-V3"])
     name = "model.layers.3.shared_head.head.weight"

@@ -70,7 +70,7 @@ def test_measured_acceptance_counts_instead_and_is_what_runs_say():
 
 
 def test_a_look_up_counts_the_steps_in_which_it_finds_nothing_and_for_itself_alone():
-    """Found in 1 of 5 steps and accepted with 0.7, it gives 1.14 tokens a step, and says nothing of predicting layers."""
+    """Found in 1 of 5 steps and accepted with 0.7, it gives 1.14 tokens a step, and says nothing of other methods."""
     row = {"response_length/mean": 10.0, "response_length/max": 20.0, "prompt_length/mean": 5.0}
     found = lengths_of([row | {"drafts/acceptance_at/1": 0.7, "drafts/step_share": 0.2}], 100, "ngram")
     inputs = accepting(inputs_of(GLM), *found.accepted, method=found.drafted_by)

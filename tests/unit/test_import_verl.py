@@ -462,7 +462,13 @@ def test_drafts_of_engines_are_carried(engine, given, tokens):
 
 def test_a_layer_that_verl_trains_along_is_trained_along():
     mtp = "actor_rollout_ref.model.mtp."
-    words = ("enable=True", "enable_rollout=True", "enable_train=True", "detach_encoder=True", "mtp_loss_scaling_factor=0.3")
+    words = (
+        "enable=True",
+        "enable_rollout=True",
+        "enable_train=True",
+        "detach_encoder=True",
+        "mtp_loss_scaling_factor=0.3",
+    )
     out = from_overrides(*(mtp + word for word in words))
     assert out.values["actor.mtp.train"] is True and out.values["actor.mtp.loss_weight"] == 0.3
 

@@ -84,11 +84,12 @@ def an_actor(tensor: int = 1, **optim) -> SimpleNamespace:
     optimizer = SimpleNamespace(param_groups=[{"default_config": True}], chained_optimizers=[])
     layout = SimpleNamespace(model_dump=lambda: {"tensor_model_parallel_size": tensor})
     residence = Residence()
+    scheduler = build_scheduler(OptimConfig(**optim), optimizer, None)
     return SimpleNamespace(
         config=SimpleNamespace(actor=SimpleNamespace(layout=layout), model=SimpleNamespace(dtype="float32", path="m")),
-        rank=0, layout=SimpleNamespace(world_size=1), model=model_spec(CONFIG), chunks=[], platform=Device(),
-        residence=residence, optimizer=optimizer, scheduler=build_scheduler(OptimConfig(**optim), optimizer, None),
-        num_updates=0, skipped_in_a_row=0, lora=None, shards=(),
+        rank=0, layout=SimpleNamespace(world_size=1), trained=model_spec(CONFIG), chunks=[], platform=Device(),
+        residence=residence, optimizer=optimizer, optimizers=(optimizer,), scheduler=scheduler, schedulers=(scheduler,),
+        trained_beside=None, num_updates=0, skipped_in_a_row=0, lora=None, shards=(),
     )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ from mrl.tools.import_verl.verl_command import Override, VerlSettings
 _MTP = M + "mtp."
 _KEPT = "the checkpoint's predicting layers are in every checkpoint and export, as they came"
 _NOT_USED = "the predicting layer is trained along only where engines draft with it (mtp.enable_rollout)"
-_DETACHED = "its loss trains the predicting layer alone: neither policy, embedding nor output layer (mtp.detach_encoder)"
+_DETACHED = (
+    "its loss trains the predicting layer alone: neither policy, embedding nor output layer (mtp.detach_encoder)"
+)
 _DEFAULTS = {"num_speculative_tokens": 1, "speculative_num_steps": 3}  # verl 0.9.1, workers/config/model.py
 
 
