@@ -1,8 +1,8 @@
-"""An engine whose model drafts gets an update as a plan describes it: `python engine_predicting.py FOLDER OTHER answers`.
+"""An engine that drafts gets an update as a plan describes it: `python engine_predicting.py FOLDER OTHER answers`.
 See test_engine_drafts. With another third word it answers nothing.
 
 OTHER has the weights of the update. Prints JSON: parameters whose digests differ from the sent ones, what an update
-without the predicting layer says, and acceptance and log-probs behind it.
+without the predicting layer says, and answers, with what was drafted for them.
 """
 
 import json
@@ -14,23 +14,23 @@ from types import SimpleNamespace
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
-import torch  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.config import set_current_vllm_config  # noqa: E402
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
 
-from mrl.checkpoint.open_checkpoint import open_hf, weight_role  # noqa: E402
-from mrl.engine.drafter import ModelThatDrafts, drafting_model  # noqa: E402
-from mrl.engine.handshake import check_engine  # noqa: E402
-from mrl.engine.load_layout import LayerwiseWriter, layers_of  # noqa: E402
-from mrl.engine.read_back import held_digests, hf_block, parameter_digest  # noqa: E402
-from mrl.engine.receive import register  # noqa: E402
-from mrl.engine.v0_32 import ADAPTER  # noqa: E402
-from mrl.model import load_model_spec, tensor_specs  # noqa: E402
-from mrl.model.layout import RolloutLayout  # noqa: E402
-from mrl.model.megatron_shards import Piece  # noqa: E402
-from mrl.model.boxes import Box  # noqa: E402
-from mrl.model.vllm_parameters import target_parameters  # noqa: E402
-from mrl.rank.rank_load import fill  # noqa: E402
+from mrl.checkpoint.open_checkpoint import open_hf, weight_role
+from mrl.engine.drafter import ModelThatDrafts, drafting_model
+from mrl.engine.handshake import check_engine
+from mrl.engine.load_layout import LayerwiseWriter, layers_of
+from mrl.engine.read_back import held_digests, hf_block
+from mrl.engine.receive import register
+from mrl.engine.v0_32 import ADAPTER
+from mrl.model import load_model_spec, tensor_specs
+from mrl.model.boxes import Box
+from mrl.model.layout import RolloutLayout
+from mrl.model.megatron_shards import Piece
+from mrl.model.vllm_parameters import target_parameters
+from mrl.rank.rank_load import fill
 
 DRAFTED = 2
 
