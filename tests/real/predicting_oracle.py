@@ -27,21 +27,26 @@ class Oracle:
 
     def log_probs(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns [tokens, words]: row i is the distribution of token i + 2, of a sequence of ids [tokens]."""
+        return self.of_batch(ids[None])[0]
+
+    def of_batch(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns [rows, tokens, words] of sequences of one length, ids [rows, tokens]."""
         model, layer = self.model, self.model.model.layers[-1]
-        places = torch.arange(len(ids))[None]
+        length = ids.shape[1]
+        places = torch.arange(length)[None]
         with torch.no_grad():
-            hidden = model.model(ids[None]).last_hidden_state
-            follow = model.model.embed_tokens(ids[None].roll(-1, 1))
+            hidden = model.model(ids).last_hidden_state
+            follow = model.model.embed_tokens(ids.roll(-1, 1))
             angles = model.model.rotary_emb(hidden, places)
             head = model.lm_head.weight.clone()
         follow[:, 0] = 0
         pair = torch.cat([self._norm(follow, "enorm.weight"), self._norm(hidden, "hnorm.weight")], -1)
-        causal = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
+        causal = torch.full((length, length), -torch.inf).triu(1)[None, None]
         given = {"attention_mask": causal, "position_embeddings": angles, "position_ids": places}
         joined = pair @ self.stored["eh_proj.weight"].T
         out = torch.func.functional_call(layer, self._weights, (joined,), given)
         out = out[0] if isinstance(out, tuple) else out
-        return (self._norm(out, "shared_head.norm.weight") @ head.T).log_softmax(-1)[0]
+        return (self._norm(out, "shared_head.norm.weight") @ head.T).log_softmax(-1)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.stored[name], self.model.config.rms_norm_eps)
