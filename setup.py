@@ -78,7 +78,9 @@ class BuildWithPresets(build_py):
         if self.editable_mode:
             return  # the clone itself is what is imported
         package = Path(self.build_lib) / "mrl"
-        shutil.copytree(ROOT / "parallel_configs", package / "parallel_configs", dirs_exist_ok=True)
+        for left in (package / "parallel_configs", package / "commit.txt"):  # of an earlier build in the same folder
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+        shutil.copytree(ROOT / "parallel_configs", package / "parallel_configs")
         command = ["git", "-C", ROOT, "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
         told = subprocess.run(command, capture_output=True)
         if (ROOT / ".git").exists() and told.returncode == 0:
