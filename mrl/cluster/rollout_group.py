@@ -68,9 +68,9 @@ class EngineOrder:
         )
         return cls(deployment, settings, request_limit(deployment, config.trainer.deterministic), logs)
 
-    def reading_text_from(self, folder: Path) -> "EngineOrder":
-        """Returns the same engines with the text model's weights from `folder`. See EngineSettings."""
-        return replace(self, settings=tuple(settings.reading_text_from(folder) for settings in self.settings))
+    def reading_from(self, text: Path, images: Path) -> "EngineOrder":
+        """Returns the same engines with weights and images from folders of an evaluation. See EngineSettings."""
+        return replace(self, settings=tuple(settings.reading_from(text, images) for settings in self.settings))
 
 
 class RolloutGroup:

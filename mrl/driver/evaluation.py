@@ -38,14 +38,14 @@ from mrl.generate.rollouts import Responder
 from mrl.model import load_model_spec
 from mrl.plan.sample_bytes import held_out_bytes
 from mrl.record.console import PlainConsole
-from mrl.record.run_dir import json_line, write_text
+from mrl.record.run_dir import RunDir, json_line, write_text
 from mrl.reward.pool import check_function
 
 RESULTS = "results.json"
 GENERATIONS = "generations.jsonl"
-CONFIG = "config.resolved.yaml"
-MODEL = "model.tmp"
-IMAGES = "images"  # where image_store says that a run's are
+WORK = "evaluation.tmp"  # folder within the output for what is removed at the end
+MODEL = "model"  # within it
+IMAGES = "images"
 
 
 def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
     Returns the results. Engines answer from the weights as they are stored, whatever rollout.quantization says.
     `checkpoint`: a `step-N` folder, or None for the configuration's model.path. It, or an FP8 model.path, is converted
     to Hugging Face's form within `output`, after prompts and reward have been checked. The conversion, and the prompts'
-    images, are removed at the end. Raises an error of mrl.errors, and refuses an output that holds results already.
+    images, are removed at the end. Raises an error of mrl.errors, and refuses an output that holds results or a run.
     """
-    if (output / RESULTS).exists():
-        raise ConfigError(f"--output: {output} holds results already; give another folder")
+    output = output.resolve()
+    _refuse_output(output)
     began = time.monotonic()
-    with _folder(output), ExitStack() as stack:
+    with _work_folder(output) as work, ExitStack() as stack:
         config = _as_stored(resolved.config, checkpoint)
         source = config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER)
         tokenizer = prompt_tokenizer(source, config.data)
@@ -72,10 +72,9 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         scoring = reward_spec(config.reward, prompts.data_sources)
         check_function(scoring)
         if stored := _stored_otherwise(config.model.path, checkpoint):
-            shutil.rmtree(output / MODEL, ignore_errors=True)  # left by an evaluation that was killed
-            write_hf(stored, output / MODEL)
+            write_hf(stored, work / MODEL)
             if images is None:
-                model = config.model.model_copy(update={"path": str((output / MODEL).resolve())})
+                model = config.model.model_copy(update={"path": str(work / MODEL)})
                 config = config.model_copy(update={"model": model})
         deployment = Deployment.of(config)
         stack.enter_context(ray_cluster(deployment, actor=False))
@@ -90,8 +89,8 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         order = EngineOrder.of(config, load_model_spec(config.model.path), logs)
         if images is not None:
             held_out = config.data.model_copy(update={"train_files": []})
-            keep_images(images, [prompts], held_out, output / IMAGES)
-            order = order.reading_text_from((output / MODEL).resolve())
+            keep_images(images, [prompts], held_out, work / IMAGES)
+            order = order.reading_from(work / MODEL, work / IMAGES)
         scorers = ScorerOrder(config.reward, scoring, config.model.path, logs)
         responder = _responder(stack, order, scorers, console, stop)
         settings = ValidationSettings.of(config.rollout, config.data, config.model.path, config.trainer.seed)
@@ -99,7 +98,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         results = {"model": resolved.config.model.path, "checkpoint": checkpoint and str(checkpoint)}
         results |= _results(config.rollout.val_kwargs, prompts, validation, time.monotonic() - began)
         validation.write(responder, output / GENERATIONS)
-        write_text(output / CONFIG, resolved.to_record())
+        write_text(RunDir(output).config, resolved.to_record())
         write_text(output / RESULTS, json_line(results))
     return results
 
@@ -126,18 +125,29 @@ def _as_stored(config: RunConfig, checkpoint: Path | None) -> RunConfig:
     return with_values(config, {"rollout.quantization": None})
 
 
+def _refuse_output(output: Path) -> None:
+    """Raises ConfigError for a folder with something to lose: an evaluation's results, or a run."""
+    if (output / RESULTS).exists():
+        raise ConfigError(f"--output: {output} holds results already; give another folder")
+    run = RunDir(output)
+    if found := next((path.name for path in (run.config, run.checkpoints, run.metrics) if path.exists()), None):
+        raise ConfigError(f"--output: {output} is a run directory (it has {found}); give another folder")
+
+
 @contextmanager
-def _folder(output: Path) -> Iterator[None]:
-    """Provides the folder to write into, and removes a converted checkpoint from it at the end in any case."""
+def _work_folder(output: Path) -> Iterator[Path]:
+    """Provides an empty folder within `output`, which is removed at the end in any case. Nothing else is removed."""
+    work = output / WORK
+    shutil.rmtree(work, ignore_errors=True)  # left by an evaluation that was killed
     try:
         (output / "logs").mkdir(parents=True, exist_ok=True)
+        work.mkdir()
     except OSError as error:
         raise ConfigError(f"--output: cannot write {output} ({error.strerror}); give another folder") from error
     try:
-        yield
+        yield work
     finally:
-        for made in (MODEL, IMAGES):
-            shutil.rmtree(output / made, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | None:

@@ -147,11 +147,13 @@ class EngineSettings:
         reads_files = TEXT_FOLDER in self.arguments.get("model_loader_extra_config", {})
         return self.arguments.get("load_format") in (AWAITED, _RANDOM) and not reads_files
 
-    def reading_text_from(self, folder: Path) -> "EngineSettings":
-        """Returns the settings of an engine that sees, with the text model's weights from `folder` and not by a
-        sync.
+    def reading_from(self, text: Path, images: Path) -> "EngineSettings":
+        """Returns the settings of an engine that sees, with the text model's weights from the folder `text` and not by
+        a sync, and with prompts' images from the folder `images`.
         """
-        return replace(self, arguments=self.arguments | {"model_loader_extra_config": {TEXT_FOLDER: str(folder)}})
+        loading = {"model_loader_extra_config": {TEXT_FOLDER: str(text)}}
+        store = replace(self.images, folder=str(images))
+        return replace(self, arguments=self.arguments | loading, images=store)
 
     @property
     def speculates(self) -> bool:

@@ -33,7 +33,7 @@ def test_an_evaluation_repeats_the_runs_own_validation(tmp_path):
         kept = [json.loads(line) for line in (tmp_path / name / "generations.jsonl").read_text().splitlines()]
         seen = [json.loads(line) for line in validation_file(run_dir, name).read_text().splitlines()]
         assert [row["output"] for row in kept] == [row["output"] for row in seen]
-        assert not (tmp_path / name / "model.tmp").exists()
+        assert not (tmp_path / name / "evaluation.tmp").exists()
     again = mrl("eval", str(PRESET), *given, "--model", str(world / "model"), "-o", str(tmp_path / "model"))
     assert again.returncode == 2 and "holds results already" in again.stderr
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from generations import AnsweringEngines
 from replicas import scorers
-from small_model import write_model
+from small_model import SEEING_WHOLE, write_model
 from test_data import row, write_jsonl
 
 import mrl.driver.assemble as assemble
@@ -19,13 +19,15 @@ import mrl.driver.evaluation as evaluation
 from mrl.checkpoint.convert import write_layout
 from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.cli.main import main
+from mrl.cluster.rollout_group import EngineOrder
 from mrl.config.load import load_config
 from mrl.data.dataset import load_tokenizer
-from mrl.data.samples import Sample
+from mrl.data.samples import ImageStore, Sample
 from mrl.driver.assemble import open_run
 from mrl.driver.preflight import RunInputs
+from mrl.engine.engine_state import TEXT_FOLDER
 from mrl.errors import EnvironmentFault
-from mrl.model import load_model_spec
+from mrl.model import load_model_spec, model_spec
 from mrl.plan.run_plan import plan_again
 from mrl.reward.pool import RewardPool
 
@@ -236,3 +238,38 @@ def test_quantised_rollouts_are_left_aside_and_it_is_said(capsys):
     assert evaluation._as_stored(adapted, Path("step-1")) is adapted and capsys.readouterr().out == ""
     plain = load_config(TINY).config
     assert evaluation._as_stored(plain, None) is plain and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["config.resolved.yaml", "metrics.jsonl", "checkpoints"])
+def test_a_run_directory_is_no_output(refused, tmp_path, name):
+    """It would lose its configuration."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).touch()
+    code, said = refused()
+    assert code == 2 and f"out is a run directory (it has {name}); give another folder" in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_evaluation_removes_what_it_made_and_nothing_of_the_user(tmp_path, fails):
+    for folder in ("images", "model.tmp", "model"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.png").touch()
+    with contextlib.suppress(InterruptedError), evaluation._work_folder(tmp_path) as work:
+        (work / "images").mkdir()
+        (work / "images" / "theirs").touch()
+        if fails:
+            raise InterruptedError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "logs", "model", "model.tmp"]
+    assert all((tmp_path / folder / "mine.png").is_file() for folder in ("images", "model.tmp", "model"))
+
+
+def test_engines_of_an_evaluation_read_images_and_the_text_model_from_its_work_folder():
+    config = load_config(TINY, overrides=["model.vision=frozen", "data.max_image_pixels=5"]).config
+    order = EngineOrder.of(config, model_spec(SEEING_WHOLE), Path("out/logs")).reading_from(
+        Path("work/m"), Path("work/i")
+    )
+    for settings in order.settings:
+        assert settings.images == ImageStore("work/i", 5)
+        assert settings.arguments["model_loader_extra_config"] == {TEXT_FOLDER: "work/m"}
+        assert not settings.awaits_weights
