@@ -115,8 +115,30 @@ OPTIM_RULES = (
     ),
     _warmup,
 )
+_PROFILE = "record.profile"
 RUN_RULES = (
     *OPTIM_RULES,
+    RuleRow(
+        f"{_PROFILE}.tool",
+        lambda c, m: c.record.profile.steps and c.record.profile.tool == "nsys" and c.cluster.device != "cuda",
+        "must be torch with cluster.device {c.cluster.device}",
+        "Nsight Systems looks at NVIDIA GPUs",
+        ("torch",),
+    ),
+    RuleRow(
+        f"{_PROFILE}.steps",
+        lambda c, m: c.record.profile.steps and c.cluster.device == "npu",
+        "must be empty with cluster.device npu",
+        "NPUs have a profiler of their own (torch_npu.profiler, msprof), which nobody starts here",
+        ((),),
+    ),
+    RuleRow(
+        f"{_PROFILE}.ranks",
+        lambda c, m: bool(c.record.profile.ranks) and max(c.record.profile.ranks) >= c.actor.layout.world_size,
+        "must be below actor.layout.world_size = {c.actor.layout.world_size}",
+        "there are no other ranks",
+        lambda c, m: (0, c.actor.layout.world_size - 1),
+    ),
     RuleRow(
         "data.val_files",
         lambda c, m: c.trainer.test_freq >= 1 and not c.data.val_files,

@@ -32,7 +32,7 @@ from mrl.config.schema_algorithm import (
 from mrl.config.schema_data import CustomRewardConfig, DataConfig, RewardConfig
 from mrl.config.schema_distillation import DistillationConfig, DistillationLossConfig, TeacherConfig
 from mrl.config.schema_rollout import RolloutConfig, ValSamplingConfig
-from mrl.config.schema_run import ClusterConfig, RecordConfig, ReshardConfig, TrainerConfig
+from mrl.config.schema_run import ClusterConfig, ProfileConfig, RecordConfig, ReshardConfig, TrainerConfig
 from mrl.config.section import Section, notes_of, section_of
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "OptimConfig",
     "OverlongBufferConfig",
     "PolicyLossConfig",
+    "ProfileConfig",
     "RecordConfig",
     "RefConfig",
     "ReshardConfig",

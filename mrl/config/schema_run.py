@@ -1,5 +1,6 @@
 """Keys of the loop, the cluster, the weight sync and the records."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from mrl.config.section import PLAIN_NAME, PRINTABLE, Section, key, must_be
@@ -287,8 +288,39 @@ class ReshardConfig(Section):
     timeout_s: float = key(300.0, "Longest wait for another process in a sync.", gt=0, unit="s")
 
 
+def _are_steps(steps: Sequence[int]) -> bool:
+    return not steps or min(steps) >= 1
+
+
+def _are_ranks(ranks: Sequence[int]) -> bool:
+    return not ranks or min(ranks) >= 0
+
+
+class ProfileConfig(Section):
+    """Profiles of single steps on ranks of the actor: from the old log-probs to the end of the update."""
+
+    steps: tuple[int, ...] = key(
+        (),
+        "Steps that are profiled, counted from 1; empty: none.",
+        advice="A step after the first two, which are slower. A profiled step takes longer than others.",
+        rule=must_be(_are_steps, "must be at least 1", "steps are counted from 1"),
+    )
+    ranks: tuple[int, ...] = key(
+        (0,),
+        "Ranks of the actor that are profiled; empty: all.",
+        advice="One rank of each pipeline stage. A trace of a large model has hundreds of megabytes.",
+        rule=must_be(_are_ranks, "must be at least 0", "ranks are counted from 0"),
+    )
+    tool: Literal["torch", "nsys"] = key(
+        "torch",
+        "torch: each rank writes a trace of torch's profiler, profiles/step-N/rank-R.json.gz, for ui.perfetto.dev. "
+        "nsys: ranks mark their work with NVTX ranges between cudaProfilerStart and cudaProfilerStop, for Ray "
+        "processes that were started under nsys profile --capture-range=cudaProfilerApi.",
+    )
+
+
 class RecordConfig(Section):
-    """The samples that a run keeps, beside its metrics."""
+    """The samples that a run keeps, beside its metrics, and profiles of its steps."""
 
     samples: int | Literal["all", "none"] = key(
         "all",
@@ -308,3 +340,4 @@ class RecordConfig(Section):
         "engine before the update. Refused with algorithm.anchor: on_policy, which computes none before the "
         "update.",
     )
+    profile: ProfileConfig = ProfileConfig()

@@ -139,11 +139,13 @@ def train_step(run: Run) -> None:
     line = StepLine()
     with line.phase("step"):
         rollouts = next_rollouts(run, line, step)
+        begin_profile(run, line, step)
         trained = weigh_samples(run, line, step, rollouts)
         with line.phase("gen"):
             run.generation.before_update()
         run.stop.defer_signals()
         update_actor(run, line, trained, rollouts.cursor)
+        end_profile(run, line, step)
         run.line = line.metrics
         line.add(run.saver.finished())
         if saves:
@@ -173,6 +175,22 @@ def next_rollouts(run: Run, line: StepLine, step: int) -> Rollouts:
         set_failures_aside(run.run_dir, step, rollouts)
     line.add(sample_metrics(run.config.data, rollouts.cursor.epoch, rollouts) | rollouts.metrics)
     return rollouts
+
+
+def begin_profile(run: Run, line: StepLine, step: int) -> None:
+    """Begins to record what ranks compute, if the step is one of record.profile.steps."""
+    if step in run.config.record.profile.steps:
+        with line.phase("record"):
+            run.actor.call("begin_profile")
+
+
+def end_profile(run: Run, line: StepLine, step: int) -> None:
+    """Ends what `begin_profile` began. A trace that cannot be written is a warning, and the run goes on."""
+    if step in run.config.record.profile.steps:
+        with line.phase("record"):
+            said = run.actor.call("end_profile", str((run.run_dir.profiles / f"step-{step}").resolve()))
+        for why in filter(None, said):
+            note_warning(run.run_dir, step, why)
 
 
 def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> StepBatch:

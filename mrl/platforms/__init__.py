@@ -78,6 +78,15 @@ class Platform(Protocol):
         Contents are undefined.
         """
 
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Names the work of the block in profiles that are being made."""
+
+    def profiled(self) -> "list[torch.profiler.ProfilerActivity]":
+        """Returns what torch's profiler records on this device."""
+
+    def capture(self, begins: bool) -> None:
+        """Tells an outer profiler of the device that it begins, or ends, to record."""
+
     def release_cache(self) -> None:
         """Returns cached memory to the device, so that other processes can use it."""
 

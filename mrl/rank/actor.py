@@ -412,7 +412,10 @@ class MegatronActor:
         self._check_columns(batch)
         if self.routing and self.config.algorithm.on_policy:
             self.routing.begin_step()  # no earlier pass did it
-        results = [self._update_once(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
+        results = []
+        for number, (micros, count) in enumerate(zip(mini_batches, counts, strict=True), 1):
+            with self.platform.span(f"mini-batch {number}"):
+                results.append(self._update_once(batch, micros, count))
         gather_weights(self.chunks)
         parts = [part for part, _ in results if part is not None]
         left = self.residence.left_bytes  # by kind: what the last offload moved from the device to the host

@@ -8,7 +8,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,7 @@ class ActorWorker:
         self.given_up: list[str] = []  # names of the connections of weight syncs that the driver gave up last
         self.host_copy = None  # of a checkpoint, after the first save
         self.critic_copy = None  # the same for a critic
+        self.profile = None  # of the current step, where it is profiled
 
     @ray.method(concurrency_group=LOOKING)
     def write_stacks(self) -> Trail:
@@ -143,6 +144,28 @@ class ActorWorker:
                 self.actor.critic.offload()
         return os.getpid()
 
+    def begin_profile(self) -> None:
+        """Begins to record the step, if this rank is one of record.profile.ranks."""
+        from mrl.rank.profile import StepProfile
+
+        wanted = self.config.record.profile.ranks
+        if wanted and self.rank not in wanted:
+            return
+        self.profile = StepProfile(self.config.record.profile, self.actor.platform)
+        self.profile.begin()
+
+    def end_profile(self, folder: str) -> str | None:
+        """Ends the recording, and writes this rank's trace into `folder`. Returns why it could not be written."""
+        profile = self.profile
+        self.profile = None
+        if profile is None:
+            return None
+        return profile.end(Path(folder) / f"rank-{self.rank}.json.gz")
+
+    def _named(self, name: str) -> AbstractContextManager[None]:
+        """Names the work of the block in a profile."""
+        return nullcontext() if self.profile is None else self.profile.span(name)
+
     @ray.method(num_returns=2)
     def score_by(self, model: str, own: ReplicaRows, samples: ResponseStore) -> tuple[None, HandedRows | None]:
         """Has this rank's replica of a second model, TEACHER or CRITIC, score `samples`, the rows of `own`."""
@@ -150,8 +173,9 @@ class ActorWorker:
 
         crash_point("rank", self.rank, "score_by")
         self.critic_rows = None  # the former step's rows are released first
-        rows = SecondRows(self.actor, model, own, samples)
-        columns = rows.columns()
+        with self._named(f"score_by {model}"):
+            rows = SecondRows(self.actor, model, own, samples)
+            columns = rows.columns()
         if model == CRITIC:
             self.critic_rows = rows
         return None, columns
@@ -165,7 +189,8 @@ class ActorWorker:
         self.step = RankStep(self.actor, rows, lambda: self.stopped >= number)
         here = ray.get_runtime_context().get_node_id()  # the rank itself reads what is on this node
         elsewhere = {node: reader for node, reader in own.readers.items() if node != here}
-        return self.step.score(replace(own, readers=elsewhere), samples, handed)
+        with self._named("score"):
+            return self.step.score(replace(own, readers=elsewhere), samples, handed)
 
     @ray.method(concurrency_group=LOOKING)
     def stop_scoring(self, number: int) -> None:
@@ -191,7 +216,8 @@ class ActorWorker:
     def update_critic(self, *returns: HandedRows) -> list[FloatParts] | None:
         """Updates the critic with the rows of `score_by`, which then are gone; see SecondRows.update."""
         crash_point("rank", self.rank, "update_critic")
-        parts = self.critic_rows.update(self.step.critic_counts(), returns)
+        with self._named("update_critic"):
+            parts = self.critic_rows.update(self.step.critic_counts(), returns)
         self.critic_rows = None
         return parts
 
@@ -205,7 +231,8 @@ class ActorWorker:
         self.step = None
         if not trains:
             return [], {}
-        return step.update()
+        with self._named("update"):
+            return step.update()
 
     def do(self, verb: str, *arguments: Any) -> Any:
         """Calls one of MODEL_VERBS on MegatronActor."""

@@ -101,6 +101,11 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def profiles(self) -> Path:
+        """A folder `step-N` with a trace of each profiled rank for each step of record.profile.steps."""
+        return self.path / "profiles"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's event files."""
         return self.path / "tensorboard"

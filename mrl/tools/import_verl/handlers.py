@@ -148,6 +148,28 @@ def _least_rate(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("renamed", o.key, "actor.optim.min_lr", o.value * rate, f"{o.value:g} of the rate {rate:g}", o.line)
 
 
+_PROFILE = "record.profile."
+_TOOLS = ("torch", "nsys")
+
+
+def _profile(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Carries profiles of the actor over: verl makes them where a tool, steps and the actor's `enable` are given."""
+    name = o.key.rpartition(".")[2]
+    tool = settings.given("global_profiler.tool")
+    steps = settings.given("global_profiler.steps")
+    if tool is None or not steps or settings.given(A + "profiler.enable") is not True:
+        out.leave("implied", o.key, o.value, "the actor is not profiled", o.line)
+    elif tool not in _TOOLS:
+        out.leave("not_applicable", o.key, o.value, f"profiles are of {' and '.join(_TOOLS)} here", o.line)
+    elif name in ("steps", "tool", "ranks"):
+        if name != "ranks" or not settings.given(A + "profiler.all_ranks"):
+            out.put("renamed", o.key, _PROFILE + name, o.value, line=o.line)
+    elif name == "all_ranks" and o.value:
+        out.put("renamed", o.key, _PROFILE + "ranks", [], line=o.line)
+    else:
+        out.leave("implied", o.key, o.value, f"{_PROFILE}steps and ranks say it", o.line)
+
+
 def _old_clip(o: Override, out: Import, settings: VerlSettings) -> None:
     """Carries verl's deprecated name of clip_grad over, which wins in verl where it is set."""
     if o.value is None:
@@ -425,6 +447,8 @@ HANDLERS: dict[str, Handler] = (
         A + "optim.lr_decay_steps": _warmup,
         A + "optim.override_optimizer_config.": _optimizer,
         A + "optim.grad_clip": _old_clip,
+        **{f"global_profiler.{name}": _profile for name in ("steps", "tool")},
+        **{A + f"profiler.{name}": _profile for name in ("enable", "ranks", "all_ranks")},
         A + "optim.min_lr_ratio": _least_rate,
         A + "optim.min_lr_factor": _least_rate,
         M + "tokenizer_path": _of_checkpoint,

@@ -58,7 +58,7 @@ _SPECIAL = KeyRow("special")
 _FSDP = "FSDP only"
 _SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are out, of each file its share"
 _SERVERS = "no reward model runs here; rewards are functions"
-_PROFILER = "profilers are not part of the configuration"
+_PROFILER = "profiles are of the actor's ranks (record.profile)"
 _IMAGES = "the model's own processor reads images (model.vision)"
 _OTHER_THAN_IMAGES = "prompts are texts, with images where model.vision says so: rows with videos or sound are refused"
 _CODE = "code of verl's users that is loaded by class or path has no counterpart for this"
@@ -230,6 +230,7 @@ ROWS: dict[str, KeyRow] = {
     ),
     MEGATRON + "qat.enable": _missing("no quantised training here", False),
     MEGATRON: _nothing("a matter of verl's Megatron worker"),
+    **{A + f"profiler.{name}": _SPECIAL for name in ("enable", "ranks", "all_ranks")},
     A + "profiler.": _nothing(_PROFILER),
     # --- reference model
     F + "megatron.": _SPECIAL,
@@ -353,6 +354,7 @@ ROWS: dict[str, KeyRow] = {
     "model_engine": _SPECIAL,
     "critic.": _SPECIAL,
     "actor_rollout_ref.critic.": _nothing("verl reads the critic's keys from critic."),
+    **{f"global_profiler.{name}": _SPECIAL for name in ("steps", "tool")},
     "global_profiler.": _nothing(_PROFILER),
     "profiler.": _nothing(_PROFILER),
     "transfer_queue.": _nothing("a matter of verl's trainer"),

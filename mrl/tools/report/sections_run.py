@@ -73,7 +73,17 @@ def step_times(run: RunRecord) -> PageSection | None:
     lanes = [_step_lanes(run, usual, f"Step {usual}, as long as most")]
     if slowest != usual:
         lanes.append(_step_lanes(run, slowest, f"Step {slowest}, the longest"))
-    return PageSection("steps", "Where the time goes", (stack, *lanes, _phase_table(run, names)))
+    return PageSection("steps", "Where the time goes", (stack, *lanes, _phase_table(run, names), *_profiles(run)))
+
+
+def _profiles(run: RunRecord) -> tuple[Block, ...]:
+    """Says where the traces of profiled steps are, a line each."""
+    folder = RunDir(run.path).profiles
+    files = sorted(folder.glob("step-*/rank-*.json.gz"))
+    if not files:
+        return ()
+    rows = tuple((str(file.relative_to(run.path)), "a trace: open it at https://ui.perfetto.dev") for file in files)
+    return (Facts(rows),)
 
 
 def _phases(run: RunRecord) -> list[str]:
