@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from mrl.config.schema import ProfileConfig
-from mrl.exercised import exercised
 from mrl.platforms import Platform
 
 
@@ -35,7 +34,6 @@ class StepProfile:
 
     def end(self, file: Path) -> str | None:
         """Ends the recording, and writes `file` where torch recorded. Returns why it could not be written."""
-        exercised(f"record.profile.tool={self._config.tool}")
         self._platform.synchronize()
         if self._torch is None:
             self._platform.capture(False)
