@@ -76,14 +76,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Supervised training of the text model with label smoothing, as in make_tiny_world.py. Features of a tower of
-    drawn weights tell colours and shapes apart well enough, so that it stays as it is drawn.
+    """Supervised training of the text model. Features of a tower of drawn weights tell colours and shapes apart well
+    enough, so that it stays as it is drawn.
+
+    `doubt`: share of a letter's probability that all letters of its kind get alike. So the model knows how an answer
+    looks, and there is nothing to learn from that: whoever does not look at the picture has nothing to gain.
     """
 
     steps: int = 200
     batch: int = 64  # boards per optimizer step
     lr: float = 2e-3
-    label_smoothing: float = 0.4
+    doubt: float = 0.5
     lowest: float = 0.10  # sampled exact match on the held-out boards that is accepted at the end
     highest: float = 0.40
 
@@ -288,6 +291,14 @@ class Task:
         ).last_hidden_state
         return self._head(hidden)
 
+    def kinds(self) -> torch.Tensor:
+        """Returns the distribution of each token of an answer that knows its kind alone, [tokens, words]."""
+        found = torch.zeros(MAX_ANSWER, VOCAB_SIZE)
+        for place, letters in enumerate(("123456789", [*COLOURS], SHAPES)):
+            found[place, self.tokenizer.convert_tokens_to_ids([*letters])] = 1 / len(letters)
+        found[-1, self.tokenizer.eos_token_id] = 1.0
+        return found
+
     def answer(self, board: Board) -> list[int]:
         return [*self.tokenizer(board.answer)["input_ids"], self.tokenizer.eos_token_id]
 
@@ -295,6 +306,7 @@ class Task:
 def warm_up(model: PreTrainedModel, task: Task, train: list[Board], plan: WarmUp, seed: int) -> None:
     """Trains the text model in place on the cross entropy of the answers."""
     picker = random.Random(seed)
+    kinds = task.kinds()
     optimizer = torch.optim.AdamW([*model.model.language_model.parameters(), *model.lm_head.parameters()], lr=plan.lr)
     for step in range(1, plan.steps + 1):
         optimizer.param_groups[0]["lr"] = plan.lr * min(1.0, step / 20, 2 * (1 - (step - 1) / plan.steps))
@@ -302,9 +314,9 @@ def warm_up(model: PreTrainedModel, task: Task, train: list[Board], plan: WarmUp
         answers = [task.answer(board) for board in chosen]
         labels = torch.tensor(answers)
         logits = task.logits(chosen, answers)[:, -MAX_ANSWER - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), label_smoothing=plan.label_smoothing
-        )
+        sure = torch.nn.functional.one_hot(labels, VOCAB_SIZE)
+        wanted = (1 - plan.doubt) * sure + plan.doubt * kinds
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

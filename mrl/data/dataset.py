@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from mrl.data.batch import Prompt
-from mrl.data.images import MARK
+from mrl.data.images import MARK, with_images
 from mrl.data.order import epoch_counts, permutation
 from mrl.data.prompt_store import PromptStore, SeenPrompts
 from mrl.data.row_files import BadRow, RawRow, images_of, parse_row, read_rows
@@ -33,7 +33,7 @@ from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.plain_files import read_json
 
 if TYPE_CHECKING:  # a run without images imports nothing of them
-    from mrl.data.image_reader import ImageReader, KnownImage
+    from mrl.data.image_reader import ImageReader, KnownImage, Look
 
 EXAMPLES = 10
 MOST_BAD_ROWS = 10_000  # so many are reported one by one
@@ -100,6 +100,17 @@ class PromptParameters:
     def rows(self, file: str) -> Iterator[RawRow]:
         """Yields the rows of a data file. Raises DataError as `read_rows` does."""
         return read_rows([file], self.prompt_key, self.reward_fn_key, self._images_read)
+
+    def looked_at(self, file: str) -> "Iterator[tuple[RawRow, Look | None]]":
+        """Yields the rows of a data file, each with the function that returns its images; None where none are read.
+
+        Raises DataError as `read_rows` does.
+        """
+        if self.images is not None:
+            yield from self.images.ahead(self.rows(file), self.image_key)
+            return
+        for raw in self.rows(file):
+            yield raw, None
 
     def parsed(self, raw: RawRow) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Returns a row's messages and other fields, as `parse_row` does. Raises BadRow."""
@@ -207,8 +218,8 @@ class PromptDataset(Sequence[Prompt]):
         try:
             for file in files:
                 loader.begin_file(files_apart)
-                for raw in parameters.rows(file):
-                    loader.add(raw)
+                for raw, look in parameters.looked_at(file):
+                    loader.add(raw, look)
             return loader.finish()
         except BaseException:
             loader.store.close()
@@ -302,18 +313,18 @@ class _Loader:
         if apart:
             self.seen = SeenPrompts()
 
-    def add(self, raw: RawRow) -> None:
+    def add(self, raw: RawRow, look: "Look | None" = None) -> None:
+        """Adds a row. `look`: returns its images; None where none are read."""
         self.rows += 1
         try:
-            sees = self.parameters.images is not None
             messages, rest = self.parameters.parsed(raw)
             self.parameters.check_truth(rest)
             self.texts += isinstance(raw.value[self.parameters.prompt_key], str)
             # two rows on which responses act may begin differently although their prompts are equal: no duplicates
             acts = self.parameters.tools is not None and self.parameters.tools.needs_row(rest["extra_info"])
             images: list[KnownImage] = []
-            if sees:
-                messages, images = self._seen(raw, messages, acts)
+            if look is not None:
+                messages, images = self._seen(raw, messages, acts, look)
             identity = [messages, self.rows] if acts else messages
             if images:
                 identity = [messages, [image.name for image in images]]
@@ -321,7 +332,7 @@ class _Loader:
                 self.duplicates += 1
                 return
             tokens = self._tokenise(messages, rest["extra_info"])
-            if sees:
+            if look is not None:
                 tokens, rows = self._expanded(tokens, images)
                 rest |= {"images": [asdict(row) for row in rows]} if rows else {}
         except BadRow as problem:
@@ -363,7 +374,7 @@ class _Loader:
         )
 
     def _seen(
-        self, raw: RawRow, messages: list[dict[str, Any]], acts: bool
+        self, raw: RawRow, messages: list[dict[str, Any]], acts: bool, look: "Look"
     ) -> tuple[list[dict[str, Any]], list["KnownImage"]]:
         """Returns the messages with parts for the row's images, and the images."""
         entries = images_of(raw, self.parameters.image_key)
@@ -372,7 +383,7 @@ class _Loader:
             return messages, []
         if entries and acts:
             raise BadRow("a row whose responses act has images, which engines do not see between turns yet")
-        return self.parameters.images.read(messages, entries, Path(raw.file).parent)
+        return with_images(messages, len(entries)), look()
 
     def _expanded(self, ids: list[int], images: list["KnownImage"]) -> tuple[list[int], tuple[RowImage, ...]]:
         limit = self.parameters.max_prompt_length

@@ -12,22 +12,31 @@ the same numbers as one with it.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.data.images import image_bytes, open_image, with_images
-from mrl.data.row_files import BadRow
+from mrl.data.images import image_bytes, open_image
+from mrl.data.row_files import BadRow, RawRow, images_of
 from mrl.data.samples import ImageStore, RowImage
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.plain_files import TEXT_BYTES, read_settings
 from mrl.whole_file import appears_whole
 
+FEW = 256  # rows with images that are looked at in the process itself, before others are started for them
+_PROCESSES = 16  # at most
+_AHEAD = 4  # rows a process
 _SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")  # of config.json's vision_config
 
 
@@ -42,6 +51,39 @@ class KnownImage(NamedTuple):
 def path_in(store: Path, name: str) -> Path:
     """Returns the file of an image's encoded bytes."""
     return store / name[:2] / name
+
+
+class _Looked(NamedTuple):
+    """An image that can be read: its name and size."""
+
+    name: str
+    width: int
+    height: int
+
+
+Look = Callable[[], list[KnownImage]]
+
+
+def _look(entries: Sequence[Any], folder: Path, most_pixels: int, settings: bytes) -> list[_Looked]:
+    """Reads all images of a row. `settings`: of the processor, for names. Raises BadRow."""
+    found = []
+    for number, entry in enumerate(entries, 1):
+        data = image_bytes(entry, number, folder)
+        image = open_image(data, number, most_pixels)
+        found.append(_Looked(_name(data, settings), *image.size))
+    return found
+
+
+def _name(data: bytes, settings: bytes) -> str:
+    return hashlib.blake2b(settings + data, digest_size=32).hexdigest()
+
+
+def _entries(raw: RawRow, key: str) -> list[Any]:
+    """Returns the images of a row; none of a bad row, whose fault is told when it is parsed."""
+    with suppress(BadRow):
+        if raw.problem is None:
+            return images_of(raw, key)
+    return []
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -81,23 +123,49 @@ class ImageReader:
         config = read_settings(Path(folder) / "config.json", TEXT_BYTES)
         return cls(config, folder, Path(store.folder), store.most_pixels)
 
-    def read(
-        self, messages: Sequence[Mapping[str, Any]], entries: Sequence[Any], folder: Path
-    ) -> tuple[list[dict[str, Any]], list[KnownImage]]:
-        """Reads the images of a row. `folder`: that of the data file.
+    def ahead(self, rows: Iterable[RawRow], key: str) -> Iterator[tuple[RawRow, Look]]:
+        """Yields rows with the functions that return their images, which raise BadRow. `key`: column of images.
 
-        Returns the messages with parts in the place of images' marks, and the images. Raises BadRow.
+        From the FEW-th row with images on, several processes look at them, some rows ahead. Whole images are in their
+        memory alone, one at a time in each.
         """
-        return with_images(messages, len(entries)), self.read_images(entries, folder)
+        processes = min(_PROCESSES, len(os.sched_getaffinity(0)))
+        asked = 0
+        waiting: deque[tuple[RawRow, Look]] = deque()
+        with ExitStack() as stack:
+            pool = None
+            for raw in rows:
+                entries = _entries(raw, key)
+                folder = Path(raw.file).parent
+                asked += bool(entries)
+                if entries and asked > FEW and pool is None:
+                    pool = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn")))
+                look = partial(self.read_images, entries, folder)
+                if entries and pool is not None:
+                    looked = pool.submit(_look, entries, folder, self._most_pixels, self._settings)
+                    look = partial(self._known_later, looked)
+                waiting.append((raw, look))
+                if len(waiting) > _AHEAD * processes:
+                    yield waiting.popleft()
+            yield from waiting
+
+    def _known_later(self, looked: "Future[list[_Looked]]") -> list[KnownImage]:
+        try:
+            return self._known(looked.result())
+        except BrokenProcessPool:
+            raise EnvironmentFault(
+                "a process that looks at the images of the data was ended, by the system's memory killer as a rule; "
+                "lower data.max_image_pixels"
+            ) from None
 
     def read_images(self, entries: Sequence[Any], folder: Path) -> list[KnownImage]:
-        """Reads images as a row's column has them. Raises BadRow."""
+        """Reads images as a row's column has them. `folder`: that of the data file. Raises BadRow."""
+        return self._known(_look(entries, folder, self._most_pixels, self._settings))
+
+    def _known(self, looked: "Iterable[_Looked]") -> list[KnownImage]:
         found = []
-        for number, entry in enumerate(entries, 1):
-            data = image_bytes(entry, number, folder)
-            image = open_image(data, number, self._most_pixels)
-            grid = self._grid(number, *image.size)
-            name = self._name(data)
+        for number, (name, width, height) in enumerate(looked, 1):
+            grid = self._grid(number, width, height)
             found.append(KnownImage(name, grid, grid[1] * grid[2] // self._merge**2))
         return found
 
@@ -113,9 +181,6 @@ class ImageReader:
             raise BadRow(f"image {number} is {width} x {height} pixels: {error}", "shape of an image") from None
         return 1, to[0] // patch, to[1] // patch
 
-    def _name(self, data: bytes) -> str:
-        return hashlib.blake2b(self._settings + data, digest_size=32).hexdigest()
-
     def keep(self, rows: Iterable[tuple[Sequence[Any], Path]], store: Path, names: Iterable[str]) -> None:
         """Writes the images called `names` into `store`. `rows`: what `read_images` was given, again.
 
@@ -128,7 +193,7 @@ class ImageReader:
             for number, entry in enumerate(entries, 1):
                 with suppress(BadRow):  # told when it was read
                     data = image_bytes(entry, number, folder)
-                    name = self._name(data)
+                    name = _name(data, self._settings)
                     if name in missing:
                         _write(path_in(store, name), data)
                         missing.remove(name)
@@ -146,7 +211,7 @@ class ImageReader:
             data = path.read_bytes()
         except OSError as error:
             raise EnvironmentFault(f"{path}: an image of the data cannot be read: {error}") from error
-        if self._name(data) != name:
+        if _name(data, self._settings) != name:
             raise EnvironmentFault(f"{path}: an image of the data has changed, or was stored by another processor")
         return self._processor(open_image(data, 1, self._most_pixels))["pixel_values"]
 

@@ -5,6 +5,7 @@ datasets library.
 """
 
 import json
+import os
 import zlib
 from functools import partial
 from io import BytesIO
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from mrl.data import image_reader
 from mrl.data.dataset import PromptDataset, PromptParameters
 from mrl.data.image_reader import ImageReader, KnownImage, path_in
 from mrl.data.images import image_bytes, open_image, with_images
@@ -447,3 +449,37 @@ def test_images_of_another_column_are_read_by_its_name_and_of_two_columns_refuse
         pa.Table.from_pylist([row | {"pictures": [image], "images": [image]}, row | {"pictures": [image]}]), file
     )
     assert "data.image_key names the column pictures" in read(parameters).report.bad_rows[0].reason
+
+
+def test_many_rows_are_looked_at_by_several_processes_with_the_same_result(reader, tmp_path, monkeypatch):
+    pictures = [encoded(drawn(40 + seed, 30, seed=seed)) for seed in range(6)]
+    rows = [(f"<image>{number}", [{"bytes": data, "path": None}]) for number, data in enumerate(pictures)]
+    rows[2] = ("<image>2", [{"bytes": pictures[2][:-200], "path": None}])
+    rows[4] = ("4", None)
+    changes = {"max_bad_row_share": 0.5}
+    alone = loaded(reader, tmp_path, *rows, **changes)
+    monkeypatch.setattr(image_reader, "FEW", 1)
+    started = []
+    pool = image_reader.ProcessPoolExecutor
+
+    def counted(*arguments):
+        started.append(arguments)
+        return pool(*arguments)
+
+    monkeypatch.setattr(image_reader, "ProcessPoolExecutor", counted)
+    together = loaded(reader, tmp_path, *rows, **changes)
+    assert len(started) == 1 and (together.report.kept, together.report.bad) == (5, 1)
+    assert together.report == alone.report and together.fingerprint == alone.fingerprint
+    assert [prompt.images for prompt in together] == [prompt.images for prompt in alone]
+    assert "cannot be decoded" in together.report.examples[0].reason
+
+
+def test_a_process_that_is_ended_while_it_looks_is_a_fault_and_no_silence(reader, tmp_path, monkeypatch):
+    monkeypatch.setattr(image_reader, "FEW", 0)
+    monkeypatch.setattr(image_reader, "_look", ends_itself)
+    with pytest.raises(EnvironmentFault, match=r"looks at the images .* was ended"):
+        loaded(reader, tmp_path, ("<image>a", [{"bytes": encoded(drawn()), "path": None}]))
+
+
+def ends_itself(*_) -> None:
+    os._exit(9)
