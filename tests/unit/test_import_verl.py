@@ -1198,6 +1198,7 @@ ASKS = {
     "data.sampler.class_path": ("/x/curriculum.py", "null"),
     "data.datagen.path": ("/x/made.py", "null"),
     "data.image_key": ("images", "null"),
+    "data.mm_processor_kwargs.max_pixels": ("65536", "null"),
     "actor_rollout_ref.actor.optim.min_lr_ratio": ("0.1", "0.0"),
     "actor_rollout_ref.actor.optim.num_cycles": ("2", "0.5"),
     "actor_rollout_ref.rollout.skip.enable": ("True", "False"),
@@ -1237,7 +1238,7 @@ def test_a_key_that_no_release_of_verl_has_is_none_under_every_prefix(key):
 OPEN = [
     "actor_rollout_ref.rollout.engine_kwargs.sglang.anything", "actor_rollout_ref.rollout.engine_kwargs.trtllm.x.y",
     "ray_kwargs.ray_init.object_store_memory", "hydra.run.dir", "actor_rollout_ref.actor.checkpoint.mbridge_config.x",
-    "data.mm_processor_kwargs.x", "custom_reward_function.reward_kwargs.anything",
+    "custom_reward_function.reward_kwargs.anything",
 ]  # fmt: skip
 
 
