@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from test_runs import finish, train
-from world import ROOT, metrics
+from world import PRESET, ROOT, metrics, mrl, overrides
 
 from mrl.record.sample_files import read_samples
 
@@ -38,6 +38,8 @@ LAYOUTS = {
     "dense-colocated": (0, {TP: 1, "actor__layout__world_size": 1, "cluster__placement": "colocated",
                             "cluster__n_gpus_per_node": 1}),
 }  # fmt: skip
+
+EVALUATED = "moe-pp2"
 
 
 def script():
@@ -94,3 +96,19 @@ def test_engines_see_what_ranks_see_and_a_sync_brings_the_text_model_alone(name,
     assert {len(images) for images in seen} == {0, 1, 2}
     names = {image["name"] for images in seen for image in images}
     assert names <= {file.name for file in (run / "images").rglob("*")}
+    if name == EVALUATED:
+        check_evaluation(world, run, given)
+
+
+def check_evaluation(world: Path, run: Path, given: dict) -> None:
+    """Engines with the text model of a checkpoint and the tower of model.path give the run's own held-out answers."""
+    (before,) = [row for row in metrics(run) if row["training/global_step"] == 2]
+    out = world.with_name("evaluated")
+    step = run / "checkpoints" / "step-2"
+    done = mrl("eval", str(PRESET), *overrides(world, **given), "--checkpoint", str(step), "-o", str(out), "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    held_out = {key: value for key, value in before.items() if key.startswith("val-")}
+    assert held_out and json.loads(done.stdout)["metrics"] == held_out
+    assert sorted(file.name for file in out.iterdir()) == [
+        "config.resolved.yaml", "generations.jsonl", "logs", "results.json",
+    ]  # fmt: skip
