@@ -14,10 +14,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mrl.model import model_spec
 from mrl.model.registry import family_of, known_hf_config
 from mrl.rank.family_reference import make
-from mrl.tools.family.check import LOG_PROBS
 from mrl.tools.family.drawn import small_config, whole_config
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
+LARGEST = 1e-4  # nats, as between engines and ranks in a run; a wrong position or picture gives above 1e-2
 # a model of each family whose text model it is
 MODELS = {"vl-moe": "Qwen3-30B-A3B", "vl": "Qwen3-0.6B", "2.5-vl": "Qwen2.5-0.5B", "3.5": "Qwen3.5-27B",
           "3.5-moe": "Qwen3.5-35B-A3B"}  # fmt: skip
@@ -46,7 +46,7 @@ def test_responses_behind_images_have_transformers_log_probs(name, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:]
     found = json.loads(out.read_text())
-    assert len(found["gaps"]) == 18 + 6 and max(found["gaps"]) < LOG_PROBS, found
+    assert len(found["gaps"]) == 18 + 6 and max(found["gaps"]) < LARGEST, found
     print(name, "furthest", max(found["gaps"]))
     assert found["alone"]
     assert found["looked"] == 5, "each of five different images is looked at once, by whichever of 15 responses"
