@@ -278,8 +278,15 @@ def _written(options: argparse.Namespace, script: Path | None, text: str, severa
 
 def _checked(file: Path | None, text: str) -> tuple[list, list[str]]:
     """Returns violations and remarks about the result, as `mrl validate` gives them: among them whether its plan
-    fits. That is no part of the verdict, which is about the translation.
+    fits. That is no part of the verdict, which is about the translation. A result that is in no file is imported.yaml.
     """
+    broken, remarks = _judged(file, text)
+    if file is None:  # it was read from a folder that is gone
+        broken = [replace(violation, where=Path(violation.where).name) for violation in broken]
+    return broken, remarks
+
+
+def _judged(file: Path | None, text: str) -> tuple[list, list[str]]:
     from mrl.cli.validate import check_config
     from mrl.config.load import SchemaRefusal
     from mrl.config.rules import with_rules
@@ -289,15 +296,20 @@ def _checked(file: Path | None, text: str) -> tuple[list, list[str]]:
 
     try:
         resolved = _loaded(text, file)
-        broken, remarks = check_config(resolved)
-        plan = [] if broken else memory_lines_of(resolved.config, planning_model_spec(resolved.config.model.path)[0])
-        return broken, [*remarks, *plan]
     except SchemaRefusal as refusal:
         return list(with_rules(refusal).violations), []
     except InvalidConfig as error:
         return list(error.violations), []
+    path = resolved.config.model.path
+    try:
+        model, _ = planning_model_spec(path)
     except MrlError as error:
-        return [Violation("model.path", str(error), value=None, where=str(file or ""))], []
+        return [Violation("model.path", str(error), value=path, where=resolved.where("model.path"))], []
+    try:
+        broken, remarks = check_config(resolved)
+        return broken, [*remarks, *([] if broken else memory_lines_of(resolved.config, model))]
+    except MrlError as error:
+        return [Violation("configuration", str(error))], []
 
 
 def _loaded(text: str, file: Path | None = None):

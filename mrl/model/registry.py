@@ -109,6 +109,7 @@ _SHORT = {
     "qwen330b": "Qwen3-30B-A3B",
     "qwen3235b": "Qwen3-235B-A22B",
     "kimik2base": "Kimi-K2-Instruct",
+    "mistral7binstructv03": "Mistral-7B-v0.3",
     "qwen3635ba3b": "Qwen3.5-35B-A3B",
     "qwen3627b": "Qwen3.5-27B",
 }

@@ -1398,3 +1398,25 @@ def test_a_share_of_a_rate_that_nobody_gives_and_an_optimizer_without_shards_are
 def test_a_tokenizer_is_the_models(key, place, lost):
     out = from_overrides("actor_rollout_ref.model.path=Qwen/Qwen3-8B", f"{key}={place}")
     assert (key in {entry.key for entry in out.of("unsupported")}) == lost
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_violation_says_the_value_that_is_set_and_where(written, capsys, tmp_path):
+    """Without an output file nothing names the folder in which the result was judged: it is gone."""
+    script, file = tmp_path / "run.sh", tmp_path / "imported.yaml"
+    start = "python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path="
+    for words, field, value in (
+        ("org/Unheard-of-7B", "model.path", "org/Unheard-of-7B"),
+        ("Qwen/Qwen3-8B actor_rollout_ref.rollout.n=0", "rollout.n", 0),
+        ("Qwen/Qwen3-8B actor_rollout_ref.rollout.temperature=-1", "rollout.temperature", -1),
+    ):
+        script.write_text(start + words)
+        _, out, _ = run(capsys, "import-verl", str(script), "--json", *(("-o", str(file)) if written else ()))
+        found = {row["field"]: row for row in json.loads(out)["violations"]}
+        assert found[field]["value"] == value
+        name, _, line = found[field]["where"].rpartition(":")
+        assert name == (str(file) if written else "imported.yaml")
+        assert (
+            field.rpartition(".")[2]
+            in (file.read_text() if written else json.loads(out)["yaml"]).splitlines()[int(line) - 1]
+        )

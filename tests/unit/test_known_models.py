@@ -19,6 +19,7 @@ PUBLISHED = {
     "DeepSeek-R1-Distill-Qwen-14B": (14.8, 14.8), "DeepSeek-R1-Distill-Qwen-32B": (32.8, 32.8),
     # arXiv:2412.19437, arXiv:2502.16982 (16 B of 3 B active), arXiv:2507.20534
     "DeepSeek-V3": (671, 37.5), "Moonlight-16B-A3B": (16, 2.9), "Kimi-K2-Instruct": (1026, 32.9),
+    "Kimi-K2-Thinking": (1026, 32.9),
     # of the text models, without vision towers; 3 and 17 active ones on the cards
     "Qwen3-VL-30B-A3B": (30.5, 3.3), "Qwen3-VL-8B": (8.2, 8.2), "Qwen3-VL-4B": (4.0, 4.0), "Qwen3-VL-2B": (1.7, 1.7),
     "Qwen2.5-VL-7B": (7.61, 7.61), "Qwen2.5-VL-3B": (3.09, 3.09),
@@ -65,7 +66,10 @@ def test_every_known_model_has_the_published_number_of_parameters():
         ("Qwen/Qwen2.5-VL-72B-Instruct", None),
         ("moonshotai/Moonlight-16B-A3B-Instruct", "Moonlight-16B-A3B"),
         ("moonshotai/Kimi-K2-Base", "Kimi-K2-Instruct"),
+        ("moonshotai/Kimi-K2-Thinking", "Kimi-K2-Thinking"),
         ("moonshotai/Kimi-K2.5", None),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", None),
         ("deepseek-ai/DeepSeek-V3-0324", "DeepSeek-V3"),
         ("deepseek-ai/DeepSeek-V3.2-Exp", None),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
