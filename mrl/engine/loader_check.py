@@ -1,4 +1,5 @@
-"""Compares the weight map's view of vLLM with what vLLM's own loader does: names, shapes, dtypes and every element.
+"""Compares the weight map's view of vLLM with what vLLM's own loader does: names, order, shapes, dtypes and every
+element.
 
 python -m mrl.engine.loader_check JOB.json
 
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,7 +145,8 @@ def differences(
     dialect: Dialect = "cpu",
     in_kernel: Callable[[torch.Tensor, str], torch.Tensor] = as_loaded,
 ) -> list[str]:
-    """Returns the names, shapes, dtypes and elements in which vLLM and the description differ, on all workers.
+    """Returns the names, their order, shapes, dtypes and elements in which vLLM and the description differ, on all
+    workers.
 
     `in_kernel`: what the device's kernel reads of a loaded parameter, by its name.
     """
@@ -163,6 +166,7 @@ def differences(
         held = dict(model.named_parameters())
         wanted = {target.name: target for target in target_parameters(spec, layout, worker, dialect, "float32")}
         faults += [f"worker {worker}: only one of both has {name}" for name in sorted(held.keys() ^ wanted.keys())]
+        faults += [f"worker {worker}: {fault}" for fault in _other_order(list(held), list(wanted))]
         for name in sorted(held.keys() & wanted.keys()):
             loaded = in_kernel(held[name].data, name)
             if wanted[name].dtype != str(held[name].dtype).removeprefix("torch."):
@@ -172,6 +176,14 @@ def differences(
             elif not torch.equal(loaded.float(), described(wanted[name], checkpoint)):
                 faults.append(f"worker {worker}: {name} holds other elements")
     return faults
+
+
+def _other_order(held: list[str], wanted: list[str]) -> list[str]:
+    """Returns the first place at which vLLM's module registers another parameter than Family.vllm_order says."""
+    if sorted(held) != sorted(wanted):
+        return []
+    apart = (pair for pair in zip(held, wanted, strict=True) if pair[0] != pair[1])
+    return [f"vLLM has {own} where vllm_order has {ours}" for own, ours in islice(apart, 1)]
 
 
 def main(job: Path) -> None:
