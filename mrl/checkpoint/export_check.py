@@ -16,7 +16,7 @@ Tensors are read in chunks, so memory does not grow with the model.
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf, prod, sqrt
@@ -30,6 +30,7 @@ from mrl.checkpoint.open_checkpoint import CODES
 from mrl.errors import EnvironmentFault
 from mrl.model import TensorSpec, tensor_specs
 from mrl.model.hf_files import EMBEDDING, FP8, HEAD, check_checkpoint, is_spare, other_architecture, scale_of
+from mrl.model.peft_files import CONFIG
 from mrl.model.registry import family_of
 
 MOVED = 0.3  # of a tensor's length; training moves far less
@@ -170,6 +171,8 @@ def check_export(
     _repeated(check)
     _far(check)
     moved = _moved(check, specs)
+    for adapters in sorted({*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}")}):
+        check.notes.append(f"{adapters.parent.name}/ has adapters, which are not in these weights: merge or serve them")
     size = sum(place.file.stat().st_size for place in {p.file: p for p in export.places.values()}.values())
     return ExportReport(
         export.model.family, len(tensor_specs(export.model)), size, tuple(check.faults), tuple(check.notes), moved
@@ -188,6 +191,12 @@ def _structure(check: _Check) -> list[TensorSpec]:
     known = wanted.keys() & places.keys()
     others = [name for name in places if name not in wanted and name not in scales and not is_spare(name, model)]
     if len(known) < _FEW * len(wanted):
+        if wrapper := _wrapper(others, wanted.keys()):
+            raise EnvironmentFault(
+                f"{check.export.folder}: names begin with {wrapper!r}, of a module around the model (torch.compile, "
+                "DataParallel, FSDP, peft, or a model that reads images): transformers finds no weights under them; "
+                f"save without {wrapper!r}"
+            )
         like = ", ".join(sorted(others)[:2]) or "none"
         raise EnvironmentFault(
             f"{check.export.folder}: another model's export: it has {len(known)} of the {len(wanted)} tensors of the "
@@ -204,6 +213,16 @@ def _structure(check: _Check) -> list[TensorSpec]:
             readable.append(wanted[name])
     _dtypes(check, readable)
     return readable
+
+
+def _wrapper(others: list[str], wanted: Iterable[str]) -> str:
+    """Returns what stands before most of the model's names; empty if nothing does."""
+    names = set(wanted)
+    begins = "|".join({name.partition(".")[0] for name in names})  # model, lm_head
+    prefixes = {name[: found.start()] for name in others for found in re.finditer(rf"(?<=\.)({begins})\.", name)}
+    counts = {prefix: sum(name.removeprefix(prefix) in names for name in others) for prefix in prefixes}
+    best = max(counts, key=counts.get, default="")
+    return best if 2 * counts.get(best, 0) > len(others) else ""
 
 
 def _shape(check: _Check, spec: TensorSpec) -> bool:

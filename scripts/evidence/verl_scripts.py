@@ -163,8 +163,8 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 def _make_stubs(folder: Path) -> None:
     for name in STUBS.split():
-        # tee runs beside the command whose words it would be written between
-        body = "" if name == "tee" else f'set -- {name} "$@"; {RECORD}\n'
+        # tee runs beside the command whose words it would be written between; a script that asks finds no NPU
+        body = "" if name == "tee" else f'[[ "$*" == *"import torch_npu"* ]] && exit 1\nset -- {name} "$@"; {RECORD}\n'
         (folder / name).write_text(f"#!/bin/bash\n{body}")
     (folder / "date").write_text("#!/bin/bash\necho 20260102\n")
     for file in folder.iterdir():
