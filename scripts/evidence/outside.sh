@@ -18,9 +18,16 @@ if [ ! -e "$stamp" ]; then
     mkdir -p "$venv/gigpo"
     curl -fsSL -o "$venv/gigpo/core_gigpo.py" \
         https://raw.githubusercontent.com/langfengQ/DrMAS/3b556f2c0373fe23d6b637cbd3673c076713aebe/gigpo/core_gigpo.py
+    # nor does slime; its converters need torch alone
+    slime=https://raw.githubusercontent.com/THUDM/slime/624b824a898ab0ec1fcb4d373004c7f3852bf515
+    folder=slime/backends/megatron_utils
+    for file in $folder/misc_utils.py $folder/megatron_to_hf/{__init__,deepseekv3,glm4,glm4moe,llama,mimo,minimax_m2,qwen2,qwen3_5,qwen3_next,qwen3_vl,qwen3moe}.py \
+        $folder/megatron_to_hf/processors/{__init__,padding_remover}.py tools/convert_torch_dist_to_hf.py; do
+        curl -fsSL --create-dirs -o "$venv/slime/$file" "$slime/$file"
+    done
     touch "$stamp"
 fi
-export PYTHONPATH=$venv/gigpo
+export PYTHONPATH=$venv/gigpo:$venv/slime:$venv/slime/tools
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
 # vLLM's CPU build is in mrl's own environment, which its requirements share with no other peer
 own=(parsers)
