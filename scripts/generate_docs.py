@@ -206,8 +206,8 @@ def _public_scripts() -> Iterator[str]:
         f"something that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
         f"{counts.get('DIFFERENT', 0)} differ without a word. Answers: "
         + ", ".join(f"{answers.count(name)} {name}" for name in ("valid", "carried with losses", "refused"))
-        + f". {counts.get('more than bash, told', 0)} keys stand behind a comment at which the shell ends the command, "
-        "which is said. Refused is what mrl does not do at all (a family of models, generation or evaluation "
+        + f". {counts.get('more than bash, told', 0)} keys stand behind a comment or an empty line, at which the shell ends "
+        "the command; that is said. Refused is what mrl does not do at all (a family of models, generation or evaluation "
         "alone), what no Megatron layout here can have, and a model or file that lies with the script's author.\n"
     )
     if "ways" in found:
@@ -216,7 +216,7 @@ def _public_scripts() -> Iterator[str]:
     for row in found["scripts"]:
         why = row["why"].partition("; ")[0].replace("`", "")
         why = f"`{why[:117]}...`" if len(why) > 120 else f"`{why}`" if why else ""
-        yield _row(f"{row['repository'].partition('/')[2]}: {row['path']}", row["verdict"], why)
+        yield _row(f"{row['repository']}: {row['path']}", row["verdict"], why)
 
 
 def _ways_to_train(commit_before: str, verdicts: dict[str, dict]) -> Iterator[str]:

@@ -306,13 +306,15 @@ def heaviest_stage(states: Iterable[StateBytes]) -> StateBytes:
 
 
 def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
-    """Returns the first stage of each kind. Later ones have the same state and fewer micro-batches in flight."""
+    """Returns the first stage of each kind. Later ones have the same layers and fewer micro-batches in flight, and only
+    the first one has the embedding.
+    """
     first: dict[tuple, int] = {}
     for pp in range(layout.pipeline):
         kinds = layout.chunk_layers[pp]
         if not layers_alike(model):
             kinds = tuple(layer_kinds(model, layout, pp, vp) for vp in range(layout.virtual_pipeline))
-        first.setdefault((kinds, pp == 0, pp == layout.pipeline - 1), pp)
+        first.setdefault((kinds, pp == layout.pipeline - 1), pp)
     return list(first.values())
 
 

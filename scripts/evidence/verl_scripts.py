@@ -286,7 +286,7 @@ def _judged(command, words: list[str]) -> Iterator[str]:
             same = read[key].value == hydra_value(text)
             yield "same" if same else "different, told" if key in told else "DIFFERENT"
     for key in read.keys() - passed.keys():
-        yield "more than bash, told" if " inside the command" in told or read[key].missing else "MORE"
+        yield "more than bash, told" if "the shell ends the command there" in told or read[key].missing else "MORE"
 
 
 def _kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

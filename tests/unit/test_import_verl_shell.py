@@ -30,6 +30,8 @@ SCRIPTS = {
     "a sum in brackets as a default": 'a=1\nb=2\nshow ${x:-$(((a + b) * 2))} "${y:-$(((a + b) * (2 + 1)))}/z"',
     "a probe for NPUs": "show $(command -v npu-smi >/dev/null 2>&1 && echo npu || echo gpu)",
     "the working directory": 'PWD=/here\nshow $PWD/a "${PWD}"',
+    "the home folder": 'HOME=/here\na=~/d\nb=${b:-~/m}\nc="${c:-~/q}"\nd="~/q"\ne=${e:-"~/q"}\nf=\\~/x\ng=~\nh=${h-~}\n'
+    "export i=~/i\nshow $a $b $c $d $e $f $g $h $i j=~/k a.b=~/l ${k:=~/m} ${l:+~/no}${a:+~/yes} ~/n a~/b ~",
     "continued inside a word": "a=1\nshow a\\\nb${a}\\\nc",
     "continued at the end": "show a \\\n",
     "blanks in quotes": 'a=1\nshow " $a  $a " "\n$a\n" "a\n b" \'  c \'',

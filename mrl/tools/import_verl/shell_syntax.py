@@ -17,6 +17,8 @@ from mrl.errors import ConfigError
 MAX_TEXT = 500_000  # characters in a script; real ones have a few thousand
 _SHOWN = 60  # characters shown of a fault's text
 _CONTINUED = b"\\\n"
+_HOME = re.compile(r"((?:[A-Za-z_]\w*=)?)~(?=/|\Z)")  # ~/data, and x=~/data, also as an argument
+_HOME_BY_DEFAULT = re.compile(r"^(\w+:?[-=+])~(?=/|\Z)")  # of ${x:-~/data}
 # the grammar reads these as names of commands where nothing was opened
 _RESERVED = frozenset(("then", "fi", "else", "elif", "do", "done", "esac", "}"))
 _REDIRECTS = frozenset(("file_redirect", "herestring_redirect", "heredoc_redirect"))
@@ -369,9 +371,12 @@ class _TreeReader:
         return Word((head, WordPart("array", "", words=self.words(items))), self.line(node))
 
     def word(self, node: Node) -> Word:
-        return Word(
-            tuple(self.parts((node,), node.start_byte, node.end_byte)) or (WordPart("text", ""),), self.line(node)
-        )
+        parts = tuple(self.parts((node,), node.start_byte, node.end_byte)) or (WordPart("text", ""),)
+        if (found := _HOME.match(self.text(node.start_byte, node.end_byte))) is not None:
+            first = WordPart("text", found[1])
+            rest = replace(parts[0], text=parts[0].text[found.end() :])
+            parts = (first, WordPart("variable", "HOME"), rest, *parts[1:])
+        return Word(parts, self.line(node))
 
     def parts(self, nodes: Sequence[Node], start: int, end: int, quoted: bool = False) -> Iterator[WordPart]:
         """Yields the parts of the bytes from `start` to `end`, which contain `nodes`.
@@ -400,7 +405,10 @@ class _TreeReader:
             case "simple_expansion":
                 return [WordPart("variable", text[1:], quoted)]
             case "expansion":
-                return [WordPart("variable", text[2:-1], quoted)]
+                inside = text[2:-1]
+                if not quoted:
+                    inside = _HOME_BY_DEFAULT.sub(r"\1${HOME}", inside)
+                return [WordPart("variable", inside, quoted)]
         if _is_arithmetic(node):
             return [WordPart("arithmetic", text[2:-1] if text.startswith("$[") else text[3:-2], quoted)]
         return [WordPart("command", text[1:-1] if text.startswith("`") else text[2:-1], quoted)]
