@@ -206,9 +206,10 @@ def _public_scripts() -> Iterator[str]:
         f"something that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
         f"{counts.get('DIFFERENT', 0)} differ without a word. Answers: "
         + ", ".join(f"{answers.count(name)} {name}" for name in ("valid", "carried with losses", "refused"))
-        + f". {counts.get('more than bash, told', 0)} keys stand behind a comment or an empty line, at which the shell ends "
-        "the command; that is said. Refused is what mrl does not do at all (a family of models, generation or evaluation "
-        "alone), what no Megatron layout here can have, and a model or file that lies with the script's author.\n"
+        + f". {counts.get('more than bash, told', 0)} keys stand behind a comment or an empty line, at which the shell "
+        "ends the command; that is said. Refused is what mrl does not do at all (a family of models, generation or "
+        "evaluation alone), what no Megatron layout here can have, and a model or file that lies with the script's "
+        "author.\n"
     )
     if "ways" in found:
         yield from _ways_to_train(**found["ways"])

@@ -516,11 +516,11 @@ class Activations:
         kinds = chunk_kinds(self.model, self.layout, pp)
         unlike = {id(of_chunk): of_chunk for of_chunk in kinds}  # equal ones of many layers take long to compare
         sizes = {key: self.chunk(of_chunk) for key, of_chunk in unlike.items()}
-        chunks = in_flight(self.layout, pp, micro_batches)
         if len(sizes) == 1:
-            kept = len(chunks) * sizes[id(kinds[0])][0]
+            kept = _passes(self.layout, pp, micro_batches) * sizes[id(kinds[0])][0]
         else:
-            kept = sum(sizes[id(kinds[vp])][0] for vp in chunks)
+            counts = in_flight(self.layout, pp, micro_batches)
+            kept = sum(count * sizes[id(of_chunk)][0] for count, of_chunk in zip(counts, kinds, strict=True))
         if pp == 0:
             kept += self.embedding() * min(micro_batches, self.layout.pipeline)
         head = 0
@@ -541,13 +541,26 @@ class Activations:
 
 
 def in_flight(layout: TrainLayout, pp: int, micro_batches: int) -> list[int]:
-    """Returns the chunks whose micro-batches stage `pp` has sent forward before its first backward, in order.
+    """Returns how many micro-batches of each chunk stage `pp` has sent forward before its first backward.
 
-    megatron-core 0.16.1, get_pp_rank_microbatches and get_schedule_table: a warm-up of pipeline - 1 - pp micro-batches,
-    and one more. With v virtual stages: 2 (pipeline - 1 - pp) + (v - 1) pipeline + 1 chunk passes.
+    megatron-core 0.16.1, get_schedule_table: `pipeline` micro-batches of each chunk in turn.
     """
     v = layout.virtual_pipeline
     size = layout.pipeline
-    warm_up = size - pp - 1 if v == 1 else 2 * (size - pp - 1) + (v - 1) * size
-    passes = min(warm_up + 1, micro_batches * v)
-    return [i // size % v if v > 1 else 0 for i in range(passes)]
+    passes = _passes(layout, pp, micro_batches)
+    if v == 1:
+        return [passes]
+    rounds, rest = divmod(passes, size * v)
+    return [rounds * size + min(size, max(0, rest - vp * size)) for vp in range(v)]
+
+
+def _passes(layout: TrainLayout, pp: int, micro_batches: int) -> int:
+    """Returns the passes of chunks of stage `pp` before its first backward.
+
+    megatron-core 0.16.1, get_pp_rank_microbatches: a warm-up of pipeline - 1 - pp micro-batches, and one more. With v
+    virtual stages: 2 (pipeline - 1 - pp) + (v - 1) pipeline + 1 chunk passes.
+    """
+    v = layout.virtual_pipeline
+    behind = layout.pipeline - pp - 1
+    warm_up = behind if v == 1 else 2 * behind + (v - 1) * layout.pipeline
+    return min(warm_up + 1, micro_batches * v)

@@ -58,7 +58,7 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
     if inputs.colocated:
         per_stage = with_optimizer_early([colocated_phases(a, worker, inputs.device) for a in actors], actors)
     else:
-        per_stage = [actor_phases(a, inputs.device) for a in actors]
+        per_stage = [list(actor_phases(a, inputs.device)) for a in actors]
     fullest = {phase.name: _fullest(inputs, per_stage, number) for number, phase in enumerate(per_stage[0])}
     if not inputs.colocated:
         fullest |= {phase.name: {"stage": None, **phase.to_json()} for phase in engine_phases(worker, inputs.device)}

@@ -1,6 +1,6 @@
 """The phases of a run on one device: the terms of memory in each, whether they fit, the largest one, and its cure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -338,9 +338,10 @@ def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
     )
 
 
-def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
-    """Returns training, passes for log-probs where a run has them, and sync, on a device of the actor alone."""
-    return [Phase(name, terms, device.usable) for name, terms in _actor_terms(actor).items()]
+def actor_phases(actor: ActorBytes, device: Device) -> Iterator[Phase]:
+    """Yields training, passes for log-probs where a run has them, and sync, on a device of the actor alone."""
+    usable = device.usable
+    return (Phase(name, terms, usable) for name, terms in _actor_terms(actor))
 
 
 def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
@@ -361,8 +362,7 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
     asleep = {"engine_asleep": engine.asleep}
     rest = _at_rest(actor)
     outside = _outside(engine)
-    terms_of = _actor_terms(actor)
-    phases = [Phase(name, terms | asleep, device.usable) for name, terms in terms_of.items() if name != "sync"]
+    phases = [Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor) if name != "sync"]
     syncing = (
         _at_rest(actor, parameters=True)
         | asleep
@@ -402,28 +402,28 @@ def _with_optimizer(phase: Phase, actor: ActorBytes) -> Phase:
     return phase
 
 
-def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
-    state = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
-    without = _at_rest(actor, parameters=True)
+def _actor_terms(actor: ActorBytes) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yields the name of each phase with its terms. A search stops at the first that does not fit."""
     samples = actor.samples
-    phases = {
-        "train": state
+    yield (
+        "train",
+        {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
         | _beside(actor)
         | {"activations": actor.activations, "temporaries": actor.temporaries}
         | _samples(samples.update, samples.update_routes + samples.recorded_routes),
-        **({"log_prob": _scoring(actor)} if actor.scores_old else {}),
-        "sync": without | {"sync_staging": actor.sync_staging},
-    }
+    )
+    if actor.scores_old:
+        yield "log_prob", _scoring(actor)
+    yield "sync", _at_rest(actor, parameters=True) | {"sync_staging": actor.sync_staging}
     if actor.has_reference:
-        phases["ref"] = _scoring_reference(actor)
+        yield "ref", _scoring_reference(actor)
     if actor.teacher.parameters:
         # the teacher's pass, beside the actor's parameters
         teacher = actor.teacher
         passing = {"teacher": teacher.parameters, "log_prob": teacher.log_prob, "batch": teacher.batch}
-        phases["teacher"] = _at_rest(actor, parameters=True) | passing
+        yield "teacher", _at_rest(actor, parameters=True) | passing
     if actor.critic is not None:
-        phases |= _critic_terms(actor, actor.critic)
-    return phases
+        yield from _critic_terms(actor, actor.critic).items()
 
 
 def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str, int]]:

@@ -150,10 +150,15 @@ def _repeated(is_moe: bool, layers: int) -> tuple[LayerKind, ...]:
     return (LayerKind(is_moe),) * layers
 
 
+@lru_cache(maxsize=1 << 14)
+def _alike(is_moe: bool, chunk_layers: tuple[int, ...]) -> tuple[tuple[LayerKind, ...], ...]:
+    return tuple(_repeated(is_moe, layers) for layers in chunk_layers)
+
+
 def chunk_kinds(model: ModelSpec, layout: TrainLayout, pp: int) -> Sequence[tuple[LayerKind, ...]]:
     """Returns the kinds of the layers of each model chunk of a stage. Chunks of equal layers are one object."""
     if layers_alike(model):  # asked once: a search looks at very many chunks
-        return [_repeated(model.is_moe, layers) for layers in layout.chunk_layers[pp]]
+        return _alike(model.is_moe, layout.chunk_layers[pp])
     return _kinds_of_chunks(model, layout.chunk_layers)[pp]
 
 

@@ -86,7 +86,8 @@ def test_slices_of_an_expert_all_see_its_tokens():
 )
 def test_micro_batches_in_flight_are_those_of_the_schedule(degrees, stage, micro_batches, chunks):
     layout = TrainLayout.build({"world_size": degrees.get(PP, 1)} | degrees, DENSE)
-    assert in_flight(layout, stage, micro_batches) == chunks
+    counts = [chunks.count(chunk) for chunk in range(layout.virtual_pipeline)]
+    assert in_flight(layout, stage, micro_batches) == counts
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-8B"])
