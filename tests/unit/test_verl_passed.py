@@ -39,7 +39,7 @@ NOT_DONE = {
     "actor_rollout_ref.rollout.quantization": ("null", "fp8"),
     "actor_rollout_ref.rollout.dtype": ("bfloat16", "float32"),
     "actor_rollout_ref.actor.megatron.qat.enable": ("False", "false"),
-    "actor_rollout_ref.model.mtp.enable": ("False", "false"),
+    "actor_rollout_ref.model.mtp.enable_train": ("False", "false"),
     "reward_model.enable": ("False", "false", "null"),
 }
 # what is said in another way here, and means the same: verl's key and text -> our value
@@ -49,6 +49,9 @@ SAID_ANOTHER_WAY = {
     ("algorithm.rollout_correction.bypass_mode", "False"): "recompute",
     ("algorithm.rollout_correction.bypass_mode", "false"): "recompute",
     ("algorithm.rollout_correction.bypass_mode", "true"): "rollout",
+    ("algorithm.rollout_correction.bypass_mode", "True"): "rollout",
+    ("actor_rollout_ref.model.mtp.enable_rollout", "True"): "mtp",
+    ("trainer.logger", "'[console,wandb]'"): [],  # one text, which is no logger's name for verl either: a warning
     ("actor_rollout_ref.rollout.enable_rollout_routing_replay", "True"): "R3",
     ("trainer.log_val_generations", "-1"): 0,
 }
@@ -70,7 +73,11 @@ def imported(path: str) -> Import:
 def plain(text: str):
     """A text as Hydra's grammar has it: lists, mappings and quotes as YAML's flow style, all else by `scalar`."""
     text = text.strip()
-    return yaml.safe_load(text) if text[:1] in ("[", "{", "'", '"') else scalar(text)
+    if text[:1] not in ("[", "{", "'", '"'):
+        return scalar(text)
+    # a brace behind a backslash is a letter for Hydra, and nothing that YAML reads
+    loaded = yaml.safe_load(text.replace("\\{", "\ue000").replace("\\}", "\ue001"))
+    return json.loads(json.dumps(loaded, ensure_ascii=False).replace("\ue000", "{").replace("\ue001", "}"))
 
 
 def scalar(text: str):
