@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 # the tiny ones have no model before it is made
 PRESETS = [p for p in sorted((ROOT / "parallel_configs").glob("*/*.yaml")) if not p.stem.startswith("cpu")]
 SECONDS = 20
-LARGEST = {"deepseek-v3": 60, "kimi-k2-instruct": 60}
+LARGEST = {"deepseek-v3": 60, "kimi-k2-instruct": 60, "kimi-k2-thinking": 60}
 HYBRID = ROOT / "parallel_configs/qwen3.5-35b-a3b/h100-4x8.yaml"
 LARGEST_HYBRID = (
     "model.path=Qwen3.5-397B-A17B", "cluster.nnodes=32", "cluster.accelerator=h200-141g", "rollout.num_engines=32",

@@ -28,7 +28,7 @@ from mrl.reshard.setup import pair_route
 
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 PRESETS = [f"{p.parent.name}/{p.stem}" for p in sorted(FOLDER.glob("*/*.yaml")) if not p.stem.startswith("cpu")]
-LARGEST = [preset for preset in PRESETS if preset.startswith(("deepseek-v3/", "kimi-k2"))]
+LARGEST = [preset for preset in PRESETS if preset.startswith(("deepseek-v3/", "hy3/", "kimi-k2"))]
 # the first use of a pair blocks, waits are for the whole device: either alone is enough
 CAUSES = [(True, True), (True, False), (False, True)]
 
