@@ -94,7 +94,7 @@ FAMILY = Family(
     dense_layer,
     _expert_layer,
     megatron_order=(*MEGATRON_ORDER[:3], "mlp.router.", "mlp.expert_bias", "mlp.experts.", "mlp."),
-    vllm_order=(*VLLM_ATTENTION, "mlp.expert_bias", "mlp.router.", "mlp.shared_mlp.", "mlp.", *VLLM_NORMS),
+    vllm_order=(*VLLM_ATTENTION, *VLLM_NORMS, "mlp.expert_bias", "mlp.router.", "mlp.shared_mlp.", "mlp."),
     is_left_out=is_left_out,
     engine_keys=engine_keys,
 )

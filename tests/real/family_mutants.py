@@ -113,6 +113,7 @@ def mutants(family: Family, config: dict, rng: random.Random) -> Iterator[tuple[
         build = getattr(family, layer)
         for name, change in row_mutants(build(model), rng):
             yield name, replace(family, **{layer: lambda m, b=build, change=change: change(b(m))})
+    yield "vLLM's modules in reverse", replace(family, vllm_order=family.vllm_order[::-1])
     for name, fields in spec_mutants(model):
         yield name, replace(family, read=lambda c, fields=fields: replace(family.read(c), **fields))
 

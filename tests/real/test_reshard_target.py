@@ -191,3 +191,12 @@ def test_a_wrong_description_is_noticed_and_its_parameter_named(folder, leaf, mo
     monkeypatch.setattr(loader_check, "target_parameters", wrong)
     faults = differences(folder, RolloutLayout(), "cpu")
     assert len(faults) == 2 and all(leaf in fault and "holds other elements" in fault for fault in faults)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("folder", ["qwen3-moe"], indirect=True)
+def test_parameters_in_another_order_than_vllms_are_named(folder, monkeypatch):
+    right = target_parameters
+    monkeypatch.setattr(loader_check, "target_parameters", lambda *of: sorted(right(*of), key=lambda each: each.name))
+    (fault,) = differences(folder, RolloutLayout(), "cpu")
+    assert fault.startswith("worker 0: vLLM has model.") and " where vllm_order has " in fault
