@@ -271,7 +271,7 @@ def main(rank: int, port: int, folder: Path) -> None:
         rollouts = stored_rollouts(config, run / "samples", step)
         start = Snapshot(actor) if is_last or order["guesses"] else None
         if order["views"] and is_last:
-            answer["views"] = _views(actor, step, rollouts, older, clock)
+            answer["views"] = _views(actor, step, rollouts, older, clock, order["floor"])
             start.restore()
         kl_coef = order["kl_coefs"][str(step)]
         metrics = one_step(actor, step, rollouts, kl_coef)
@@ -295,7 +295,7 @@ def main(rank: int, port: int, folder: Path) -> None:
 
 
 def _views(
-    actor: Any, step: int, rollouts: Rollouts, older: Mapping[int, Weights], clock: Time
+    actor: Any, step: int, rollouts: Rollouts, older: Mapping[int, Weights], clock: Time, floor: float
 ) -> list[dict[str, Any]]:
     ranks = OwnRank(actor)
 
@@ -303,7 +303,7 @@ def _views(
         StepBatch(ranks, rollouts.samples, step).gaps()
         return ranks.row_gaps
 
-    return compared_views(actor, older, gaps, lambda: clock.is_left(VIEWS_UNTIL))
+    return compared_views(actor, older, gaps, lambda: clock.is_left(VIEWS_UNTIL), floor)
 
 
 def _written(actor: Any, folder: Path) -> dict[str, Any]:

@@ -195,17 +195,25 @@ Gaps = tuple[np.ndarray, np.ndarray]  # sum of absolute differences of log-probs
 
 
 def compared_views(
-    actor: Any, older: Mapping[int, Weights], gaps: Callable[[], Gaps], has_time: Callable[[], bool] = lambda: True
+    actor: Any,
+    older: Mapping[int, Weights],
+    gaps: Callable[[], Gaps],
+    has_time: Callable[[], bool] = lambda: True,
+    floor: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Returns each view with `gap`: mean absolute difference of log-probs from generation's, nats a token.
 
     `gaps()` computes those of each row. In `fits` a row takes the better of the view and of the step's own model, since
     one engine of several may differ. The first view is the step's own model. Numbers are searched where nothing else
     gives generation's log-probs, and then single experts are tried. What `has_time` leaves no time for is `late`.
+    Where the own gap is not above `floor`, nothing else is tried.
     """
     base, tokens = gaps()
     count = max(int(tokens.sum()), 1)
     answers = [{"kind": "own", "gap": float(base.sum() / count), "fits": float(base.sum() / count)}]
+
+    if answers[0]["gap"] <= floor:
+        return answers
 
     def tried(view: View) -> dict[str, Any]:
         if not has_time():

@@ -224,7 +224,7 @@ def test_where_only_experiments_speak_of_a_break_the_newest_steps_are_audited(tm
     monkeypatch.setattr(explaining, "_audited", lambda run, seconds: audited)
     assert explain(run.path).step == 14
     monkeypatch.setattr(explaining, "_audited", lambda run, seconds: replace(audited, verdicts=[]))
-    assert explain(run.path).step == 12 and explain(run.path, 12).step == 12
+    assert explain(run.path).step == 12 and explain(run.path, 12).step == 12 and explain(run.path).steps == 16
 
 
 def test_lone_groups_and_missing_replays_of_a_run_within_its_band_are_told(tmp_path, monkeypatch):
@@ -511,6 +511,7 @@ def test_views_end_when_their_time_does_and_a_row_counts_by_its_tokens():
         patched.setattr(replay_views, "_SEARCHED", {})
         gaps = lambda: (np.array([0.1, 500.0]), np.array([10, 1000]))  # noqa: E731
         own, *views = replay_views.compared_views(actor, {}, gaps, lambda: next(left, False))
+        assert len(replay_views.compared_views(actor, {}, gaps, floor=0.5)) == 1
     assert own["gap"] == pytest.approx(500.1 / 1010)
     assert [view.get("late", False) for view in views] == [False] * 3 + [True] * 2
 

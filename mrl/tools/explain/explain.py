@@ -82,6 +82,10 @@ def explain(path: Path, step: int | None = None, seconds: float = TIME_S) -> Exp
     nothing else says what was wrong.
     """
     run = StoredRun.read(path)
+    return replace(_found(run, step, seconds), steps=run.steps[-1])
+
+
+def _found(run: StoredRun, step: int | None, seconds: float) -> Explanation:
     rows = [run.rows[number] for number in run.steps]
     bounded = run.config.trainer.schedule == "sync"  # ahead of training, weights of generation are older by design
     if step is not None:
@@ -103,7 +107,7 @@ def explain(path: Path, step: int | None = None, seconds: float = TIME_S) -> Exp
         explained.append(_explained(run, number, [each for each in found if each.step == number], seconds))
         if any(each.kind in _OF_PROCESS for each in explained[-1].verdicts):
             return explained[-1]
-    audited = replace(_audited(run, seconds), steps=run.steps[-1])
+    audited = _audited(run, seconds)
     return explained[0] if explained and not audited.verdicts else audited
 
 
@@ -133,7 +137,11 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
     differs = any(_MISMATCH.match(each.name) for each in found)
     if faults := replayed_faults(run.config):
         told = _of_routes(run, step, seconds) if differs else []
-        verdicts = [*facts, *told, *_of_engines(found, samples), *hints]
+        verdicts = [
+            *facts,
+            *(told or _of_engines(found, samples, "of which it is not known whether they repeat")),
+            *hints,
+        ]
         notes.insert(0, f"not replayed: {'; '.join(faults)}")
         return Explanation(str(run.folder.path), step, list(found), verdicts, replayed="; ".join(notes))
     tried = experiments_of(run.config, samples)
@@ -156,7 +164,8 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
         return Explanation(str(run.folder.path), step, list(found), verdicts, False, said, seconds=again.seconds)
     verdicts = facts
     if differs:
-        verdicts = [*facts, *of_views(run, step, again.views), *_of_engines(found, samples)]
+        told = of_views(run, step, again.views) or _of_engines(found, samples, "which repeat")
+        verdicts = [*facts, *told]
     shares = effects(found, _LOGS, again.experiments)
     verdicts += hints
     verdicts += [
@@ -386,12 +395,13 @@ def _of_routes(run: StoredRun, step: int, seconds: float) -> list[LikelyCause]:
     was = run.rows[step].get("training/rollout_log_probs_abs_diff_mean")
     if not was:
         return []
+    left = (1 - REMOVES) * was
     try:
-        again = replay(run, step, seconds=seconds, views=True, settings={"actor.router_replay": "disabled"})
+        again = replay(run, step, seconds=seconds, views=True, floor=left, settings={"actor.router_replay": "disabled"})
     except MrlError:
         return []  # it has another fault, too
     now = again.views[0].get("gap", was)
-    if now > (1 - REMOVES) * was:
+    if now > left:
         return of_views(run, step, again.views)
     return [
         LikelyCause(
@@ -468,8 +478,8 @@ def _in_words(run: StoredRun, step: int, view: Mapping[str, Any]) -> str:
     return f"generation turned positions by {name} with factor {given['factor']:g}, of which the ranks know nothing"
 
 
-def _of_engines(found: Sequence[Break], samples: StepSamples | None) -> list[LikelyCause]:
-    """Says what generation did otherwise, where its log-probs left the band and the ranks' repeat."""
+def _of_engines(found: Sequence[Break], samples: StepSamples | None, ranks: str) -> list[LikelyCause]:
+    """Says what generation did otherwise, where its log-probs left the band. `ranks`: whether the ranks' repeat."""
     if samples is None or not any(_MISMATCH.match(each.name) for each in found):
         return []
     known = samples.gaps[np.isfinite(samples.gaps)]
@@ -477,7 +487,7 @@ def _of_engines(found: Sequence[Break], samples: StepSamples | None) -> list[Lik
     return [
         LikelyCause(
             "engines",
-            f"generation computed other probabilities than the ranks, which repeat: {told}",
+            f"generation computed other probabilities than the ranks, {ranks}: {told}",
             size,
             "compare rollout.* with model.*: dtype, quantization, rope scaling, temperature; and logs/engine-N.log",
         )

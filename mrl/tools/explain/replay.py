@@ -181,14 +181,16 @@ def replay(
     guesses: Sequence[Mapping[str, Any]] = (),
     seconds: float = TIME_S,
     views: bool = False,
+    floor: float = 0.0,
     earlier: int = 0,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Replay:
     """Computes a step again, and experiments with it. Raises ConfigError for a run that does not allow it.
 
     `guesses`: experiments with the first step that does not repeat, if there is one; later steps are not computed then.
-    `views`: also computes how generation may have come to its log-probs. `earlier`: steps that are computed again
-    before this one, if a checkpoint allows it. `settings` replace those of the run by path.
+    `views`: also computes how generation may have come to its log-probs, if the mean difference is above `floor`, nats
+    a token. `earlier`: steps that are computed again before this one, if a checkpoint allows it. `settings` replace
+    those of the run by path.
     Raises EnvironmentFault where a rank fails, or all are not done after `seconds`.
     """
     if step not in run.rows or step < 1:
@@ -212,7 +214,7 @@ def replay(
             "run": str(run.folder.path.resolve()), "first": first + 1, "step": step, "weights": has_weights,
             "checkpoint": None if checkpoint is None else str(checkpoint.resolve()), "stored": stored,
             "total_steps": _total_steps(run.config), "experiments": list(experiments), "guesses": list(guesses),
-            "views": views, "settings": dict(settings), "seconds": seconds,
+            "views": views, "floor": floor, "settings": dict(settings), "seconds": seconds,
             "kl_coefs": _kl_coefs(run, range(first + 1, step + 1)),
         }  # fmt: skip
         (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
