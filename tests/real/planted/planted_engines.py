@@ -106,8 +106,18 @@ def yarn(module, first, _):
                 scaling_factor=4.0, beta_fast=32, beta_slow=1, truncate=True, mscale=yarn_get_mscale(4.0),
             )  # fmt: skip
             made._compute_inv_freq = partial(Yarn._compute_inv_freq, made)
-            stretched = Yarn._compute_cos_sin_cache(made)
-            own.cos_sin_cache.copy_(stretched[: len(own.cos_sin_cache)])
+            stretched = Yarn._compute_cos_sin_cache(made)[: len(own.cos_sin_cache)]
+
+            # the cache is put back each time: a sync ends a run whose constants are not those of the start
+            def turned(*arguments, cache=own.cos_sin_cache, stretched=stretched, forward=own.forward):
+                usual = cache.clone()
+                cache.copy_(stretched)
+                try:
+                    return forward(*arguments)
+                finally:
+                    cache.copy_(usual)
+
+            own.forward = turned
 
     _of_steps(module, change)
 
