@@ -52,6 +52,7 @@ from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.registry import family_of, own_config
 from mrl.model.tensors import stored_shapes
+from mrl.model.trained_tower import PROJECTOR, TRAINED
 from mrl.model.wrapped import with_text_config
 
 NO_OPTIMIZER = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
@@ -64,6 +65,7 @@ class ExpectedModel:
     config: str  # path of the configuration, for messages
     path: str  # model.path
     dtype: str  # model.dtype
+    vision: str | None = None  # model.vision
 
     def check(self, source: Checkpoint) -> None:
         """Raises ConfigError for a checkpoint of another dtype or architecture."""
@@ -72,6 +74,9 @@ class ExpectedModel:
                 f"{source.folder}: weights are {source.dtype}, model.dtype in {self.config} is {self.dtype}; "
                 "set model.dtype to match"
             )
+        if (self.vision in (TRAINED, PROJECTOR)) != (source.model.trained_tower is not None):
+            has = "the text model alone" if source.model.trained_tower is None else "a vision tower that was trained"
+            raise ConfigError(f"{source.folder} has {has}, and model.vision in {self.config} is {self.vision}")
         if (Path(self.path) / "config.json").is_file():
             check_same_architecture(f"{self.config}: model.path", self.path, source.model)
 
@@ -83,8 +88,13 @@ def write_hf(
 
     `whole` is the model around a text model: its form is written, with its vision tower. Without it only the text model
     is written. Raises EnvironmentFault for a damaged source, ConfigError for an output that exists or cannot be
-    written.
+    written, and for a vision tower that was trained without the model around it.
     """
+    if source.model.trained_tower is not None and whole is None:
+        raise ConfigError(
+            f"{source.folder}: its vision tower was trained, too, and an export needs the form of the whole model: "
+            "give --vision-from FOLDER, the folder that model.path of the run named"
+        )
     files = hf_plan(source.model, source.dtype)
     drafts = draft_layers(source.hf_files, source.model)
     predicts = bool(drafts) or source.model.predicting_layers > 0
@@ -107,7 +117,8 @@ def write_hf(
             (folder / name).write_bytes(data)
         return copied | {name: facts_of(data) for name, data in made.items()}
 
-    reopen = partial(open_hf, predicting=source.model.predicting_layers > 0)
+    predicting = source.model.predicting_layers > 0
+    reopen = partial(open_hf, predicting=predicting, vision=source.model.trained_part)
     report = run_conversion(source, Target(files, container, False, finish, reopen), Path(output), options)
     return replace(
         report,
@@ -235,6 +246,7 @@ def _manifest(
         ranks=ranks,
         trainer=converted if weights_only else old.trainer | converted,
         versions={} if old is None else old.versions,
+        vision=source.model.trained_part,
     )
 
 

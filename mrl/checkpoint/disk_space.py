@@ -27,6 +27,8 @@ def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None, has
     """
     precision = FLOAT32 if dtype == "float32" else BF16
     elements = parameter_count(model)
+    if model.trained_tower is not None:
+        elements += model.trained_tower.sizes.parameters
     if lora is not None:
         elements = adapter_count(model, lora)
     if has_critic:

@@ -22,8 +22,10 @@ from typing import Any
 
 from mrl.checkpoint.tensor_names import TensorNames, tensor_names
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, NumericAbort
+from mrl.model import ModelSpec, model_spec
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
+from mrl.model.trained_tower import PROJECTOR, TRAINED
 from mrl.plain_files import read_json
 
 FORMAT = 2
@@ -124,6 +126,12 @@ class Manifest:
     # if only adapters are stored: their settings, and path and digest of the model on which they are trained
     adapters: dict[str, Any] = field(default_factory=dict)
     critic: tuple[RankFiles, ...] = ()  # of a critic beside the actor, rank by rank; empty: there is none
+    vision: str | None = None  # model.vision of a run that trains a vision tower, which is among the weights
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model whose weights these are. Raises ConfigError for one that is not supported."""
+        return model_spec(self.hf_config, self.vision)
 
     @property
     def of_actor(self) -> "Manifest":
@@ -211,7 +219,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "ranks": [rank.to_json() for rank in ranks],
         "critic": [rank.to_json() for rank in manifest.critic],
     }
-    for name in ("adapters", "critic"):
+    for name in ("adapters", "critic", "vision"):
         if not getattr(manifest, name):
             data.pop(name)
     path = folder / MANIFEST
@@ -309,6 +317,8 @@ def _check_kinds(manifest: Manifest) -> None:
         value = getattr(manifest, name)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{name} is {str(value)[:80]}")
+    if manifest.vision not in (None, TRAINED, PROJECTOR):
+        raise ValueError(f"vision is {str(manifest.vision)[:80]}")
     if not 0 <= manifest.step < 2**63:
         raise ValueError(f"step is {manifest.step}")
     world = manifest.layout.get("world_size", len(manifest.ranks))

@@ -35,7 +35,7 @@ from mrl.checkpoint.stored_boxes import (
     TensorFiles,
 )
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.model import ModelSpec, TensorSpec, load_model_spec, model_spec, read_hf_config, tensor_specs, with_predicting
+from mrl.model import ModelSpec, TensorSpec, load_model_spec, read_hf_config, tensor_specs, with_predicting
 from mrl.model.boxes import Box
 from mrl.model.hf_config import without_quantization
 from mrl.model.hf_files import (
@@ -152,8 +152,11 @@ class SafetensorsFiles:
         return 0
 
 
-def open_hf(folder: Path, predicting: bool = False) -> Checkpoint:
-    """Opens a Hugging Face checkpoint. `predicting`: its predicting layers are part of the model.
+def open_hf(folder: Path, predicting: bool = False, vision: str | None = None) -> Checkpoint:
+    """Opens a Hugging Face checkpoint.
+
+    `predicting`: its predicting layers are part of the model. `vision`: as model.vision; a vision tower that is trained
+    is part of it, too.
 
     Raises ConfigError for an unsupported model or Megatron's format, EnvironmentFault for files that are not its
     weights.
@@ -164,7 +167,7 @@ def open_hf(folder: Path, predicting: bool = False) -> Checkpoint:
             f"megatron-to-megatron with {TRUST_FLAG}"
         )
     try:
-        model = load_model_spec(folder).holding(predicting)
+        model = load_model_spec(folder, vision).holding(predicting)
         check_checkpoint(folder, model)
     except (ConfigError, EnvironmentFault) as error:
         raise type(error)(str(error).removeprefix("model.path ")) from None
@@ -266,7 +269,7 @@ def open_adapters(folder: Path) -> tuple[StoredAdapters, Manifest]:
         raise ConfigError(f"{folder}: holds whole weights and no adapters; use mrl convert megatron-to-hf")
     files = SafetensorsFiles(folder)  # `stored_adapters` compares them with their digests
     files.read_headers(manifest.files())
-    return stored_adapters(folder, manifest, files, model_spec(manifest.hf_config)), manifest
+    return stored_adapters(folder, manifest, files, manifest.model), manifest
 
 
 def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
@@ -309,7 +312,7 @@ def open_mrl(folder: Path, base: Path | None = None) -> Checkpoint:
         return open_merged(folder, base)
     files = SafetensorsFiles(folder, manifest.of_actor.files_of_ranks() | manifest.files_for_others())
     stored = files.read_headers(manifest.files())
-    model = model_spec(manifest.hf_config)
+    model = manifest.model
     entries = tuple(manifest.read_entries(folder))
     left_out = _left_out(stored, entries)
     checkpoint = Checkpoint(

@@ -1,4 +1,7 @@
-"""The vision tower of the model around the trained text model: copied byte for byte beside new weights."""
+"""The vision tower of the model around the trained text model: copied byte for byte beside new weights.
+
+A tower that was trained is among the new weights, and is written with them.
+"""
 
 import os
 from collections.abc import Iterator
@@ -23,11 +26,12 @@ class Whole:
     """A checkpoint of the model around the text model. Weights are written in its form."""
 
     checkpoint: Checkpoint
-    tower: dict[str, tuple[Path, TensorBytes]]  # for each tensor of the tower: its file and location
+    # for each tensor of a tower that was not trained: its file and location
+    tower: dict[str, tuple[Path, TensorBytes]]
 
     @property
     def entries(self) -> list[StoredTensor]:
-        """The text model's tensors as the files have them."""
+        """The trained tensors as the files have them."""
         return list(self.checkpoint.entries)
 
     @property
@@ -47,7 +51,7 @@ def open_whole(folder: Path, source: Checkpoint) -> Whole:
 
     Raises ConfigError for one without a vision tower, of another architecture or dtype, and the errors of `open_hf`.
     """
-    checkpoint = open_hf(folder)
+    checkpoint = open_hf(folder, source.model.trained_part)
     check_same_architecture(_OPTION, folder, source.model)
     if checkpoint.dtype != source.dtype:
         raise ConfigError(
@@ -60,14 +64,18 @@ def open_whole(folder: Path, source: Checkpoint) -> Whole:
         tower |= {name: (file, tensor) for name, tensor in header.items() if name.startswith(VISION_TOWER)}
     if not tower or not checkpoint.model.is_wrapped:
         raise ConfigError(f"{_OPTION} {folder}: it has no vision tower; leave the option out")
+    if source.model.trained_tower is not None:
+        tower = {}
     return Whole(checkpoint, tower)
 
 
 def copy_tower(whole: Whole, folder: Path) -> FileFacts:
-    """Writes the tower's tensors into a file of `folder`. Returns its size and digest.
+    """Writes the tower's tensors into a file of `folder`, if it was not trained. Returns the file's size and digest.
 
     Raises OSError, and EnvironmentFault for a source file that was truncated meanwhile.
     """
+    if not whole.tower:
+        return {}
     return {FILE: write_blocks(folder / FILE, _blocks(whole), digest=True, durable=True)}
 
 

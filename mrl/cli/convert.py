@@ -218,8 +218,13 @@ def _lora_to_hf(options: argparse.Namespace) -> None:
 def _hf_to_megatron(options: argparse.Namespace) -> None:
     from mrl.checkpoint.open_checkpoint import open_hf
 
+    vision = None
+    if options.config is not None:  # a vision tower that will be trained is part of the model
+        from mrl.config.load import load_config
+
+        vision = load_config(options.config).config.model.vision
     write = _writer(options)
-    _print_report(options, write(open_hf(Path(options.checkpoint))))
+    _print_report(options, write(open_hf(Path(options.checkpoint), vision)))
 
 
 def _megatron_to_megatron(options: argparse.Namespace) -> None:
@@ -299,7 +304,8 @@ def _layout(options: argparse.Namespace) -> tuple[Any, Any]:
     from mrl.config.load import load_config
 
     config = load_config(options.config).config
-    return config.actor.layout.model_dump(), ExpectedModel(options.config, config.model.path, config.model.dtype)
+    model = config.model
+    return config.actor.layout.model_dump(), ExpectedModel(options.config, model.path, model.dtype, model.vision)
 
 
 def _print_report(options: argparse.Namespace, report) -> None:

@@ -449,6 +449,7 @@ class WeightSync:
             timeout_s=self._reshard.timeout_s,
             transport={"kind": self._reshard.transport},
             fp8_block=rollout.fp8_block,
+            vision=self._model.vision,
         )
 
 

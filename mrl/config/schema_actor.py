@@ -38,12 +38,14 @@ class ModelConfig(Section):
         "Number format of weights and activations in training. Optimizer state and master weights are always float32.",
         advice="bfloat16, except on a CPU.",
     )
-    vision: Literal["frozen"] | None = key(
+    vision: Literal["frozen", "trained", "projector"] | None = key(
         None,
         "What becomes of the vision tower of a model that reads images (Qwen2.5-VL, Qwen3-VL, Qwen3.5). frozen: "
-        "prompts may have images; the text model is trained, and the tower stays as it is. null: the text model "
-        "alone is loaded, and rows with images are bad rows.",
-        advice="frozen for data with images. null otherwise: it takes no memory and no time.",
+        "prompts may have images; the text model is trained, and the tower stays as it is. trained: the tower, too, "
+        "is trained, saved and sent to the engines. projector: of the tower only what makes tokens of patches is "
+        "trained. null: the text model alone is loaded, and rows with images are bad rows.",
+        advice="frozen for data with images; a tower that is trained takes one more forward and one backward an image "
+        "and update, and its optimizer state. null otherwise: it takes no memory and no time.",
     )
     override_transformer_config: dict[str, Any] = key(
         {},
@@ -129,6 +131,12 @@ class OptimConfig(Section):
         "Learning rate at the end of the decay.",
         ge=0,
         verl=("actor_rollout_ref.actor.optim.min_lr", "actor_rollout_ref.actor.optim.lr_min"),
+    )
+    vision_lr: float | None = key(
+        None,
+        "Peak learning rate of a vision tower that is trained (model.vision: trained, projector). It rises and falls "
+        "as lr does. null: lr.",
+        gt=0,
     )
     lr_warmup_steps: int = key(
         0,

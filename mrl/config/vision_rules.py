@@ -7,6 +7,7 @@ from mrl.config.schema import RunConfig
 from mrl.errors import MrlError, Violation
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
+from mrl.model.trained_tower import PROJECTOR, TRAINED
 
 _VISION = "model.vision"
 _OF_IMAGES = {
@@ -37,6 +38,62 @@ def _first_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         )
 
 
+def _training(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
+    return lambda config, model: config.model.vision in (TRAINED, PROJECTOR) and broken(config, model)
+
+
+_OF_TRAINED = "with model.vision: trained or projector"
+TRAINED_RULES = (
+    RuleRow(
+        "actor.optim.vision_lr",
+        lambda c, m: c.actor.optim.vision_lr is not None and c.model.vision not in (TRAINED, PROJECTOR),
+        "must be left out",
+        "no vision tower is trained, which model.vision says",
+        (None,),
+    ),
+    RuleRow(
+        "actor.lora.rank",
+        _training(lambda c, m: c.actor.lora.rank > 0),
+        f"must be 0 {_OF_TRAINED}",
+        "a checkpoint of adapters has no weights of a tower",
+        (0,),
+    ),
+    RuleRow(
+        "rollout.quantization",
+        _training(lambda c, m: c.rollout.quantization is not None),
+        f"must be null {_OF_TRAINED}",
+        "a sync of the tower beside words of FP8 has not been tried",
+        (None,),
+    ),
+    RuleRow(
+        "algorithm.adv_estimator",
+        _training(lambda c, m: c.algorithm.needs_critic),
+        f"must be one without a critic {_OF_TRAINED}",
+        "a critic would need a tower of its own",
+    ),
+    RuleRow(
+        "trainer.schedule",
+        _training(lambda c, m: c.trainer.schedule != "sync"),
+        f"must be sync {_OF_TRAINED}",
+        "an engine that continues requests after a sync has forgotten features of images that they have yet to read",
+        ("sync",),
+    ),
+    RuleRow(
+        "cluster.placement",
+        _training(lambda c, m: c.cluster.placement == "colocated"),
+        f"must be separate {_OF_TRAINED}",
+        "a tower that sleeps and then comes with a sync has not been tried",
+        ("separate",),
+    ),
+    RuleRow(
+        "actor.override_ddp_config.overlap_grad_reduce",
+        _training(lambda c, m: bool(c.actor.override_ddp_config.get("overlap_grad_reduce"))),
+        f"must be false {_OF_TRAINED}",
+        "the tower goes backward after the last micro-batch, when Megatron has begun to sum gradients",
+        (False,),
+    ),
+)
+
 VISION_RULES = (
     RuleRow(
         _VISION,
@@ -45,6 +102,7 @@ VISION_RULES = (
         "the checkpoint in model.path has no vision tower",
         (None,),
     ),
+    *TRAINED_RULES,
     _first_layers,
     RuleRow(
         "rollout.turns",

@@ -56,7 +56,8 @@ class RunInputs:
     @classmethod
     def of(cls, resolved: ResolvedConfig) -> "RunInputs":
         """Reads the model. Raises ConfigError for an unreadable one."""
-        return cls(resolved, load_model_spec(resolved.config.model.path))
+        model = resolved.config.model
+        return cls(resolved, load_model_spec(model.path, model.vision))
 
     @property
     def config(self) -> RunConfig:
@@ -162,6 +163,11 @@ def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> Model
         raise ConfigError(
             f"model.dtype: {model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that, or "
             "rollout.dtype to what the engines are to compute in"
+        )
+    if manifest.vision is not None:
+        raise ConfigError(
+            f"{folder}: its vision tower was trained, too, which an evaluation of a checkpoint does not load yet: "
+            "write the model (mrl convert megatron-to-hf --vision-from) and give its folder as model.path"
         )
     return model_spec(manifest.hf_config)
 

@@ -24,6 +24,7 @@ from mrl.generate.train_state import TrainState
 from mrl.model import load_model_spec, model_spec
 from mrl.model.adapters import adapted_modules
 from mrl.model.peft_files import WEIGHTS, adapter_digest, base_digest
+from mrl.model.trained_tower import PROJECTOR, TRAINED
 from mrl.model.vocabularies import TOKENIZER, differing_tokens, vocabulary
 from mrl.record.attempts import AttemptNotes, generated_after
 from mrl.record.run_dir import RunDir, read_metrics
@@ -234,6 +235,11 @@ def _check_same_model(identity: RunIdentity, manifest: Manifest, folder: Path) -
         raise ConfigError(
             f"actor.mtp.train: {identity.trains_predicting}, and {folder} {has} a predicting layer with its optimizer: "
             f"give the run's own actor.mtp.train, or {new_run(manifest)}"
+        )
+    if (model.vision in (TRAINED, PROJECTOR)) != (manifest.vision is not None):
+        had = "a vision tower among its weights" if manifest.vision else "the text model's weights alone"
+        raise ConfigError(
+            f"model.vision: {model.vision}, and {folder} has {had}; set it to {manifest.vision or 'frozen, or null'}"
         )
     if then.holding(False) != load_model_spec(model.path):
         raise ConfigError(

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from mrl.errors import EnvironmentFault
 from mrl.generate.train_state import TrainState
 from mrl.model import load_model_spec, with_predicting
 from mrl.model.hf_config import without_quantization
+from mrl.model.trained_tower import PROJECTOR, TRAINED
 from mrl.platforms.source import own_version
 
 
@@ -294,9 +295,10 @@ class Saver:
         dtype = identity.model.dtype
         adapters = dict(identity.adapters)
         versions = _versions()
-        write_manifest(
-            work, Manifest(state.step, layout, dtype, hf_config, ranks, trainer, versions, hf_files, adapters, critic)
-        )
+        manifest = Manifest(state.step, layout, dtype, hf_config, ranks, trainer, versions, hf_files, adapters, critic)
+        if identity.model.vision in (TRAINED, PROJECTOR):
+            manifest = replace(manifest, vision=identity.model.vision)
+        write_manifest(work, manifest)
 
     def _keep_drafts(self, model: Path, hf: Path, step: int) -> FileFacts:
         """Writes what the model's predicting layers have beside the saved weights: once, and then as another name of

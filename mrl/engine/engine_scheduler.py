@@ -52,12 +52,15 @@ class EngineScheduler:
             await asyncio.sleep(0.01)
 
     async def drop_cache(self) -> None:
-        """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.
+        """Empties the prefix cache, which old weights filled, and that of images' features if their tower is trained.
+        Raises Interrupted when vLLM does not empty the former.
 
         vLLM 0.23 and 0.32 answer True, with prefix caching off as well. They answer False while a block is in use, for
         example by a request that was just aborted. With several data-parallel cores, 0.32 answers for all, 0.23 for the
         first.
         """
+        if self._settings.syncs_tower:
+            await self._calls.ask(self._calls.llm.reset_encoder_cache())
         deadline = time.monotonic() + DROP_S
         while True:
             emptied = await self._calls.ask(self._calls.llm.reset_prefix_cache())

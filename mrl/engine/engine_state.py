@@ -52,6 +52,7 @@ class EngineState(Enum):
 WEIGHTS = "weights"
 CACHE = "kv_cache"
 
+SYNCS_TOWER = "mrl_syncs_tower"  # key in vLLM's hf_overrides: weight syncs bring the vision tower, too (tower.py)
 TEXT_FOLDER = "text"  # argument of that load format: folder of the text model's weights, which no sync will bring
 AWAITED = "mrl-awaited"  # load format of an engine that gets its weights only by a sync (awaited_weights.py)
 

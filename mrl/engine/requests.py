@@ -14,7 +14,7 @@ from mrl.config.speculation_rules import room
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
 from mrl.data.samples import ImageStore, RowImage
-from mrl.engine.engine_state import AWAITED, TEXT_FOLDER
+from mrl.engine.engine_state import AWAITED, SYNCS_TOWER, TEXT_FOLDER
 from mrl.model import ModelSpec
 from mrl.model.hf_config import QUANTIZATION
 from mrl.model.quantised import engine_quantisation, with_scales
@@ -154,6 +154,11 @@ class EngineSettings:
         loading = {"model_loader_extra_config": {TEXT_FOLDER: str(text)}}
         store = replace(self.images, folder=str(images))
         return replace(self, arguments=self.arguments | loading, images=store)
+
+    @property
+    def syncs_tower(self) -> bool:
+        """Whether weight syncs bring the vision tower, too."""
+        return bool(self.arguments.get("hf_overrides", {}).get(SYNCS_TOWER))
 
     @property
     def speculates(self) -> bool:
@@ -360,6 +365,8 @@ def _of_model(model: ModelSpec, device: str, fp8_block: int = 0, sees: bool = Fa
     keys = family.engine_keys(model)
     if sees:
         keys = keys | {"architectures": [family.seeing]}
+    if model.trained_tower is not None:
+        keys = keys | {SYNCS_TOWER: True}
     if model.is_quantised:
         keys = keys | {QUANTIZATION: None}
     if fp8_block:

@@ -1,13 +1,16 @@
-"""The frozen vision tower of an engine: read from the model's files once, and proven to stay what they have.
+"""The vision tower of an engine. A frozen one is read from the model's files once, and proven to stay what they have.
 
     start       files --> vLLM's own loader --> every parameter compared with the files, before kernels pack it
                 digests of what kernels hold are noted
     each sync   brings the text model alone; digests are compared, wherever the text model is read back, too
 
+A tower that is trained comes with each sync, and is proven as the text model is. The engine then forgets features of
+images, beside prefixes.
+
 Each worker holds the whole tower (vLLM's `mm_encoder_tp_mode: data`). vLLM itself is not imported here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,15 +20,17 @@ from torch import Tensor, nn
 from mrl.engine.constants import loose_constants, sha256_of
 from mrl.errors import EnvironmentFault
 from mrl.model.hf_files import in_tower, tower_tensors
+from mrl.model.trained_tower import MODULE, NAMES
 from mrl.reshard.digest import lane_sums
 
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}  # vLLM's parameter -> tensors of the files, one after the other
 SHOWN = 4  # names in one message
+_TOWER = MODULE.removesuffix(".")
 
 
 def tower_of(model: nn.Module) -> nn.Module | None:
     """Returns the vision tower; None for a text model."""
-    return getattr(model, "visual", None)
+    return getattr(model, _TOWER, None)
 
 
 def text_of(model: nn.Module) -> nn.Module:
@@ -33,6 +38,38 @@ def text_of(model: nn.Module) -> nn.Module:
     if tower_of(model) is None:
         return model
     return model.language_model
+
+
+class TextAndTower(nn.Module):
+    """The text model and the vision tower inside an engine's model, under the names that plans have for them.
+
+    The modules are the engine's own.
+    """
+
+    def __init__(self, whole: nn.Module):
+        super().__init__()
+        for name, module in text_of(whole).named_children():
+            self.add_module(name, module)
+        self.add_module(_TOWER, tower_of(whole))
+        self._whole = [whole]  # in a list, so that it is no child
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Loads tensors by vLLM's loaders, given under their names in plans. Returns the parameters that were
+        written.
+        """
+        (whole,) = self._whole
+        of_tower, of_text = [], []
+        for name, tensor in weights:
+            (of_tower if name.startswith(NAMES) else of_text).append((name, tensor))
+        written = set(whole.load_weights(of_tower)) if of_tower else set()
+        return written | (set(text_of(whole).load_weights(of_text)) if of_text else set())
+
+
+def synced_part(model: nn.Module, syncs_tower: bool) -> nn.Module:
+    """Returns what weight syncs write: the text model, and the tower with it if `syncs_tower`."""
+    if syncs_tower:
+        return TextAndTower(model)
+    return text_of(model)
 
 
 def load_tower(model: nn.Module, folder: Path) -> None:

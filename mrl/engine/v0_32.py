@@ -141,7 +141,8 @@ class TransferEngine(CommonTransferEngine):
         """Chooses the path; may be called again. Raises as `open_path` does."""
         self.shutdown()
         degrees = degrees_of(self.parallel_config, self.model_config.quantization, self.model_config.dtype)
-        model = text_of(self.model) if init_info.path == "slow" else self.synced
+        without_drafts = init_info.path == "slow" and self.drafted is not None
+        model = text_of(self.model) if without_drafts else self.synced
         self.path = open_path(model, self.model_config, ADAPTER, init_info, degrees)
 
     def start_weight_update(self) -> None:

@@ -33,13 +33,13 @@ from mrl.data.samples import ImageStore
 from mrl.engine.awaited_weights import fill
 from mrl.engine.constants import sha256_of
 from mrl.engine.drafter import ModelThatDrafts, drafting_model
-from mrl.engine.engine_state import AWAITED, TEXT_FOLDER
+from mrl.engine.engine_state import AWAITED, SYNCS_TOWER, TEXT_FOLDER
 from mrl.engine.handshake import EngineDegrees
 from mrl.engine.load_layout import leaf_of, weight_bytes
 from mrl.engine.read_back import through_identity, unpacked, what_reading_shows
 from mrl.engine.receive import InitInfo, UpdateInfo, UpdatePath
 from mrl.engine.sleeping import SleepingExtension
-from mrl.engine.tower import SHOWN, check_tower, load_tower, text_of, tower_digests, tower_of
+from mrl.engine.tower import SHOWN, check_tower, load_tower, synced_part, text_of, tower_digests, tower_of
 from mrl.errors import EnvironmentFault, described
 from mrl.model.hf_config import QUANTIZATION
 from mrl.model.hf_files import weight_files
@@ -281,8 +281,12 @@ class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @property
     def synced(self) -> nn.Module:
-        """What the plan of a sync describes: the text model, with the drafting model where there is one."""
-        return self.drafted if self.drafted is not None else text_of(self.model)
+        """What the plan of a sync describes: the text model, with the drafting model where there is one, or with a
+        vision tower that is trained.
+        """
+        if self.drafted is not None:
+            return self.drafted
+        return synced_part(self.model, _syncs_tower(self.model_config))
 
     def abandon(self) -> None:
         """Drops an update that failed at any point, so that another can start."""
@@ -294,6 +298,11 @@ class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.path is not None:
             self.path.close()
             self.path = None
+
+
+def _syncs_tower(model_config: ModelConfig) -> bool:
+    """Tells whether weight syncs bring the vision tower, too."""
+    return bool(getattr(model_config.hf_config, SYNCS_TOWER, False))
 
 
 def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> EngineDegrees:

@@ -149,7 +149,7 @@ class VllmEngine:
         await self._capture_routes()
         if self.settings.drafts_with_model:
             await self._calls.workers("note_drafter")
-        if self.settings.images is not None:
+        if self.settings.images is not None and not self.settings.syncs_tower:
             await self._calls.workers("note_tower")
             await self._calls.workers("see_images", *astuple(self.settings.images))
         self._rendezvous = rendezvous_files(await self._calls.workers("rendezvous"))

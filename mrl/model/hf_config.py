@@ -9,6 +9,7 @@ from mrl.model.int4 import int4_group
 from mrl.model.rotation import Rotation, read_rotation
 from mrl.model.rotation import settings as rotary_settings
 from mrl.model.tower_sizes import VisionTower
+from mrl.model.trained_tower import PROJECTOR, TRAINED, TrainedTower
 
 HfConfig = Mapping[str, Any]
 ANY: Any = object()  # as a plain value: the family reads the key by itself
@@ -150,12 +151,25 @@ class ModelSpec:
     # the checkpoint belongs to a model that also reads images (mrl/model/wrapped.py), and this is its text model
     is_wrapped: bool = field(default=False, compare=False, metadata=_LATER)
     tower: VisionTower | None = field(default=None, compare=False, metadata=_LATER)  # of the whole model
+    # the tower, if it or its projector is trained: then its weights are the model's, too
+    trained_tower: TrainedTower | None = field(default=None, metadata=_LATER)
     # the embedding's lookup of this token has no gradient
     pad_token_id: int | None = field(default=None, compare=False, metadata=_LATER)
 
     def __hash__(self) -> int:
         """Hashes few fields: caches ask for it very often, and models that differ in others alone are rare."""
         return hash((self.family, self.num_layers, self.hidden_size, self.vocab_size, self.dtype))
+
+    def with_trained_tower(self, vision: str | None) -> "ModelSpec":
+        """Returns the model with its vision tower among its weights, if `vision`, as model.vision, trains it."""
+        if self.tower is None or vision not in (TRAINED, PROJECTOR):
+            return self
+        return replace(self, trained_tower=TrainedTower(vision, self.tower))
+
+    @property
+    def trained_part(self) -> str | None:
+        """How much of the vision tower is trained, as in model.vision; None: it is not part of the model."""
+        return None if self.trained_tower is None else self.trained_tower.part
 
     @property
     def is_moe(self) -> bool:

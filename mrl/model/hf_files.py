@@ -353,7 +353,7 @@ def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> Non
 
 def other_architecture(path: str | Path, model: ModelSpec) -> str:
     """Describes how config.json in `path` differs from `model`; empty if it does not, except in dtype."""
-    other = load_model_spec(path)
+    other = load_model_spec(path, model.trained_part)
     compared = [field.name for field in fields(ModelSpec) if field.compare and field.name != "dtype"]
     names = [name for name in compared if getattr(other, name) != getattr(model, name)]
     return ", ".join(f"{name} {getattr(other, name)}, not {getattr(model, name)}" for name in names[:_SHOWN])

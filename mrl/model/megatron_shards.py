@@ -153,6 +153,8 @@ class _Rank:
                 for layer in range(self.model.num_layers, self.model.all_layers):
                     yield from self._layer(weights, vp, 0, layer)
                 yield from (self._shard(weight, vp) for weight in last_stage_weights(self.model, layout.pipeline))
+            if layout.is_first_chunk(pp, vp):
+                yield from (self._shard(weight, vp) for weight in weights.tower)
 
     def _layer(self, weights: WeightMap, vp: int, local: int, layer: int) -> Iterator[Shard]:
         each = self.model.num_experts // self.layout.expert

@@ -177,8 +177,10 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def model_spec(config: HfConfig) -> ModelSpec:
+def model_spec(config: HfConfig, vision: str | None = None) -> ModelSpec:
     """Makes a ModelSpec from config.json, or from what `with_predicting` returns.
+
+    `vision`: as model.vision; a vision tower that is trained is part of the model.
 
     Raises ConfigError for remote code, an unsupported architecture, a missing key, or a feature that training would not
     compute.
@@ -209,7 +211,7 @@ def model_spec(config: HfConfig) -> ModelSpec:
         )
     if wrapper:
         text = _read(wrapper, own_config(config), wrapper.wrapped_type or wrapper.model_type)
-        return replace(text, is_wrapped=True, tower=VisionTower.of(config))
+        return replace(text, is_wrapped=True, tower=VisionTower.of(config)).with_trained_tower(vision)
     return _read(family, config, family.model_type)
 
 
@@ -270,12 +272,15 @@ def own_config(config: HfConfig) -> HfConfig:
     return wrapped.text_config(config, family.architecture, family.model_type, *inside)
 
 
-def load_model_spec(path: str | Path) -> ModelSpec:
-    """Returns the model in a checkpoint directory. Raises EnvironmentFault and ConfigError that name the directory."""
+def load_model_spec(path: str | Path, vision: str | None = None) -> ModelSpec:
+    """Returns the model in a checkpoint directory. `vision`: as in `model_spec`.
+
+    Raises EnvironmentFault and ConfigError that name the directory.
+    """
     config = read_hf_config(path)
     _refuse_own_tokenizer(Path(path))
     try:
-        return model_spec(config)
+        return model_spec(config, vision)
     except ConfigError as error:
         raise ConfigError(f"model.path {path}: {error}") from None
 

@@ -32,7 +32,7 @@ class TensorSpec:
 
 @cache
 def tensor_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """Returns all tensors in the order of the layers.
+    """Returns all tensors in the order of the layers, those of a trained vision tower at the end.
 
     Tied embeddings are one tensor (`model.embed_tokens.weight`), as in the checkpoint files.
     """
@@ -41,7 +41,7 @@ def tensor_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
     for layer in range(model.all_layers):
         for weight, expert in per_expert(weights.layer(layer).hf, range(model.num_experts)):
             specs += _tensors(model, weight, layer, expert)
-    return (*specs, *(spec for weight in weights.ends for spec in _tensors(model, weight)))
+    return (*specs, *(spec for weight in (*weights.ends, *weights.tower) for spec in _tensors(model, weight)))
 
 
 def _tensors(

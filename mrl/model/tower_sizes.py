@@ -7,6 +7,7 @@ Keys that are left out have the values of transformers' classes.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from mrl.errors import ConfigError, shown
@@ -38,7 +39,7 @@ class VisionTower:
     layers: int
     hidden_size: int
     intermediate_size: int
-    patch_numbers: int  # of one patch: colours, times, rows and columns
+    patch: tuple[int, int, int, int]  # numbers of one patch: colours, times, rows and columns
     merged: int  # patches of one token
     out_hidden_size: int  # of features, which is the text model's
     positions: int  # learned ones; 0: there are none
@@ -75,7 +76,7 @@ class VisionTower:
             layers=found["depth"],
             hidden_size=found["hidden_size"],
             intermediate_size=found["intermediate_size"],
-            patch_numbers=found["in_channels"] * found["temporal_patch_size"] * found["patch_size"] ** 2,
+            patch=(found["in_channels"], found["temporal_patch_size"], found["patch_size"], found["patch_size"]),
             merged=merged,
             out_hidden_size=found["out_hidden_size"],
             positions=found.get("num_position_embeddings", 0),
@@ -83,6 +84,11 @@ class VisionTower:
             gated=gated,
             **windows,
         )
+
+    @property
+    def patch_numbers(self) -> int:
+        """How many numbers a patch has."""
+        return prod(self.patch)
 
     @property
     def parameters(self) -> int:

@@ -44,6 +44,7 @@ _PLAIN_EXPERTS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 _EXPERTS = dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2")))
 # family -> words of names that its class has others for
 _RENAMED = {"gpt_oss": {"self_attn": "attn", "embed_tokens": "embedding"}}
+_TOWER = ["model", "visual"]
 _OF_VALUE_HEADS = ("A_log", "dt_bias")  # parameters directly in the layer of gated delta attention
 
 
@@ -58,7 +59,10 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
         if ".experts." not in name:  # scales of a matrix in FP8 are cut as its rows and columns are
             *path, module, leaf = name.split(".")
             fused, place = _fused(model).get(module, (module, 0))
-            if module in ("conv1d", "in_proj_qkv"):
+            if path[:2] == _TOWER:  # each worker has the whole of it (mm_encoder_tp_mode: data)
+                path = path[1:]
+                local = tensor
+            elif module in ("conv1d", "in_proj_qkv"):
                 keys = model.linear_num_key_heads * model.linear_key_head_dim
                 local = np.concatenate([_cut(part, rollout.tensor, tp) for part in np.split(tensor, (keys, 2 * keys))])
             elif module in ("qkv_proj", "gate_up_proj"):  # fused already in the checkpoint (Phi-3)

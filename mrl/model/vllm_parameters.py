@@ -144,7 +144,8 @@ class _Worker:
 
     def parameters(self) -> Iterator[TargetParameter]:
         weights = weight_map(self.model)
-        yield self._parameter(weights.embedding, None)
+        # a tower is on the first pipeline stage, as what comes before the layers is
+        yield from (self._parameter(weight, None) for weight in (weights.embedding, *weights.tower_in_vllm))
         for layer in range(self.model.all_layers):
             for weight in weights.layer(layer).vllm:
                 parameter = self._parameter(weight, layer)

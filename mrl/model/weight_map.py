@@ -43,6 +43,7 @@ from typing import Any, Literal
 
 from mrl.model.boxes import Box
 from mrl.model.hf_config import HfConfig, LayerKind, ModelSpec
+from mrl.model.trained_tower import MODULE, NAMES, TrainedTower
 
 Split = Literal[
     "copied",  # whole on every tensor rank
@@ -210,6 +211,7 @@ class WeightMap:
     predicting_layer: LayerWeights
     final_norm: Weight
     output: Weight  # the embedding's tensor, if embeddings are tied
+    tower: tuple[Weight, ...] = ()  # of a vision tower that is trained; none of it is in `counted`
 
     @classmethod
     def of(cls, model: ModelSpec, family: Family) -> "WeightMap":
@@ -231,6 +233,7 @@ class WeightMap:
             _predicting_layer(model, family),
             copied("model.norm.weight", hidden, "decoder.final_layernorm.weight"),
             _vocabulary(Part(output, words), "output_layer.weight"),
+            () if model.trained_tower is None else tuple(_of_tower(model.trained_tower)),
         )
 
     def layer(self, number: int) -> LayerWeights:
@@ -246,6 +249,15 @@ class WeightMap:
         if kind.has_experts:
             return self.expert_layer
         return self.dense_layer
+
+    @cached_property
+    def tower_in_vllm(self) -> tuple[Weight, ...]:
+        """Returns the rows of `tower` as vLLM has them: gate and up are one parameter."""
+        rows: dict[str, Weight] = {}
+        for weight in self.tower:
+            known = rows.get(weight.vllm)
+            rows[weight.vllm] = weight if known is None else replace(known, parts=(*known.parts, *weight.parts))
+        return tuple(rows.values())
 
     @property
     def ends(self) -> tuple[Weight, ...]:
@@ -274,6 +286,14 @@ class WeightMap:
 def copied(hf_name: str, shape: tuple[int, ...], megatron: str, matmul: bool = False) -> Weight:
     """Makes a weight that is replicated on every rank and has the checkpoint's name in vLLM."""
     return Weight((Part(hf_name, shape, matmul),), megatron, hf_name, "copied")
+
+
+def _of_tower(tower: TrainedTower) -> Iterator[Weight]:
+    for name, shape in tower.shapes():
+        in_vllm = name
+        for part in (".gate_proj.", ".up_proj."):
+            in_vllm = in_vllm.replace(part, ".gate_up_proj.")
+        yield replace(copied(NAMES + name, shape, MODULE + name, matmul=len(shape) > 1), vllm=MODULE + in_vllm)
 
 
 def per_expert(weights: Iterable[Weight], experts: Iterable[int]) -> Iterator[tuple[Weight, int | None]]:

@@ -117,6 +117,9 @@ def inner_tensors(key: str, shape: tuple[int, ...], hidden_size: int | None = No
     name = key
     if key.startswith(_INSIDE):
         name = "model." + key.removeprefix(_INSIDE)
+    for prefix in VISION_TOWER:
+        if key.startswith(prefix):
+            name = VISION_TOWER[0] + key.removeprefix(prefix)
     stacked = _EXPERTS.fullmatch(name)
     if stacked is None or len(shape) != 3:
         return (Inner(name, shape, 0),)

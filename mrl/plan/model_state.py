@@ -173,7 +173,7 @@ def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:
     """Returns the weights that a stage has beside its layers."""
     first = ()
     if pp == 0:
-        first = (weight_map(model).embedding,)
+        first = (weight_map(model).embedding, *weight_map(model).tower)
     last = ()
     if pp == pipeline - 1:
         last = last_stage_weights(model, pipeline)

@@ -97,6 +97,7 @@ class PlanInputs:
         `assumptions`: by default those of cluster.calibration. `held_out_prompts`: those of data.val_files, where they
         were read. Raises ConfigError for an illegal layout, and for a calibration that cannot be used.
         """
+        model = model.with_trained_tower(config.model.vision)
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
         if assumptions is None:
             assumptions = assumptions_of(config.cluster.calibration, device)

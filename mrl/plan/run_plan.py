@@ -217,7 +217,7 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
     cluster.
     """
     return plan_reshard(
-        model,
+        model.with_trained_tower(config.model.vision),
         train,
         rollout_layout(config.rollout),
         dialect=config.cluster.device,

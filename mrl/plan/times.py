@@ -33,7 +33,7 @@ from mrl.plan.model_state import StateBytes, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, of_reference, precision_of, recompute_of
 from mrl.plan.step_work import Lengths, mean_flops_per_token, mean_lengths
 from mrl.plan.teacher_costs import teacher_inputs, teacher_parameters
-from mrl.plan.vision_costs import engine_looking_seconds, looking_flops, looking_seconds
+from mrl.plan.vision_costs import engine_looking_seconds, looking_flops, looking_seconds, looks
 from mrl.platforms.layers import has_grouped_product
 from mrl.units import round_up
 
@@ -152,18 +152,12 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
 
 
 def _with_images(inputs: PlanInputs, batch: BatchPlan, flops: dict[str, float]) -> dict[str, float]:
-    """Adds the vision tower's passes: by engines, and by each replica in the first phase of ranks."""
+    """Adds the vision tower's passes, of engines and of ranks."""
     looking = looking_flops(inputs, batch)
     if not looking:
         return flops
-    return flops | {phase: flops[phase] + looking for phase in ("generation", _first_look(inputs))}
-
-
-def _first_look(inputs: PlanInputs) -> str:
-    """Returns the phase in which ranks compute the features of a step's images, for all later ones."""
-    if inputs.config.algorithm.on_policy:
-        return "ref" if inputs.config.algorithm.needs_reference else "update"
-    return "log_prob"
+    passes = looks(inputs, batch) | {"generation": 1.0}
+    return flops | {phase: flops[phase] + count * looking for phase, count in passes.items()}
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
@@ -184,7 +178,8 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
     }
     if inputs.tower is not None:
         seconds["generation"] += engine_looking_seconds(inputs, batch)
-        seconds[_first_look(inputs)] += looking_seconds(inputs, batch)
+        for phase, count in looks(inputs, batch).items():
+            seconds[phase] += count * looking_seconds(inputs, batch)
     return inputs.assumptions.measured.corrected(seconds) if inputs.assumptions.measured else seconds
 
 

@@ -1,9 +1,13 @@
-"""Costs of a frozen vision tower (model.vision): bytes of ranks, engines and hosts, and FLOPs of a step.
+"""Costs of a vision tower (model.vision): bytes of ranks, engines and hosts, and FLOPs of a step.
 
     ranks of the first stage    the whole tower; one image's pass; features of a micro-batch. On the host: features of
                                 all images of a step, once for each rank
     each worker of an engine    the whole tower, inside the engine's share of the device; outside of it vLLM's cache of
                                 features, and a pass, since both are made after vLLM has measured what its passes take
+
+A tower that is trained lies in Megatron's buffers. model_state.py counts it with the other weights there, and with it
+its gradients and its optimizer's state. Its features are computed again for each mini-batch but the first one, whose
+weights are those of the log-probs, and for a reference. Then each image is computed with a graph, and backward.
 
 How many tokens of a prompt are images' is not known before the data is read. A plan counts all of them, in one image:
 an upper bound of what images take, and none of what the text takes.
@@ -13,6 +17,7 @@ from mrl.model.tower_sizes import VisionTower
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 from mrl.plan.step_work import mean_lengths
 
+_GRADIENT = 4  # bytes of a feature's gradient
 _ENCODER_STEPS = 2  # longest samples of which vLLM's cache has all features (mrl/engine/seeing_models.py)
 
 
@@ -27,6 +32,7 @@ def vision_section(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float] | N
         "parameters": tower.parameters,
         "tokens_of_a_prompt": tokens,
         "flops": looking_flops(inputs, batch),
+        "looks_of_ranks": sum(looks(inputs, batch).values()),
         "seconds_of_ranks": looking_seconds(inputs, batch),
         "seconds_of_engines": engine_looking_seconds(inputs, batch),
         "patches_per_second": patches / looking_seconds(inputs, batch),
@@ -42,7 +48,11 @@ def rank_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
         return 0
     micro = max(batch.micro.rows, batch.log_prob_micro.rows)
     tokens = micro * inputs.config.data.max_prompt_length
-    numbers = tower.parameters + _pass_numbers(inputs, tower) + tokens * tower.feature_numbers()
+    numbers = _pass_numbers(inputs, tower) + tokens * tower.feature_numbers()
+    if inputs.model.trained_tower is None:
+        numbers += tower.parameters
+    else:
+        numbers += _graph_numbers(inputs, tower)
     return numbers * inputs.element_bytes
 
 
@@ -56,7 +66,12 @@ def host_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
         return 0
     prompts = min(batch.prompts, -(-batch.samples // inputs.train.data))
     tokens = prompts * mean_lengths(inputs.config, inputs.assumptions).prompt
-    return round(tokens * tower.feature_numbers() * inputs.element_bytes)
+    features = tokens * tower.feature_numbers() * inputs.element_bytes
+    if inputs.model.trained_tower is None:
+        return round(features)
+    of_reference = 1 + inputs.config.algorithm.needs_reference
+    mini_batches = 1 if inputs.config.actor.shuffles else batch.mini_batches
+    return round(of_reference * features + tokens * tower.feature_numbers() * _GRADIENT / mini_batches)
 
 
 def worker_outside(inputs: PlanInputs) -> int:
@@ -76,8 +91,27 @@ def looking_flops(inputs: PlanInputs, batch: BatchPlan) -> float:
     return batch.prompts * tower.flops(mean_lengths(inputs.config, inputs.assumptions).prompt * tower.merged)
 
 
+def looks(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
+    """Returns in which phases ranks look at a step's images, and how often; a backward pass counts as two looks."""
+    if inputs.tower is None:
+        return {}
+    algorithm = inputs.config.algorithm
+    if inputs.model.trained_tower is None:
+        first = "ref" if algorithm.needs_reference else "update"
+        return {first if algorithm.on_policy else "log_prob": 1.0}
+    of_an_epoch = 4.0  # for features, then with a graph and backward
+    if inputs.config.actor.shuffles:  # responses to one prompt are in several mini-batches
+        of_an_epoch *= min(batch.mini_batches, batch.responses_per_prompt)
+    passes = {"update": batch.epochs * of_an_epoch}
+    if not algorithm.on_policy:  # the first mini-batch has the weights of the log-probs
+        passes = {"log_prob": 1.0, "update": passes["update"] - 1.0 / batch.mini_batches}
+    if algorithm.needs_reference:
+        passes["ref"] = 1.0
+    return passes
+
+
 def looking_seconds(inputs: PlanInputs, batch: BatchPlan) -> float:
-    """Predicts the seconds in which ranks look at a step's images.
+    """Predicts the seconds in which ranks look at a step's images once.
 
     The ranks of a replica's first stage share its images out; the others wait.
     """
@@ -97,3 +131,16 @@ def _pass_numbers(inputs: PlanInputs, tower: VisionTower) -> int:
     """Returns the numbers of the largest pass, of an image that fills a prompt: queries, keys, values and an MLP."""
     patches = inputs.config.data.max_prompt_length * tower.merged
     return patches * (6 * tower.hidden_size + 2 * tower.intermediate_size + tower.patch_numbers)
+
+
+def _graph_numbers(inputs: PlanInputs, tower: VisionTower) -> int:
+    """Returns the numbers that a pass keeps for going backward, of an image that fills a prompt.
+
+    In each layer these are two norms and their inputs, queries, keys and values, what attention gives, and the MLP's
+    parts.
+    """
+    patches = inputs.config.data.max_prompt_length * tower.merged
+    parts = 3 if tower.gated else 2  # before and after the activation, and of a gate
+    layer = 8 * tower.hidden_size + parts * tower.intermediate_size
+    mergers = (1 + tower.features) * 3 * tower.hidden_size
+    return patches * (tower.layers * layer + mergers)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -104,7 +105,7 @@ class MegatronActor:
         check_gated_delta(config.model.gated_delta)
         if config.trainer.deterministic:
             self.platform.deterministic()
-        self.model = load_model_spec(config.model.path)
+        self.model = load_model_spec(config.model.path, config.model.vision)
         self.held = self.model.holding(config.rollout.drafts_with_model)  # with its predicting layer, if it drafts
         self.trained = self.model.holding(config.actor.mtp.train)  # and if it is trained, which checkpoints have
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
@@ -374,7 +375,7 @@ class MegatronActor:
                 "no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false"
             )
         check_batch(batch, self.model, self._moe_layers)
-        with self.reference.in_place():
+        with self.reference.in_place(), self.vision.other_weights() if self.vision else nullcontext():
             return self._log_probs(batch, micros, self.routing.supplying if self.routing else nothing_around)
 
     def _log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows], around: Around) -> RowResult | None:
@@ -465,7 +466,7 @@ class MegatronActor:
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
         if self.vision is not None:
-            around = self.vision.around(batch, around, training=True)
+            around = self.vision.around(batch, around, training=True, micros=micros)
         config = self.config
         with drawing_noise(config.actor.lora.dropout, config.trainer.seed, self.num_updates, self.platform.device):
             beside = self._learning(count) if drafts else None
@@ -563,6 +564,8 @@ class MegatronActor:
         )
         of_drafts = self._step_predicting() if result.applied and self.config.actor.mtp.train else {}
         self.num_updates += result.applied
+        if self.vision is not None:
+            self.vision.weights_changed()
         self._count_skipped(result, trained)
         if not self.holds_result:
             return None, old

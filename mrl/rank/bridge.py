@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from mbridge.core import bridge as mbridge_base
@@ -42,6 +42,9 @@ from mrl.rank.lora_layers import attach, hidden
 from mrl.rank.mapped_bridge import MappedBridge, bridge_config
 from mrl.rank.padding_row import keep_gradients_from
 from mrl.rank.rotary import set_rotation
+
+if TYPE_CHECKING:
+    from mrl.rank.tower_training import TowerMaker
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _REPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
@@ -142,6 +145,9 @@ class MBridge:
             callbacks.insert(0, partial(self._attach_adapters, lora, count()))
         if self.has_value_head:
             callbacks.insert(0, put_head)
+        tower = self._tower_maker()
+        if tower is not None:
+            callbacks.append(tower.put)
         with redirect_stdout(sys.stderr):  # it prints parameter counts
             self._chunks = self._bridge.get_model(
                 wrap_with_ddp=is_trained,
@@ -150,6 +156,8 @@ class MBridge:
                 data_parallel_random_init=False,
                 post_model_creation_callbacks=callbacks,
             )
+        if tower is not None:
+            tower.restore_buffers()
         set_delta_kernel(self._chunks, self.model_config.gated_delta)
         # Megatron's wrapper of a bfloat16 model rounds routers' constants, and would make them float32 only when loaded
         for router in chain.from_iterable(map(_routers_with_constants, self._chunks)):
@@ -175,6 +183,13 @@ class MBridge:
         for router in _routers_with_constants(layer):
             router.expert_bias.data = router.expert_bias.data.float()
         return layer
+
+    def _tower_maker(self) -> "TowerMaker | None":
+        if self.model.trained_tower is None:
+            return None
+        from mrl.rank.tower_training import TowerMaker  # imports transformers' models that see
+
+        return TowerMaker(self.model_config.path, self.model.trained_tower, self.dtype)
 
     def _attach_adapters(self, lora: Lora, numbers: Iterator[int], chunk: torch.nn.Module, **_: Any) -> None:
         """Attaches adapters to a chunk. `numbers` yields the chunks' numbers in the order in which they are made."""

@@ -23,6 +23,8 @@ from mrl.config.schema import RunConfig
 from mrl.data.row_columns import positions
 from mrl.model.megatron_shards import local_shapes, source_shards
 from mrl.model.registry import read_hf_config
+from mrl.model.tensors import tensor_specs
+from mrl.model.trained_tower import NAMES
 from mrl.model.wrapped import VISION_TOWER, is_whole
 from mrl.process.free_ports import free_port
 from mrl.rank.actor import MegatronActor
@@ -93,7 +95,7 @@ def compared(actor: MegatronActor, folder: Path, words: int) -> dict[str, Any]:
     `words`: size of the vocabulary.
     """
     found: dict[str, Any] = {"parameters": _other_parameters(actor)}
-    stored = {name: tensor for name, tensor in own_names(folder).items() if not name.startswith(VISION_TOWER)}
+    stored = _without_frozen_tower(actor, own_names(folder))
     exported = {name: tensor.clone() for name, tensor in actor.export_hf()}
     tied = actor.model.tie_word_embeddings
     found["names"] = sorted(exported.keys() ^ {name for name in stored if not (tied and name == "lm_head.weight")})
@@ -111,8 +113,24 @@ def compared(actor: MegatronActor, folder: Path, words: int) -> dict[str, Any]:
     actor.gradients(replace(batch, old_log_probs=reference))
     gradients = exported_gradients(actor)
     if actor.rank == 0:
-        found["gradients"] = _distances(gradients, load_file(beside(folder) / "gradients.safetensors"))
+        expected = _without_frozen_tower(actor, load_file(beside(folder) / "gradients.safetensors"))
+        found["gradients"] = _distances(gradients, _zero_where_frozen(actor, expected))
     return found
+
+
+def _without_frozen_tower(actor: MegatronActor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if actor.model.trained_tower is not None:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(VISION_TOWER)}
+
+
+def _zero_where_frozen(actor: MegatronActor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns gradients of which only the projector of a vision tower has any, if that alone is trained."""
+    tower = actor.model.trained_tower
+    if tower is None:
+        return gradients
+    frozen = {NAMES + name for name, _ in tower.shapes() if not tower.is_trained(name)}
+    return {name: torch.zeros_like(each) if name in frozen else each for name, each in gradients.items()}
 
 
 def _same(exported: Tensor, stored: Tensor | None) -> bool:
@@ -154,20 +172,14 @@ def exported_gradients(actor: MegatronActor) -> dict[str, Tensor]:
             for bucket in buffer.buckets:
                 _gather_shards(bucket.grad_data, buffer.data_parallel_group)
     parameters = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
-    constants = {name for name, p in _named(actor) if not p.requires_grad}
+    constants = {spec.name for spec in tensor_specs(actor.model) if spec.is_constant}
     weights = [p.clone() for p in parameters]
     for parameter in parameters:
         parameter.copy_(parameter.main_grad)
     gradients = {name: tensor.clone().contiguous() for name, tensor in actor.export_hf()}
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.copy_(weight)
-    if not constants:
-        return gradients
-    return {name: tensor for name, tensor in gradients.items() if not name.endswith("e_score_correction_bias")}
-
-
-def _named(actor: MegatronActor) -> list[tuple[str, Tensor]]:
-    return [pair for chunk in actor.chunks for pair in chunk.named_parameters()]
+    return {name: tensor for name, tensor in gradients.items() if name not in constants}
 
 
 def _gather_shards(gradients: Tensor, group: dist.ProcessGroup) -> None:

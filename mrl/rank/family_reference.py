@@ -185,7 +185,7 @@ def compute(config: dict[str, Any], folder: Path) -> None:
     """Saves the model of `config` in `folder`, and in `beside(folder)` what transformers computes with it.
 
     `log_probs.npy`: float32 [response tokens]. `gradients.safetensors`: those of GSPO's loss at a ratio of one, under
-    the names of the checkpoint.
+    the names of the checkpoint, with those of a vision tower.
     """
     out = beside(folder)
     out.mkdir(parents=True)
@@ -207,11 +207,7 @@ def compute(config: dict[str, Any], folder: Path) -> None:
             parameter.copy_(gradients[name])
     renamed = out / "renamed"
     model.save_pretrained(renamed)
-    trained = {
-        name: tensor
-        for name, tensor in own_names(renamed).items()
-        if not name.endswith(_CONSTANT) and not name.startswith(VISION_TOWER)
-    }
+    trained = {name: tensor for name, tensor in own_names(renamed).items() if not name.endswith(_CONSTANT)}
     save_file(trained, out / "gradients.safetensors")
 
 

@@ -31,6 +31,7 @@ from mrl.model.megatron_shards import megatron_slice
 from mrl.model.mxfp4 import BLOCKS, SCALES, mxfp4_rows
 from mrl.model.registry import family_of, inner_tensors, weight_map
 from mrl.model.rotation import Yarn
+from mrl.model.trained_tower import MODULE
 from mrl.model.weight_map import MEGATRON_LAYER, Inner, Weight
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -162,7 +163,9 @@ class MappedBridge(LLMBridge):
     def _weight_split_across_tp(
         self, mcore_weights_name: str, mcore_weights: Tensor, param: Tensor, tp_split_size: int
     ) -> list[Tensor]:
-        """Splits as mbridge does, except that sections are cut separately."""
+        """Splits as mbridge does, except that sections are cut separately and a vision tower is on every rank."""
+        if mcore_weights_name.startswith(MODULE):
+            return [mcore_weights] * tp_split_size
         sections = self._sections(mcore_weights_name)
         if not sections:
             return super()._weight_split_across_tp(mcore_weights_name, mcore_weights, param, tp_split_size)
@@ -216,7 +219,7 @@ class MappedBridge(LLMBridge):
         mcore_weights_name = _EXPERT_BIAS.sub(r"\1\2", mcore_weights_name)
         layer = _LAYER.match(mcore_weights_name)
         if layer is None:
-            rows = (weights.embedding, weights.final_norm, weights.output)
+            rows = (weights.embedding, weights.final_norm, weights.output, *weights.tower)
             return [row.parts[0].name for row in rows if row.megatron == mcore_weights_name]
         expert = _EXPERT.search(mcore_weights_name)
         wanted = _in_any_layer(mcore_weights_name)

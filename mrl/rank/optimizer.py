@@ -16,8 +16,7 @@ from mrl.errors import ConfigError
 from mrl.exercised import exercised
 from mrl.rank.bridge import checked_overrides
 from mrl.rank.offload import check_resident
-
-_FROZEN = "mrl_frozen"  # marks a parameter that must not be updated
+from mrl.rank.parameter_marks import FROZEN, OF_TOWER
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,10 @@ def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: t
         "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
     }
     upstream = OptimizerConfig(**values | overrides)
-    groups = get_standard_config_overrides(upstream) | {ParamKey(attr=_FROZEN): {"wd_mult": 0.0}}
+    groups = get_standard_config_overrides(upstream) | {ParamKey(attr=FROZEN): {"wd_mult": 0.0}}
+    if config.vision_lr is not None:  # it rises and falls as the others
+        share = config.vision_lr / config.lr
+        groups[ParamKey(attr=OF_TOWER)] = {"max_lr": config.vision_lr, "min_lr": share * config.min_lr}
     optimizer = get_megatron_optimizer(upstream, chunks, groups, use_gloo_process_groups=False)
     # Parameters without tensor-parallel mark count in the gradient norm on tensor rank 0 only, as copies. Experts on
     # different tensor ranks are not copies: they are other experts, or other optimizer shards. Only the rank inside
@@ -75,13 +77,8 @@ def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
     """
     for parameter in parameters:
         parameter.register_hook(torch.zeros_like)
-        setattr(parameter, _FROZEN, True)
+        setattr(parameter, FROZEN, True)
         exercised("actor.freeze_router")
-
-
-def is_frozen(parameter: torch.nn.Parameter) -> bool:
-    """Tells whether `freeze` was called for this parameter."""
-    return getattr(parameter, _FROZEN, False)
 
 
 def build_scheduler(

@@ -11,7 +11,7 @@ ranks need columns.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from mrl.checkpoint.open_checkpoint import SafetensorsFiles, weight_role
 from mrl.checkpoint.stored_boxes import BoxReader, Descriptions
 from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.errors import EnvironmentFault
-from mrl.model import model_spec
+from mrl.model import ModelSpec
 from mrl.model.megatron_shards import Piece
-from mrl.rank.optimizer import current_lr, is_frozen
+from mrl.rank.optimizer import current_lr
+from mrl.rank.parameter_marks import is_frozen
 from mrl.rank.rank_parameters import MOMENTS, RankParameter, rank_parameters
 from mrl.rank.rank_save import CODES, rank_file
 
@@ -204,7 +205,7 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
 
 
 def _check_model(actor, manifest: Manifest, folder: Path) -> None:
-    if model_spec(manifest.hf_config) != actor.trained:
+    if not _is_same_model(manifest.model, actor.trained):
         raise EnvironmentFault(f"{folder}: not a checkpoint of the model in model.path {actor.config.model.path}")
     if bool(manifest.adapters) != (actor.lora is not None):
         kind = "adapters alone" if manifest.adapters else "whole weights"
@@ -216,6 +217,13 @@ def _check_model(actor, manifest: Manifest, folder: Path) -> None:
             f"{folder}: weights are {manifest.dtype}, model.dtype is {actor.config.model.dtype}; "
             "set model.dtype to match"
         )
+
+
+def _is_same_model(stored: ModelSpec, own: ModelSpec) -> bool:
+    """A tower of which another part is trained is the same one."""
+    if stored.trained_tower is not None and own.trained_tower is not None:
+        stored = replace(stored, trained_tower=replace(stored.trained_tower, part=own.trained_part))
+    return stored == own
 
 
 def _restore_random_states(actor, loader: TensorLoader) -> None:

@@ -1,6 +1,6 @@
 """What a model sees: images of rows become features of the vision tower, in the places of their tokens.
 
-    pixels   --> tower (transformers' own module, frozen) --> features of each image, once a step, by one of the ranks
+    pixels   --> tower (transformers' own module) --> features of each image, once a step, by one of the ranks
                  that share a replica's rows on the first stage
     first stage: embedding of tokens, with features in the places of images' tokens
                  layers 0, 1, ...: DeepStack's further features are added behind them (arXiv:2406.04334)
@@ -13,7 +13,7 @@ images computes as if this file were not there.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -28,14 +28,23 @@ from megatron.core.utils import unwrap_model
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mrl.data.batch import TrainBatch
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.hf_files import in_tower, tower_tensors
 from mrl.rank.balance import balanced_parts
+from mrl.rank.batching import MicroRows
 from mrl.rank.forward import Around
 from mrl.rank.packing import MicroBatch
+from mrl.rank.tower_training import (
+    Grids,
+    TowerGradients,
+    before_sums,
+    drawn_tower,
+    trained_tower,
+    without_weights,
+)
 
 AXES = 3  # positions by time, row and column
 Pixels = Callable[[str], Tensor]  # from an image's name to what its processor made of it, [patches, numbers of a patch]
@@ -46,12 +55,9 @@ def whole_model(folder: str, dtype: torch.dtype, device: torch.device, has_tower
 
     The tower is frozen, in `dtype` on `device`. Raises EnvironmentFault if the files in `folder` have other weights.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        whole = AutoModel.from_config(config)
+    whole = without_weights(folder)
     if has_tower:
-        with torch.random.fork_rng(devices=[]):  # its weights are drawn before they are read
-            tower = type(whole.visual)._from_config(config.vision_config, dtype=dtype)
+        tower = drawn_tower(whole, dtype)
         _load(tower, Path(folder))
         whole.visual = tower.to(device)
     return whole.eval().requires_grad_(False)
@@ -118,7 +124,13 @@ class Vision:
         cores = unwrap_model(chunks)
         first = next((core for core in cores if core.pre_process), None)
         self._sees = first is not None
-        self._whole = whole_model(folder, dtype, device, self._sees)
+        trained = None if first is None else trained_tower(first)
+        self._whole = whole_model(folder, dtype, device, self._sees and trained is None)
+        self._learning: TowerGradients | None = None  # of a tower that is trained
+        if trained is not None:
+            self._whole.visual = trained
+            self._learning = TowerGradients(trained, self._features_of, self._shared_out)
+            before_sums(chunks, self._learning.backward)
         self._axes: Tensor | None = None  # int64 [turned pairs]: the position that turns a pair
         self._positions: Tensor | None = None  # of the micro-batch that a chunk computes
         self._placed: _Placed | None = None
@@ -148,6 +160,27 @@ class Vision:
         """Forgets the features of the previous step."""
         self._features.clear()
         self._forget_recomputed()
+
+    def weights_changed(self) -> None:
+        """Forgets the features that a tower computed before it was trained by an update."""
+        if self._learning is not None:
+            self._features.clear()
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Returns a context for a pass with other weights in place, such as the reference's.
+
+        Features that a trained tower has computed are kept, and not used there.
+        """
+        if self._learning is None:
+            yield
+            return
+        kept = self._features
+        self._features = {}
+        try:
+            yield
+        finally:
+            self._features = kept
 
     def _forget_recomputed(self) -> None:
         for added in self._added:
@@ -179,21 +212,28 @@ class Vision:
         found, _ = self._whole.get_rope_index(kinds, kinds, torch.from_numpy(grids.astype(np.int64)))
         return found[:, 0].T.numpy()
 
-    def around(self, batch: TrainBatch, inner: Around, training: bool = False) -> Around:
+    def around(
+        self, batch: TrainBatch, inner: Around, training: bool = False, micros: Sequence[MicroRows] | None = None
+    ) -> Around:
         """Returns a context in which one chunk's forward sees a micro-batch's images, with `inner` inside of it.
 
         Collective over the ranks that share the rows of `batch`: features that are not there yet are computed.
+        `micros`: those of a mini-batch, whose images alone are wanted; None: all.
         """
         self._forget_recomputed()
+        grids = {}
         if self._sees and batch.image_counts is not None:
-            self._look(batch)
+            grids = _grids(batch, micros)
+            self._look(grids)
+        if training and self._learning is not None:
+            self._learning.begin(grids, self._features)
 
         @contextmanager
         def both(model: Module, inputs: MicroBatch) -> Iterator[None]:
             core = unwrap_model(model)
             self._positions = inputs.positions
             if core.pre_process:
-                self._show(self._of_micro_batch(inputs, core.config.sequence_parallel), training)
+                self._show(self._of_micro_batch(inputs, core.config.sequence_parallel, training), training)
             try:
                 with inner(model, inputs):
                     yield
@@ -210,7 +250,7 @@ class Vision:
             added.placed = placed
             added.training = training
 
-    def _of_micro_batch(self, inputs: MicroBatch, sequence_parallel: bool) -> _Placed | None:
+    def _of_micro_batch(self, inputs: MicroBatch, sequence_parallel: bool, training: bool) -> _Placed | None:
         images = inputs.images
         if images is None or not images.names:
             return None
@@ -218,52 +258,60 @@ class Vision:
         shares = mpu.get_tensor_model_parallel_world_size() if sequence_parallel else 1
         share = length // shares
         begin = share * (mpu.get_tensor_model_parallel_rank() if sequence_parallel else 0)
-        rows, features = [], []
+        rows, features, own = [], [], []
         for name, places, parts in zip(images.names, images.places, images.parts, strict=True):
             row, place = np.divmod(places, length)
             here = (place >= begin) & (place < begin + share)
             if here.any():
                 rows.append((place[here] - begin) * batch + row[here])
-                features.append(self._features[name][torch.from_numpy(parts[here])])
+                own.append((name, torch.from_numpy(parts[here])))
+                features.append(self._features[name][own[-1][1]])
         if not rows:
             return None
-        joined = torch.cat(features).to(self._device)
-        return _Placed(torch.from_numpy(np.concatenate(rows)).to(self._device), joined.unbind(1))
+        layers = torch.cat(features).to(self._device).unbind(1)
+        if training and self._learning is not None:
+            layers = self._learning.watched(layers, own, sequence_parallel)
+        return _Placed(torch.from_numpy(np.concatenate(rows)).to(self._device), layers)
 
-    def _look(self, batch: TrainBatch) -> None:
-        """Computes the features of all images of a replica's rows. Its ranks share them out by patches, and each sends
-        what it has computed to the others.
-        """
-        grids = dict(zip((name.decode() for name in batch.image_names), batch.image_grids.tolist(), strict=True))
-        names = [name for name in grids if name not in self._features]
-        if not names:
-            return
+    def _look(self, grids: Grids) -> None:
+        """Computes the features of images of a replica's rows. Each rank sends what it has computed to the others."""
         group = mpu.get_tensor_and_context_parallel_group()
-        shares = balanced_parts(np.array([prod(grids[name]) for name in names], np.float64), dist.get_world_size(group))
-        for owner, share in enumerate(shares):
-            of_owner = [names[number] for number in share]
-            if owner == dist.get_rank(group):
-                found = [self._of_image(name, grids[name]) for name in of_owner]
-            else:
-                found = [self._room_for(grids[name]) for name in of_owner]
-            for name, features in zip(of_owner, found, strict=True):
-                if len(shares) > 1:
-                    dist.broadcast(features, dist.get_global_rank(group, owner), group)
-                self._features[name] = features.cpu()
+        wanted = {name: grid for name, grid in grids.items() if name not in self._features}
+        shared_out = list(self._shared_out(wanted))
+        with torch.no_grad():  # first all of this rank's, while the others compute theirs
+            found = {
+                name: self._features_of(name, wanted[name])
+                for owner, name in shared_out
+                if owner == dist.get_rank(group)
+            }
+        for owner, name in shared_out:
+            features = found.pop(name) if name in found else self._room_for(wanted[name])
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(features, dist.get_global_rank(group, owner), group)
+            self._features[name] = features.cpu()
 
-    def _of_image(self, name: str, grid: list[int]) -> Tensor:
+    def _shared_out(self, grids: Grids) -> Iterator[tuple[int, str]]:
+        """Yields each image with the number of the rank that computes it, among those that share a replica's rows: they
+        share images out by patches.
+        """
+        names = list(grids)
+        size = dist.get_world_size(mpu.get_tensor_and_context_parallel_group())
+        patches = np.array([prod(grids[name]) for name in names], np.float64)
+        for owner, share in enumerate(balanced_parts(patches, size) if names else ()):
+            yield from ((owner, names[number]) for number in share)
+
+    def _features_of(self, name: str, grid: Sequence[int]) -> Tensor:
         """Returns features of an image, [tokens, layers, hidden]: in the places of its tokens, then DeepStack's.
 
         The tower computes images one by one, so that no image's bits depend on others.
         """
-        with torch.no_grad():
-            found = self._whole.get_image_features(
-                self._pixels(name).to(self._device), torch.tensor([grid], device=self._device), return_dict=True
-            )
+        found = self._whole.get_image_features(
+            self._pixels(name).to(self._device), torch.tensor([list(grid)], device=self._device), return_dict=True
+        )
         of_layers = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
         return torch.stack([features[0] for features in of_layers], 1)
 
-    def _room_for(self, grid: list[int]) -> Tensor:
+    def _room_for(self, grid: Sequence[int]) -> Tensor:
         """Returns memory for the features of an image that another rank computes."""
         tower = self._whole.visual
         tokens = prod(grid) // tower.spatial_merge_size**2
@@ -291,6 +339,15 @@ class Vision:
         """Asks the model's own module which of three positions turns each pair, by angles that say which they are."""
         marked = torch.arange(AXES).view(AXES, 1, 1, 1).expand(AXES, 1, 1, pairs).clone()
         return self._whole.language_model.rotary_emb.recomposition_frequencies(marked)[0, 0, :pairs]
+
+
+def _grids(batch: TrainBatch, micros: Sequence[MicroRows] | None) -> dict[str, list[int]]:
+    """Returns the images of rows by name, in their order. `micros`: as in Vision.around."""
+    images = np.arange(len(batch.image_names))
+    if micros is not None:
+        rows = np.concatenate([micro.rows for micro in micros])
+        images = np.flatnonzero(np.isin(np.repeat(np.arange(len(batch)), batch.image_counts), rows))
+    return {batch.image_names[number].decode(): batch.image_grids[number].tolist() for number in images}
 
 
 def _at(hidden: Tensor, rows: Tensor, features: Tensor, is_sum: bool) -> Tensor:

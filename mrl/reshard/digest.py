@@ -75,8 +75,9 @@ class _Tables(NamedTuple):
 def partial_digest(block: torch.Tensor, hf_name: str, origin: tuple[int, ...]) -> int:
     """Returns the share of `block` in the digest of tensor `hf_name`, in [0, 2^64).
 
-    `block` has one or two dimensions, or single positions between its first and last dimension. It is in Hugging Face
-    orientation and in the engine's dtype; strides do not matter. Its first element is at `origin` of the whole tensor.
+    `block` has one or two dimensions, or is a convolution that is cut along its first dimension alone, or has single
+    positions between its first and last. It is in Hugging Face orientation and in the engine's dtype; strides do not
+    matter. Its first element is at `origin` of the whole tensor.
     Raises ValueError for other shapes, or an origin of another length.
     """
     return combine(lane_sums(block, origin).tolist(), hf_name)
@@ -111,16 +112,16 @@ def lane_sums(block: torch.Tensor, origin: tuple[int, ...]) -> torch.Tensor:
 
 
 def _as_matrix(block: torch.Tensor, origin: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Removes the dimensions between the first and the last, which must have length 1."""
+    """Joins all dimensions but the first. A convolution is whole in them, or has a single channel."""
     is_flat = set(block.shape[1:-1]) <= {1} and not any(origin[1:-1])
-    if not block.dim() or len(origin) != block.dim() or not is_flat:
+    if not block.dim() or len(origin) != block.dim() or not (is_flat or not any(origin[1:])):
         raise ValueError(
-            f"a block of shape {tuple(block.shape)} at {tuple(origin)}: only vectors, matrices and convolutions of "
-            "single channels have a digest"
+            f"a block of shape {tuple(block.shape)} at {tuple(origin)}: only vectors, matrices, convolutions of single "
+            "channels and whole rows of others have a digest"
         )
     if block.dim() == 1:
         return (block[None], (0, *origin))
-    return (block.reshape(block.shape[0], block.shape[-1]), (origin[0], origin[-1]))
+    return (block.flatten(1), (origin[0], origin[-1]))
 
 
 def lane_sums_of_each(

@@ -21,6 +21,7 @@ from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.megatron_shards import Shard
 from mrl.model.quantised import with_scales
 from mrl.model.quantised_shards import sent_shards
+from mrl.model.trained_tower import TrainedTower
 from mrl.model.vllm_loader import loaded
 from mrl.model.vllm_parameters import TRANSPOSED, VOCABULARY_MULTIPLE, TargetParameter, target_parameters
 from mrl.reshard.faults import ShardTable, shard_table, worker_faults
@@ -189,10 +190,24 @@ def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tupl
         if model.shared_expert_intermediate_size
         else 0,
         num_experts=_few_experts(model.num_experts, train.expert, rollout.expert) if model.is_moe else 0,
+        trained_tower=_small_tower(model.trained_tower),
         **_small_latents(model),
         **_small_states(model, layers, lcm(train.tensor, rollout.tensor)),
     )
     return small, replace(train, chunk_layers=tuple(zip(*by_chunk, strict=True)))
+
+
+def _small_tower(tower: TrainedTower | None) -> TrainedTower | None:
+    """Returns a vision tower of the same tensors in two layers."""
+    if tower is None:
+        return None
+    widths = {
+        "hidden_size": 4,
+        "intermediate_size": 3,
+        "out_hidden_size": 4,
+        "positions": min(tower.sizes.positions, 5),
+    }
+    return replace(tower, sizes=replace(tower.sizes, layers=2, patch=(1, 2, 2, 2), merged=2, **widths))
 
 
 def _small_latents(model: ModelSpec) -> dict[str, int]:

@@ -34,6 +34,7 @@ class SyncSetup:
     # take part: all by default
     transport: dict[str, Any]
     fp8_block: int = 0  # rows and columns that have one scale, where engines hold words; 0: they hold none
+    vision: str | None = None  # model.vision: a vision tower that is trained is synced with the text model
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, which `from_json` reads back."""
@@ -46,7 +47,7 @@ class SyncSetup:
 
     @cached_property
     def model(self) -> ModelSpec:
-        return model_spec(self.hf_config)
+        return model_spec(self.hf_config, self.vision)
 
     @cached_property
     def train_layout(self) -> TrainLayout:

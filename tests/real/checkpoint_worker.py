@@ -6,7 +6,7 @@ these points are files.
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -58,7 +58,8 @@ def _save(actor: MegatronActor, folder: Path) -> None:
         hf_config = json.loads((Path(actor.config.model.path) / "config.json").read_text())
         ranks = tuple(RankFiles.from_json(p) for p in parts)
         layout = actor.config.actor.layout.model_dump()
-        write_manifest(folder, Manifest(2, layout, actor.config.model.dtype, hf_config, ranks, {}, {}))
+        manifest = Manifest(2, layout, actor.config.model.dtype, hf_config, ranks, {}, {})
+        write_manifest(folder, replace(manifest, vision=actor.model.trained_part))
     dist.barrier()
 
 

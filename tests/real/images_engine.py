@@ -1,7 +1,9 @@
 """One engine in this process: how far its log-probs of responses to prompts with images are from transformers', and how
 often it looks at an image. See test_images_engine.
 
-python images_engine.py MODEL_FOLDER OUT.json
+python images_engine.py MODEL_FOLDER OUT.json [trained]
+
+If the tower is trained, a sync brings other weights of it: see `with_other_tower`.
 """
 
 import hashlib
@@ -26,6 +28,9 @@ from mrl.data.image_reader import ImageReader
 from mrl.data.samples import ImageStore
 from mrl.engine.requests import Request, engine_settings
 from mrl.model import load_model_spec
+from mrl.model.layout import RolloutLayout
+from mrl.model.trained_tower import NAMES
+from mrl.model.vllm_parameters import target_parameters
 from mrl.model.wrapped import VISION_TOWER
 from mrl.rank.family_reference import own_names
 
@@ -33,7 +38,7 @@ Answer = tuple[list[int], list[float]]  # tokens and their log-probs
 Answers = dict[str, Answer]  # by number of the prompt and seed
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 ONE_RANK = [
-    "model.vision=frozen", "actor.layout.world_size=1", "actor.layout.tensor_model_parallel_size=1",
+    "actor.layout.world_size=1", "actor.layout.tensor_model_parallel_size=1",
     "actor.layout.expert_model_parallel_size=1", "actor.layout.sequence_parallel=false",
     "data.max_prompt_length=64", "data.max_response_length=8", "rollout.max_num_seqs=16",
 ]  # fmt: skip
@@ -68,9 +73,9 @@ def prompts_of(reader: ImageReader, config: dict, store: Path) -> list[Request]:
 class Engine:
     """vLLM with mrl's arguments and the weights of the files."""
 
-    def __init__(self, folder: Path, store: ImageStore):
-        spec = load_model_spec(folder)
-        own = [f"model.path={folder}", f"rollout.enable_prefix_caching={not spec.is_hybrid}"]
+    def __init__(self, folder: Path, store: ImageStore, vision: str):
+        self.spec = spec = load_model_spec(folder, vision)
+        own = [f"model.path={folder}", f"model.vision={vision}", f"rollout.enable_prefix_caching={not spec.is_hybrid}"]
         config = load_config(PRESET, overrides=[*ONE_RANK, *own]).config
         arguments = dict(engine_settings(config, spec, 0, folder / "logs").arguments)
         arguments.pop("distributed_executor_backend")
@@ -79,16 +84,21 @@ class Engine:
         import mrl.engine.v0_32 as adapter
         from mrl.engine.image_inputs import WorkerImages
         from mrl.engine.receive import SlowPath, UpdateInfo
+        from mrl.engine.tower import synced_part
 
         self.store = store
         self.engine = LLM(**arguments).llm_engine
         worker = self.engine.model_executor.driver_worker
         self.model = getattr(worker, "worker", worker).model_runner.get_model()
+        self.adapter = adapter.ADAPTER
+        self.synced = synced_part(self.model, spec.trained_tower is not None)
         text = {name: tensor for name, tensor in own_names(folder).items() if not name.startswith(VISION_TOWER)}
+        if spec.trained_tower is not None:
+            text = own_names(folder)
         bucket = folder / "bucket"
         save_file(text, bucket)
         shapes = {name: list(tensor.shape) for name, tensor in text.items()}
-        path = SlowPath(self.model.language_model, self.engine.model_config, adapter.ADAPTER, shapes)
+        path = SlowPath(self.synced, self.engine.model_config, adapter.ADAPTER, shapes)
         path.start()
         path.receive(UpdateInfo(bucket=str(bucket), sha256=hashlib.sha256(bucket.read_bytes()).hexdigest()))
         path.finish()
@@ -100,6 +110,26 @@ class Engine:
     def of(self, names: torch.Tensor) -> torch.Tensor:
         self.looked.append(len(names))
         return self._of(names)
+
+    def sync(self, weights: dict[str, torch.Tensor]) -> bool:
+        """Writes all weights as a fast sync does. Returns whether the engine's kernels then hold what was written."""
+        from mrl.engine.load_layout import LayerwiseWriter, layers_of
+        from mrl.engine.loader_check import described
+        from mrl.engine.read_back import held_digests
+
+        targets = target_parameters(self.spec, RolloutLayout(), 0, "cpu", "float32")
+        layers = layers_of(self.synced, self.adapter)
+        identity = frozenset(t.name for t in targets if self.adapter.reads_by_identity(layers[t.module], t))
+        writer = LayerwiseWriter(self.synced, self.engine.model_config, targets, self.adapter, identity)
+        writer.begin()
+        for module in dict.fromkeys(target.module for target in targets):
+            for target in targets:
+                if target.module == module:
+                    writer.tensor(target.name).copy_(described(target, weights))
+            writer.complete(module)
+        writer.finish()
+        held = held_digests(targets, lambda t: self.adapter.final_parts(self.synced, layers[t.module], t))
+        return held == writer.shown
 
     def responses(self, requests: list[Request], seeds: int, words: list[int] | None = None) -> Answers:
         """Returns tokens and log-probs of responses. `words`: that alone may be sampled; None: all may."""
@@ -157,7 +187,40 @@ def furthest(
     return float((expected - torch.tensor(scores)).abs().max())
 
 
-def main(folder: Path, out: Path) -> None:
+def with_other_tower(engine: Engine, requests: list[Request], folder: Path, reader: ImageReader) -> dict:
+    """After a sync of a tower with other weights: log-probs of responses with the features that the engine kept, and
+    with new ones.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    engine.responses(requests, 1)
+    weights = {name: tensor.clone() for name, tensor in own_names(folder).items()}
+    random = torch.Generator().manual_seed(2)
+    for name, tensor in weights.items():
+        if name.startswith(VISION_TOWER):
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=random))
+    found = {"held": engine.sync(weights)}
+    reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    tower = reference.model.visual
+    tower.load_state_dict({name: weights[NAMES + name] for name, _ in tower.named_parameters()})
+    table = reference.get_input_embeddings()
+    table.weight = torch.nn.Parameter(table.weight.detach().clone())  # the output layer's may be the same
+    own_table = table.weight.detach().clone()
+
+    def gaps() -> list[float]:
+        engine.engine.reset_prefix_cache()
+        gaps = []
+        for name, answer in engine.responses(requests, 1).items():
+            table.weight.data.copy_(own_table)
+            gaps.append(furthest(reference, reader, requests[int(name.split(":")[0])], answer))
+        return gaps
+
+    found["stale"] = gaps()
+    engine.engine.reset_encoder_cache()
+    return found | {"gaps": gaps()}
+
+
+def main(folder: Path, out: Path, vision: str = "frozen") -> None:
     from transformers import AutoModelForImageTextToText
 
     torch.set_num_threads(1)
@@ -165,7 +228,10 @@ def main(folder: Path, out: Path) -> None:
     reader = ImageReader.of(str(folder), store)
     config = json.loads((folder / "config.json").read_text())
     requests = prompts_of(reader, config, Path(store.folder))
-    engine = Engine(folder, store)
+    engine = Engine(folder, store, vision)
+    if vision == "trained":
+        out.write_text(json.dumps(with_other_tower(engine, requests, folder, reader)))
+        return
     together = engine.responses(requests, RESPONSES)
     of_images = [config[name] for name in ("image_token_id", "video_token_id", "vision_start_token_id")]
     looked = sum(engine.looked)
@@ -187,4 +253,4 @@ def main(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

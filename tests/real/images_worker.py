@@ -1,6 +1,7 @@
 """One rank: for each case in turn, what the actor computes of rows with images. See test_images."""
 
 import gc
+import hashlib
 import json
 import sys
 from contextlib import contextmanager
@@ -9,15 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from checkpoint_worker import _save
 from ranks import agree_on_port
+from safetensors.torch import load_file
 
 from mrl.config.schema import RunConfig
 from mrl.data.row_columns import positions
 from mrl.errors import DataError
+from mrl.model.trained_tower import NAMES
 from mrl.rank import vision
 from mrl.rank.actor import MegatronActor
 from mrl.rank.family_ranks import compared
 from mrl.rank.family_reference import IMAGES, batch_of, beside, pixels_of
+from mrl.rank.rank_load import load_rank
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
@@ -33,6 +38,8 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
             found = sampled(actor, whole, case["words"], case["twin"])
         elif case["name"].startswith("looked at"):
             found = looked_at(actor, whole, case["words"])
+        elif "checkpoint" in case:
+            found = updated(actor, folder, whole, case)
         else:
             found = compared(actor, folder, case["words"])
         (out / f"{case['name']}-{rank}.json").write_text(json.dumps(found))
@@ -100,6 +107,61 @@ def looked_at(actor: MegatronActor, whole: dict, words: int) -> dict:
         for _ in range(3):
             actor.policy_log_probs(batch, micros)
     return {"steps": steps}
+
+
+def updated(actor: MegatronActor, folder: Path, whole: dict, case: dict) -> dict:
+    """The first update beside torch's AdamW with transformers' gradients, and the bits of weights after a second one.
+
+    A checkpoint is written between the two, or read in place of the first.
+    """
+    actor.see(pixels_of(whole))
+    reference = np.load(beside(folder) / "log_probs.npy")
+    batch = replace(batch_of(case["words"], whole), old_log_probs=reference)
+    checkpoint, found = Path(case["checkpoint"]), {}
+    if checkpoint.exists():
+        load_rank(actor, checkpoint)
+    else:
+        before = _weights(actor)
+        parts = actor.update(batch).parts
+        if parts and "actor/grad_norm" in parts[0]:
+            found["grad_norm"] = parts[0]["actor/grad_norm"][0]
+        after = _weights(actor)
+        if actor.rank == 0:
+            found |= _beside_torch(actor, before, after, load_file(beside(folder) / "gradients.safetensors"))
+        _save(actor, checkpoint)
+    actor.update(batch)
+    found["bits"] = {name: hashlib.sha256(weight.numpy()).hexdigest() for name, weight in _weights(actor).items()}
+    return found
+
+
+def _weights(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone().contiguous() for name, tensor in actor.export_hf()}
+
+
+def _beside_torch(actor: MegatronActor, before: dict, after: dict, gradients: dict) -> dict:
+    """The largest distance of a weight's step from torch's, as a share of the step, and torch's norm of gradients."""
+    optim, tower = actor.config.actor.optim, actor.model.trained_tower
+    weights = {name: torch.nn.Parameter(before[name].clone()) for name in before}
+    groups = []
+    for name, weight in weights.items():
+        of_tower = name.startswith(NAMES)
+        if of_tower and not tower.is_trained(name.removeprefix(NAMES)):
+            continue
+        weight.grad = gradients[name].clone()
+        decays = weight.dim() > 1  # neither norms nor biases, as in Megatron
+        groups.append({"params": [weight], "lr": optim.vision_lr if of_tower else optim.lr,
+                       "weight_decay": optim.weight_decay if decays else 0.0})  # fmt: skip
+    norm = torch.nn.utils.clip_grad_norm_([group["params"][0] for group in groups], optim.clip_grad)
+    torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps).step()
+    off = {name: (after[name] - weight.data).norm() for name, weight in weights.items()}
+    steps = {name: (after[name] - before[name]).norm() for name in weights}
+    frozen = [name for name, weight in weights.items() if weight.grad is None]
+    return {
+        "norm": float(norm),
+        "off": max(float(off[name] / steps[name]) for name in weights if name not in frozen),
+        "moved": [name for name in frozen if steps[name]],
+        "frozen": len(frozen),
+    }
 
 
 @contextmanager

@@ -27,7 +27,8 @@ MODELS = {"vl-moe": "Qwen3-30B-A3B", "vl": "Qwen3-0.6B", "2.5-vl": "Qwen2.5-0.5B
           "3.5-moe": "Qwen3.5-35B-A3B"}  # fmt: skip
 PADDED = {"use_remove_padding": False}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-# name -> (model, ranks, degrees, the actor's settings, overrides of Megatron's)
+# name -> (model, ranks, degrees, the actor's settings, overrides of Megatron's); the tower is trained where the name
+# says so
 CASES = {
     "moe": ("vl-moe", 1, {}, {}, {}),
     "moe-padded": ("vl-moe", 1, {}, PADDED, {}),
@@ -51,9 +52,31 @@ CASES = {
     "moe-tp2-pp2-ep2": ("vl-moe", 4, {TP: 2, PP: 2, EP: 2}, {}, {}),
     "moe-tp2-cp2": ("vl-moe", 4, {TP: 2, CP: 2}, {}, {}),
     "moe-pp2-cp2": ("vl-moe", 4, {PP: 2, CP: 2}, {}, {}),
+    "moe-trained": ("vl-moe", 1, {}, {}, {}),
+    "moe-projector": ("vl-moe", 1, {}, PADDED, {}),
+    "moe-recomputed-trained": ("vl-moe", 1, {}, {"ppo_micro_batch_size_per_gpu": 2}, RECOMPUTED),
+    "dense-trained": ("vl", 1, {}, {}, {}),
+    "2.5-trained": ("2.5-vl", 1, {}, {}, {}),
+    "2.5-projector": ("2.5-vl", 1, {}, {}, {}),
+    "3.5-trained": ("3.5", 1, {}, {}, {}),
+    "3.5-moe-trained": ("3.5-moe", 1, {}, {}, {}),
+    "moe-tp2-trained": ("vl-moe", 2, {TP: 2}, {}, {}),
+    "dense-tp2-trained": ("vl", 2, {TP: 2}, {}, {}),
+    "dense-tp2-whole-trained": ("vl", 2, {TP: 2, "sequence_parallel": False}, {}, {}),
+    "moe-pp2-trained": ("vl-moe", 2, {PP: 2}, {}, {}),
+    "moe-pp2-recomputed-projector": ("vl-moe", 2, {PP: 2}, {"ppo_micro_batch_size_per_gpu": 2}, RECOMPUTED),
+    "moe-ep2-trained": ("vl-moe", 2, {EP: 2}, {}, {}),
+    "moe-cp2-trained": ("vl-moe", 2, {CP: 2}, {}, {}),
+    "dense-dp2-trained": ("vl", 2, {}, {}, {}),
+    "2.5-tp2-trained": ("2.5-vl", 2, {TP: 2}, {}, {}),
+    "2.5-cp2-trained": ("2.5-vl", 2, {CP: 2}, {}, {}),
+    "3.5-moe-tp2-trained": ("3.5-moe", 2, {TP: 2}, {}, {}),
+    "3.5-moe-pp2-trained": ("3.5-moe", 2, {PP: 2}, {}, {}),
+    "moe-tp2-pp2-ep2-trained": ("vl-moe", 4, {TP: 2, PP: 2, EP: 2}, {}, {}),
+    "moe-tp2-cp2-trained": ("vl-moe", 4, {TP: 2, CP: 2}, {}, {}),
 }
 IMAGES = 4  # different ones in the rows
-ALWAYS = ("moe", "moe-padded", "moe-recomputed")  # the others are long
+ALWAYS = ("moe", "moe-padded", "moe-recomputed", "moe-recomputed-trained")  # the others are long
 
 
 class Ranks:
@@ -93,7 +116,8 @@ class Ranks:
         folder = more.pop("folder", None) or self.model(model)
         config = run_config(str(folder), {"world_size": world} | degrees)
         config["actor"] |= actor
-        config["model"] |= {"override_transformer_config": overrides}
+        vision = next((kind for kind in ("trained", "projector") if name.endswith(kind)), "frozen")
+        config["model"] |= {"override_transformer_config": overrides, "vision": vision}
         return {"name": name, "config": config, "words": self.words(model), **more}
 
 
@@ -144,6 +168,36 @@ def test_each_image_is_looked_at_once_a_step_by_one_rank_of_a_replica(ranks, nam
             continue
         assert sorted(map(len, of_ranks)) == [0, 4] if name == "moe-pp2" else [2, 2]
         assert len(set(of_ranks[0] + of_ranks[1])) == IMAGES
+
+
+# name -> (model, ranks, degrees): a part of the tower is trained
+UPDATED = {
+    "moe-trained": ("vl-moe", 1, {}),
+    "2.5-projector": ("2.5-vl", 1, {}),
+    "dense-tp2-whole-trained": ("vl", 2, {TP: 2, "sequence_parallel": False}),
+    "moe-cp2-trained": ("vl-moe", 2, {CP: 2}),
+    "dense-dp2-projector": ("vl", 2, {}),
+    "moe-tp2-pp2-ep2-trained": ("vl-moe", 4, {TP: 2, PP: 2, EP: 2}),
+}
+OPTIM = {"optim": {"lr": 1e-2, "vision_lr": 3e-3, "eps": 1e-2, "clip_grad": 0.5}}
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
+def test_an_update_is_adams_by_one_norm_and_goes_on_from_a_checkpoint_with_the_same_bits(ranks, world):
+    names = [name for name, case in UPDATED.items() if case[1] == world]
+    cases = []
+    for name in names:
+        for kind in ("saved", "resumed"):
+            checkpoint = str(ranks.work / f"checkpoint {name}")
+            cases.append(ranks.case(f"{kind}-{name}", *UPDATED[name], OPTIM, {}, checkpoint=checkpoint))
+    found = ranks.found(world, cases)
+    for name in names:
+        saved, resumed = found[f"saved-{name}"], found[f"resumed-{name}"]
+        (norm,) = [each["grad_norm"] for each in saved if "grad_norm" in each]
+        assert norm == pytest.approx(saved[0]["norm"], rel=1e-5), name
+        assert saved[0]["off"] < 1e-3, name
+        assert saved[0]["moved"] == [] and bool(saved[0]["frozen"]) == name.endswith("projector")
+        assert [each["bits"] for each in saved] == [each["bits"] for each in resumed], name
 
 
 def test_an_image_token_that_the_model_has_said_is_a_word(ranks):

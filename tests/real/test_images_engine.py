@@ -25,6 +25,22 @@ MODELS = {"vl-moe": "Qwen3-30B-A3B", "vl": "Qwen3-0.6B", "2.5-vl": "Qwen2.5-0.5B
 
 @pytest.mark.parametrize("name", MODELS)
 def test_responses_behind_images_have_transformers_log_probs(name, tmp_path):
+    found = answered(name, tmp_path, "frozen")
+    assert len(found["gaps"]) == 18 + 6 and max(found["gaps"]) < LARGEST, found
+    print(name, "furthest", max(found["gaps"]))
+    assert found["alone"]
+    assert found["looked"] == 5, "each of five different images is looked at once, by whichever of 15 responses"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_after_a_sync_of_another_tower_the_kept_features_are_wrong_and_new_ones_are_transformers(name, tmp_path):
+    found = answered(name, tmp_path, "trained")
+    assert found["held"]
+    assert max(found["gaps"]) < LARGEST, found
+    assert max(found["stale"]) > 100 * LARGEST
+
+
+def answered(name: str, tmp_path: Path, vision: str) -> dict:
     plain = small_config(known_hf_config(MODELS[name]))
     torch.set_num_threads(1)
     folder = tmp_path / "model"
@@ -39,14 +55,10 @@ def test_responses_behind_images_have_transformers_log_probs(name, tmp_path):
     script = Path(__file__).with_name("images_engine.py")
     out = tmp_path / "out.json"
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(out)],
+        [sys.executable, str(script), str(folder), str(out), vision],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    found = json.loads(out.read_text())
-    assert len(found["gaps"]) == 18 + 6 and max(found["gaps"]) < LARGEST, found
-    print(name, "furthest", max(found["gaps"]))
-    assert found["alone"]
-    assert found["looked"] == 5, "each of five different images is looked at once, by whichever of 15 responses"
+    return json.loads(out.read_text())

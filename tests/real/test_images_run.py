@@ -1,6 +1,7 @@
-"""Whole runs with images and a frozen tower: engines' log-probs are the ranks' in every step, and a weight sync brings
-the text model alone: in turns on the same devices, with generation ahead and routes replayed, and by engines of several
-ranks, too. The models are drawn, and their rows have no, one or two pictures of different sizes.
+"""Whole runs with images: engines' log-probs are the ranks' in every step. A weight sync brings the text model alone
+beside a frozen tower: in turns on the same devices, with generation ahead and routes replayed, and by engines of
+several ranks, too. A tower that is trained comes with it. The models are drawn, and their rows have no, one or two
+pictures of different sizes.
 """
 
 import importlib.util
@@ -12,25 +13,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_runs import finish, train
 from world import PRESET, ROOT, metrics, mrl, overrides
 
+from mrl.checkpoint.convert import write_hf
+from mrl.checkpoint.open_checkpoint import open_mrl
+from mrl.checkpoint.vision_tower import open_whole
 from mrl.record.sample_files import read_samples
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 SETTINGS = {
-    "model__vision": "frozen", "actor__layout__expert_model_parallel_size": 1,
+    "model__vision": "frozen",
+    "actor__layout__expert_model_parallel_size": 1,
     "actor__layout__sequence_parallel": False, "trainer__total_training_steps": 3, "trainer__test_freq": 2,
     "trainer__save_freq": 1, "rollout__n": 4, "data__max_prompt_length": 40, "data__max_response_length": 8,
 }  # fmt: skip
 # a drawn model never counts right
 REWARD = "def compute_score(solution_str, **_):\n    return len(set(solution_str)) % 3 / 2\n"
 TP, PP = "actor__layout__tensor_model_parallel_size", "actor__layout__pipeline_model_parallel_size"
+TP2 = {TP: 2, "actor__layout__sequence_parallel": True, "rollout__tensor_model_parallel_size": 2,
+       "cluster__n_gpus_per_node": 4}  # fmt: skip
 LAYOUTS = {
     "moe-pp2": (8, {TP: 1, PP: 2}),
-    "dense-tp2": (0, {TP: 2, "actor__layout__sequence_parallel": True, "rollout__tensor_model_parallel_size": 2,
-                      "cluster__n_gpus_per_node": 4}),
+    "dense-tp2": (0, TP2),
     "moe-ahead-replayed": (8, {TP: 1, PP: 2, "trainer__schedule": "bounded", "actor__router_replay": "R3",
                                "rollout__enable_prefix_caching": False}),
     "moe-engine-dp2": (8, {TP: 1, PP: 2, "rollout__data_parallel_size": 2, "rollout__expert_parallel_size": 2,
@@ -38,6 +45,13 @@ LAYOUTS = {
     "dense-colocated": (0, {TP: 1, "actor__layout__world_size": 1, "cluster__placement": "colocated",
                             "cluster__n_gpus_per_node": 1}),
 }  # fmt: skip
+# against a reference, whose tower stays as it was
+KL = {"algorithm__use_kl_loss": True, "actor__ppo_mini_batch_size": 8}
+RATES = {"actor__optim__lr": 1e-4, "actor__optim__vision_lr": 1e-3, "actor__optim__lr_warmup_steps": 0}
+TRAINED = {
+    "moe-pp2": (8, {TP: 1, PP: 2, "model__vision": "trained"} | KL | RATES),
+    "dense-tp2": (0, TP2 | RATES | {"model__vision": "projector"}),
+}
 
 EVALUATED = "moe-pp2"
 
@@ -76,9 +90,9 @@ def make_world(folder: Path, experts: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_engines_see_what_ranks_see_and_a_sync_brings_the_text_model_alone(name, tmp_path):
-    experts, layout = LAYOUTS[name]
+def run_of(name: str, layouts: dict, tmp_path: Path) -> tuple[Path, Path, dict, list[dict]]:
+    """The world, the run directory, its settings and the metrics of three steps, with a resume before the last one."""
+    experts, layout = layouts[name]
     world = make_world(tmp_path / "world", experts)
     run = tmp_path / "run"
     (world / "reward.py").write_text(REWARD)
@@ -90,8 +104,14 @@ def test_engines_see_what_ranks_see_and_a_sync_brings_the_text_model_alone(name,
     for row in rows:
         assert row["training/rollout_log_probs_abs_diff_max"] < 1e-4
         assert row["actor/grad_norm"] > 0
-    text = json.loads((run / "plan.json").read_text())["reshard"]["bytes_required"]
-    assert all(row["reshard/bytes_required"] == text for row in rows)
+    planned = json.loads((run / "plan.json").read_text())["reshard"]["bytes_required"]
+    assert all(row["reshard/bytes_required"] == planned for row in rows)
+    return world, run, given, rows
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_engines_see_what_ranks_see_and_a_sync_brings_the_text_model_alone(name, tmp_path):
+    world, run, given, _ = run_of(name, LAYOUTS, tmp_path)
     seen = [row["images"] for row in read_samples(run / "samples", 1)]
     assert {len(images) for images in seen} == {0, 1, 2}
     names = {image["name"] for images in seen for image in images}
@@ -112,3 +132,24 @@ def check_evaluation(world: Path, run: Path, given: dict) -> None:
     assert sorted(file.name for file in out.iterdir()) == [
         "config.resolved.yaml", "generations.jsonl", "logs", "results.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_engines_see_with_the_tower_that_was_trained(name, tmp_path):
+    world, run, _, rows = run_of(name, TRAINED, tmp_path)
+    vision = TRAINED[name][1]["model__vision"]
+    source = open_mrl(run / "checkpoints" / "step-3")
+    assert source.model.trained_part == vision
+    if "algorithm__use_kl_loss" in TRAINED[name][1]:
+        assert abs(rows[0]["actor/kl_loss"]) < 1e-6 < rows[2]["actor/kl_loss"]
+    write_hf(source, tmp_path / "hf", whole=open_whole(world / "model", source))
+    before, after = weights(world / "model"), weights(tmp_path / "hf")
+    assert before.keys() == after.keys()
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    tower = {key.partition("visual.")[2] for key in moved if "visual." in key}
+    assert {"merger.linear_fc1.weight", "deepstack_merger_list.0.linear_fc2.weight"} <= tower
+    assert ("blocks.0.attn.qkv.weight" in tower) == ("patch_embed.proj.weight" in tower) == (vision == "trained")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

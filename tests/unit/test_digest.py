@@ -260,8 +260,14 @@ def test_a_convolution_of_single_channels_is_the_matrix_without_the_dimension_be
     assert whole(swapped) != whole(kernel)
 
 
+def test_rows_of_a_convolution_of_several_channels_add_up_as_those_of_its_matrix():
+    kernel = torch.randn(6, 3, 2, 4, 4)
+    parts = [partial_digest(kernel[first : first + 2], "a.weight", (first, 0, 0, 0, 0)) for first in (0, 2, 4)]
+    assert add(parts) == partial_digest(kernel.flatten(1), "a.weight", (0, 0))
+
+
 @pytest.mark.parametrize(
-    ("shape", "origin"), [((2, 2, 2), (0, 0, 0)), ((2, 1, 2), (0, 1, 0)), ((2, 2), (0,)), ((), ())]
+    ("shape", "origin"), [((2, 2, 2), (0, 0, 1)), ((2, 1, 2), (0, 1, 0)), ((2, 2), (0,)), ((), ())]
 )
 def test_other_shapes_are_refused(shape, origin):
     with pytest.raises(ValueError, match="single channels"):

@@ -9,7 +9,8 @@ import torch
 
 from mrl.checkpoint.manifest import MASTER
 from mrl.rank.adam_state import AdamState
-from mrl.rank.optimizer import freeze, is_frozen
+from mrl.rank.optimizer import freeze
+from mrl.rank.parameter_marks import is_frozen
 from mrl.rank.rank_load import _load_optimizer_part
 from mrl.rank.rank_parameters import MOMENTS, RankParameter
 

@@ -47,10 +47,25 @@ def test_a_frozen_tower_beside_a_trained_text_model_is_legal():
         ("cluster.versions={vllm: 0.23.0}", "cluster.versions"),
         ("model.override_transformer_config={apply_rope_fusion: true}",
          "model.override_transformer_config.apply_rope_fusion"),
+        ("actor.optim.vision_lr=1e-6", "actor.optim.vision_lr"),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_with_images_is_refused_by_name(change, field):
     assert field in broken(change)
+
+
+@pytest.mark.parametrize("part", ["trained", "projector"])
+def test_a_tower_is_trained_where_its_gradients_are_whole(part):
+    training = f"model.vision={part}"
+    assert broken(training, "actor.optim.vision_lr=1e-6") == set()
+    overlap = "actor.override_ddp_config={overlap_grad_reduce: true}"
+    assert "actor.override_ddp_config.overlap_grad_reduce" in broken(training, overlap)
+    assert "actor.override_ddp_config.overlap_grad_reduce" not in broken(overlap)
+    assert "actor.lora.rank" in broken(training, "actor.lora.rank=8")
+    assert "trainer.schedule" in broken(training, "trainer.schedule=bounded")
+    assert "cluster.placement" in broken(training, "cluster.placement=colocated")
+    assert "rollout.quantization" in broken(training, "rollout.quantization=fp8")
+    assert "algorithm.adv_estimator" in broken(training, "algorithm.adv_estimator=gae")
 
 
 def test_a_text_model_has_no_tower():

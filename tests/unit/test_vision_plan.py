@@ -114,5 +114,25 @@ def test_later_stages_have_no_tower():
     assert not rank_bytes(inputs, batch, 1) and not host_bytes(inputs, batch, 1)
 
 
+@pytest.mark.parametrize("part", ["trained", "projector"])
+def test_a_tower_that_is_trained_has_gradients_and_moments_and_is_looked_through_again_in_each_update(part):
+    frozen, trained = planned(), planned(f"model.vision={part}")
+    tower = model_spec(whole_model()).tower
+    before, after = (plan["memory"]["phases"]["train"]["terms"] for plan in (frozen, trained))
+    more = {name: after[name] - before[name] for name in ("parameters", "gradients", "optimizer")}
+    aligned = 64 * 4 * 80  # each of its tensors begins at a multiple of 64 numbers
+    for name, numbers in {"parameters": 1, "gradients": 1, "optimizer": 2}.items():  # float32 is its own master
+        assert 0 <= more[name] - numbers * 4 * tower.parameters < numbers * aligned, name
+    flops = {name: each - frozen["times"]["flops"][name] for name, each in trained["times"]["flops"].items()}
+    looked = 64 * tower.flops(4 * frozen["times"]["mean_prompt_tokens"])
+    updates = trained["batch"]["updates_per_step"]
+    assert flops == pytest.approx({"log_prob": 0, "update": (4 - 1 / updates) * looked, "generation": 0})
+    with_reference = planned(f"model.vision={part}", "algorithm.use_kl_loss=true")
+    blind = planned("model.vision=null", "algorithm.use_kl_loss=true")
+    assert with_reference["times"]["flops"]["ref"] - blind["times"]["flops"]["ref"] == pytest.approx(looked)
+    moved = trained["reshard"]["bytes_required"] - frozen["reshard"]["bytes_required"]
+    assert moved == 4 * tower.parameters * len(trained["layout"]["workers"])
+
+
 def test_a_plan_is_plain_data():
     assert json.loads(json.dumps(planned()))["vision"]["tokens_of_a_prompt"] > 0

@@ -131,7 +131,8 @@ def compose(
 
 def _images(original: RunConfig) -> list[Change]:
     why = "the small model is the text model alone, and rows are texts"
-    return [Change("model.vision", original.model.vision, None, why)]
+    rate = Change("actor.optim.vision_lr", original.actor.optim.vision_lr, None, "no tower is trained")
+    return [Change("model.vision", original.model.vision, None, why), rate]
 
 
 def _images_lost(original: RunConfig) -> list[OutOfReach]:
