@@ -152,7 +152,7 @@ class SafetensorsFiles:
         return 0
 
 
-def open_hf(folder: Path, predicting: bool = False, vision: str | None = None) -> Checkpoint:
+def open_hf(folder: Path, predicting: bool = False, *, vision: str | None = None) -> Checkpoint:
     """Opens a Hugging Face checkpoint.
 
     `predicting`: its predicting layers are part of the model. `vision`: as model.vision; a vision tower that is trained

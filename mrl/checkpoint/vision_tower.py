@@ -51,7 +51,7 @@ def open_whole(folder: Path, source: Checkpoint) -> Whole:
 
     Raises ConfigError for one without a vision tower, of another architecture or dtype, and the errors of `open_hf`.
     """
-    checkpoint = open_hf(folder, source.model.trained_part)
+    checkpoint = open_hf(folder, vision=source.model.trained_part)
     check_same_architecture(_OPTION, folder, source.model)
     if checkpoint.dtype != source.dtype:
         raise ConfigError(

@@ -224,7 +224,7 @@ def _hf_to_megatron(options: argparse.Namespace) -> None:
 
         vision = load_config(options.config).config.model.vision
     write = _writer(options)
-    _print_report(options, write(open_hf(Path(options.checkpoint), vision)))
+    _print_report(options, write(open_hf(Path(options.checkpoint), vision=vision)))
 
 
 def _megatron_to_megatron(options: argparse.Namespace) -> None:

@@ -104,7 +104,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("vision", [TRAINED, PROJECTOR])
 def test_there_and_back_all_has_the_same_bytes(folder, tmp_path, vision):
     write_layout(
-        open_hf(folder, vision), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True)
+        open_hf(folder, vision=vision), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True)
     )
     assert read_manifest(tmp_path / "ours").vision == vision
     write_layout(open_mrl(tmp_path / "ours"), tmp_path / "again", parse_layout("tp=1,pp=2"))
@@ -118,7 +118,7 @@ def test_there_and_back_all_has_the_same_bytes(folder, tmp_path, vision):
 
 
 def test_a_trained_tower_is_never_left_out_without_a_word(folder, tmp_path):
-    source = open_hf(folder, TRAINED)
+    source = open_hf(folder, vision=TRAINED)
     with pytest.raises(ConfigError, match="--vision-from"):
         write_hf(source, tmp_path / "hf")
     frozen = ExpectedModel("run.yaml", str(folder), "bfloat16", "frozen")
