@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from planted_causes import CAUSES, judged, warm_world
 
-
 # named in a whole run; `python tests/real/planted_causes.py` plants the others, too
 NAMED = (
     "stale_expert", "router", "routes", "softmax", "gradients", "learning_rate", "pays_length", "flipped", "clip",
