@@ -1,7 +1,6 @@
 """Faults of engines. Each is given the module that it changes, the first step that has it, and a step's responses."""
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,21 +49,6 @@ def truncated(module, first, responses):
             parameters.max_tokens = max(1, sampling.max_tokens // 2)
 
     _of_requests(module, first, responses, cut)
-
-
-def lone(module, first, responses):
-    """Every response is a group of its own."""
-    made = module.sample_of
-    count = {"made": 0}
-
-    def alone(*arguments):
-        sample = made(*arguments)
-        count["made"] += 1
-        if count["made"] > (first - 1) * responses:
-            sample = replace(sample, group_id=sample.sample_id)
-        return sample
-
-    module.sample_of = alone
 
 
 def _weights(model, layer):

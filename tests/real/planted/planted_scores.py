@@ -1,4 +1,7 @@
-"""Faults of scoring. Each is given the module that it changes, the first step that has it, and a step's responses."""
+"""Faults of scoring, and of how the driver puts a step together.
+
+Each is given the module that it changes, the first step that has it, and a step's responses.
+"""
 
 from dataclasses import replace
 
@@ -74,3 +77,17 @@ def truths(module, first, responses):
         return found
 
     _of_results(module, first, responses, None, shifted)
+
+
+def lone(module, first, responses):
+    """Every response is a group of its own. The driver numbers groups, whatever engines say."""
+    kind = module.ResponseStore
+    renumbered = kind.renumbered
+    count = {"steps": 0}
+
+    def alone(self, group_id, sample_id):
+        count["steps"] += len(sample_id) == responses  # single groups are numbered, too
+        planted = count["steps"] >= first and len(sample_id) == responses
+        return renumbered(self, sample_id if planted else group_id, sample_id)
+
+    kind.renumbered = alone

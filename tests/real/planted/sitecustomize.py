@@ -25,7 +25,7 @@ PLANTS = {
     "old_weights": ("mrl.rank.rank_worker", "planted_ranks"),
     "temperature": ("mrl.engine.completions", "planted_engines"),
     "truncated": ("mrl.engine.completions", "planted_engines"),
-    "lone": ("mrl.engine.completions", "planted_engines"),
+    "lone": ("mrl.store.response_store", "planted_scores"),
     "tool": ("mrl.engine.conversations", "planted_engines"),
     "yarn": ("vllm.model_executor.models.qwen3_moe", "planted_engines"),
     "router": ("vllm.model_executor.models.qwen3_moe", "planted_engines"),
