@@ -9,8 +9,8 @@ from planted_causes import CAUSES, judged, warm_world
 
 # named in a whole run; `python tests/real/planted_causes.py` plants the others, too
 NAMED = (
-    "stale_expert", "router", "routes", "softmax", "gradients", "learning_rate", "pays_length", "flipped", "clip",
-    "adam_lost", "old_weights", "not_a_number", "kl_sign", "truths",
+    "stale_expert", "router", "routes", "softmax", "gradients", "learning_rate", "pays_length", "flipped",
+    "temperature", "clip", "adam_lost", "old_weights", "not_a_number", "kl_sign", "truths",
 )  # fmt: skip
 
 
