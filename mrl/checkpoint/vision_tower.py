@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.manifest import FileFacts, StoredTensor
+from mrl.checkpoint.manifest import FileFacts, Manifest, StoredTensor
 from mrl.checkpoint.open_checkpoint import Checkpoint, open_hf
 from mrl.checkpoint.planned_file import BLOCK_BYTES
 from mrl.checkpoint.safetensors_file import safetensors_header, write_blocks
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.hf_files import TensorBytes, check_same_architecture, read_safetensors_header, weight_files
+from mrl.model.peft_files import tower_digest
 from mrl.model.wrapped import VISION_TOWER
 
 FILE = "model-vision.safetensors"
+TOWER = "vision_tower"  # a key of Manifest.trainer: digest of the frozen tower that a run's text model was trained with
 _OPTION = "--vision-from"
 
 
@@ -49,7 +51,8 @@ class Whole:
 def open_whole(folder: Path, source: Checkpoint) -> Whole:
     """Opens the checkpoint in `folder`, which must contain the same text model as `source`.
 
-    Raises ConfigError for one without a vision tower, of another architecture or dtype, and the errors of `open_hf`.
+    Raises ConfigError for one without a vision tower, with another one than `source` was trained with, of another
+    architecture or dtype, and the errors of `open_hf`.
     """
     checkpoint = open_hf(folder, vision=source.model.trained_part)
     check_same_architecture(_OPTION, folder, source.model)
@@ -64,9 +67,23 @@ def open_whole(folder: Path, source: Checkpoint) -> Whole:
         tower |= {name: (file, tensor) for name, tensor in header.items() if name.startswith(VISION_TOWER)}
     if not tower or not checkpoint.model.is_wrapped:
         raise ConfigError(f"{_OPTION} {folder}: it has no vision tower; leave the option out")
+    if source.manifest is not None:
+        check_same_tower(f"{_OPTION} {folder}", tower_digest(folder), source.manifest, source.folder)
     if source.model.trained_tower is not None:
         tower = {}
     return Whole(checkpoint, tower)
+
+
+def check_same_tower(where: str, tower: str | None, manifest: Manifest, folder: Path) -> None:
+    """Raises ConfigError if another vision tower was trained with. `tower`: digest of the one in `where`; None: of a
+    run that sees nothing. `manifest`: of the checkpoint in `folder`.
+    """
+    then = manifest.trainer.get(TOWER)  # checkpoints of text, and older ones, have none
+    if None not in (then, tower) and then != tower:
+        raise ConfigError(
+            f"{where} has another vision tower than the one that {folder} was trained with, by its digest; give the "
+            "model that the run began with"
+        )
 
 
 def copy_tower(whole: Whole, folder: Path) -> FileFacts:

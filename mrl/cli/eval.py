@@ -36,7 +36,7 @@ def _eval(options: argparse.Namespace) -> None:
         options.overrides = [*options.overrides, f"model.path={dump_value(options.model)}"]
     refuse_open_ray()
     resolved = resolved_config(options)
-    if options.checkpoint is None:
+    if options.checkpoint is None or resolved.config.model.vision is not None:  # a checkpoint has no vision tower
         resolved = with_models_at_hand(resolved, check_paths=False, devices=True)
     checkpoint = preflight_evaluation(resolved, options.checkpoint)
     if ray_address(resolved.config.cluster) is None:

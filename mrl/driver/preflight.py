@@ -15,8 +15,10 @@ from mrl.checkpoint.disk_space import (
     replay_bytes,
     route_bytes,
 )
-from mrl.checkpoint.manifest import check_files, read_manifest
+from mrl.checkpoint.hf_folder import MODEL_FILE_BYTES
+from mrl.checkpoint.manifest import Manifest, check_files, facts_of, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
+from mrl.checkpoint.vision_tower import check_same_tower
 from mrl.cluster.prerequisites import (
     check_devices_here,
     check_port_free,
@@ -34,10 +36,17 @@ from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig, with_values
 from mrl.driver.first_look import look
-from mrl.driver.resume import RunIdentity, check_same_prompts, find_resume_point, without_first_adapter
+from mrl.driver.resume import (
+    RunIdentity,
+    check_same_prompts,
+    find_resume_point,
+    without_first_adapter,
+)
 from mrl.errors import ConfigError, InvalidConfig
-from mrl.model import ModelSpec, known_name, load_model_spec, model_spec, planning_model_spec
-from mrl.model.hf_files import check_checkpoint
+from mrl.model import ModelSpec, known_name, load_model_spec, model_spec, planning_model_spec, read_hf_config
+from mrl.model.hf_config import without_quantization
+from mrl.model.hf_files import check_checkpoint, hf_files
+from mrl.model.peft_files import tower_digest
 from mrl.plain_files import TEXT_BYTES, read_bytes, reason
 from mrl.plan.plan_rules import accelerator_violations, share_violations
 from mrl.plan.run_plan import plan_report
@@ -169,7 +178,28 @@ def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> Model
             f"{folder}: its vision tower was trained, too, which an evaluation of a checkpoint does not load yet: "
             "write the model (mrl convert megatron-to-hf --vision-from) and give its folder as model.path"
         )
+    if model.vision is not None:
+        _check_same_whole(Path(model.path), manifest, folder)
     return model_spec(manifest.hf_config)
+
+
+def _check_same_whole(whole: Path, manifest: Manifest, folder: Path) -> None:
+    """Raises ConfigError unless `whole`, from which engines read the vision tower and images, is the model that the
+    checkpoint's text model was trained in: its tower, configuration, processor and tokenizer.
+    """
+    check_same_tower(f"model.path: {whole}", tower_digest(whole), manifest, folder)
+    config = without_quantization(read_hf_config(whole))
+    other = ["config.json"] if config != manifest.hf_config else []
+    known = [file for file in hf_files(whole) if file.name in manifest.hf_files and file.name != "config.json"]
+    other += [
+        file.name for file in known if facts_of(read_bytes(file, MODEL_FILE_BYTES)) != manifest.hf_files[file.name]
+    ]
+    if other:
+        raise ConfigError(
+            f"model.path: {whole} is another model than the one that {folder} was trained in (other: "
+            f"{', '.join(other)}), and its vision tower would be evaluated with the checkpoint's text model; give the "
+            "run's own model.path"
+        )
 
 
 def start_lines(inputs: RunInputs) -> list[str]:

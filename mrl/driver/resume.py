@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mrl.checkpoint.manifest import HF_FOLDER, Manifest, changed_files, facts_of, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.checkpoint.step_folders import Newest, finish_replacements, newest_checkpoint, set_aside
+from mrl.checkpoint.vision_tower import check_same_tower
 from mrl.config.load import ResolvedConfig
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of
@@ -23,7 +24,7 @@ from mrl.generate.sampled_by import new_name
 from mrl.generate.train_state import TrainState
 from mrl.model import load_model_spec, model_spec
 from mrl.model.adapters import adapted_modules
-from mrl.model.peft_files import WEIGHTS, adapter_digest, base_digest
+from mrl.model.peft_files import WEIGHTS, adapter_digest, base_digest, tower_digest
 from mrl.model.trained_tower import PROJECTOR, TRAINED
 from mrl.model.vocabularies import TOKENIZER, differing_tokens, vocabulary
 from mrl.record.attempts import AttemptNotes, generated_after
@@ -67,12 +68,13 @@ class RunIdentity:
     schedule: Schedule
     adapters: Mapping[str, Any] = field(default_factory=dict)  # as in a manifest; empty if weights are trained
     has_critic: bool = False
+    tower: str | None = None  # digest of a frozen vision tower in model.path
     trains_predicting: bool = False  # a predicting layer is trained along, which the checkpoint has among the weights
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunIdentity":
-        """Returns the identity of a run with this configuration. Raises EnvironmentFault if the adapters' base is
-        unreadable.
+        """Returns the identity of a run with this configuration. Raises EnvironmentFault if the adapters' base, or
+        a frozen vision tower, is unreadable.
         """
         keys = FIXED if config.trainer.schedule == "sync" else (*FIXED, *FIXED_AHEAD)
         values = {key: leaf(config, key) for key in keys}
@@ -83,6 +85,7 @@ class RunIdentity:
             schedule_of(config),
             _adapters_of(config.actor.lora, config.model.path),
             config.algorithm.needs_critic,
+            tower_digest(config.model.path) if config.model.vision == "frozen" else None,
             config.actor.mtp.train,
         )
 
@@ -175,6 +178,7 @@ def find_resume_point(
         newest = _named(trainer.resume_from_path)
     if newest.manifest is not None:
         _check_same_model(identity, newest.manifest, newest.path)
+        check_same_tower(f"model.path: {identity.model.path}", identity.tower, newest.manifest, newest.path)
         _check_same_adapters(identity, newest.manifest, newest.path)
         _check_same_critic(identity, newest.manifest, newest.path)
         _check_same_values(identity.fixed, newest.manifest, newest.path)

@@ -25,6 +25,7 @@ from mrl.checkpoint.group_files import name_again
 from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.checkpoint.manifest import HF_FOLDER, FileFacts, Manifest, RankFiles, write_manifest
 from mrl.checkpoint.step_folders import discard, superseded, write_atomically
+from mrl.checkpoint.vision_tower import TOWER
 from mrl.config.schema import LayoutConfig, TrainerConfig
 from mrl.driver.resume import RunIdentity
 from mrl.errors import EnvironmentFault
@@ -289,6 +290,8 @@ class Saver:
         } | ({"ahead": state.ahead.write(work)} if state.ahead else {})
         if state.kl_coef is not None:
             trainer["kl_coef"] = state.kl_coef
+        if identity.tower is not None:
+            trainer[TOWER] = identity.tower
         hf_config = without_quantization(json.loads((model / "config.json").read_text()))
         hf_config = with_predicting(hf_config, identity.trains_predicting)
         layout = self._saved.layout.model_dump()

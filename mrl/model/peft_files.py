@@ -17,6 +17,7 @@ from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.adapters import Lora, adapter_shapes
 from mrl.model.hf_config import ModelSpec
 from mrl.model.hf_files import TensorBytes, read_safetensors_header, safetensors_metadata, weight_files
+from mrl.model.wrapped import VISION_TOWER
 from mrl.plain_files import TEXT_BYTES, open_regular, read_json, reason
 from mrl.units import MIB
 
@@ -61,20 +62,27 @@ def base_digest(folder: str | Path) -> str:
     return _digest_of(weight_files(Path(folder)))
 
 
+def tower_digest(folder: str | Path) -> str:
+    """Returns the digest of a vision tower's tensors. Raises EnvironmentFault for unreadable files."""
+    return _digest_of(weight_files(Path(folder)), VISION_TOWER)
+
+
 def adapter_digest(folder: str | Path) -> str:
     """Returns the digest of the tensors of an adapter in PEFT's form. Raises EnvironmentFault for an unreadable one."""
     return _digest_of([Path(folder) / WEIGHTS])
 
 
-def _digest_of(files: Iterable[Path]) -> str:
-    """Returns SHA-256 over the files' tensors: their names, dtypes and shapes, and the first bytes of each.
+def _digest_of(files: Iterable[Path], begins: str | tuple[str, ...] = "") -> str:
+    """Returns SHA-256 over the files' tensors whose names have one of these `begins`: their names, dtypes and shapes,
+    and the first bytes of each.
 
     Models of the same shape differ in those bytes. Reading all bytes of a large model would take minutes.
     """
     digest = hashlib.sha256()
     tensors = {}
     for file in files:
-        tensors |= {name: (file, place) for name, place in read_safetensors_header(file).items()}
+        header = read_safetensors_header(file)
+        tensors |= {name: (file, place) for name, place in header.items() if name.startswith(begins)}
     for name, (file, place) in sorted(tensors.items()):
         digest.update(f"{name} {place.dtype} {place.shape}".encode())
         digest.update(_first_bytes(file, place))

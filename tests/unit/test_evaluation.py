@@ -4,30 +4,41 @@ anything starts.
 
 import contextlib
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from generations import AnsweringEngines
 from replicas import scorers
+from safetensors.numpy import save_file
 from small_model import SEEING_WHOLE, write_model
 from test_data import row, write_jsonl
 
 import mrl.driver.assemble as assemble
 import mrl.driver.assemble_files as assemble_files
 import mrl.driver.evaluation as evaluation
+import mrl.driver.preflight as preflight
 from mrl.checkpoint.convert import write_layout
-from mrl.checkpoint.open_checkpoint import open_hf
+from mrl.checkpoint.manifest import read_manifest, write_manifest
+from mrl.checkpoint.open_checkpoint import open_hf, open_mrl
+from mrl.checkpoint.vision_tower import TOWER, check_same_tower, open_whole
 from mrl.cli.main import main
 from mrl.cluster.rollout_group import EngineOrder
 from mrl.config.load import load_config
+from mrl.config.schema import with_values
 from mrl.data.dataset import load_tokenizer
 from mrl.data.samples import ImageStore, Sample
 from mrl.driver.assemble import open_run
-from mrl.driver.preflight import RunInputs
+from mrl.driver.preflight import RunInputs, _model_of
+from mrl.driver.resume import RunIdentity
 from mrl.engine.engine_state import TEXT_FOLDER
-from mrl.errors import EnvironmentFault
+from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import load_model_spec, model_spec
+from mrl.model.peft_files import tower_digest
+from mrl.model.tensors import stored_shapes
 from mrl.plan.run_plan import plan_again
 from mrl.reward.pool import RewardPool
 
@@ -273,3 +284,83 @@ def test_engines_of_an_evaluation_read_images_and_the_text_model_from_its_work_f
         assert settings.images == ImageStore("work/i", 5)
         assert settings.arguments["model_loader_extra_config"] == {TEXT_FOLDER: "work/m"}
         assert not settings.awaits_weights
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> Path:
+    """A model that reads images, and a run with a step of its text model."""
+    folder = tmp_path_factory.mktemp("seen")
+    model = folder / "model"
+    write_model(model)
+    (model / "config.json").write_text(json.dumps(SEEING_WHOLE))
+    write_weights(model, 1.0)
+    (model / "preprocessor_config.json").write_text("{}")
+    step = folder / "run" / "checkpoints" / "step-7"
+    step.parent.mkdir(parents=True)
+    write_layout(open_hf(model), step, {"world_size": 1})
+    manifest = read_manifest(step)
+    write_manifest(step, replace(manifest, trainer=manifest.trainer | {TOWER: tower_digest(model)}))
+    return folder
+
+
+def write_weights(model: Path, of_tower: float) -> None:
+    tensors = {key: np.zeros(shape, np.float32) for key, shape in stored_shapes(model_spec(SEEING_WHOLE)).items()}
+    tensors["model.visual.patch_embed.proj.bias"] = np.full(4, of_tower, np.float32)
+    save_file(tensors, model / "model.safetensors")
+
+
+def change_config(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(SEEING_WHOLE | {"image_token_id": 9}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: None, None),
+        (lambda model: write_weights(model, 2.0), "has another vision tower than the one that .*step-7 was trained"),
+        (change_config, r"other: config.json\)"),
+        (lambda model: (model / "chat_template.jinja").write_text("thinks"), r"other: chat_template.jinja\)"),
+        (lambda model: (model / "preprocessor_config.json").write_text("{} "), r"other: preprocessor_config.json\)"),
+    ],
+)
+def test_a_checkpoint_is_evaluated_with_the_vision_tower_that_it_was_trained_with(seen, tmp_path, change, words):
+    """Also of models of one shape, such as those that think and those that do not."""
+    model = tmp_path / "model"
+    shutil.copytree(seen / "model", model)
+    change(model)
+    step = seen / "run" / "checkpoints" / "step-7"
+    config = load_config(TINY, overrides=["model.vision=frozen", f"model.path={model}"]).config
+    if words is None:
+        assert _model_of(step, config.model, config.rollout) == model_spec(SEEING_WHOLE)
+        return
+    with pytest.raises(ConfigError, match=words):
+        _model_of(step, config.model, config.rollout)
+    text = load_config(TINY, overrides=[f"model.path={model}"]).config  # which is the checkpoint's alone
+    assert _model_of(step, text.model, text.rollout)
+    if "vision tower than" in words:
+        source = open_mrl(step)
+        with pytest.raises(ConfigError, match=f"--vision-from {model} has another vision tower"):
+            open_whole(model, source)
+        identity = RunIdentity.of(config)
+        with pytest.raises(ConfigError, match=f"model.path: {model} has another vision tower"):
+            check_same_tower(f"model.path: {model}", identity.tower, source.manifest, step)
+
+
+def test_a_name_on_the_hub_becomes_a_folder_where_a_checkpoint_needs_its_vision_tower(world, tmp_path, monkeypatch):
+    given = []
+
+    def ends(resolved, checkpoint):
+        given.append(resolved.config.model.path)
+        raise InterruptedError
+
+    monkeypatch.setattr(preflight, "preflight_evaluation", ends)
+    monkeypatch.setattr(
+        preflight,
+        "with_models_at_hand",
+        lambda resolved, **_: replace(resolved, config=with_values(resolved.config, {"model.path": "fetched"})),
+    )
+    run = ["--checkpoint", str(world / "run"), "--set", "model.path=Some/Model"]
+    for vision in ("frozen", "null"):
+        with pytest.raises(InterruptedError):
+            main(["eval", str(TINY), *run, "--set", f"model.vision={vision}"])
+    assert given == ["fetched", "Some/Model"]
