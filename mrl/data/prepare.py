@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from mrl.data.images import image_bytes, open_image, with_images
 from mrl.data.prompt_store import SeenPrompts
-from mrl.data.row_files import BadRow, RawRow, read_foreign_rows
+from mrl.data.row_files import BATCH_BYTES, BadRow, RawRow, has_some, may_have, read_foreign_rows
 from mrl.data.sources import BadSourceRow, Source, SourceRow
 from mrl.errors import DataError
 from mrl.whole_file import appears_whole
@@ -33,8 +33,10 @@ SCHEMA = pa.schema(
     ]
 )
 SEEN = "images"
+_PICTURES = (SEEN, "image")
+_VIDEOS = ("videos", "video")
 MOST_PIXELS = 16_777_216  # of an image, as data.max_image_pixels has it unless it is set
-# of files whose first row has images
+# of files that have the column
 SEEN_SCHEMA = SCHEMA.append(pa.field(SEEN, pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))))
 
 
@@ -94,7 +96,7 @@ def prepare(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         report = PrepareReport()
-        schema = SEEN_SCHEMA if _first_has_images(files) else SCHEMA
+        schema = SEEN_SCHEMA if any(may_have(file, SEEN) for file in files) else SCHEMA
         report.schema = {column.name: str(column.type) for column in schema}
         with appears_whole(output) as work:
             with pq.ParquetWriter(work, schema) as writer:
@@ -104,11 +106,6 @@ def prepare(
     except OSError as error:
         raise DataError(f"cannot write {output}: {error.strerror}") from error
     return report
-
-
-def _first_has_images(files: Sequence[str]) -> bool:
-    first = next(chain.from_iterable(map(read_foreign_rows, files)), None)
-    return first is not None and bool((first.value or {}).get("images"))
 
 
 def _rows(source: Source, files: Sequence[str], split: str, report: PrepareReport) -> Iterator[dict]:
@@ -142,15 +139,22 @@ def _rows(source: Source, files: Sequence[str], split: str, report: PrepareRepor
 
 
 def _images_of(row: SourceRow, raw: RawRow, report: PrepareReport) -> list[bytes]:
-    """Returns the encoded images of a row, all of which can be read. Raises BadRow."""
-    if row.images and SEEN not in report.schema:
-        raise BadRow("it has images, and the first row of the first file has none: put rows with images first")
+    """Returns the encoded images of a row, all of which can be read. Raises BadRow, also for a row that would lose what
+    its prompt asks about.
+    """
+    if any(has_some(raw.value.get(name)) for name in _VIDEOS):
+        raise BadRow("it has a video, and videos are not read: give single images of it")
+    read = (SEEN,) if row.images else ()
+    if lost := next((name for name in _PICTURES if name not in read and has_some(raw.value.get(name))), None):
+        raise BadRow(
+            f"its column {lost} is not empty and would be lost: images are read from the column {SEEN}, of the data "
+            "sets geo3k and verl"
+        )
     folder = Path(raw.file).parent
     found = [image_bytes(entry, number, folder) for number, entry in enumerate(row.images, 1)]
     for number, data in enumerate(found, 1):
         open_image(data, number, MOST_PIXELS)
-    if found:
-        with_images(row.prompt, len(found))
+    with_images(row.prompt, len(found))
     return found
 
 
@@ -183,14 +187,24 @@ def _written(row: SourceRow, report: PrepareReport, split: str) -> dict:
 
 
 def _chunks(rows: Iterator[dict]) -> Iterator[list[dict]]:
+    """Yields lists of rows: ROWS_AT_ONCE, or fewer once they have BATCH_BYTES."""
     chunk: list[dict] = []
+    size = 0
     for row in rows:
         chunk.append(row)
-        if len(chunk) == ROWS_AT_ONCE:
+        size += _bytes_of(row)
+        if len(chunk) == ROWS_AT_ONCE or size >= BATCH_BYTES:
             yield chunk
             chunk = []
+            size = 0
     if chunk:
         yield chunk
+
+
+def _bytes_of(row: dict) -> int:
+    """Returns about how many bytes the long values of a row have: its images and texts."""
+    texts = [row["extra_info"]["solution"], *(message["content"] for message in row["prompt"])]
+    return sum(len(image["bytes"]) for image in row.get(SEEN, ())) + sum(map(len, texts))
 
 
 def _check(report: PrepareReport, max_bad_share: float) -> None:

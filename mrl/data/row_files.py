@@ -5,9 +5,11 @@ So a large file is never in memory as Python objects all at once.
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,6 +80,24 @@ def read_foreign_rows(file: str) -> Iterator[RawRow]:
     if is_array:
         return _json_array_rows(path)
     return _jsonl_rows(path, ())
+
+
+def may_have(file: str, column: str) -> bool:
+    """Tells whether rows of a file, as `read_foreign_rows` reads it, may have the column: parquet by its schema, and
+    JSON if the word stands in it.
+
+    Raises DataError for a file that is missing.
+    """
+    read_foreign_rows(file)
+    path = Path(file).expanduser()
+    if path.suffix == ".parquet":
+        with suppress(pa.ArrowException, OSError):  # of a file that reading refuses
+            return column in pq.read_schema(path).names
+        return False
+    if path.stat().st_size == 0:
+        return False
+    with path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
+        return data.find(f'"{column}"'.encode()) >= 0
 
 
 def _json_array_rows(path: Path) -> Iterator[RawRow]:
@@ -207,7 +227,7 @@ def parse_row(
     if raw.problem:
         raise BadRow(raw.problem)
     row = raw.value
-    if seen := next((name for name in OTHER_THAN_TEXT if name != image_key and _has_some(row.get(name))), None):
+    if seen := next((name for name in OTHER_THAN_TEXT if name != image_key and has_some(row.get(name))), None):
         raise BadRow(f"{seen} is not empty: {_wanted(seen, image_key)}, or leave such rows out")
     if not isinstance(row[source_key], str):
         raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string", source_key)
@@ -239,7 +259,7 @@ def _wanted(column: str, image_key: str) -> str:
 def images_of(raw: RawRow, image_key: str) -> list[Any]:
     """Returns the images of a row, as its column has them. Raises BadRow for a column of another type."""
     found = raw.value.get(image_key)
-    if not _has_some(found):
+    if not has_some(found):
         return []
     if not isinstance(found, list):
         raise BadRow(f"{image_key} is {type(found).__name__}, expected a list", "images")
@@ -271,7 +291,7 @@ def _messages(prompt: Any, key: str, reads_images: bool) -> list[dict[str, Any]]
     return [{k: v for k, v in message.items() if v is not None} for message in prompt]
 
 
-def _has_some(value: Any) -> bool:
+def has_some(value: Any) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 

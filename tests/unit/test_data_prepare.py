@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from test_data import CharTokenizer
 
+import mrl.data.prepare as preparing
 from mrl.cli.main import main
 from mrl.data.dataset import PromptDataset, PromptParameters
 from mrl.data.prepare import prepare
@@ -185,6 +186,53 @@ def test_files_in_verls_schema_keep_their_pictures_and_files_of_text_their_colum
     assert [len(row["images"]) for row in found] == [1, 0] and found[0]["images"][0]["bytes"] == picture(9)["bytes"]
     prepare(SOURCES["verl"], [write(tmp_path / "text.jsonl", [DAPO])], tmp_path / "text.parquet", "train")
     assert "images" not in pq.read_schema(tmp_path / "text.parquet").names
-    with pytest.raises(DataError, match="the first row of the first file has none"):
-        late = write(tmp_path / "late.jsonl", [DAPO, seen])
-        prepare(SOURCES["verl"], [late], tmp_path / "late.parquet", "train")
+
+
+@pytest.mark.parametrize("first", [DAPO, DAPO | {"reward_model": None}, None], ids=["text", "bad row", "no JSON"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_pictures_are_kept_whatever_the_first_row_is(tmp_path, first, kind):
+    seen = DAPO | {"prompt": [{"content": "<image>?", "role": "user"}], "images": [picture(9)]}
+    if kind == "parquet":
+        files = [write(tmp_path / "late.parquet", [(first or DAPO) | {"images": []}, *[seen] * 3])]
+    else:
+        (tmp_path / "a.png").write_bytes(picture(9)["bytes"])
+        files = [write(tmp_path / "late.jsonl", [first or DAPO, *[seen | {"images": ["a.png"]}] * 3])]
+        if first is None:
+            (tmp_path / "late.jsonl").write_text("{\n" + (tmp_path / "late.jsonl").read_text())
+    report = prepare(SOURCES["verl"], files, tmp_path / "out.parquet", "train", max_bad_share=0.5)
+    found = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [image["bytes"] for row in found for image in row["images"]] == [picture(9)["bytes"]]
+    assert report.images == 1 and report.duplicates == 2
+
+
+ASKED = [{"content": "<image>what?", "role": "user"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "words"),
+    [
+        ("verl", DAPO | {"videos": [{"video": "a.mp4"}]}, "videos are not read: give single images"),
+        ("verl", DAPO | {"video": "a.mp4"}, "videos are not read"),
+        ("verl", DAPO | {"prompt": ASKED, "image": ["a.png"]}, "its column image is not empty and would be lost"),
+        ("verl", DAPO | {"image": "a.png"}, "its column image is not empty and would be lost"),
+        ("verl", DAPO | {"prompt": ASKED}, "the prompt has 1 images .*, and the row has 0"),
+        ("math-500", MATH500 | {"images": ["a.png"]}, "its column images is not empty and would be lost"),
+        ("gsm8k", GSM8K | {"image": "a.png"}, "its column image is not empty"),
+        ("verl", DAPO | {"images": [], "videos": None, "image": None}, None),
+    ],
+)
+def test_what_a_prompt_shows_is_not_dropped_without_a_word(tmp_path, source, row, words):
+    file = write(tmp_path / "rows.jsonl", [row])
+    if words is None:
+        assert prepare(SOURCES[source], [file], tmp_path / "out.parquet", "train").written == 1
+        return
+    with pytest.raises(DataError, match=words):
+        prepare(SOURCES[source], [file], tmp_path / "out.parquet", "train")
+
+
+def test_rows_of_many_bytes_are_written_in_several_groups(tmp_path, monkeypatch):
+    rows = [geometry(picture(shade)) for shade in range(7)]
+    monkeypatch.setattr(preparing, "BATCH_BYTES", 2 * len(picture(0)["bytes"]))
+    prepare(SOURCES["geo3k"], [write(tmp_path / "in.parquet", rows)], tmp_path / "out.parquet", "train")
+    groups = pq.ParquetFile(tmp_path / "out.parquet").metadata
+    assert groups.num_rows == 7 and 3 <= groups.num_row_groups <= 7
