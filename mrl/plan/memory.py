@@ -38,7 +38,7 @@ from mrl.plan.plan_inputs import (
 )
 from mrl.plan.sample_bytes import sample_bytes, teacher_word_bytes
 from mrl.plan.teacher_costs import TeacherBytes, teacher_inputs, teacher_parameters
-from mrl.plan.vision_costs import host_bytes, rank_bytes, worker_outside
+from mrl.plan.vision_costs import host_bytes, kept_features, rank_bytes, worker_outside
 from mrl.reshard.setup import BUCKET_BYTES
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"
@@ -265,12 +265,13 @@ def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
     staging = 2 * sync_budget(inputs.config) if inputs.config.reshard.path == "fast" else BUCKET_BYTES
     graphs = captured_graphs(inputs.device, inputs.config.rollout.enforce_eager)
     groups = engine_groups(inputs.rollout, inputs.model.is_moe)
-    outside = inputs.device.context + inputs.device.group * groups + engine.buffers + worker_outside(inputs)
+    always = inputs.device.context + inputs.device.group * groups + engine.buffers
+    kept = always + kept_features(inputs)
     return EngineBytes(
         weights=engine.weights + engine.draft + engine.tower,
         working_set=engine.working_set + graphs,
         cache=engine.cache,
         sync_staging=staging + 2 * engine.largest_module,
-        asleep=outside + graphs + engine.tower * (inputs.device.platform == "cpu"),  # whose worker keeps it
-        outside=outside,
+        asleep=kept + graphs + engine.tower * (inputs.device.platform == "cpu"),  # whose worker keeps it
+        outside=always + worker_outside(inputs),
     )

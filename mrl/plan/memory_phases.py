@@ -282,7 +282,7 @@ class EngineBytes:
     working_set: int
     cache: int
     sync_staging: int
-    asleep: int  # stays on the device while the engine sleeps: `outside` and graphs
+    asleep: int  # stays on the device while the engine sleeps: graphs, and `outside` without a pass over images
     outside: int = 0  # outside the engine's share: its context, communicators and buffers
 
 

@@ -33,7 +33,7 @@ from mrl.plan.model_state import StateBytes, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, of_reference, precision_of, recompute_of
 from mrl.plan.step_work import Lengths, mean_flops_per_token, mean_lengths
 from mrl.plan.teacher_costs import teacher_inputs, teacher_parameters
-from mrl.plan.vision_costs import engine_looking_seconds, looking_flops, looking_seconds, looks
+from mrl.plan.vision_costs import engine_looking_seconds, looking_flops, looking_seconds, looks, rank_looking_flops
 from mrl.platforms.layers import has_grouped_product
 from mrl.units import round_up
 
@@ -156,8 +156,9 @@ def _with_images(inputs: PlanInputs, batch: BatchPlan, flops: dict[str, float]) 
     looking = looking_flops(inputs, batch)
     if not looking:
         return flops
-    passes = looks(inputs, batch) | {"generation": 1.0}
-    return flops | {phase: flops[phase] + count * looking for phase, count in passes.items()}
+    of_ranks = rank_looking_flops(inputs, batch)
+    added = {phase: count * of_ranks for phase, count in looks(inputs, batch).items()} | {"generation": looking}
+    return flops | {phase: flops[phase] + more for phase, more in added.items()}
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:

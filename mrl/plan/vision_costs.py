@@ -3,35 +3,42 @@
     ranks of the first stage    the whole tower; one image's pass; features of a micro-batch. On the host: features of
                                 all images of a step, once for each rank
     each worker of an engine    the whole tower, inside the engine's share of the device; outside of it vLLM's cache of
-                                features, and a pass, since both are made after vLLM has measured what its passes take
+                                features, and a pass over all images of a step, since both are made after vLLM has
+                                measured what its passes take
 
 A tower that is trained lies in Megatron's buffers. model_state.py counts it with the other weights there, and with it
 its gradients and its optimizer's state. Its features are computed again for each mini-batch but the first one, whose
 weights are those of the log-probs, and for a reference. Then each image is computed with a graph, and backward.
 
-How many tokens of a prompt are images' is not known before the data is read. A plan counts all of them, in one image:
-an upper bound of what images take, and none of what the text takes.
+How many tokens of a prompt are images' is not known before the data is read. A plan counts all of them, in one image.
+Bytes are those of prompts at their limit (data.max_prompt_length), an upper bound. FLOPs and seconds are those of
+prompts of mean length, as the text model's.
 """
 
+from mrl.config.schema import RunConfig
 from mrl.model.tower_sizes import VisionTower
-from mrl.plan.plan_inputs import BatchPlan, PlanInputs
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs, engine_passes
 from mrl.plan.step_work import mean_lengths
 
 _GRADIENT = 4  # bytes of a feature's gradient
 _ENCODER_STEPS = 2  # longest samples of which vLLM's cache has all features (mrl/engine/seeing_models.py)
+_PIXEL = 4  # bytes of one of a patch's numbers, which the processor makes in float32
 
 
 def vision_section(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float] | None:
-    """Returns what a plan says of the tower; None for a run of text. Patches a second are those of all ranks."""
+    """Returns what a plan says of the tower; None for a run of text.
+
+    FLOPs are those of ranks that look once, each replica at its prompts' images, and so are patches a second.
+    """
     tower = inputs.tower
     if tower is None:
         return None
     tokens = mean_lengths(inputs.config, inputs.assumptions).prompt
-    patches = batch.prompts * tokens * tower.merged
+    patches = inputs.train.data * _replica_prompts(inputs, batch) * tokens * tower.merged
     return {
         "parameters": tower.parameters,
         "tokens_of_a_prompt": tokens,
-        "flops": looking_flops(inputs, batch),
+        "flops": rank_looking_flops(inputs, batch),
         "looks_of_ranks": sum(looks(inputs, batch).values()),
         "seconds_of_ranks": looking_seconds(inputs, batch),
         "seconds_of_engines": engine_looking_seconds(inputs, batch),
@@ -48,27 +55,24 @@ def rank_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
         return 0
     micro = max(batch.micro.rows, batch.log_prob_micro.rows)
     tokens = micro * inputs.config.data.max_prompt_length
-    numbers = _pass_numbers(inputs, tower) + tokens * tower.feature_numbers()
+    largest = inputs.config.data.max_prompt_length
+    numbers = tokens * tower.feature_numbers()
     if inputs.model.trained_tower is None:
         numbers += tower.parameters
     else:
         numbers += _graph_numbers(inputs, tower)
-    return numbers * inputs.element_bytes
+    return numbers * inputs.element_bytes + _pass_bytes(tower, largest, inputs.element_bytes)
 
 
 def host_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
-    """Returns the bytes on the host of a rank of stage `pp`: features of a step's images, which its replica reads.
-
-    Rows are dealt one by one, so that a replica may have a response to each prompt.
-    """
+    """Returns the bytes on the host of a rank of stage `pp`: features of a step's images, which its replica reads."""
     tower = inputs.tower
     if tower is None or pp:
         return 0
-    prompts = min(batch.prompts, -(-batch.samples // inputs.train.data))
-    tokens = prompts * mean_lengths(inputs.config, inputs.assumptions).prompt
+    tokens = _replica_prompts(inputs, batch) * inputs.config.data.max_prompt_length
     features = tokens * tower.feature_numbers() * inputs.element_bytes
     if inputs.model.trained_tower is None:
-        return round(features)
+        return features
     of_reference = 1 + inputs.config.algorithm.needs_reference
     mini_batches = 1 if inputs.config.actor.shuffles else batch.mini_batches
     return round(of_reference * features + tokens * tower.feature_numbers() * _GRADIENT / mini_batches)
@@ -79,8 +83,23 @@ def worker_outside(inputs: PlanInputs) -> int:
     tower = inputs.tower
     if tower is None:
         return 0
-    cached = _ENCODER_STEPS * inputs.config.data.max_sample_length * tower.feature_numbers()
-    return (cached + _pass_numbers(inputs, tower)) * inputs.engine_element_bytes
+    return kept_features(inputs) + _pass_bytes(tower, image_tokens(inputs.config), inputs.engine_element_bytes)
+
+
+def kept_features(inputs: PlanInputs) -> int:
+    """Returns the bytes of vLLM's cache of features, which stays on the device while an engine sleeps."""
+    if inputs.tower is None:
+        return 0
+    return image_tokens(inputs.config) * inputs.tower.feature_numbers() * inputs.engine_element_bytes
+
+
+def image_tokens(config: RunConfig) -> int:
+    """Returns the tokens of images that a step of an engine computes at most, all in one pass, and those in its cache.
+
+    Both limits of vLLM 0.32 are max_num_batched_tokens, or what a model calls its largest image if that is more
+    (v1/core/encoder_cache_manager.py, compute_mm_encoder_budget).
+    """
+    return max(engine_passes(config)["batched_tokens"], _ENCODER_STEPS * config.data.max_sample_length)
 
 
 def looking_flops(inputs: PlanInputs, batch: BatchPlan) -> float:
@@ -110,15 +129,24 @@ def looks(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
     return passes
 
 
+def rank_looking_flops(inputs: PlanInputs, batch: BatchPlan) -> float:
+    """Returns the FLOPs in which ranks look at a step's images once, each replica at those of its prompts."""
+    share = _replica_prompts(inputs, batch) / batch.prompts
+    return inputs.train.data * share * looking_flops(inputs, batch)
+
+
+def _replica_prompts(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Returns the prompts of a replica's rows: rows are dealt one by one, so that it may have a response to each."""
+    return min(batch.prompts, -(-batch.samples // inputs.train.data))
+
+
 def looking_seconds(inputs: PlanInputs, batch: BatchPlan) -> float:
     """Predicts the seconds in which ranks look at a step's images once.
 
     The ranks of a replica's first stage share its images out; the others wait.
     """
-    prompts = min(batch.prompts, -(-batch.samples // inputs.train.data))
-    ranks = inputs.train.tensor * inputs.train.context
-    flops = looking_flops(inputs, batch) * prompts / batch.prompts
-    return flops / (ranks * inputs.device.flops * inputs.assumptions.compute_share)
+    ranks = inputs.train.data * inputs.train.tensor * inputs.train.context
+    return rank_looking_flops(inputs, batch) / (ranks * inputs.device.flops * inputs.assumptions.compute_share)
 
 
 def engine_looking_seconds(inputs: PlanInputs, batch: BatchPlan) -> float:
@@ -127,10 +155,10 @@ def engine_looking_seconds(inputs: PlanInputs, batch: BatchPlan) -> float:
     return flops / (inputs.rollout.world_size * inputs.device.flops * inputs.assumptions.prefill_mfu)
 
 
-def _pass_numbers(inputs: PlanInputs, tower: VisionTower) -> int:
-    """Returns the numbers of the largest pass, of an image that fills a prompt: queries, keys, values and an MLP."""
-    patches = inputs.config.data.max_prompt_length * tower.merged
-    return patches * (6 * tower.hidden_size + 2 * tower.intermediate_size + tower.patch_numbers)
+def _pass_bytes(tower: VisionTower, tokens: int, element_bytes: int) -> int:
+    """Returns the bytes of a pass over images of so many tokens: pixels, and queries, keys, values and an MLP."""
+    numbers = 6 * tower.hidden_size + 2 * tower.intermediate_size
+    return tokens * tower.merged * (numbers * element_bytes + tower.patch_numbers * _PIXEL)
 
 
 def _graph_numbers(inputs: PlanInputs, tower: VisionTower) -> int:

@@ -18,7 +18,7 @@ from mrl.model import model_spec
 from mrl.model.tower_sizes import VisionTower
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for
 from mrl.plan.run_plan import plan_of
-from mrl.plan.vision_costs import host_bytes, rank_bytes
+from mrl.plan.vision_costs import host_bytes, image_tokens, rank_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "parallel_configs" / "tiny-vision" / "cpu.yaml"
@@ -91,15 +91,39 @@ def test_a_run_that_sees_has_the_tower_on_ranks_of_the_first_stage_and_on_worker
     weights = terms["rollout"]["engine_weights"] - blind["memory"]["phases"]["rollout"]["terms"]["engine_weights"]
     assert weights == 4 * tower.parameters
     outside = terms["rollout"]["engine_outside"] - blind["memory"]["phases"]["rollout"]["terms"]["engine_outside"]
-    assert outside > 2 * (24 + 4) * 3 * 128 * 4  # two longest samples; embedding and two of DeepStack
-    features = seeing["memory"]["host"]["terms"]["features"]
-    tokens = seeing["times"]["mean_prompt_tokens"] * 64
-    assert features == round(tokens * 3 * 128 * 4)
+    tokens = 8192  # of vLLM's cache and of a pass: its batch, which is more than two longest samples
+    features, pixels, passed = 3 * 128, 3 * 2 * 8 * 8, 6 * 64 + 2 * 96  # numbers a token, or a patch
+    assert outside == 4 * tokens * (features + 4 * (pixels + passed))
+    assert seeing["memory"]["host"]["terms"]["features"] == 4 * 64 * 24 * features  # all prompts at their limit
     flops = {name: seeing["times"]["flops"][name] - blind["times"]["flops"][name] for name in blind["times"]["flops"]}
     looked = 64 * tower.flops(4 * seeing["times"]["mean_prompt_tokens"])
     assert flops == pytest.approx({"log_prob": looked, "update": 0, "generation": looked})
     assert seeing["vision"]["parameters"] == tower.parameters and "vision" not in blind
     assert seeing["reshard"]["bytes_required"] == blind["reshard"]["bytes_required"]
+
+
+def test_each_replica_looks_at_the_images_of_its_rows_which_may_be_all():
+    """64 prompts have 512 responses, of which each of four replicas gets 128: one of each prompt, and more."""
+    layout = {"world_size": 4, "tensor_model_parallel_size": 1, "sequence_parallel": "false"}
+    words = (*(f"actor.layout.{key}={value}" for key, value in layout.items()), "cluster.n_gpus_per_node=5")
+    one, four = planned(), planned(*words)
+    assert four["vision"]["flops"] == pytest.approx(4 * one["vision"]["flops"])
+    assert four["vision"]["seconds_of_ranks"] == pytest.approx(one["vision"]["seconds_of_ranks"])
+    assert four["vision"]["patches_per_second"] == pytest.approx(4 * one["vision"]["patches_per_second"])
+
+
+@pytest.mark.parametrize(("batched", "prompt", "tokens"), [(512, 24, 512), (64, 124, 256), (8192, 24, 8192)])
+def test_an_engine_passes_and_keeps_as_many_tokens_of_images_as_vllm_lets_it(batched, prompt, tokens):
+    from vllm.config import SchedulerConfig
+    from vllm.v1.core.encoder_cache_manager import compute_mm_encoder_budget
+
+    length = prompt + 4
+    scheduler = SchedulerConfig(
+        max_model_len=length, is_encoder_decoder=False, max_num_batched_tokens=batched, max_num_seqs=8)  # fmt: skip
+    assert compute_mm_encoder_budget(scheduler, {"image": 2 * length}) == (tokens, tokens)
+    words = (f"rollout.max_num_batched_tokens={batched}", "rollout.max_num_seqs=8", f"data.max_prompt_length={prompt}",
+             "data.max_response_length=4")  # fmt: skip
+    assert image_tokens(load_config(TINY, overrides=["model.path=none", *words]).config) == tokens
 
 
 def test_later_stages_have_no_tower():
