@@ -153,6 +153,13 @@ SPECULATION_RULES = (
         "predicting layers have no adapters, and a checkpoint of adapters would not have them",
         (0,),
     ),
+    _where_drafted(
+        f"{_KEY}.draft_sample_method",
+        lambda c, m: c.rollout.speculation.method != MTP and c.rollout.speculation.draft_sample_method != "greedy",
+        "must be greedy with method ngram",
+        "a look-up finds tokens, and no distribution to sample them from",
+        ("greedy",),
+    ),
     RuleRow(
         "actor.mtp.train",
         lambda c, m: c.actor.mtp.train and not c.rollout.drafts_with_model,

@@ -344,7 +344,8 @@ def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Host
         sizes = [(1, drafting, speculation.tokens), (drafting + 1, most_sequences, 0)]
         schedule = {"num_speculative_tokens_per_batch_size": sizes[: 1 + (drafting < most_sequences)]}
     if speculation.method == MTP:
-        return schedule | {"method": MTP, "num_speculative_tokens": speculation.tokens}
+        sampling = {"draft_sample_method": speculation.draft_sample_method}
+        return schedule | sampling | {"method": MTP, "num_speculative_tokens": speculation.tokens}
     return schedule | {
         "method": speculation.method,
         "num_speculative_tokens": speculation.tokens,

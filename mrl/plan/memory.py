@@ -8,6 +8,7 @@ from mrl.config.places import Deployment, rank_places
 from mrl.config.schema import RunConfig
 from mrl.model.adapters import MERGED_BYTES
 from mrl.model.hf_config import LayerKind
+from mrl.model.layout import padded_vocab_size
 from mrl.plan.activations import Activations, Kernels, MicroBatchShape
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token, captured_graphs
 from mrl.plan.host_memory import host_section
@@ -124,11 +125,13 @@ def _model_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int, is_critic: bool 
     A critic's passes are counted as the actor's, whose output layer takes more than a critic's head.
     """
     precision = precision_of(inputs.config, inputs.element_bytes)
-    state = stage_state(inputs.model, inputs.train, pp, precision, lora=inputs.lora, is_critic=is_critic)
+    model = inputs.model.holding(inputs.config.actor.mtp.train and not is_critic)
+    state = stage_state(model, inputs.train, pp, precision, lora=inputs.lora, is_critic=is_critic)
     activations = activations_of(inputs, batch.micro)
     saved = activations.stage_saved(pp, batch.micro_batches)
+    drafting = 0 if is_critic else _drafting_bytes(inputs, pp, precision)
     return {
-        "parameters": state.parameters,
+        "parameters": state.parameters + drafting,
         "gradients": state.gradients,
         "optimizer": state.optimizer,
         "optimizer_host": state.optimizer_host,
@@ -137,6 +140,22 @@ def _model_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int, is_critic: bool 
         "log_prob": replace(activations, micro=batch.log_prob_micro).forward_only(pp),
         "offload": offload_of(inputs.config),
     }
+
+
+def _drafting_bytes(inputs: PlanInputs, pp: int, precision: Precision) -> int:
+    """Returns the weights that the last stage has for drafts and that are not among the trained ones: a predicting
+    layer that stays as it came, or the first stage's embedding for one that is trained.
+    """
+    config = inputs.config
+    if not config.rollout.drafts_with_model or pp < inputs.train.pipeline - 1:
+        return 0
+    if config.actor.mtp.train:
+        rows = padded_vocab_size(inputs.model.vocab_size, inputs.train.tensor) // inputs.train.tensor
+        return rows * inputs.model.hidden_size * precision.parameters * (inputs.train.pipeline > 1)
+    held, plain = (
+        stage_state(model, inputs.train, pp, precision) for model in (inputs.model.holding(True), inputs.model)
+    )
+    return held.parameters - plain.parameters
 
 
 def _reference_pass(inputs: PlanInputs, pp: int) -> ScoringBytes | None:

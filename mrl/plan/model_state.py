@@ -185,7 +185,10 @@ def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
     ends.
     """
     numel = _end_numel(model, layout.tensor, layout.pipeline, pp)
-    for kind, layers in _kind_counts(model, layout, pp).items():
+    counts = dict(_kind_counts(model, layout, pp))
+    if model.predicting_layers and pp == layout.pipeline - 1:
+        counts[model.layer_kind(model.num_layers)] = model.predicting_layers
+    for kind, layers in counts.items():
         numel += _layer_numel(model, kind, layout.tensor, layout.expert, layout.expert_tensor) * layers
     return numel
 

@@ -217,7 +217,7 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
     cluster.
     """
     return plan_reshard(
-        model.with_trained_tower(config.model.vision),
+        model.with_trained_tower(config.model.vision).holding(config.rollout.drafts_with_model),
         train,
         rollout_layout(config.rollout),
         dialect=config.cluster.device,

@@ -210,7 +210,7 @@ class MegatronActor:
                 join_making_trained(self.chunks, config.actor.optim, DTYPES[config.model.dtype])
             return None
         layer = self.bridge.build_predicting_layer()
-        predicting = PredictingLayer(layer, self.model, self.chunks, self.platform)
+        predicting = PredictingLayer(layer, self.model, self.chunks, self.platform, config.actor.mtp.train)
         shards = all_shards(self.held, self.layout, self.rank, None)
         own = {shard.megatron_name: shard for shard in shards if shard.megatron_name.startswith(PREDICTING)}
         load_from_files(predicting.chunk, own, config.model.path)

@@ -52,9 +52,22 @@ class PredictingLayer:
     cut. As in vLLM's classes (deepseek_mtp.py, glm4_moe_mtp.py), E t[1] counts as zero at the first token.
     """
 
-    def __init__(self, layer: MultiTokenPredictionLayer, model: ModelSpec, policy: list[Module], platform: Platform):
-        """`policy`: the chunks of the trained model, whose last one has the output layer here."""
+    def __init__(
+        self,
+        layer: MultiTokenPredictionLayer,
+        model: ModelSpec,
+        policy: list[Module],
+        platform: Platform,
+        is_trained: bool,
+    ):
+        """`policy`: the chunks of the trained model, whose last one has the output layer here.
+
+        Without `is_trained` the layer has no gradients, nor buffers for them.
+        """
         module = Module()
+        layer.requires_grad_(is_trained)
+        for router in (each for each in layer.modules() if getattr(each, "expert_bias", None) is not None):
+            router.expert_bias.requires_grad_(False)
         module.mtp = layer
         self._layer = layer
         self._core = unwrap_model(policy[-1])

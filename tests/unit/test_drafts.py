@@ -1,6 +1,7 @@
 """Speculative decoding: what is refused, what vLLM is told, what is counted, and what an engine's start finds wrong."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,10 @@ from mrl.engine.draft_check import ScoredToken
 from mrl.engine.drafter import ModelThatDrafts, drafting_model
 from mrl.engine.engine_state import AWAITED
 from mrl.engine.requests import DraftCounts, engine_settings
+from mrl.model.layout import TrainLayout
+from mrl.model.megatron_shards import source_shards
 from mrl.model.registry import known_spec
+from mrl.plan.model_state import stage_numel
 
 LOGS = Path("logs")
 NGRAM = "rollout.speculation={method: ngram, tokens: 3}"
@@ -56,6 +60,10 @@ def test_ngram_is_legal_and_vllm_is_told():
         (["rollout.speculation={method: ngram, tokens: auto}", "cluster.device=cuda"], "rollout.speculation.tokens"),
         (["rollout.speculation={method: ngram, tokens: 3, max_num_seqs: 4}"], "rollout.speculation.max_num_seqs"),
         ([NGRAM, "actor.router_replay=R3"], "actor.router_replay"),
+        (
+            ["rollout.speculation={method: ngram, tokens: 3, draft_sample_method: probabilistic}"],
+            "rollout.speculation.draft_sample_method",
+        ),
         (
             [NGRAM, "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=8"],
             "rollout.data_parallel_size",
@@ -260,3 +268,16 @@ def test_prompts_of_the_check_fit_and_repeat_themselves(longest):
         third = len(request.prompt_ids) // 3
         assert request.prompt_ids[:third] == request.prompt_ids[third : 2 * third]
         assert len(request.prompt_ids) + request.max_tokens < longest
+
+
+def test_a_plan_counts_the_layer_that_the_last_stage_holds():
+    """Against the parameters that its ranks have; buffers align each to 64 elements."""
+    degrees = {"world_size": 8, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
+    held = GLM.holding(True)
+    layout = TrainLayout.build(degrees | {"expert_model_parallel_size": 2}, held)
+    for stage, rank in ((0, 0), (1, 7)):
+        more = stage_numel(held, layout, stage), stage_numel(GLM, layout, stage)
+        planned = sum(sign * (each.dense + each.expert) for sign, each in zip((1, -1), more, strict=True))
+        own = [s for s in source_shards(held, layout, rank) if s.megatron_name.startswith("mtp.")]
+        real = sum(prod(shard.local_shape) for shard in own if not shard.is_constant)
+        assert abs(planned - real) <= 64 * len(own) and (real > 0) == (stage == 1)
