@@ -234,8 +234,8 @@ class SpeculationConfig(Section):
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = key(
         "greedy",
-        "Which token the predicting layer drafts: its likeliest one, or one sampled at the response's temperature, which "
-        "is accepted by the ratio of both distributions. Responses have the model's distribution either way.",
+        "Which token the predicting layer drafts: its likeliest one, or one sampled at the response's temperature, "
+        "which is accepted by the ratio of both distributions. Responses have the model's distribution either way.",
         advice="greedy where the model is sure of most tokens; compare drafts/acceptance of both.",
     )
     lookup: int = key(

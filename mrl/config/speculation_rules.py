@@ -160,6 +160,16 @@ SPECULATION_RULES = (
         "a look-up finds tokens, and no distribution to sample them from",
         ("greedy",),
     ),
+    _where_drafted(
+        f"{_KEY}.draft_sample_method",
+        lambda c, m: (
+            c.rollout.speculation.draft_sample_method != "greedy"
+            and (c.cluster.device == "cpu" or c.trainer.deterministic)
+        ),
+        "must be greedy on cpu, and with trainer.deterministic",
+        "vLLM samples drafts without the requests' seeds, so responses would not repeat",
+        ("greedy",),
+    ),
     RuleRow(
         "actor.mtp.train",
         lambda c, m: c.actor.mtp.train and not c.rollout.drafts_with_model,
