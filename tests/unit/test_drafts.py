@@ -26,6 +26,7 @@ from mrl.model.registry import known_spec
 from mrl.plan.model_state import stage_numel
 
 LOGS = Path("logs")
+FREE = ("cluster.device=cuda", "trainer.deterministic=false")
 NGRAM = "rollout.speculation={method: ngram, tokens: 3}"
 
 
@@ -61,7 +62,7 @@ def test_ngram_is_legal_and_vllm_is_told():
         (["rollout.speculation={method: ngram, tokens: 3, max_num_seqs: 4}"], "rollout.speculation.max_num_seqs"),
         ([NGRAM, "actor.router_replay=R3"], "actor.router_replay"),
         (
-            ["rollout.speculation={method: ngram, tokens: 3, draft_sample_method: probabilistic}", "cluster.device=cuda"],
+            ["rollout.speculation={method: ngram, tokens: 3, draft_sample_method: probabilistic}", *FREE],
             "rollout.speculation.draft_sample_method",
         ),
         (
@@ -92,7 +93,7 @@ DEEPSEEK = replace(known_spec("DeepSeek-V3"), max_position_embeddings=256)
         (GLM, ["tokens: 2"], None),  # the layer is asked again
         (GLM, ["tokens: auto"], "must be a number on cpu"),
         (GLM, ["tokens: 2, draft_sample_method: probabilistic"], "must be greedy on cpu"),
-        (GLM, ["tokens: 2, draft_sample_method: probabilistic", "cluster.device=cuda"], None),
+        (GLM, ["tokens: 2, draft_sample_method: probabilistic", *FREE], None),
         (GLM, ["tokens: auto", "cluster.device=cuda"], None),
         (GLM, ["tokens: 0"], "must be 1 to 32, or auto"),
         (replace(GLM, left_out_layers=2), ["tokens: 2"], "must be ngram for 2 layers"),
