@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mrl.data.samples import ImageStore
 from mrl.engine.awaited_weights import fill
-from mrl.engine.constants import sha256_of
+from mrl.engine.constants import Constants, sha256_of
 from mrl.engine.drafter import ModelThatDrafts, drafting_model
 from mrl.engine.engine_state import AWAITED, SYNCS_TOWER, TEXT_FOLDER
 from mrl.engine.handshake import EngineDegrees
@@ -388,7 +388,9 @@ class CommonWorkerExtension(SleepingExtension):
     def note_drafter(self) -> None:
         """Makes the drafting model a part of what fast syncs write and read back."""
         drafting = drafting_model(self.model_runner)
-        self.weight_transfer_engine.drafted = ModelThatDrafts(self.model_runner.get_model(), drafting)
+        drafted = ModelThatDrafts(self.model_runner.get_model(), drafting)
+        Constants.of(drafted)  # noted before the first sleep
+        self.weight_transfer_engine.drafted = drafted
 
     def note_tower(self) -> None:
         """Notes the vision tower as it was loaded. Each update that is read back compares it from here on."""
