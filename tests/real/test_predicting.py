@@ -35,7 +35,7 @@ CASES = {
 QUICK = "stages"  # the first stage's embedding travels, too
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in CASES])
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n == QUICK else pytest.mark.long) for n in CASES])
 def case(request, tmp_path_factory) -> dict:
     build, ranks, layout = CASES[request.param]
     out = tmp_path_factory.mktemp("predicting")
