@@ -185,9 +185,9 @@ def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
     ends.
     """
     numel = _end_numel(model, layout.tensor, layout.pipeline, pp)
-    counts = dict(_kind_counts(model, layout, pp))
+    counts = _kind_counts(model, layout, pp)
     if model.predicting_layers and pp == layout.pipeline - 1:
-        counts[model.layer_kind(model.num_layers)] = model.predicting_layers
+        counts = {**counts, model.layer_kind(model.num_layers): model.predicting_layers}
     for kind, layers in counts.items():
         numel += _layer_numel(model, kind, layout.tensor, layout.expert, layout.expert_tensor) * layers
     return numel
