@@ -187,7 +187,7 @@ def model_spec(config: HfConfig, vision: str | None = None) -> ModelSpec:
     """
     if held := config.get(_HELD, 0):
         plain = {key: value for key, value in config.items() if key != _HELD}
-        return replace(model_spec(plain), predicting_layers=held)
+        return replace(model_spec(plain, vision), predicting_layers=held)
     names = config.get("architectures") or []
     refuse_impossible({"architectures": names})
     wrapper = wrapper_of(config)
