@@ -113,6 +113,7 @@ class ImageReader:
         self._processor = processor
         self._store = store
         self._most_pixels = most_pixels
+        self._checked: set[str] = set()
         self._merge = processor.merge_size
         _check_sizes(config["vision_config"], processor)
         self._settings = json.dumps(processor.to_dict(), sort_keys=True, default=str).encode()
@@ -182,11 +183,12 @@ class ImageReader:
         return 1, to[0] // patch, to[1] // patch
 
     def keep(self, rows: Iterable[tuple[Sequence[Any], Path]], store: Path, names: Iterable[str]) -> None:
-        """Writes the images called `names` into `store`. `rows`: what `read_images` was given, again.
+        """Writes the images called `names` into `store`, unless they are whole there. `rows`: what `read_images` was
+        given, again.
 
         Raises DataError if the rows no longer have some of them, EnvironmentFault if they cannot be written.
         """
-        missing = {name for name in names if not path_in(store, name).exists()}
+        missing = {name for name in names if not self._is_whole(path_in(store, name), name)}
         if not missing:
             return
         for entries, folder in rows:
@@ -201,11 +203,27 @@ class ImageReader:
                 return
         raise DataError(f"{len(missing)} images of the data have changed since the run began to read them")
 
+    def _is_whole(self, path: Path, name: str) -> bool:
+        try:
+            return _name(path.read_bytes(), self._settings) == name
+        except OSError:
+            return False
+
+    def check(self, names: Iterable[str]) -> None:
+        """Reads the files of images, each once in the life of this reader. Raises EnvironmentFault as `pixels` does."""
+        for name in names:
+            if name not in self._checked:
+                self._encoded(name)
+                self._checked.add(name)
+
     def pixels(self, name: str) -> NDArray[np.float32]:
         """Returns what the tower is given of an image, [patches, numbers of a patch].
 
         Raises EnvironmentFault where its file is missing or has other bytes.
         """
+        return self._processor(open_image(self._encoded(name), 1, self._most_pixels))["pixel_values"]
+
+    def _encoded(self, name: str) -> bytes:
         path = path_in(self._store, name)
         try:
             data = path.read_bytes()
@@ -213,7 +231,7 @@ class ImageReader:
             raise EnvironmentFault(f"{path}: an image of the data cannot be read: {error}") from error
         if _name(data, self._settings) != name:
             raise EnvironmentFault(f"{path}: an image of the data has changed, or was stored by another processor")
-        return self._processor(open_image(data, 1, self._most_pixels))["pixel_values"]
+        return data
 
     def expanded(self, ids: Sequence[int], images: Sequence[KnownImage]) -> tuple[list[int], tuple[RowImage, ...]]:
         """Returns a prompt's tokens with all of its images' in the place of one each, and where they are.

@@ -2,40 +2,49 @@
 process holds pixels but for the step of an engine that computes their features.
 
     front end   names of images and their grids --> vLLM's front end --> scheduler: by name, an image that many requests
-                have is computed once and stays in the cache of features
+                have is computed once and stays in the cache of features. Each file is compared with its name first:
+                an error here ends a request, and in a worker it ends the engine
     workers     names --> encoded bytes in the run directory --> pixels, on several threads --> tower
 """
 
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.data.image_reader import ImageReader, path_in
+from mrl.data.image_reader import ImageReader
 from mrl.data.samples import ImageStore
 from mrl.engine.requests import Request
-from mrl.errors import EnvironmentFault
 
 NAMES = "image_names"  # of an input: UTF-8 of a name, uint8 [images, characters]
 _KIND = "image"  # vLLM's word for the modality
 _THREADS = 8  # that decode images of one step, at most: Pillow and numpy leave the interpreter's lock meanwhile
 
 
-def image_input(request: Request, store: ImageStore) -> dict[str, Any]:
-    """Returns vLLM's `MultiModalInput`. Raises EnvironmentFault for an image that is not in the store."""
+class RequestImages:
+    """Makes inputs in the front end of an engine."""
+
+    def __init__(self, model: str, store: ImageStore):
+        """`model`: folder of the model. Raises ConfigError as ImageReader does."""
+        self._reader = ImageReader.of(model, store)
+
+    def input_of(self, request: Request) -> dict[str, Any]:
+        """Returns vLLM's `MultiModalInput`. Raises EnvironmentFault for an image that is missing or damaged."""
+        self._reader.check(image.name for image in request.images)
+        return image_input(request)
+
+
+def image_input(request: Request) -> dict[str, Any]:
+    """Returns vLLM's `MultiModalInput` of a request whose images are there."""
     from transformers import BatchFeature
     from vllm.inputs import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
     images = request.images
     names = [image.name for image in images]
-    for name in names:
-        if not path_in(Path(store.folder), name).is_file():
-            raise EnvironmentFault(f"{path_in(Path(store.folder), name)}: an image of the data is missing")
     fields = {
         NAMES: torch.tensor([list(name.encode()) for name in names], dtype=torch.uint8),
         "image_grid_thw": torch.tensor([image.grid for image in images]),

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +47,9 @@ from mrl.platforms.imports import many_imports
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
 
+if TYPE_CHECKING:
+    from mrl.engine.image_inputs import RequestImages
+
 
 @dataclass(frozen=True)
 class SleepReport:
@@ -77,6 +80,7 @@ class VllmEngine:
         self._prefixes = CachedPrefixes(block=1)
         self._cache = CacheUse()
         self._rendezvous: set[Path] = set()  # files through which the workers met
+        self._images: RequestImages | None = None  # made for the first request with images
         self._handles: dict[int, str] = {}  # handle -> name of a request that is here and can be ended
 
     @property
@@ -214,9 +218,11 @@ class VllmEngine:
             return engine_input(request)
         if self.settings.images is None:
             raise RuntimeError(f"{self.settings.name} sees no images, and sample {request.sample_id} has some")
-        from mrl.engine.image_inputs import image_input
+        if self._images is None:
+            from mrl.engine.image_inputs import RequestImages
 
-        return image_input(request, self.settings.images)
+            self._images = RequestImages(self.settings.arguments["model"], self.settings.images)
+        return self._images.input_of(request)
 
     async def _final_output(self, name: str, request: Request, given: dict[str, Any], sampling: Sampling) -> Any:
         self._prefixes.enter(name, request.prompt_ids)

@@ -140,7 +140,7 @@ class Engine:
 
         for request in requests:
             for seed in range(seeds):
-                given = image_input(request, self.store) if request.images else engine_input(request)
+                given = image_input(request) if request.images else engine_input(request)
                 sampling = SamplingParams(
                     max_tokens=6, temperature=1.0, seed=seed, logprobs=0, detokenize=False, ignore_eos=True,
                     allowed_token_ids=words,

@@ -6,15 +6,19 @@ datasets library.
 
 import json
 import os
+import shutil
 import zlib
+from dataclasses import astuple
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 from mrl.data import image_reader
@@ -22,7 +26,8 @@ from mrl.data.dataset import PromptDataset, PromptParameters
 from mrl.data.image_reader import ImageReader, KnownImage, path_in
 from mrl.data.images import image_bytes, open_image, with_images
 from mrl.data.row_files import BadRow
-from mrl.data.samples import RowImage
+from mrl.data.samples import ImageStore, RowImage
+from mrl.engine.requests import Request
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 MOST = 1_000_000
@@ -279,6 +284,72 @@ def test_images_are_written_once_a_run_has_a_folder_and_only_those_that_it_lacks
     files[1].unlink()
     with pytest.raises(DataError, match="1 images of the data have changed"):
         reader.keep([([first, other], tmp_path)], tmp_path / "store", names)
+
+
+def test_a_damaged_image_is_written_again_from_the_data(reader, tmp_path):
+    data = encoded(drawn())
+    (known,) = stored(reader, [data], tmp_path)
+    file = path_in(tmp_path / "store", known.name)
+    file.write_bytes(data[:-20])
+    with pytest.raises(DataError, match="1 images of the data have changed"):
+        reader.keep([], tmp_path / "store", [known.name])
+    reader.keep([([data], tmp_path)], tmp_path / "store", [known.name])
+    assert file.read_bytes() == data
+
+
+@pytest.fixture
+def engine_folder(model, tmp_path) -> str:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_workers_of_an_engine_see_the_images_that_a_request_names_in_its_order(
+    engine_folder, reader, processor, tmp_path, order
+):
+    """From a request through vLLM's input to pixels: names, places and grids stand as the prompt has them."""
+    from mrl.engine.image_inputs import NAMES, RequestImages
+    from mrl.engine.v0_common import CommonWorkerExtension
+
+    store = ImageStore(str(tmp_path / "store"), MOST)
+    images = [drawn(40, 30), drawn(160, 128, seed=1)]
+    known = stored(reader, [encoded(image) for image in images], tmp_path)
+    token = CONFIG["image_token_id"]
+    ids, places = reader.expanded([5, token, 6, token], [known[i] for i in order])
+    given = RequestImages(engine_folder, store).input_of(Request(0, tuple(ids), 0, images=places))
+    assert given["prompt_token_ids"] == ids
+    assert given["mm_hashes"]["image"] == [known[i].name for i in order]
+    found = [(place.offset, place.length) for place in given["mm_placeholders"]["image"]]
+    assert found == [(place.start, place.tokens) for place in places] and found[0][1] != found[1][1]
+    items = given["mm_kwargs"]["image"]
+    names = torch.stack([item[NAMES].data for item in items])
+    assert [item["image_grid_thw"].data.tolist() for item in items] == [list(known[i].grid) for i in order]
+
+    seeing = SimpleNamespace()
+    worker = SimpleNamespace(
+        model_config=SimpleNamespace(model=engine_folder), model_runner=SimpleNamespace(get_model=lambda: seeing)
+    )
+    CommonWorkerExtension.see_images(worker, *astuple(store))
+    pixels = np.concatenate([processor(images[i])["pixel_values"] for i in order])
+    assert np.array_equal(seeing.images.of(names).numpy(), pixels)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "other", "missing"])
+def test_a_damaged_image_ends_its_request_by_name_before_an_engine_reads_it(engine_folder, reader, tmp_path, damage):
+    from mrl.engine.image_inputs import RequestImages
+
+    data = encoded(drawn())
+    (known,) = stored(reader, [data], tmp_path)
+    file = path_in(tmp_path / "store", known.name)
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data[:-20] if damage == "truncated" else encoded(drawn(seed=5)))
+    request = Request(0, (5, 5), 0, images=(RowImage(known.name, 0, 1, known.grid),))
+    with pytest.raises(EnvironmentFault, match=f"{file.name}: an image of the data"):
+        RequestImages(engine_folder, ImageStore(str(tmp_path / "store"), MOST)).input_of(request)
 
 
 def test_an_image_of_an_impossible_shape_is_a_bad_row(reader, tmp_path):
