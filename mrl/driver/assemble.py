@@ -376,6 +376,12 @@ def _go_on(files: Files, data: Data) -> None:
     if beginning.point is not None:
         files.notes.rewound(files.state.step, seconds_after(run_dir.path, files.state.step))
     rewind(run_dir, beginning.point)
+    if files.state.kl_coef is not None:
+        print(
+            f"the KL in the reward goes on with its checkpoint's weight of {files.state.kl_coef:g}; "
+            "algorithm.kl_ctrl.kl_coef is that of a first step",
+            flush=True,
+        )
     run_dir.write_config(beginning.order.config_yaml)
     write_text(run_dir.plan, plan_text(beginning.plan))
     aside = Quarantine(run_dir.path, run_dir.check_lock)

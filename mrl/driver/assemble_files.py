@@ -18,6 +18,7 @@ from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.ray_folder import remove_own_folders
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig, TrainerConfig
+from mrl.config.schema_algorithm import KlControlConfig
 from mrl.driver.assemble_data import Data
 from mrl.driver.preflight import plug_ins, run_dir_path
 from mrl.driver.resume import RunIdentity, resume_point, resumed_state
@@ -52,6 +53,7 @@ class FilesOrder:
     plan_for: Callable[[Path], dict[str, Any]]  # takes the file of an earlier plan
     plug_ins: Sequence[Mapping[str, str]]
     sources: Sources
+    kl_control: KlControlConfig
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelSpec, data: Data, config_yaml: str) -> "FilesOrder":
@@ -73,6 +75,7 @@ class FilesOrder:
             partial(plan_again, config, model, held_out_prompts=held_out),
             found,
             sources_of(config, data.fingerprint, data.rows_digest, found),
+            config.algorithm.kl_ctrl,
         )
 
 
@@ -161,7 +164,7 @@ def open_files(stack: ExitStack, beginning: Beginning, resume: bool, stop: StopF
     stack.callback(run_dir.close)
     stack.callback(remove_noted, run_dir.logs)  # remains of killed engines, including those killed by this run
     beginning = replace(beginning, point=beginning.find_point())
-    state = resumed_state(beginning.point)
+    state = resumed_state(beginning.point, order.kl_control)
     noted = attempt(run_dir.path, state.step, installed_versions(), run_dir.check_lock, order.plug_ins)
     notes = stack.enter_context(noted)
     lost = LostEngines(run_dir.lost_engines, run_dir.check_lock)
@@ -198,7 +201,13 @@ def at_newest_checkpoint(files: Files) -> Files:
     point = files.beginning.find_point(resume=True)
     beginning = replace(files.beginning, point=point)
     suspects = files.lost.suspects_now()
-    return replace(files, beginning=beginning, state=resumed_state(point), spool=None, suspects=suspects)
+    return replace(
+        files,
+        beginning=beginning,
+        state=resumed_state(point, beginning.order.kl_control),
+        spool=None,
+        suspects=suspects,
+    )
 
 
 def _poll(run_dir: RunDir, stop: StopFlag) -> None:

@@ -18,6 +18,7 @@ from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import ModelConfig, RunConfig, TrainerConfig, leaf, with_values
 from mrl.config.schema_actor import LoraConfig
+from mrl.config.schema_algorithm import KlControlConfig
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
 from mrl.generate.sampled_by import new_name
@@ -347,14 +348,18 @@ def check_same_prompts(identity: RunIdentity, point: Newest, data_fingerprint: s
     _check_same_groups(identity, point.manifest, point.path)
 
 
-def resumed_state(point: Newest | None) -> TrainState:
-    """Returns the state from which the run continues; the initial state without a checkpoint."""
+def resumed_state(point: Newest | None, control: KlControlConfig) -> TrainState:
+    """Returns the state from which the run continues; the initial state without a checkpoint.
+
+    The checkpoint's weight of a KL in the reward goes on only where `control` is adaptive.
+    """
     if point is None or point.manifest is None:
         return TrainState()
     trainer = point.manifest.trainer
     weights = trainer.get("weights") or new_name()  # older checkpoints have none
     cursor = DataCursor(**trainer["cursor"])
-    return TrainState(point.manifest.step, cursor, weights=weights, kl_coef=trainer.get("kl_coef"))
+    kl_coef = trainer.get("kl_coef") if control.type == "adaptive" else None
+    return TrainState(point.manifest.step, cursor, weights=weights, kl_coef=kl_coef)
 
 
 def rewind(run_dir: RunDir, point: Newest | None) -> None:

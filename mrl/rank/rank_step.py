@@ -204,7 +204,7 @@ class RankStep:
         """Removes the tokens that the overlong filter and the rollout correction reject, as RankBatch.correct.
 
         Returns numbers a row, such as `trained` tokens and `penalties`, and adds metrics. Raises NumericAbort if
-        nothing is left to train on.
+        nothing is left to train on, or for a KL in the reward that is not finite.
         """
         algorithm = self._actor.config.algorithm
         of_rows = self._of_all(self._tokens.correct, self._rows.counted[self._numbers], self._rows.kl_coef)
@@ -212,6 +212,7 @@ class RankStep:
             penalty = total(of_rows["penalties"]) / len(self._rows)
             metrics |= {"actor/reward_kl_penalty": penalty, "actor/kl_coef": self._rows.kl_coef}
             metrics["actor/reward_kl"] = total(of_rows["kl"]) / len(self._rows)
+            _check_kl(of_rows["kl"])
         if algorithm.overlong_filter:
             metrics["train/overlong_filtered_share"] = float(self._rows.overlong.mean())
         if algorithm.rollout_correction.level is not None:
@@ -364,6 +365,18 @@ def _check_teacher(of_rows: RowValues) -> None:
         raise NumericAbort(
             f"the teacher's log-probs of {lost} of {int(of_rows['trained'].sum())} tokens are no finite numbers: look "
             "at the weights in distillation.teacher_model.model_path, or set model.dtype: float32"
+        )
+
+
+def _check_kl(kl: np.ndarray) -> None:
+    """Raises NumericAbort for a KL to the reference model that is not finite. `kl` [rows] is the mean of a token.
+
+    It would spread over all rewards of its group, and an adaptive weight would be no number from then on.
+    """
+    if lost := int((~np.isfinite(kl)).sum()):
+        raise NumericAbort(
+            f"the KL to the reference model is no finite number in {lost} of {len(kl)} responses: look at the weights "
+            "in ref.path (model.path where it is left out), or set model.dtype: float32"
         )
 
 

@@ -10,4 +10,15 @@ from mrl.generate.sampled_by import UNKNOWN
 def files_order(config: RunConfig) -> FilesOrder:
     """Files of a configuration whose samples have no routes, with nothing planned."""
     identity = RunIdentity.of(config)
-    return FilesOrder(config.trainer, Deployment.of(config), identity, "data", 0, "", lambda file: {}, (), UNKNOWN)
+    return FilesOrder(
+        config.trainer,
+        Deployment.of(config),
+        identity,
+        "data",
+        0,
+        "",
+        lambda file: {},
+        (),
+        UNKNOWN,
+        config.algorithm.kl_ctrl,
+    )

@@ -434,7 +434,7 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_step_and_its_place_in_the_d
     config = load_config("run.yaml", overrides=by_path(old)[1::2]).config
     new = RunDir.open(world / "runs" / "new", "")
     point = find_resume_point(config.trainer, RunIdentity.of(config), new.path, resume=False)
-    state = resumed_state(point)
+    state = resumed_state(point, config.algorithm.kl_ctrl)
     assert (point.path, state.step, state.cursor.index) == ((old / "checkpoints" / "step-2").resolve(), 2, 32)
     plain = load_config("run.yaml").config
     assert find_resume_point(plain.trainer, RunIdentity.of(plain), new.path, resume=False) is None

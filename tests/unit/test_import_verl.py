@@ -678,6 +678,55 @@ def test_every_special_row_has_a_handler_and_every_handler_a_row():
     assert {key for key, row in ROWS.items() if row.kind == "special"} == set(HANDLERS)
 
 
+ACTOR_OPTIM, KL_CONTROL = "actor_rollout_ref.actor.optim.", "algorithm.kl_ctrl."
+TO_REWARD = ("algorithm.use_kl_in_reward=True", KL_CONTROL + "type=adaptive", KL_CONTROL + "kl_coef=0.01")
+TEACHER = ("enabled=True", "teacher_model.model_path=Qwen/Qwen3-30B-A3B", "distillation_loss.use_task_rewards=False")
+NEVER_READ = [
+    (KL_CONTROL + "type=adaptive",),
+    (KL_CONTROL + "target_kl=0.2",),
+    (KL_CONTROL + "horizon=5000",),
+    (TO_REWARD[0], KL_CONTROL + "type=fixed", KL_CONTROL + "target_kl=0.2", KL_CONTROL + "horizon=5000"),
+    (*TO_REWARD, KL_CONTROL + "target_kl=0.2", *(f"distillation.{word}" for word in TEACHER)),
+    ("actor_rollout_ref.actor.policy_loss.dro_beta=null",),
+    ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null",),
+    ("custom_reward_function.path=null", "custom_reward_function.name=null"),
+    (ACTOR_OPTIM + "lr_warmup_init=1e-7", ACTOR_OPTIM + "lr_warmup_steps=-1", ACTOR_OPTIM + "warmup_style=null"),
+    ("algorithm.adv_estimator=gae", "critic.optim.lr_warmup_init=1e-7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", NEVER_READ)
+def test_what_verl_does_not_read_is_not_written_where_validation_refuses_it(words, tmp_path):
+    layout = [f"{MEGATRON}expert_model_parallel_size=8", "algorithm.adv_estimator=grpo"]
+    found = []
+    for more in (words[:0], words):
+        path = tmp_path / "imported.yaml"
+        path.write_text(from_overrides(*layout, *more).to_yaml())
+        config = load_config(str(path))
+        found.append(sorted(v.field for v in violations(config, planning_model_spec("Qwen/Qwen3-30B-A3B")[0])))
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize(("prefix", "ours"), [(ACTOR_OPTIM, OPTIM), ("critic.optim.", "critic.optim.")])
+def test_both_optimizers_take_verls_older_names(prefix, ours):
+    """verl's OptimizerConfig sets clip_grad = grad_clip where that is given, in whatever order a script has them."""
+    given = {"grad_clip": 0.5, "clip_grad": 1.0, "min_lr_ratio": 0.1, "lr": 1e-5, "num_cycles": 3}
+    for names in (list(given), list(given)[::-1]):
+        words = [f"{prefix}{name}={given[name]}" for name in names]
+        out = import_overrides(["algorithm.adv_estimator=gae", *words])
+        assert (out.values[ours + "clip_grad"], out.values[ours + "min_lr"]) == (0.5, pytest.approx(1e-6))
+        assert [entry.key for entry in out.losses] == [prefix + "num_cycles"]
+    assert import_overrides([f"{prefix}clip_grad=0.3", "algorithm.adv_estimator=gae"]).values[ours + "clip_grad"] == 0.3
+
+
+@pytest.mark.parametrize("given", [(), ("null",), ("0.2",)])
+def test_the_weight_of_dro_that_verl_asks_for_is_said_where_the_script_has_none(given):
+    actor = "actor_rollout_ref.actor.policy_loss."
+    out = import_overrides([f"{actor}loss_mode=dro", *(f"{actor}dro_beta={value}" for value in given)])
+    assert out.values[LOSS + "dro_beta"] == (0.2 if given == ("0.2",) else 0.05)
+    assert (LOSS + "dro_beta" in {entry.to for entry in out.of("chosen")}) == (given != ("0.2",))
+
+
 def test_the_longest_row_speaks():
     assert row_of("actor_rollout_ref.actor.fsdp_config.param_offload").to == "actor.param_offload"
     assert row_of("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params").why == "FSDP only"

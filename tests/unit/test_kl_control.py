@@ -14,9 +14,11 @@ from test_step_batch import SIZES, TINY, Noisy, rollouts_of, samples
 from mrl.algo.kl_control import next_kl_coef
 from mrl.checkpoint.manifest import read_manifest
 from mrl.config.load import load_config
+from mrl.config.schema_algorithm import KlControlConfig
 from mrl.data.order import DataCursor
 from mrl.driver import loop
 from mrl.driver.resume import resumed_state
+from mrl.errors import NumericAbort
 from mrl.tools.import_verl.translate import import_overrides
 
 ADAPTIVE = (*KL_IN_REWARD, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.05")
@@ -55,13 +57,30 @@ def test_a_weight_is_that_of_the_step_in_every_reward():
 
 def test_a_checkpoint_holds_its_bits(model, tmp_path):  # noqa: F811
     run = made_run(model, tmp_path)
+    adaptive, fixed = (KlControlConfig(type=kind) for kind in ("adaptive", "fixed"))
     for coefficient in (None, 0.1 * (1 + 0.2 / 3)):
         run.state = run.state.advanced(DataCursor(0, 1), coefficient)
         run.saver.save_last(run.state)
         folder = tmp_path / f"step-{run.state.step}"
         manifest = read_manifest(folder)
-        assert resumed_state(SimpleNamespace(manifest=manifest)).kl_coef == coefficient
+        assert resumed_state(SimpleNamespace(manifest=manifest), adaptive).kl_coef == coefficient
+        assert resumed_state(SimpleNamespace(manifest=manifest), fixed).kl_coef is None  # the configuration's
         assert ("kl_coef" in json.loads((folder / "manifest.json").read_text())["trainer"]) == (coefficient is not None)
+
+
+@pytest.mark.parametrize("control", [(), ADAPTIVE[2:]])
+def test_a_kl_that_is_no_number_ends_the_step_before_anything_is_changed(control):
+    actor = Noisy(load_config(TINY, None, [*SIZES, *KL_IN_REWARD, *control]).config, 2)
+    of_reference = actor.actors[1].reference_log_probs
+
+    def spoilt(*given):
+        found = of_reference(*given)
+        found[0] = float("nan")
+        return found
+
+    actor.actors[1].reference_log_probs = spoilt
+    with pytest.raises(NumericAbort, match="no finite number in 1 of 24 responses: look at the weights in ref.path"):
+        scored_step(actor, rollouts_of(stored(samples())))
 
 
 @pytest.mark.parametrize(

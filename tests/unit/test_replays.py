@@ -742,7 +742,9 @@ def begun(folder, point, room=ROOM) -> StartFiles:
     """A start's files, on a node whose object store has so many bytes by the plan."""
     plan = {"memory": {"host": {"object_store_bytes": room}}}
     beginning = Beginning(files_order(load_config(TINY).config), folder, point, lambda: None, plan)
-    files = StartFiles(RunDir(folder), beginning, resumed_state(point), None, None, None, None, None)
+    files = StartFiles(
+        RunDir(folder), beginning, resumed_state(point, beginning.order.kl_control), None, None, None, None, None
+    )
     with ExitStack() as own:
         return with_spool(own, files)
 

@@ -14,6 +14,7 @@ from mrl.tools.import_verl.handlers_distillation import DISTILLATION_HANDLERS
 from mrl.tools.import_verl.handlers_drafts import DRAFT_HANDLERS
 from mrl.tools.import_verl.handlers_images import IMAGE_HANDLERS
 from mrl.tools.import_verl.handlers_lora import LORA_HANDLERS
+from mrl.tools.import_verl.handlers_optimizer import gradient_clip, least_rate
 from mrl.tools.import_verl.handlers_schedule import SCHEDULE_HANDLERS
 from mrl.tools.import_verl.handlers_turns import TURN_HANDLERS
 from mrl.tools.import_verl.keys import LAYOUT, MEGATRON, TRANSFORMER, A, F, M, R
@@ -136,18 +137,6 @@ def _warmup_ratio(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("renamed", o.key, "actor.optim.lr_warmup_steps", updates, why, o.line)
 
 
-def _least_rate(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Converts the rate at the end of a decay, which is a share of the peak."""
-    rate = settings.given(A + "optim.lr")
-    if not o.value:
-        out.leave("implied", o.key, o.value, "the rate decays to 0", o.line)
-    elif not isinstance(rate, int | float) or not isinstance(o.value, int | float):
-        why = "a share of a rate that is not given; set actor.optim.min_lr"
-        out.leave("unsupported", o.key, o.value, why, o.line)
-    else:
-        out.put("renamed", o.key, "actor.optim.min_lr", o.value * rate, f"{o.value:g} of the rate {rate:g}", o.line)
-
-
 _PROFILE = "record.profile."
 _TOOLS = ("torch", "nsys")
 
@@ -168,14 +157,6 @@ def _profile(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("renamed", o.key, _PROFILE + "ranks", [], line=o.line)
     else:
         out.leave("implied", o.key, o.value, f"{_PROFILE}steps and ranks say it", o.line)
-
-
-def _old_clip(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Carries verl's deprecated name of clip_grad over, which wins in verl where it is set."""
-    if o.value is None:
-        out.leave("implied", o.key, o.value, "clip_grad says it", o.line)
-    else:
-        out.put("renamed", o.key, "actor.optim.clip_grad", o.value, line=o.line)
 
 
 def _of_checkpoint(o: Override, out: Import, settings: VerlSettings) -> None:
@@ -446,11 +427,12 @@ HANDLERS: dict[str, Handler] = (
         A + "optim.lr_warmup_steps_ratio": _warmup,
         A + "optim.lr_decay_steps": _warmup,
         A + "optim.override_optimizer_config.": _optimizer,
-        A + "optim.grad_clip": _old_clip,
+        A + "optim.grad_clip": gradient_clip,
+        A + "optim.clip_grad": gradient_clip,
         **{f"global_profiler.{name}": _profile for name in ("steps", "tool")},
         **{A + f"profiler.{name}": _profile for name in ("enable", "ranks", "all_ranks")},
-        A + "optim.min_lr_ratio": _least_rate,
-        A + "optim.min_lr_factor": _least_rate,
+        A + "optim.min_lr_ratio": least_rate,
+        A + "optim.min_lr_factor": least_rate,
         M + "tokenizer_path": _of_checkpoint,
         M + "hf_config_path": _of_checkpoint,
         "data.tokenizer": _of_checkpoint,

@@ -23,11 +23,19 @@ SEQUENCE_MEANS = {
 _METRICS = {"seq_reward": "reward", "seq_final_reward": "reward"}
 
 
+# The weight of dro's penalty, in verl null until it is set. Tinker's documentation of its dro loss has 0.05.
+_BETA = A + "policy_loss.dro_beta"
+_OUR_BETA = "algorithm.policy_loss.dro_beta"
+_TINKERS_BETA = 0.05
+
+
 def _loss_mode(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put("renamed", o.key, "algorithm.policy_loss.loss_mode", o.value, line=o.line)
     spec = None
     if isinstance(o.value, str):
         spec = LOSSES.get(o.value)
+    if o.value == "dro" and settings.given(_BETA) is None:
+        out.put("chosen", "", _OUR_BETA, _TINKERS_BETA, "verl stops without one; this is Tinker's default", o.line)
     bypassed = settings.value("algorithm.rollout_correction.bypass_mode")
     if spec is None or not spec.needs_rollout_anchor or bypassed or settings.as_written:
         return
@@ -257,6 +265,16 @@ def _threshold(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("implied", o.key, _CORRECTION + "mode", "icepop", why, o.line)
 
 
+def _kl_control(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Carries the controller of the KL's weight over, where verl reads it: with a KL in the reward, and adaptive."""
+    if not settings.value("algorithm.use_kl_in_reward"):
+        out.leave("implied", o.key, o.value, "there is no KL in the reward", o.line)
+    elif not o.key.endswith(".type") and settings.value("algorithm.kl_ctrl.type") != "adaptive":
+        out.leave("implied", o.key, o.value, "only an adaptive weight has it", o.line)
+    else:
+        out.put("carried", o.key, o.key, o.value, line=o.line)
+
+
 def _metric(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put(
         "renamed" if o.value in _METRICS else "carried",
@@ -274,6 +292,7 @@ ALGORITHM_HANDLERS: dict[str, Handler] = {
     A + "tis_imp_ratio_cap": _tis_cap,
     "algorithm.filter_groups.metric": _metric,
     "algorithm.gamma": _gamma,
+    **{f"algorithm.kl_ctrl.{name}": _kl_control for name in ("type", "target_kl", "horizon")},
     "algorithm.rollout_correction.": _correction,
     "algorithm.rollout_is": _correction,
     "algorithm.rollout_is_threshold": _correction,

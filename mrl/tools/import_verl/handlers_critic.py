@@ -6,7 +6,8 @@ from typing import Any
 from mrl.algo.spec import AGGREGATIONS, NEEDS_CRITIC
 from mrl.config.schema import LayoutConfig, verl_names
 from mrl.tools.import_verl.handlers_algorithm import Handler
-from mrl.tools.import_verl.keys import A, M
+from mrl.tools.import_verl.handlers_optimizer import gradient_clip, least_rate
+from mrl.tools.import_verl.keys import A, M, row_of
 from mrl.tools.import_verl.report import Import
 from mrl.tools.import_verl.verl_command import Override, VerlSettings
 from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
@@ -87,8 +88,24 @@ def _critic(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("carried" if to == o.key else "renamed", o.key, to, o.value, line=o.line)
     elif o.key.startswith(_C + "megatron."):
         _megatron(o, out, settings)
+    elif name.startswith("optim."):
+        _optimizer(o, out)
     else:
         out.leave("not_applicable", o.key, o.value, "a matter of verl's critic worker", o.line)
+
+
+def _optimizer(o: Override, out: Import) -> None:
+    """Handles a key of the optimizer that goes nowhere, as the actor's key of that name."""
+    name = o.key.removeprefix(f"{_C}optim.")
+    row = row_of(f"{A}optim.{name}")
+    if name.startswith("override_optimizer_config"):
+        out.leave("not_applicable", o.key, o.value, _AS_THE_ACTOR, o.line)
+    elif row.kind == "unsupported" and o.value in row.neutral:
+        out.leave("implied", o.key, o.value, row.why, o.line)
+    elif row.kind in ("implied", "not_applicable", "unsupported"):
+        out.leave(row.kind, o.key, o.value, row.why, o.line)
+    else:
+        out.leave("not_applicable", o.key, o.value, _AS_THE_ACTOR, o.line)
 
 
 def _own_degrees(settings: VerlSettings) -> dict[str, Any]:
@@ -210,6 +227,8 @@ _OWN: dict[str, Handler] = {
     **dict.fromkeys((*_BY_SAMPLES, *_BY_TOKENS), _micro_batch),
     "use_dynamic_bsz": _dynamic,
     "loss_agg_mode": _aggregation,
+    **dict.fromkeys(("optim.clip_grad", "optim.grad_clip"), gradient_clip),
+    **dict.fromkeys(("optim.min_lr_ratio", "optim.min_lr_factor"), least_rate),
     **dict.fromkeys(
         ("optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio", "optim.lr_decay_steps"),
         _warmup,

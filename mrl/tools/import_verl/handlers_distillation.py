@@ -69,7 +69,8 @@ def complete_distillation(out: Import) -> None:
     for name, value in {"use_kl_loss": False, "use_kl_in_reward": False, "entropy_coeff": 0.0}.items():
         if out.values.get(f"algorithm.{name}"):
             out.put("implied", "", f"algorithm.{name}", value, _ALONE)
-    for name in ("kl_loss_coef", "kl_loss_type", "kl_ctrl.kl_coef", "kl_penalty"):
+    controller = [f"kl_ctrl.{name}" for name in ("type", "kl_coef", "target_kl", "horizon")]
+    for name in ("kl_loss_coef", "kl_loss_type", "kl_penalty", *controller):
         out.drop(f"algorithm.{name}", _ALONE)
 
 

@@ -19,6 +19,7 @@ from mrl.tools.import_verl.handlers_critic import critic_defaults, critic_layout
 from mrl.tools.import_verl.handlers_distillation import complete_distillation
 from mrl.tools.import_verl.handlers_images import carry_images
 from mrl.tools.import_verl.handlers_lora import trains_adapters
+from mrl.tools.import_verl.handlers_optimizer import drop_unread_starts
 from mrl.tools.import_verl.handlers_schedule import carry_schedule
 from mrl.tools.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
 from mrl.tools.import_verl.report import Import
@@ -32,7 +33,7 @@ from mrl.tools.import_verl.verl_command import (
     from_words,
     says_megatron,
 )
-from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
+from mrl.tools.import_verl.verl_defaults import SAY_NOTHING, VERL_DEFAULTS
 from mrl.tools.import_verl.verl_keys import is_section, is_verls, nearest, releases
 
 # mrl's keys whose default differs from verl's -> verl's key. Keys of the policy loss hold only for losses that read
@@ -120,6 +121,7 @@ def translate(
     for override in command.overrides:
         _translate_override(override, out, settings)
     carry_schedule(out, settings)
+    drop_unread_starts(out, settings)
     complete_distillation(out)
     _defaults(out, settings)
     critic_defaults(out, settings)
@@ -193,6 +195,8 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
         out.leave("unsupported", o.key, o.value, why, o.line)
     elif o.missing and row.kind in ("to", "special") and needs_value(o, settings):
         _unknown(o, out, row.to)
+    elif o.value is None and o.key in SAY_NOTHING:
+        out.leave("implied", o.key, o.value, "null says nothing", o.line)
     elif row.kind == "to":
         value = row.convert(o.value) if row.convert else o.value
         short = o.key.removeprefix("actor_rollout_ref.")

@@ -52,3 +52,13 @@ VERL_DEFAULTS: dict[str, Any] = {
     "async_training.trigger_parameter_sync_step": 4,
     "async_training.require_batches": 1,
 }
+# Keys that are null in verl's files, where null says nothing, and whose field here takes no null.
+SAY_NOTHING = frozenset(
+    (
+        A + "ppo_micro_batch_size_per_gpu",
+        A + "policy_loss.dro_beta",
+        A + "optim.warmup_style",
+        *(f"{section}custom_reward_function.{name}" for section in ("", "reward.") for name in ("path", "name")),
+        *("reward_model.num_workers", "reward.num_workers"),
+    )
+)
