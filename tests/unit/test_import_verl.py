@@ -704,7 +704,7 @@ def test_what_verl_does_not_read_is_not_written_where_validation_refuses_it(word
         path.write_text(from_overrides(*layout, *more).to_yaml())
         config = load_config(str(path))
         found.append(sorted(v.field for v in violations(config, planning_model_spec("Qwen/Qwen3-30B-A3B")[0])))
-    assert found[1] == found[0]
+    assert set(found[1]) <= set(found[0])
 
 
 @pytest.mark.parametrize(("prefix", "ours"), [(ACTOR_OPTIM, OPTIM), ("critic.optim.", "critic.optim.")])
@@ -1421,7 +1421,7 @@ OF_OPTIM = "actor_rollout_ref.actor.optim."
     [
         (["eps=1e-6"], {"eps": 1e-6}),
         (["lr_warmup_init=1e-7", "lr_warmup_steps=2"], {"lr_warmup_init": 1e-7}),
-        (["lr_start=1e-7"], {"lr_warmup_init": 1e-7}),
+        (["lr_start=1e-7", "lr_warmup_steps=2"], {"lr_warmup_init": 1e-7}),
         (["lr_min=1e-7"], {"min_lr": 1e-7}),
         (["lr=2e-6", "min_lr_ratio=0.1"], {"min_lr": 2e-7}),
         (["lr=2e-6", "min_lr_factor=0.5"], {"min_lr": 1e-6}),

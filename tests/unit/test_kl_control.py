@@ -4,8 +4,9 @@ import json
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from replicas import scored_step, stored
+from replicas import Replicas, scored_step, stored
 from test_config_rules import broken
 from test_loop import KL_IN_REWARD, World, run_of
 from test_saving import made_run, model  # noqa: F401 (a fixture)
@@ -70,16 +71,9 @@ def test_a_checkpoint_holds_its_bits(model, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("control", [(), ADAPTIVE[2:]])
 def test_a_kl_that_is_no_number_ends_the_step_before_anything_is_changed(control):
-    actor = Noisy(load_config(TINY, None, [*SIZES, *KL_IN_REWARD, *control]).config, 2)
-    of_reference = actor.actors[1].reference_log_probs
-
-    def spoilt(*given):
-        found = of_reference(*given)
-        found[0] = float("nan")
-        return found
-
-    actor.actors[1].reference_log_probs = spoilt
-    with pytest.raises(NumericAbort, match="no finite number in 1 of 24 responses: look at the weights in ref.path"):
+    config = load_config(TINY, None, [*SIZES, *KL_IN_REWARD, *control]).config
+    actor = Replicas(config, 2, 0.0, lambda own: np.where(np.arange(len(own)) == 0, np.nan, 0.1).astype(np.float32))
+    with pytest.raises(NumericAbort, match="no finite number in 2 of 24 responses"):  # the first of each replica
         scored_step(actor, rollouts_of(stored(samples())))
 
 

@@ -265,11 +265,15 @@ def _threshold(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("implied", o.key, _CORRECTION + "mode", "icepop", why, o.line)
 
 
+_CONTROL = "algorithm.kl_ctrl."
+_IN_REWARD = ("algorithm.use_kl_in_reward",)
+
+
 def _kl_control(o: Override, out: Import, settings: VerlSettings) -> None:
     """Carries the controller of the KL's weight over, where verl reads it: with a KL in the reward, and adaptive."""
-    if not settings.value("algorithm.use_kl_in_reward"):
+    if not settings.value(*_IN_REWARD):
         out.leave("implied", o.key, o.value, "there is no KL in the reward", o.line)
-    elif not o.key.endswith(".type") and settings.value("algorithm.kl_ctrl.type") != "adaptive":
+    elif not o.key.endswith(".type") and settings.value(f"{_CONTROL}type") != "adaptive":
         out.leave("implied", o.key, o.value, "only an adaptive weight has it", o.line)
     else:
         out.put("carried", o.key, o.key, o.value, line=o.line)
@@ -292,7 +296,7 @@ ALGORITHM_HANDLERS: dict[str, Handler] = {
     A + "tis_imp_ratio_cap": _tis_cap,
     "algorithm.filter_groups.metric": _metric,
     "algorithm.gamma": _gamma,
-    **{f"algorithm.kl_ctrl.{name}": _kl_control for name in ("type", "target_kl", "horizon")},
+    **{f"{_CONTROL}{name}": _kl_control for name in ("type", "target_kl", "horizon")},
     "algorithm.rollout_correction.": _correction,
     "algorithm.rollout_is": _correction,
     "algorithm.rollout_is_threshold": _correction,

@@ -4,36 +4,36 @@ from mrl.tools.import_verl.report import Import
 from mrl.tools.import_verl.verl_command import Override, VerlSettings
 
 
-def _optimizer_of(o: Override) -> tuple[str, str]:
-    """Returns verl's and our section of the optimizer that a key belongs to, each with its dot."""
-    section = o.key.rpartition(".")[0]
-    return f"{section}.", f"{section.removeprefix('actor_rollout_ref.')}."
+def _section(o: Override) -> str:
+    """Returns verl's section of the optimizer that a key belongs to, with its dot."""
+    return f"{o.key.rpartition('.')[0]}."
 
 
 def gradient_clip(o: Override, out: Import, settings: VerlSettings) -> None:
     """Handles clip_grad and its deprecated name grad_clip, which wins in verl where both are set."""
-    verls, ours = _optimizer_of(o)
+    verls = _section(o)
+    to = "critic.optim.clip_grad" if o.key.startswith("critic") else "actor.optim.clip_grad"
     old = settings.given(f"{verls}grad_clip")
     if o.key == f"{verls}grad_clip" and o.value is None:
         out.leave("implied", o.key, o.value, "clip_grad says it", o.line)
     elif o.key == f"{verls}clip_grad" and old is not None:
         out.leave("implied", o.key, o.value, f"verl takes grad_clip ({old}) where it is set", o.line)
     else:
-        kind = "carried" if o.key.endswith(f"{ours}clip_grad") else "renamed"
-        out.put(kind, o.key, f"{ours}clip_grad", o.value, line=o.line)
+        kind = "carried" if o.key.removeprefix("actor_rollout_ref.") == to else "renamed"
+        out.put(kind, o.key, to, o.value, line=o.line)
 
 
 def least_rate(o: Override, out: Import, settings: VerlSettings) -> None:
     """Converts the rate at the end of a decay, which is a share of the peak."""
-    verls, ours = _optimizer_of(o)
-    rate = settings.given(f"{verls}lr")
+    to = "critic.optim.min_lr" if o.key.startswith("critic") else "actor.optim.min_lr"
+    rate = settings.given(f"{_section(o)}lr")
     if not o.value:
         out.leave("implied", o.key, o.value, "the rate decays to 0", o.line)
     elif not isinstance(rate, int | float) or not isinstance(o.value, int | float):
-        why = f"a share of a rate that is not given; set {ours}min_lr"
+        why = f"a share of a rate that is not given; set {to}"
         out.leave("unsupported", o.key, o.value, why, o.line)
     else:
-        out.put("renamed", o.key, f"{ours}min_lr", o.value * rate, f"{o.value:g} of the rate {rate:g}", o.line)
+        out.put("renamed", o.key, to, o.value * rate, f"{o.value:g} of the rate {rate:g}", o.line)
 
 
 def drop_unread_starts(out: Import, settings: VerlSettings) -> None:
