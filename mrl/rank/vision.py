@@ -274,21 +274,27 @@ class Vision:
         return _Placed(torch.from_numpy(np.concatenate(rows)).to(self._device), layers)
 
     def _look(self, grids: Grids) -> None:
-        """Computes the features of images of a replica's rows. Each rank sends what it has computed to the others."""
+        """Computes the features of images of a replica's rows. Each rank sends what it has computed to the others.
+
+        The device has the features of one image at a time.
+        """
         group = mpu.get_tensor_and_context_parallel_group()
         wanted = {name: grid for name, grid in grids.items() if name not in self._features}
         shared_out = list(self._shared_out(wanted))
         with torch.no_grad():  # first all of this rank's, while the others compute theirs
             found = {
-                name: self._features_of(name, wanted[name])
+                name: self._features_of(name, wanted[name]).cpu()
                 for owner, name in shared_out
                 if owner == dist.get_rank(group)
             }
-        for owner, name in shared_out:
-            features = found.pop(name) if name in found else self._room_for(wanted[name])
-            if dist.get_world_size(group) > 1:
+        if dist.get_world_size(group) > 1:
+            for owner, name in shared_out:
+                is_own = name in found
+                features = found[name].to(self._device) if is_own else self._room_for(wanted[name])
                 dist.broadcast(features, dist.get_global_rank(group, owner), group)
-            self._features[name] = features.cpu()
+                if not is_own:
+                    found[name] = features.cpu()
+        self._features |= found
 
     def _shared_out(self, grids: Grids) -> Iterator[tuple[int, str]]:
         """Yields each image with the number of the rank that computes it, among those that share a replica's rows: they
