@@ -34,8 +34,9 @@ _READ_BYTES = 65536
 _KEPT = LONGEST // 2 - 100  # bytes of output that are kept at either end
 _START = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); from mrl.acting.sandbox import main; del "
 _START += "sys.path[0]; main()"
-# no other variables: no thread may be started, but libraries would
+# no other variables: no thread may be started, but libraries would; and the order of a set is that of its program
 _ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_ENVIRONMENT |= {"PYTHONHASHSEED": "0"}
 _PROBE = """
 import os, socket
 
@@ -136,7 +137,8 @@ def _started(folder: Path, limits: PythonLimits, report: int) -> subprocess.Pope
     return subprocess.Popen(
         [
             sys.executable,
-            "-I",
+            "-P",
+            "-s",
             "-B",
             "-u",
             "-X",

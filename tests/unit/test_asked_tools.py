@@ -14,6 +14,7 @@ from mrl.tools.explain.replay import StoredRun
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = '''
+import random
 import time
 
 
@@ -25,6 +26,24 @@ def product(left: int, right: int) -> int:
         right: a number
     """
     return left * right
+
+
+def coin(of: int) -> str:
+    """Throws a coin.
+
+    Args:
+        of: which one
+    """
+    return random.choice("ht")
+
+
+def order(of: int) -> str:
+    """Lists names.
+
+    Args:
+        of: how many
+    """
+    return str(set("abcdefgh"))
 
 
 def now() -> str:
@@ -43,7 +62,7 @@ def asked(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("asked")
     (folder / "my_tools.py").write_text(TOOLS)
-    settings = ["rollout.turns.tools=[product,now]", f"rollout.turns.path={folder / 'my_tools.py'}"]
+    settings = ["rollout.turns.tools=[product,now,coin,order]", f"rollout.turns.path={folder / 'my_tools.py'}"]
     run = write_run(folder / "run", World(settings=[*settings, "data.max_response_length=96"]))
     tokenizer = make_tool_world.make_tokenizer()
     tokenizer.save_pretrained(folder / "model")
@@ -86,12 +105,31 @@ def test_answers_of_other_calls_are_told_from_right_ones_and_from_others(asked):
     write(1, calls_of(numbers, right))
     assert len(asker.turns(1)) == 4 and of_tools(1, asker) is None
     write(2, calls_of(numbers, [right[-1], *right[:-1]]))
-    cause, evidence = of_tools(2, asker)
-    assert cause == "tools answered other calls than they were asked"
-    assert evidence.startswith("4 of 4 turns") and "responses 0, 1, 2, 3" in evidence
-    write(3, calls_of(numbers, [*right[:-1], 999]))
-    cause, evidence = of_tools(3, asker)
-    assert cause == "tools answered otherwise than they do now" and "1 of 4 turns" in evidence
+    found = of_tools(2, asker)
+    assert found.is_fault and found.cause == "tools answered other calls than they were asked"
+    assert found.evidence.startswith("4 of 4 turns") and "responses 0, 1, 2, 3" in found.evidence
+
+
+def test_answers_that_no_call_gives_now_are_told_where_there_are_many_of_a_tool_that_does_not_draw(asked):
+    asker, write = asked
+    write(3, calls_of(range(40), [*(7 * number for number in range(37)), 1001, 1002, 1003]))
+    assert of_tools(3, asker) is None  # 3 of 40
+    write(3, calls_of(range(20), [*(7 * number for number in range(17)), 1001, 1002, 1003]))
+    found = of_tools(3, asker)
+    assert not found.is_fault and found.cause == "tools answered otherwise than they do now"
+    assert "3 of 20 turns" in found.evidence
+    write(3, calls_of([*range(17), 3, 3, 3], [*(7 * number for number in range(17)), 1001, 1002, 1003]))
+    assert of_tools(3, asker) is None  # the run itself has other answers to one call
+
+
+@pytest.mark.parametrize("name", ("coin", "order"))
+def test_a_tool_whose_answers_are_not_a_function_of_the_call_is_left_out_whole(asked, name):
+    """`order` prints a set: what hashes give, which each process has of its own."""
+    asker, write = asked
+    calls = [(name, f'{{"of": {number % 3}}}', answer, "ok") for number, answer in enumerate("hthhtthtabba")]
+    write(5, calls)
+    assert len(asker.turns(5)) == len(calls)
+    assert asker.answers(asker.turns(5)) == {} and of_tools(5, asker) is None
 
 
 def test_what_tools_do_not_repeat_and_calls_that_failed_are_left_out(asked):

@@ -21,7 +21,19 @@ from mrl.record.sample_files import write_samples
 from mrl.reward.pool import RewardPool
 from mrl.tools.explain import explain as explaining
 from mrl.tools.explain import rewards
-from mrl.tools.explain.band import DEGREES, FALSE_ALARM, STEP, WATCHED, beyond, breaks, judged_step, quantile, two_sided
+from mrl.tools.explain.band import (
+    DEGREES,
+    FALSE_ALARM,
+    STEP,
+    WATCHED,
+    Break,
+    beyond,
+    breaks,
+    judged_step,
+    quantile,
+    two_sided,
+    usual,
+)
 from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
 from mrl.tools.explain.experiments import effects, experiments_of, likeness
 from mrl.tools.explain.explain import Explanation, LikelyCause, explain, lines, of_views
@@ -97,6 +109,32 @@ def test_few_steps_and_a_constant_metric_are_no_break():
     assert breaks(healthy(1)[:8]) == [] and breaks([]) == []
     flat = [{STEP: step, "critic/score/mean": 0.0, "actor/grad_norm": 0.0} for step in range(1, 40)]
     assert breaks(flat) == [] and judged_step(flat, 30) == []
+
+
+@pytest.mark.parametrize("name, value", [("rollout_corr/k3_kl", 5e-3), ("training/rollout_probs_diff_mean", 1e-2)])
+def test_a_mismatch_that_begins_after_steps_of_equal_bits_is_a_break(name, value):
+    rows = healthy(0)
+    for row in rows:
+        row[name] = value if row[STEP] >= 25 else 0.0
+    assert [(each.step, each.name) for each in breaks(rows)] == [(25, name)]
+    assert name in [each.name for each in judged_step(rows, 25)]
+    for row in rows:  # what float32 rounds
+        row[name] = 1e-8 if row[STEP] >= 25 else 0.0
+    assert breaks(rows) == []
+
+
+@pytest.mark.parametrize("name", ["actor/grad_norm", "actor/entropy", "response_length/mean"])
+def test_what_falls_to_0_and_stays_there_is_a_break_and_a_single_zero_is_none(name):
+    rows = healthy(0)
+    rows[24][name] = 0.0
+    assert breaks(rows) == []
+    for row in rows[24:]:
+        row[name] = 0.0
+    assert [(each.step, each.name) for each in breaks(rows)] == [(25, name)]
+    assert name in [each.name for each in judged_step(rows, 25)]
+    for row in rows:  # all groups have one score each: nothing is left to learn
+        row["train/uniform_group_share"] = 1.0
+    assert breaks(rows) == []
 
 
 # ---------------------------------------------------------------- what samples say
@@ -194,6 +232,19 @@ def test_a_mismatch_of_a_step_that_repeats_is_the_engines(tmp_path, monkeypatch)
     run = a_run(tmp_path, monkeypatch, stored=far, broken="rollout_corr/k3_kl")
     first = explain(run.path).verdicts[0]
     assert first.kind == "engines" and "unlike temperatures" in first.cause
+
+
+def test_a_mismatch_of_which_nothing_is_known_is_the_engines_only_if_it_is_none_of_chance(tmp_path):
+    far = samples(gaps=np.full(32, 0.1))  # alike everywhere
+    for chance, kinds in ((1e-9, ["engines"]), (0.04, [])):
+        found = [Break(12, "rollout_corr/k3_kl", 1.0, 0.1, 0.5, chance, "")]
+        assert [each.kind for each in explaining._of_engines(found, far, "which repeat")] == kinds
+        assert [each.kind for each in explaining._of_unknown(found, far)] == ["unknown"]
+
+
+def test_what_a_break_is_printed_with():
+    assert usual(0.0, 0.01, 0.0) == "allowed: up to 0.01"
+    assert usual(0.1, 0.5, 0.004) == "usually 0.1 to 0.5 (by chance: 0.004)"
 
 
 def test_old_weights_in_engines_are_the_first_verdict(tmp_path, monkeypatch):

@@ -49,6 +49,10 @@ WORKS = {
         "import signal, time\nsignal.signal(14, lambda *_: print('rings'))\nsignal.setitimer(0, 0.01)\ntime.sleep(0.1)",
         "rings\n",
     ),
+    "a set, whose order is alike in all processes": (
+        "import sys\nprint(sys.flags.hash_randomization, sys.flags.safe_path, sys.flags.no_user_site)",
+        "0 True 1\n",
+    ),
     "other letters": ("print('\\ud83d\\ude00'.encode('utf-16', 'surrogatepass').decode('utf-16'), 'ü')", "😀 ü\n"),
 }
 

@@ -108,11 +108,14 @@ def test_the_newest_answer_of_explain_has_a_section_with_the_curves_that_left_th
     run.explained.write_text(json_line(told.to_json()))
     page = run_page(read_run(run.path))
     (section,) = [each for each in page.sections if each.id == "explained"]
+    assert section.title == "What mrl explain found"
     said, replayed, table, chart, experiments = section.blocks
     assert "Step 4: the clip band was too wide" in said.text and "does NOT repeat" in replayed.text
     assert table.rows == (("1", "update", cause.cause, cause.evidence, cause.change),)
     assert chart.series[0].curve in page.curves and "no finite number, usually 1 to 2" in chart.note
     assert experiments.rows == (("without clipping", "90%"),)
+    run.explained.write_text(json_line(told.to_json() | {"steps": 4}))
+    assert "has 6 steps now, and this answer is of 4" in explained(read_run(run.path)).blocks[2].text
     run.explained.write_text('{"verdicts": 4}')
     assert explained(read_run(run.path)) is None
 

@@ -3,14 +3,22 @@
     response   sampled: a call --reader--> name, arguments --tool--> answer of now --dialect--> its tokens
                context: tokens of the run's answer  <--------------- compared --------------------+
 
-Calls are read from the sampled tokens, as the run read them. Each different call is made twice, and those that are not
-answered alike are left out, as are turns of which a call failed. Tools that use the network may act on the world, and
-are not asked again.
+Calls are read from the sampled tokens, as the run read them. Each different call is made in two processes of unlike
+hash seeds. Once a tool does not answer one of its calls alike, its answers are not a function of the call, and the
+whole tool is left out: of what is drawn, single answers are alike by chance. Turns of which a call failed are left out,
+too. Tools that use the network may act on the world, and are not asked again.
+
+Answers to other calls of the step are a fault of the run. Others may be one of the world, which changes (a date, a
+file, an index): they are told only where many turns have them, of tools that answered each call alike in all turns of
+the step, and never instead of what else is found.
 """
 
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +37,12 @@ from mrl.reward.items import OK
 from mrl.schedule.conversation import shortened
 from mrl.tools.explain.replay import StoredRun
 
-_WORKERS = 2
+_SEED = "PYTHONHASHSEED"
+_SEEDS = ("1", "2")  # of hashes, in two processes
+_ASKED = 16  # calls of a tool at least, of which few are made several times
 _OTHERS = 0.5  # share of the unlike answers that must be those of other calls
+_LEAST_OTHERS = 2  # of them: calls that are mixed up are two
+_LEAST_SHARE, _LEAST_TURNS = 0.1, 3  # of unlike turns with answers of no other call
 
 
 @dataclass(frozen=True)
@@ -53,23 +65,28 @@ class ToolAsker:
         self._run = run
         self._spec = turns_spec(config.rollout.turns, config.data)
         tokenizer = load_tokenizer(local_folder(config.model.path))
-        self._pool = EnvironmentPool(self._spec.tools, _WORKERS, self._spec.timeout_s)
-        try:
-            schemas = list(self._pool.offer.all_schemas)
+        self._left_out: set[str] = set()  # tools whose answers are not a function of the call
+        self._answers: dict[str, str] = {}  # by call
+        spec = replace(self._spec.tools, environment=(*self._spec.tools.environment, _SEED))
+        with ExitStack() as opened:
+            self._pools = [
+                opened.enter_context(
+                    EnvironmentPool(spec, 1, self._spec.timeout_s, environment=os.environ | {_SEED: seed})
+                )
+                for seed in _SEEDS
+            ]
+            schemas = list(self._pools[0].offer.all_schemas)
             self._functions = {name_of(each): each["function"] for each in schemas}
-            self._tools = {name_of(each) for each in self._pool.offer.tools}
+            self._tools = {name_of(each) for each in self._pools[0].offer.tools}
             self._dialect = dialect_of(tokenizer, {**self._spec.template_arguments, "tools": schemas})
             self._reader = call_reader(self._dialect, self._spec)
-        except BaseException:
-            self._pool.close()
-            raise
-        self._answers: dict[str, str | None] = {}  # by call; None: not alike twice, or failed
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> "ToolAsker":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.close()
+        self._opened.close()
 
     def turns(self, step: int) -> list[AnsweredTurn]:
         """Returns the turns of a step whose calls were all answered. Raises FileNotFoundError without its samples."""
@@ -91,16 +108,32 @@ class ToolAsker:
             if all(call.problem is None and call.name in self._tools for call in calls):
                 yield AnsweredTurn(row["sample_id"], number, part[own].tolist(), calls, part[~own].tolist())
 
-    def answers(self, calls: Sequence[ToolCall]) -> dict[str, str]:
-        """Returns what the tools say now, by `key_of` a call, without those that do not repeat."""
-        new = {key_of(call): call for call in calls if key_of(call) not in self._answers}
-        twice = [[self._pool.call(call.name, call.arguments) for call in new.values()] for _ in range(2)]
-        for key, *futures in zip(new, *twice, strict=True):
-            first, second = (future.result() for future in futures)
-            is_same = first.reason == second.reason == OK and first.text == second.text
-            self._answers[key] = shortened(first.text, self._spec.max_answer_characters) if is_same else None
-        found = {key_of(call): self._answers[key_of(call)] for call in calls}
-        return {key: text for key, text in found.items() if text is not None}
+    def answers(self, turns: Sequence[AnsweredTurn]) -> dict[str, str]:
+        """Returns what the tools say now to the calls of turns, by `key_of` a call, without tools that do not repeat
+        and calls that fail.
+        """
+        calls = {key_of(call): call for turn in turns for call in turn.calls}
+        new = {key: call for key, call in calls.items() if key not in self._answers and call.name not in self._left_out}
+        of_tool = Counter(call.name for call in new.values())
+        asked = {
+            key: [
+                pool.call(call.name, call.arguments)
+                for _ in range(-(-_ASKED // (len(self._pools) * of_tool[call.name])))
+                for pool in self._pools
+            ]
+            for key, call in new.items()
+        }
+        for key, futures in asked.items():
+            first, *others = (future.result() for future in futures)
+            if any((each.reason, each.text) != (first.reason, first.text) for each in others):
+                self._left_out.add(new[key].name)
+            elif first.reason == OK:
+                self._answers[key] = shortened(first.text, self._spec.max_answer_characters)
+        return {
+            key: self._answers[key]
+            for key, call in calls.items()
+            if key in self._answers and call.name not in self._left_out
+        }
 
     def context(self, turn: AnsweredTurn, answers: Sequence[str]) -> list[int]:
         """Returns the tokens of answers behind a turn."""
@@ -126,28 +159,62 @@ def tool_asker(run: StoredRun) -> "ToolAsker | str":
         return f"tools are not asked again: {str(error).splitlines()[0]}"
 
 
-def of_tools(step: int, asker: ToolAsker) -> tuple[str, str] | None:
-    """Returns a cause and its evidence where tools answered otherwise than they do now; None where they did not."""
+@dataclass(frozen=True)
+class ToolFinding:
+    """What is wrong with answers. `is_fault`: they are those of other calls, which no change of the world explains."""
+
+    cause: str
+    evidence: str
+    is_fault: bool
+
+
+def of_tools(step: int, asker: ToolAsker) -> ToolFinding | None:
+    """Returns how tools answered otherwise than they do now; None where they did not, or in few turns."""
     turns = asker.turns(step)
-    answers = asker.answers([call for turn in turns for call in turn.calls])
+    answers = asker.answers(turns)
     compared = [turn for turn in turns if all(key_of(call) in answers for call in turn.calls)]
     unlike = [
         turn for turn in compared if asker.context(turn, [answers[key_of(call)] for call in turn.calls]) != turn.context
     ]
     if not unlike:
         return None
-    evidence = f"{len(unlike)} of {len(compared)} turns with calls have other answers than the tools give now"
-    texts = sorted(set(answers.values()))
-    others = [turn for turn in unlike if len(turn.calls) == 1 and _is_of_others(turn, texts, asker)]
-    if len(others) >= _OTHERS * len(unlike):
+    evidence = f"{{}} of {len(compared)} turns with calls have other answers than the tools give now"
+    of_text: dict[int, set[tuple[int, ...]]] = {}
+    others = [turn for turn in unlike if len(turn.calls) == 1 and _is_of_others(turn, answers, asker, of_text)]
+    if len(others) >= max(_OTHERS * len(unlike), _LEAST_OTHERS):
         ids = ", ".join(str(turn.sample_id) for turn in others[:8])
-        return (
+        return ToolFinding(
             "tools answered other calls than they were asked",
-            f"{evidence}; {len(others)} have what the tools say to another call of the step (responses {ids})",
+            f"{evidence.format(len(unlike))}; {len(others)} have what the tools say to another call of the step "
+            f"(responses {ids})",
+            True,
         )
+    drawn = _drawn(turns)
+    unlike = [turn for turn in unlike if drawn.isdisjoint(call.name for call in turn.calls)]
+    if len(unlike) < max(_LEAST_SHARE * len(compared), _LEAST_TURNS):
+        return None
     ids = ", ".join(str(turn.sample_id) for turn in unlike[:8])
-    return "tools answered otherwise than they do now", f"{evidence} (responses {ids})"
+    return ToolFinding(
+        "tools answered otherwise than they do now", f"{evidence.format(len(unlike))} (responses {ids})", False
+    )
 
 
-def _is_of_others(turn: AnsweredTurn, texts: Sequence[str], asker: ToolAsker) -> bool:
-    return any(asker.context(turn, [text]) == turn.context for text in texts)
+def _drawn(turns: Sequence[AnsweredTurn]) -> set[str]:
+    """Returns the tools that answered one call in several ways."""
+    first: dict[tuple[str, int], list[int]] = {}
+    found = set()
+    for turn in turns:
+        call, *others = turn.calls
+        if not others and first.setdefault((key_of(call), turn.sampled[-1]), turn.context) != turn.context:
+            found.add(call.name)
+    return found
+
+
+def _is_of_others(
+    turn: AnsweredTurn, answers: Mapping[str, str], asker: ToolAsker, of_text: dict[int, set[tuple[int, ...]]]
+) -> bool:
+    """`of_text`: what all answers look like behind a turn, which depends on its last token alone."""
+    end = turn.sampled[-1]
+    if end not in of_text:
+        of_text[end] = {tuple(asker.context(turn, [text])) for text in set(answers.values())}
+    return tuple(turn.context) in of_text[end]

@@ -9,11 +9,12 @@ degrees of freedom. A step is a break where
 * it deviates alone with a probability of p,
 
 and p is chosen so that a healthy run of so many steps and metrics has a break with probability FALSE_ALARM at most, if
-deviations are independent. Positive metrics of many magnitudes are compared as logarithms. What is wrong from the first
-step on has no band to leave, and is judged by fixed bounds.
+deviations are independent. Positive metrics of many magnitudes are compared as logarithms, which single zeros have not
+and are left out; two things are judged without a band: a mismatch that begins after steps of equal bits, and what falls
+to 0 and stays there. What is wrong from the first step on has no band to leave, and is judged by fixed bounds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,18 @@ from mrl.driver.advice import MISMATCH, MISMATCH_LIMIT
 from mrl.plan.measured_steps import STEP
 
 FALSE_ALARM = 0.05  # of a whole run
+MEASURED = (4, 18)  # healthy runs that left a band, and all that were tried
 WINDOW = 20  # steps that predict the next one
 LEAST = 8  # steps before a first step is judged
 DEGREES = 4
 # Steps of real runs resemble their neighbours, and a spread of few steps is uncertain: of 18 healthy runs of 13 to 61
 # steps 6 left a band without it, and with it 4, whose policies suddenly wrote responses of other lengths
 WIDER = 1.5
+
+
+_DIFFERENT = "generation and training compute different probabilities"
+ENDED = 4  # steps of 0 in a row
+_UNIFORM = "train/uniform_group_share"
 
 
 @dataclass(frozen=True)
@@ -39,17 +46,20 @@ class Watched:
     logs: bool
     least: float
     words: str
+    begins: float | None = None  # above which it is a break after zeros
+    ends: bool = False  # whether it is a break that it is 0 from a step on
 
 
 WATCHED = (
-    Watched("rollout_corr/k3_kl", True, 0.7, "generation and training compute different probabilities"),
-    Watched("training/rollout_probs_diff_mean", True, 0.7, "generation and training compute different probabilities"),
-    Watched("actor/grad_norm", True, 0.5, "the gradient's norm"),
-    Watched("actor/entropy", True, 0.1, "entropy"),
+    # float32 rounds a KL near 0 to 1e-7, and probabilities to less
+    Watched("rollout_corr/k3_kl", True, 0.7, _DIFFERENT, begins=1e-6),
+    Watched("training/rollout_probs_diff_mean", True, 0.7, _DIFFERENT, begins=1e-4),
+    Watched("actor/grad_norm", True, 0.5, "the gradient's norm", ends=True),
+    Watched("actor/entropy", True, 0.1, "entropy", ends=True),
     Watched("actor/pg_clipfrac", False, 0.1, "the share of what the band clips"),
     Watched("actor/ppo_kl", False, 1e-3, "the step from the old policy"),
     Watched("critic/score/mean", False, 0.03, "the score"),
-    Watched("response_length/mean", True, 0.05, "the length of responses"),
+    Watched("response_length/mean", True, 0.05, "the length of responses", ends=True),
     Watched("response_length/clip_ratio", False, 0.05, "the share of responses that are cut off"),
 )
 _TINY = 1e-12
@@ -58,7 +68,9 @@ BOUNDS = {MISMATCH: MISMATCH_LIMIT}  # those of warnings in the console
 
 @dataclass(frozen=True)
 class Break:
-    """A metric that leaves its band at a step. `low`, `high`: the band; `chance`: of it in a healthy run."""
+    """A metric that leaves its band at a step. `low`, `high`: the band; `chance`: of it in a healthy run, 0 where it is
+    judged by a fixed bound.
+    """
 
     step: int
     name: str
@@ -69,6 +81,14 @@ class Break:
     words: str
 
 
+def usual(low: float | None, high: float | None, chance: float) -> str:
+    """Says what a metric with a break is in healthy steps; None is no finite number."""
+    low, high = ("no finite number" if each is None else f"{each:.3g}" for each in (low, high))
+    if chance:
+        return f"usually {low} to {high} (by chance: {chance:.2g})"
+    return f"allowed: up to {high}" if low == "0" else f"usually {low} to {high}"
+
+
 def breaks(rows: Sequence[Mapping[str, Any]], false_alarm: float = FALSE_ALARM) -> list[Break]:
     """Returns the first break of each metric, the earliest first, then the least likely. `rows`: lines of steps."""
     rows = [row for row in rows if row[STEP] > 0]
@@ -76,8 +96,8 @@ def breaks(rows: Sequence[Mapping[str, Any]], false_alarm: float = FALSE_ALARM) 
     judged = max(len(rows) - LEAST, 1)
     p = false_alarm / (2 * judged * len(WATCHED))
     for watched in WATCHED:
-        if (first := _first_break(watched, rows, p, judged * len(WATCHED))) is not None:
-            found.append(first)
+        both = (_first_break(watched, rows, p, judged * len(WATCHED)), next(_at_zero(watched, rows), None))
+        found += sorted(filter(None, both), key=lambda each: each.step)[:1]
     return sorted(found, key=lambda each: (each.step, each.chance))
 
 
@@ -97,8 +117,8 @@ def beyond(rows: Sequence[Mapping[str, Any]]) -> list[Break]:
 
 def judged_step(rows: Sequence[Mapping[str, Any]], step: int, false_alarm: float = FALSE_ALARM) -> list[Break]:
     """Returns what leaves its band at a given step, which was not searched for; the least likely first."""
+    found = [each for watched in WATCHED for each in _at_zero(watched, rows) if each.step == step]
     rows = [row for row in rows if 0 < row[STEP] <= step]
-    found = []
     for watched in WATCHED:
         steps, values = _values(watched, rows)
         if len(steps) > LEAST and steps[-1] == step:
@@ -110,10 +130,24 @@ def judged_step(rows: Sequence[Mapping[str, Any]], step: int, false_alarm: float
     return sorted(found, key=lambda each: each.chance)
 
 
+def _at_zero(watched: Watched, rows: Sequence[Mapping[str, Any]]) -> Iterator[Break]:
+    """Yields breaks from 0 or to it. A gradient of groups that all have one score each is 0 in healthy runs."""
+    told = [row for row in rows if row[STEP] > 0 and watched.name in row]
+    values = np.array([np.inf if row[watched.name] is None else row[watched.name] for row in told], np.float64)
+    for place in range(LEAST, len(told)):
+        step, before = told[place][STEP], values[place - LEAST : place]
+        if watched.begins is not None and not before.any() and values[place] > watched.begins:
+            yield Break(step, watched.name, float(values[place]), 0.0, watched.begins, 0.0, watched.words)
+        after = told[place : place + ENDED]
+        is_end = before.all() and len(after) == ENDED and not values[place : place + ENDED].any()
+        if watched.ends and is_end and any(row.get(_UNIFORM, 0.0) < 1 for row in after):
+            yield Break(step, watched.name, 0.0, float(before.min()), float(before.max()), 0.0, watched.words)
+
+
 def _values(watched: Watched, rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
     """Returns steps, and values as they are compared. What is not a finite number is infinite: it leaves any band."""
     pairs = [(row[STEP], row[watched.name]) for row in rows if watched.name in row]
-    if watched.logs:  # groups of one score have no gradient, and equal bits no mismatch
+    if watched.logs:  # groups of one score have no gradient, and equal bits no mismatch; see _at_zero
         pairs = [pair for pair in pairs if pair[1] != 0]
     steps = np.array([step for step, _ in pairs], np.float64)
     values = np.array([np.inf if value is None else value for _, value in pairs], np.float64)

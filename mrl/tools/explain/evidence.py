@@ -137,6 +137,9 @@ def of_length(now: StepSamples, before: Sequence[StepSamples]) -> str:
     return ""
 
 
+EVERYWHERE = "it is the same in all responses and places: weights or arithmetic of a whole engine"
+
+
 def of_mismatch(samples: StepSamples) -> list[str]:
     """Says where generation and training differ, the most telling first; empty where they agree or nothing is known."""
     known = samples.gaps[np.isfinite(samples.gaps)]
@@ -160,5 +163,5 @@ def of_mismatch(samples: StepSamples) -> list[str]:
             "factors, yarn) or a cache"
         )
     if not found:
-        found.append("it is the same in all responses and places: weights or arithmetic of a whole engine")
+        found.append(EVERYWHERE)
     return found

@@ -27,8 +27,16 @@ from mrl.errors import ConfigError, DataError, MrlError
 from mrl.record.attempts import read_attempts
 from mrl.record.sample_files import DAMAGED, StepFile, steps_with_responses
 from mrl.tools.explain.asked_tools import ToolAsker, of_tools, tool_asker
-from mrl.tools.explain.band import FALSE_ALARM, LEAST, WATCHED, Break, beyond, breaks, judged_step
-from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
+from mrl.tools.explain.band import FALSE_ALARM, LEAST, MEASURED, WATCHED, Break, beyond, breaks, judged_step, usual
+from mrl.tools.explain.evidence import (
+    EVERYWHERE,
+    StepSamples,
+    of_cut_off,
+    of_groups,
+    of_length,
+    of_mismatch,
+    of_versions,
+)
 from mrl.tools.explain.experiments import REMOVES, Experiment, effects, experiments_of, guesses_of, likeness
 from mrl.tools.explain.replay import MORE_STEPS, TIME_S, Replay, StoredRun, replay, replayed_faults
 from mrl.tools.explain.rewards import Rescorer, of_rewards, of_sources, rescorer
@@ -36,6 +44,7 @@ from mrl.tools.explain.rewards import Rescorer, of_rewards, of_sources, rescorer
 _MISMATCH = re.compile("rollout_corr/|training/rollout_")  # of engines and ranks
 LIKE = 0.9  # of what did not repeat, that a guess must give to be the verdict
 _AUDITED_SCORES = 10_000  # responses that are scored again where no step leaves the band
+_SURE = 1e-3  # chance of a break below which it is taken for a fault without knowing where
 _BREAKS = 2  # steps that leave the band, which are explained
 _OF_PROCESS = ("samples", "tools", "reward", "ranks", "update", "engines")  # kinds that experiments do not find
 _BEFORE = 5  # steps whose samples say what is usual
@@ -46,7 +55,7 @@ _LOGS = {each.name: each.logs for each in WATCHED}
 class LikelyCause:
     """One possible cause. `removes`: of the break, 0 to 1.
 
-    `kind`: samples, tools, reward, ranks, update, engines, recipe or data.
+    `kind`: samples, tools, reward, ranks, update, engines, recipe, data, world (of tools) or unknown.
     """
 
     kind: str
@@ -120,7 +129,7 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
     folder = run.folder.samples
     notes: list[str] = []
     samples = None
-    facts, hints = [], []
+    facts, hints, last = [], [], []
     try:
         samples = StepSamples.read(folder, step)
     except FileNotFoundError:
@@ -129,11 +138,14 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
     if samples is not None:
         facts = _of_samples(run, step, samples)
         with _opened(tool_asker(run), notes) as asker:
-            facts += _of_tools(step, asker, notes)
+            told = _of_tools(step, asker, notes)
+            facts += [each for each in told if each.kind in _OF_PROCESS]
+            last = [each for each in told if each.kind not in _OF_PROCESS]
         with _opened(rescorer(run), notes) as again:
             told = _of_scores(step, again, notes)
             facts += told
             hints = [] if told else [*_of_length(run, step, samples), *_of_sources(step, again, notes)]
+            hints += last
     differs = any(_MISMATCH.match(each.name) for each in found)
     if faults := replayed_faults(run.config):
         told = _of_routes(run, step, seconds) if differs else []
@@ -142,6 +154,7 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
             *(told or _of_engines(found, samples, "of which it is not known whether they repeat")),
             *hints,
         ]
+        verdicts = verdicts or _of_unknown(found, samples)
         notes.insert(0, f"not replayed: {'; '.join(faults)}")
         return Explanation(str(run.folder.path), step, list(found), verdicts, replayed="; ".join(notes))
     tried = experiments_of(run.config, samples)
@@ -153,12 +166,7 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
             raise
         notes.insert(0, f"not replayed: {str(error).splitlines()[0]}")
         return Explanation(str(run.folder.path), step, list(found), [*facts, *hints], replayed="; ".join(notes))
-    said = f"steps {again.first + 1} to {again.step} again, {again.compared} metrics compared"
-    if again.weights is not None:
-        said += f", weights and optimizer after it {'equal' if again.weights else 'NOT equal'} the checkpoint's"
-    said = "; ".join([said, *(f"{name} could not be computed: {why}" for name, why in again.failed.items()), *notes])
-    if late := sum("late" in view for view in again.views):
-        said += f"; for {late} other ways of generation there was no time (--minutes)"
+    said = _replayed(again, notes)
     if not again.repeats:
         verdicts = [*_of_process(run, again, guesses), *facts, *hints]
         return Explanation(str(run.folder.path), step, list(found), verdicts, False, said, seconds=again.seconds)
@@ -179,7 +187,20 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
         for each in sorted(tried, key=lambda each: -shares.get(each.name, 0.0))
         if shares.get(each.name, 0.0) >= REMOVES
     ]
+    if not verdicts:
+        verdicts = _of_unknown(found, samples)
     return Explanation(str(run.folder.path), step, list(found), verdicts, True, said, shares, again.seconds)
+
+
+def _replayed(again: Replay, notes: Sequence[str]) -> str:
+    """Says what was computed again and what could not be. `notes` are of what else was looked at."""
+    said = f"steps {again.first + 1} to {again.step} again, {again.compared} metrics compared"
+    if again.weights is not None:
+        said += f", weights and optimizer after it {'equal' if again.weights else 'NOT equal'} the checkpoint's"
+    said = "; ".join([said, *(f"{name} could not be computed: {why}" for name, why in again.failed.items()), *notes])
+    if late := sum("late" in view for view in again.views):
+        said += f"; for {late} other ways of generation there was no time (--minutes)"
+    return said
 
 
 def _orders(experiments: Sequence[Experiment]) -> list[dict[str, Any]]:
@@ -209,10 +230,14 @@ def _audited(run: StoredRun, seconds: float) -> Explanation:
                 notes.append(str(error).splitlines()[0])
                 continue
             unsaid = len(notes)
-            verdicts += _of_tools(step, asker, notes)
+            for told in _of_tools(step, asker, notes):
+                if told.kind in _OF_PROCESS:
+                    verdicts.append(told)
+                else:
+                    notes.append(f"step {step}: {told.cause}: {told.evidence}; tools of the world may")
             verdicts += _of_scores(step, again, notes) or _of_sources(step, again, notes, searched=True)
             if verdicts:
-                return Explanation(str(run.folder.path), step, verdicts=verdicts)
+                return Explanation(str(run.folder.path), step, verdicts=verdicts, replayed="; ".join(notes))
             scored += again is not None and len(notes) == unsaid
     if scored:
         notes.insert(0, f"scores of {scored} steps repeat")
@@ -231,8 +256,14 @@ def _audited(run: StoredRun, seconds: float) -> Explanation:
         notes.append(str(error).splitlines()[0])
         return Explanation(str(run.folder.path), None, replayed="; ".join(notes))
     if not found.repeats:
-        verdicts = _of_process(run, found, guesses)
-        return Explanation(str(run.folder.path), found.step, verdicts=verdicts, repeats=False)
+        return Explanation(
+            str(run.folder.path),
+            found.step,
+            verdicts=_of_process(run, found, guesses),
+            repeats=False,
+            replayed=_replayed(found, notes),
+            seconds=found.seconds,
+        )
     notes.insert(0, f"steps {found.first + 1} to {last} repeat in {found.compared} metrics")
     return Explanation(str(run.folder.path), None, repeats=True, replayed="; ".join(notes), seconds=found.seconds)
 
@@ -261,7 +292,7 @@ def _of_tools(step: int, asker: ToolAsker | None, notes: list[str]) -> list[Like
         notes.append(str(error).splitlines()[0])
         return []
     cure = "read these turns (mrl samples RUN --turns), and look at logs/engine-N.tools.log and at the tools"
-    return [LikelyCause("tools", *told, cure)] if told else []
+    return [LikelyCause("tools" if told.is_fault else "world", told.cause, told.evidence, cure)] if told else []
 
 
 def _of_scores(step: int, again: Rescorer | None, notes: list[str]) -> list[LikelyCause]:
@@ -479,37 +510,52 @@ def _in_words(run: StoredRun, step: int, view: Mapping[str, Any]) -> str:
 
 
 def _of_engines(found: Sequence[Break], samples: StepSamples | None, ranks: str) -> list[LikelyCause]:
-    """Says what generation did otherwise, where its log-probs left the band. `ranks`: whether the ranks' repeat."""
-    if samples is None or not any(_MISMATCH.match(each.name) for each in found):
+    """Says what generation did otherwise, where its log-probs left the band and the samples say how. `ranks`: whether
+    the ranks' repeat. That all tokens differ alike says nothing of a break that may be one of chance.
+    """
+    of_engines = [each for each in found if _MISMATCH.match(each.name)]
+    if samples is None or not of_engines:
         return []
-    known = samples.gaps[np.isfinite(samples.gaps)]
-    size = f"mean difference {known.mean():.2g} nats a token" if len(known) else "differences of tokens were not kept"
+    is_sure = min(each.chance for each in of_engines) < _SURE
     return [
         LikelyCause(
             "engines",
             f"generation computed other probabilities than the ranks, {ranks}: {told}",
-            size,
-            "compare rollout.* with model.*: dtype, quantization, rope scaling, temperature; and logs/engine-N.log",
+            _size(samples),
+            _COMPARE,
         )
-        for told in of_mismatch(samples) or ["where, the samples do not say"]
+        for told in of_mismatch(samples)
+        if is_sure or told != EVERYWHERE
     ]
+
+
+def _of_unknown(found: Sequence[Break], samples: StepSamples | None) -> list[LikelyCause]:
+    """Says of a mismatch that nothing explains that it is there: it may have left its band by chance."""
+    if samples is None or not any(_MISMATCH.match(each.name) for each in found):
+        return []
+    cause = "generation and ranks computed different probabilities; where, the samples do not say"
+    return [LikelyCause("unknown", cause, _size(samples), _COMPARE)]
+
+
+_COMPARE = "compare rollout.* with model.*: dtype, quantization, rope scaling, temperature; and logs/engine-N.log"
+
+
+def _size(samples: StepSamples) -> str:
+    known = samples.gaps[np.isfinite(samples.gaps)]
+    return f"mean difference {known.mean():.2g} nats a token" if len(known) else "differences of tokens were not kept"
 
 
 def lines(found: Explanation) -> list[str]:
     """Returns the explanation as text."""
     if found.step is None:
-        said = (
-            f"{found.run}: no step leaves the run's own band; in {FALSE_ALARM:.0%} of healthy runs one would by chance"
-        )
+        left, runs = MEASURED
+        said = f"{found.run}: no step leaves the run's own band (of {runs} healthy runs, {left} had one that did)"
         if found.steps <= LEAST:
             said = f"{found.run}: {found.steps} steps, and a band takes more than {LEAST}: no step can be judged by one"
         return [said, *filter(None, [found.replayed])]
     said = [f"{found.run}: step {found.step}"]
     for each in found.breaks:
-        said.append(
-            f"  {each.name} {each.value:.4g}, usually {each.low:.4g} to {each.high:.4g}: {each.words} (by chance: "
-            f"{each.chance:.2g})"
-        )
+        said.append(f"  {each.name} {each.value:.4g}, {usual(each.low, each.high, each.chance)}: {each.words}")
     if found.repeats is not None:
         said.append(f"replay: {'equal bits' if found.repeats else 'NOT EQUAL'}: {found.replayed}")
     elif found.replayed:

@@ -16,6 +16,7 @@ from mrl.record.run_dir import RunDir
 from mrl.record.shown_rows import LONGEST, read_shown_rows
 from mrl.record.spec import metric_spec
 from mrl.reward.items import UNJUDGED
+from mrl.tools.explain.band import usual
 from mrl.tools.report.heldout import Response
 from mrl.tools.report.page import (
     Block,
@@ -184,7 +185,7 @@ def explained(run: RunRecord) -> PageSection | None:
         blocks = tuple(_explained(run, told))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    return PageSection("explained", "Why it broke", blocks)
+    return PageSection("explained", "What mrl explain found", blocks)
 
 
 def _explained(run: RunRecord, told: Mapping[str, Any]) -> Iterator[Block]:
@@ -197,9 +198,14 @@ def _explained(run: RunRecord, told: Mapping[str, Any]) -> Iterator[Block]:
     else:
         yield Paragraph(f"{where}.", "good")
     said = {True: "It repeats bit by bit: ", False: "It does NOT repeat: ", None: ""}[told["repeats"]]
-    yield Paragraph(
-        f"{said}{told['replayed'] or 'nothing was computed again'} (mrl explain, after {told['steps']} steps)."
-    )
+    replayed = told["replayed"] or "nothing was computed again"
+    yield Paragraph(f"{said}{replayed} (mrl explain, after {told['steps']} steps).")
+    if told["steps"] != run.last_step:
+        yield Paragraph(
+            f"The run has {run.last_step} steps now, and this answer is of {told['steps']} (mrl explain {run.path} "
+            "gives a new one).",
+            "warn",
+        )
     if verdicts:
         rows = tuple(
             (str(i), each["kind"], each["cause"], each["evidence"], each["change"])
@@ -208,10 +214,8 @@ def _explained(run: RunRecord, told: Mapping[str, Any]) -> Iterator[Block]:
         yield Table(("", "kind", "cause", "evidence", "what to change"), rows, (0,))
     for each in told["breaks"][:3]:
         name = each["name"]
-        note = (
-            f"step {each['step']}: {_number(each['value'])}, usually {_number(each['low'])} to "
-            f"{_number(each['high'])} (by chance: {_number(each['chance'])})"
-        )
+        band = usual(each["low"], each["high"], each["chance"])
+        note = f"step {each['step']}: {_number(each['value'])}, {band}"
         if name in run.curves:
             yield Chart(f"explained-{name.replace('/', '-')}", name, unit_of(name), (Series(name, name),), note=note)
     if told["experiments"]:
