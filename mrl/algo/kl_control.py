@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-LARGEST_ERROR = 0.2  # of the relative error by which a coefficient changes
+LARGEST_ERROR = 0.2  # bound of |kl / target_kl - 1| in the equation below
 
 
 def next_kl_coef(

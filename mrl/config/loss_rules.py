@@ -31,6 +31,9 @@ _PASS = "algorithm.anchor: recompute makes the pass that it needs"
 _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 # A clip this many times wider than the widest sensible one was written for another kind of ratio.
 _OTHER_SCALE = 10
+_SLOW = 10  # steps of samples in the horizon of an adaptive weight, at least
+# rows of a drawn mini-batch on a replica: the fullest of 8 has 16 % more work than the mean at 64, of 32 half more at 16
+_EVEN_ROWS = 32
 _PENALISED = "reward"  # the part that is the score after penalties
 
 
@@ -68,7 +71,28 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
         yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
     if algorithm.kl_loss_coef and not algorithm.use_kl_loss:
         yield f"algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} is not read: algorithm.use_kl_loss is false"
+    control = algorithm.kl_ctrl
+    if control.type == "adaptive" and control.horizon < _SLOW * _samples(config):
+        change = LARGEST_ERROR * _samples(config) / control.horizon
+        yield (
+            f"algorithm.kl_ctrl.horizon = {control.horizon:g} is {control.horizon / _samples(config):.2g} times the "
+            f"samples of a step: the weight may change by {change:.0%} in each; {_SLOW * _samples(config):g} are usual"
+        )
+    if config.actor.ppo_epochs > 1 and config.actor.shuffles:
+        yield from _uneven_epochs(config)
     yield from _unread_constants(algorithm.policy_loss)
+
+
+def _uneven_epochs(config: RunConfig) -> Iterator[str]:
+    """Rows stay on the replica of the first epoch, so a drawn mini-batch has unequally many on each."""
+    replicas = config.actor.layout.data_parallel_size
+    rows = config.actor.ppo_mini_batch_size * config.rollout.n
+    if replicas > 1 and rows < _EVEN_ROWS * replicas:
+        yield (
+            f"actor.shuffle draws the mini-batches of further epochs, and {rows} rows on {replicas} data-parallel "
+            f"ranks (under {_EVEN_ROWS} each) are drawn unevenly: every rank waits for the fullest, which the plan's "
+            "seconds do not count (actor/dp_imbalance measures it); actor.shuffle: false keeps all epochs even"
+        )
 
 
 def _unread_constants(loss: PolicyLossConfig) -> Iterator[str]:

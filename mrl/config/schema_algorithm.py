@@ -216,12 +216,13 @@ class KlControlConfig(Section):
         "adaptive: KL a token that the weight aims at, in nats (actor/reward_kl).",
         gt=0,
         unit="nats",
+        advice="1e-3 to 1e-2 where policies stay near their reference: while the KL is below, the weight falls.",
         verl="algorithm.kl_ctrl.target_kl",
     )
     horizon: float = key(
         10_000,
-        "adaptive: samples over which the weight follows. A step of S samples changes it by at most 0.2 S / horizon of "
-        "itself.",
+        "adaptive: how slowly the weight follows, in samples: a step of S samples changes it by at most 0.2 S / horizon"
+        " of itself.",
         gt=0,
         unit="samples",
         advice="10 times the samples of a step, or more.",

@@ -104,7 +104,7 @@ def _short_responses(
 
 
 def _scored(actor: AllRanks, samples: ResponseStore) -> Compared:
-    gaps = StepBatch(actor, samples).gaps().gaps
+    gaps = StepBatch(actor, samples, 0).gaps().gaps
     return compared_of(gaps, int(samples.rows.sampled_lengths.sum()))
 
 

@@ -28,7 +28,7 @@ from mrl.config.schema import RewardConfig, RunConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import PromptDataset
 from mrl.driver.advice import advisers
-from mrl.driver.assemble_data import Data, keep_images, read_data
+from mrl.driver.assemble_data import Data, check_least_scores, keep_images, read_data
 from mrl.driver.assemble_files import Files, FilesOrder, at_newest_checkpoint, find_beginning, open_files, with_spool
 from mrl.driver.assemble_processes import (
     Processes,
@@ -140,6 +140,7 @@ def _start(
     """Runs the four steps, from the newest checkpoint that is not in `damaged`."""
     given = inputs.config
     data = read_data(given.model, given.data, given.rollout, given.reward, given.trainer)
+    check_least_scores(given.algorithm.adv_estimator, given.reward, data.stream.prompts.data_sources)
     config = _with_total_steps(given, data.total_steps)
     files_order = FilesOrder.of(config, inputs.model, data, inputs.resolved.to_record())
     beginning = find_beginning(stack, files_order, resume, damaged, stop)

@@ -19,10 +19,10 @@ from mrl.data.samples import ImageStore
 from mrl.engine.requests import turns_spec
 from mrl.errors import ConfigError
 from mrl.model.registry import stop_token_ids
-from mrl.reward.builtin_rules import ENVIRONMENT
+from mrl.reward.builtin_rules import ENVIRONMENT, LEAST_SCORE, rule_name
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import check_function
-from mrl.reward.resolve import check_data_sources
+from mrl.reward.resolve import AUTO, check_data_sources
 from mrl.reward.truths import unmatched
 
 if TYPE_CHECKING:  # what few runs need is imported by the line that reads its key
@@ -257,6 +257,19 @@ def _read_and_taken(usable: PromptDataset, taken: PromptDataset) -> str:
     if taken is usable:
         return str(usable.report)
     return f"{len(taken)} of {len(usable)}; {usable.report}"
+
+
+def check_least_scores(estimator: str, reward: RewardConfig, data_sources: Iterable[str]) -> None:
+    """Raises ConfigError where a built-in rule scores below 0 what maxrl is trained on. `data_sources`: of training."""
+    if estimator != "maxrl" or reward.custom_reward_function is not None:
+        return
+    named = [reward.function] if reward.function != AUTO else map(rule_name, data_sources)
+    if below := sorted(set(named) & LEAST_SCORE.keys()):
+        raise ConfigError(
+            f"algorithm.adv_estimator: maxrl divides by the mean score of a group and needs scores of at least 0, and "
+            f"the rule {below[0]} gives a wrong response {LEAST_SCORE[below[0]]:g}; set reward.function: math, which "
+            "gives 0 and 1, or algorithm.adv_estimator: grpo, which takes any score"
+        )
 
 
 def reward_spec(reward: RewardConfig, data_sources: Iterable[str] = ()) -> RewardSpec:

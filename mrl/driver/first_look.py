@@ -28,6 +28,7 @@ from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.data.row_files import BadRow, parse_row, read_rows
 from mrl.driver.assemble_data import (
     check_goes_on,
+    check_least_scores,
     checked_dialect,
     image_reader,
     load_training,
@@ -75,11 +76,13 @@ def look(config: RunConfig) -> str | None:
     small = _bytes(here) <= READ_WHOLE_BYTES and not sees
     if small:
         _read_untokenised(here, rule_in(config.reward))
-    rows = [
-        row
+    firsts = [
+        _first_row(file, data, rule_in(config.reward), data.image_key if sees else "")
         for file in (*here.train_files, *here.val_files)
-        if (row := _first_row(file, data, rule_in(config.reward), data.image_key if sees else "")) is not None
     ]
+    sources = {row["data_source"] for row in firsts[: len(here.train_files)] if row is not None}
+    check_least_scores(config.algorithm.adv_estimator, config.reward, sources)
+    rows = [row for row in firsts if row is not None]
     if offer is not None and (offer.environments or turns.tools.in_sandbox):
         from mrl.acting.environment_pool import try_environments
 

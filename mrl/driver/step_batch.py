@@ -63,7 +63,7 @@ class AllRanks(Protocol):
 class StepBatch:
     """The driver's handle of a step on all ranks, where RankStep is what computes."""
 
-    def __init__(self, actor: AllRanks, samples: ResponseStore, step: int = 0):
+    def __init__(self, actor: AllRanks, samples: ResponseStore, step: int):
         """Divides the rows of a step among replicas. `step` is its number.
 
         Raises DataError for a row above the limit of a micro-batch.
@@ -96,7 +96,7 @@ class StepBatch:
         own = None
         if layout.data == self._actor.layout.data and given.critic.keeps_rows_of(given.actor):
             own = self._own
-        return step_cut(config, layout, self._actor.model, self._lengths, own, self._step)
+        return step_cut(config, layout, self._actor.model, self._lengths, own, step=self._step)
 
     def score_by(self, model: str) -> None:
         """Lets ranks score the step with a second model, TEACHER or CRITIC. What it says stays there, for `score`.

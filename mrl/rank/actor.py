@@ -533,7 +533,7 @@ class MegatronActor:
 
     def _cut(self, batch: TrainBatch) -> StepCut:
         config = self.config
-        return step_cut(config, self.layout, self.model, RowLengths.of(batch))
+        return step_cut(config, self.layout, self.model, RowLengths.of(batch), step=0)  # a batch by itself
 
     def _whole(self, batch: TrainBatch) -> ReplicaCut:
         """Returns this replica's part of a step of which it has all rows."""

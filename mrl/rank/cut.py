@@ -29,6 +29,7 @@ from mrl.rank.batching import (
 from mrl.rank.packing import Shape, computed_tokens
 
 Micros = tuple[MicroRows, ...]
+_OF_EPOCHS = 2  # last word of their key: a key is as if zeros followed, so it would else be one of the data's order
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def step_cut(
     model: ModelSpec,
     lengths: RowLengths,
     given: Sequence[np.ndarray] | None = None,
-    step: int = 0,
+    *,
+    step: int,
 ) -> StepCut:
     """Cuts a step's rows, which have rollout.n rows for each prompt. `step` is its number, for drawn mini-batches.
 
@@ -117,9 +119,9 @@ def step_cut(
     first = [update.shares(of_rows[k], _inside(given, rows[k])) for k in range(per_epoch)]
     of_first = [trained_rows(_numbered(part, each)) for part, each in zip(first, rows, strict=False)]
     owners = [np.sort(np.concatenate(of_replica)) for of_replica in zip(*of_first, strict=True)]
-    further = [update.shares(of_rows[k], _inside(owners, rows[k])) for k in range(per_epoch, len(rows))]
-    if not actor.shuffles:
-        further = first * (actor.ppo_epochs - 1)
+    further = first * (actor.ppo_epochs - 1)
+    if actor.shuffles:
+        further = [update.shares(of_rows[k], _inside(owners, rows[k])) for k in range(per_epoch, len(rows))]
     parts = tuple(_numbered(part, each) for part, each in zip((*first, *further), rows, strict=True))
     own = (
         Splitter.for_log_probs(actor, layout, model),
@@ -144,7 +146,7 @@ def mini_batch_rows(actor: ActorConfig, n: int, num_rows: int, seed: tuple[int, 
     parts = []
     for epoch in range(actor.ppo_epochs):
         if actor.shuffles:
-            order = permutation((*seed, epoch), num_rows)
+            order = permutation((*seed, epoch, _OF_EPOCHS), num_rows)
         parts += [np.sort(order[part]) for part in mini_batches(num_rows, actor.ppo_mini_batch_size * n)]
     return tuple(parts)
 

@@ -207,6 +207,9 @@ RULES: dict[str, RewardFunction] = {
     REASONING: reasoning_gym,
 }
 
+# Rules that score below 0, each with what a wrong response gets.
+LEAST_SCORE = {"math_dapo": -1.0}
+
 # The rules that `auto` uses for a data_source that is not itself a rule's name. Keys are those in verl's prepared files
 # and of `mrl data`.
 RULE_OF_DATA_SOURCE: dict[str, str] = {

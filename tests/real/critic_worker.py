@@ -71,9 +71,9 @@ def _cuts(actor: MegatronActor, batch: TrainBatch) -> tuple[StepCut, ReplicaCut]
     layout = actor.critic.layout
     own = None
     if layout.data == actor.layout.data:
-        of_actor = step_cut(actor.config, actor.layout, actor.model, lengths)
+        of_actor = step_cut(actor.config, actor.layout, actor.model, lengths, step=0)
         own = [of_actor.own_rows(replica) for replica in range(layout.data)]
-    whole = step_cut(actor.critic.config, layout, actor.model, lengths, own)
+    whole = step_cut(actor.critic.config, layout, actor.model, lengths, own, step=0)
     return whole, whole.of(layout.dense_coords(actor.rank).dp)
 
 

@@ -67,7 +67,7 @@ def _ask(actor: MegatronActor, batch: TrainBatch, file: Path) -> dict:
     """Deals the rows as the driver does, and has this rank's replica of the teacher score its own."""
     config = actor.config
     teacher = actor.teacher
-    cut = step_cut(config, actor.layout, actor.model, RowLengths.of(batch))
+    cut = step_cut(config, actor.layout, actor.model, RowLengths.of(batch), step=0)
     own = [cut.own_rows(replica) for replica in range(actor.layout.data)]
     model = TeacherModel(teacher.model, teacher.layout)
     cuts = teacher_cut(config.actor, config.distillation.teacher_model, model, RowLengths.of(batch), own)

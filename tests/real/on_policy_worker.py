@@ -112,7 +112,7 @@ def _step(actor: MegatronActor, samples: list[Sample]) -> dict[str, float]:
     made = packed(samples)
     stored = InMemory.of(made.numbers, ResponseBlock(replace(made, routes=None), made.routes))
     scores = np.cos(np.arange(len(samples)))
-    step = StepBatch(Ranks(actor), stored)
+    step = StepBatch(Ranks(actor), stored, 1)
     scored = step.score(scores, np.ones(len(samples), bool))
     return dict(scored.metrics) | update(step)
 

@@ -246,7 +246,7 @@ class Replicas:
 
 def scored_step(actor: Replicas, rollouts, counted=None, kl_coef=None) -> tuple[StepBatch, Scored]:
     """A step on the ranks, after all that the loop asks of them before an update."""
-    config, step = actor.config, StepBatch(actor, rollouts.samples)
+    config, step = actor.config, StepBatch(actor, rollouts.samples, 1)
     if counted is None:
         counted = compared(step.rows.group_id, rollouts.results, config.compares_responses)
     if config.distillation.enabled:

@@ -360,7 +360,7 @@ def test_a_step_that_trains_the_critic_alone_lets_the_rows_go():
 
 @pytest.mark.parametrize("mini", [1, 2, 3, 6])
 def test_every_row_is_in_each_pass_of_a_critic_once_and_where_the_actor_has_it_if_mini_batches_are_whole(mini):
-    step = StepBatch(Replicas(config_of(f"critic.ppo_mini_batch_size={mini}"), 3), stored(samples()))
+    step = StepBatch(Replicas(config_of(f"critic.ppo_mini_batch_size={mini}"), 3), stored(samples()), 1)
     critic = step.critic_cut
     assert len(critic.mini_batches) == 6 // mini
     seen = []
@@ -386,7 +386,7 @@ def test_replicas_train_a_critic_on_equally_many_rows_as_planned(replicas, mini)
     config = config_of(f"critic.ppo_mini_batch_size={mini}")
     actor = Replicas(config, replicas)
     planned_rows = batch_plan(config.of_critic, actor.critic_layout).samples_per_rank
-    for part in StepBatch(actor, stored(samples())).critic_cut.mini_batches:
+    for part in StepBatch(actor, stored(samples()), 1).critic_cut.mini_batches:
         assert [sum(len(micro.rows) for micro in share if not micro.is_filler) for share in part] == [
             planned_rows
         ] * replicas
@@ -394,7 +394,7 @@ def test_replicas_train_a_critic_on_equally_many_rows_as_planned(replicas, mini)
 
 def test_a_replica_without_a_critic_is_cut_as_before():
     plain = load_config(TINY, "grpo", list(SIZES)).config
-    step = StepBatch(Replicas(plain, 2), stored(samples()))
+    step = StepBatch(Replicas(plain, 2), stored(samples()), 1)
     assert step.critic_cut is None
     assert not hasattr(ReplicaActor(plain), "critic")
 

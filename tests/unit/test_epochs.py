@@ -11,10 +11,13 @@ from test_step_batch import PROMPTS, SIZES, TINY, N, rollouts_of, samples
 from mrl.algo.plain import Denominators
 from mrl.config.describe import describe_batch
 from mrl.config.load import load_config
+from mrl.config.loss_rules import loss_notes
+from mrl.data.order import permutation
 from mrl.driver.step_batch import StepBatch
 from mrl.driver.update import load_metrics
 from mrl.plan.plan_inputs import batch_plan, engine_of
 from mrl.plan.times import phase_seconds, step_flops
+from mrl.rank.cut import mini_batch_rows
 from mrl.tools.import_verl.translate import import_overrides
 
 ROWS = PROMPTS * N
@@ -79,6 +82,15 @@ def test_epochs_in_order_repeat_the_micro_batches_of_the_first():
     assert [[m.rows.tolist() for m in share] for share in cut.log_probs] == joined
 
 
+def test_no_epoch_has_the_order_of_the_data_or_of_another_step():
+    """A key of numpy's SeedSequence is as if zeros followed it."""
+    actor = config_of("actor.ppo_epochs=3", "actor.ppo_mini_batch_size=1").actor
+    drawn = [[rows.tolist() for rows in mini_batch_rows(actor, 1, 64, (5, step))] for step in range(3)]
+    orders = [list(chain.from_iterable(found[at : at + 64])) for found in drawn for at in (0, 64, 128)]
+    of_data = [permutation(key, 64).tolist() for key in [(5, n) for n in range(3)] + [(5, 0, n, 1) for n in range(3)]]
+    assert len({tuple(order) for order in orders + of_data}) == 9 + 6
+
+
 @pytest.mark.parametrize("overrides", [(), ("algorithm.overlong_filter=true",)])
 def test_denominators_of_each_update_count_its_own_rows_and_old_log_probs_are_computed_once(overrides):
     told = []
@@ -139,6 +151,15 @@ def test_a_critic_has_the_actors_epochs_and_order_or_its_own(own, epochs, is_sam
 def test_what_several_epochs_do_not_go_with_is_one_message(overrides, fields):
     batch = ["data.train_batch_size=64", "actor.ppo_mini_batch_size=64", "actor.ppo_epochs=2"]
     assert [violation.field for violation in broken(*batch, *overrides, recipe=None)] == fields
+
+
+def test_uneven_draws_are_told_before_a_run():
+    def told(world: int, *overrides: str) -> bool:
+        layout = [f"actor.layout.{name}_parallel_size=1" for name in ("tensor_model", "pipeline_model", "expert_model")]
+        config = config_of("actor.ppo_epochs=2", f"actor.layout.world_size={world}", *layout, *overrides)
+        return any("are drawn unevenly" in note for note in loss_notes(config))
+
+    assert told(2) and not told(1) and not told(2, "actor.shuffle=false") and not told(2, "rollout.n=32")
 
 
 def test_a_plan_and_a_schedule_count_the_updates_of_all_epochs():

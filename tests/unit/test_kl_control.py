@@ -15,6 +15,7 @@ from test_step_batch import SIZES, TINY, Noisy, rollouts_of, samples
 from mrl.algo.kl_control import next_kl_coef
 from mrl.checkpoint.manifest import read_manifest
 from mrl.config.load import load_config
+from mrl.config.loss_rules import loss_notes
 from mrl.config.schema_algorithm import KlControlConfig
 from mrl.data.order import DataCursor
 from mrl.driver import loop
@@ -90,6 +91,15 @@ def test_a_kl_that_is_no_number_ends_the_step_before_anything_is_changed(control
 def test_what_an_adaptive_weight_needs_is_one_message(overrides, field):
     assert [violation.field for violation in broken(*overrides)] == [field]
     assert broken(*ADAPTIVE) == broken(*ADAPTIVE, "algorithm.kl_ctrl.horizon=103") == []
+
+
+def test_a_weight_that_follows_fast_is_told_before_a_run():
+    def told(horizon: int) -> list[str]:
+        config = load_config(TINY, None, [*ADAPTIVE, f"algorithm.kl_ctrl.horizon={horizon}"]).config
+        return [note for note in loss_notes(config) if "kl_ctrl.horizon" in note]
+
+    assert "2 times the samples of a step: the weight may change by 10% in each" in told(2 * 64 * 8)[0]
+    assert not told(10 * 64 * 8)
 
 
 def test_a_verl_script_keeps_its_controller():

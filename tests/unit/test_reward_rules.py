@@ -8,8 +8,10 @@ import sys
 import numpy as np
 import pytest
 
+from mrl.config.schema_data import RewardConfig
+from mrl.driver.assemble_data import check_least_scores
 from mrl.errors import ConfigError, DataError
-from mrl.reward.builtin_rules import ENVIRONMENT, RULES, exact_match, gsm8k
+from mrl.reward.builtin_rules import ENVIRONMENT, LEAST_SCORE, RULES, exact_match, gsm8k
 from mrl.reward.items import RewardResult, RewardSpec, check_failures, failures_at_the_bottom
 from mrl.reward.reasoning_rule import REASONING
 from mrl.reward.resolve import check_data_sources, resolve
@@ -216,3 +218,30 @@ def test_a_worker_whose_run_ends_before_it_was_told_anything_says_nothing():
     with subprocess.Popen(command, pass_fds=(requests,), stderr=subprocess.PIPE, text=True) as worker:
         assert worker.communicate(timeout=30) == (None, "") and worker.returncode == 0
     os.close(requests)
+
+
+@pytest.mark.parametrize(
+    ("sources", "function", "is_refused"),
+    [
+        (["math_dapo"], "auto", True),
+        (["openai/gsm8k", "aime2024"], "auto", True),
+        (["openai/gsm8k"], "math_dapo", True),
+        (["openai/gsm8k", "lighteval/MATH"], "auto", False),
+        (["math_dapo"], "math", False),
+    ],
+)
+def test_maxrl_is_refused_with_rules_that_score_below_zero_before_anything_starts(sources, function, is_refused):
+    reward = RewardConfig(function=function)
+    check_least_scores("grpo", reward, sources)
+    if is_refused:
+        with pytest.raises(ConfigError, match="the rule math_dapo gives a wrong response -1"):
+            check_least_scores("maxrl", reward, sources)
+    else:
+        check_least_scores("maxrl", reward, sources)
+
+
+def test_only_the_rules_in_the_table_score_below_zero():
+    for name in sorted(RULES.keys() - {ENVIRONMENT, REASONING}):
+        value = RULES[name](name, "nonsense", "A", {})
+        score = value["score"] if isinstance(value, dict) else value
+        assert (score, name in LEAST_SCORE) == ((LEAST_SCORE.get(name, 0.0)), score < 0)

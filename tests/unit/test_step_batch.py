@@ -188,7 +188,7 @@ def test_rows_computed_in_chunks_have_the_same_bits():
 
 
 def test_every_row_is_trained_on_one_replica_and_a_replica_needs_hardly_more():
-    step = StepBatch(Replicas(load_config(TINY, None, SIZES).config, 5), stored(samples()))
+    step = StepBatch(Replicas(load_config(TINY, None, SIZES).config, 5), stored(samples()), 1)
     own = [step.cut.own_rows(replica) for replica in range(5)]
     assert sorted(np.concatenate(own)) == list(range(PROMPTS * N))
     for replica in range(5):
@@ -202,7 +202,7 @@ def test_the_old_policys_rows_are_cut_where_they_are_under_a_limit_of_their_own(
         "actor.ppo_max_token_len_per_gpu=80",
         "actor.log_prob_max_token_len_per_gpu=200",
     )
-    step = StepBatch(Replicas(load_config(TINY, None, [*SIZES, *limits]).config, 3), stored(samples()))
+    step = StepBatch(Replicas(load_config(TINY, None, [*SIZES, *limits]).config, 3), stored(samples()), 1)
     for replica in range(3):
         micros = [micro.rows for micro in step.cut.log_probs[replica] if not micro.is_filler]
         assert sorted(np.concatenate(micros)) == step.cut.own_rows(replica).tolist()
