@@ -32,7 +32,7 @@ _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 # A clip this many times wider than the widest sensible one was written for another kind of ratio.
 _OTHER_SCALE = 10
 _SLOW = 10  # steps of samples in the horizon of an adaptive weight, at least
-# rows of a drawn mini-batch on a replica: the fullest of 8 has 16 % more work than the mean at 64, of 32 half more at 16
+# rows of a drawn mini-batch on a replica: the fullest has 16 % more work than the mean at 64, half more at 16
 _EVEN_ROWS = 32
 _PENALISED = "reward"  # the part that is the score after penalties
 

@@ -318,7 +318,7 @@ def test_validate_and_train_refuse_alike_before_anything_starts(folder, capsys, 
     """The same message from both; train stops before it imports what brings Ray."""
     (folder / "reward.py").write_text("def compute_score(**_):\n    return None\n")
     monkeypatch.setattr("mrl.driver.preflight.check_checkpoint", lambda *_: None)
-    monkeypatch.setattr("mrl.driver.preflight.load_model_spec", lambda path: planning_model_spec(path)[0])
+    monkeypatch.setattr("mrl.driver.preflight.load_model_spec", lambda path, *_: planning_model_spec(path)[0])
     monkeypatch.setattr("mrl.driver.preflight.check_disk_space", lambda *_: None)
     monkeypatch.setattr("mrl.driver.preflight.with_models_at_hand", lambda resolved, **_: resolved)
     said = {}
