@@ -29,7 +29,12 @@ def add(commands) -> None:
         type=positive,
         metavar="M",
         default=30,
-        help="for each replay (default: 30); what they do not suffice for is said",
+        help="for all of it (default: 30); what they do not suffice for is said",
+    )
+    explain.add_argument(
+        "--repeat-calls",
+        action="store_true",
+        help="also make calls again of tools that may act on the world: with network, folders, MCP servers",
     )
     explain.add_argument("--json", action="store_true", help="print one JSON object")
     explain.set_defaults(run=_explain)
@@ -42,7 +47,7 @@ def _explain(options: argparse.Namespace) -> None:
     from mrl.record.run_dir import RunDir, json_line
     from mrl.tools.explain.explain import explain, lines
 
-    found = explain(Path(options.run_dir), options.step, 60.0 * options.minutes)
+    found = explain(Path(options.run_dir), options.step, 60.0 * options.minutes, options.repeat_calls)
     answer = json_line(found.to_json())
     with suppress(OSError), appears_whole(RunDir(Path(options.run_dir)).explained) as work:  # for the report's page
         work.write_text(answer, encoding="utf-8")

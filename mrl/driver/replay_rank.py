@@ -225,6 +225,9 @@ def experiment(
             changed.enter_context(viewed(actor, given.get("view", {"kind": "own"}), {}))
             if "lost_replica" in given:
                 changed.enter_context(without_replica(given["lost_replica"]))
+            if "kl_coef_times" in given:
+                usual_coef = usual.algorithm.kl_ctrl.kl_coef if kl_coef is None else kl_coef
+                kl_coef = given["kl_coef_times"] * usual_coef
             return {"metrics": one_step(actor, step, rollouts, kl_coef, left_out)}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
@@ -264,16 +267,18 @@ def main(rank: int, port: int, folder: Path) -> None:
     clock = Time(actor, begun + order["seconds"])
     answer: dict[str, Any] = {"steps": {}, "differences": {}, "views": [], "experiments": {}, "file": None}
     older: dict[int, Weights] = {}  # by version
+    control = config.algorithm.kl_ctrl
+    kl_coef: float | None = order["kl_coef"]
     for step in range(order["first"], order["step"] + 1):
         is_last = step == order["step"]
         if order["views"] and not is_last and step > order["step"] - 1 - KEPT:
             older[step - 1] = weights_of(actor)
         rollouts = stored_rollouts(config, run / "samples", step)
+        start = None  # before the next: a device holds one, beside the state itself
         start = Snapshot(actor) if is_last or order["guesses"] else None
         if order["views"] and is_last:
             answer["views"] = _views(actor, step, rollouts, older, clock, order["floor"])
             start.restore()
-        kl_coef = order["kl_coefs"][str(step)]
         metrics = one_step(actor, step, rollouts, kl_coef)
         answer["steps"][step] = metrics
         found = unlike(order["stored"][str(step)], metrics)
@@ -290,6 +295,8 @@ def main(rank: int, port: int, folder: Path) -> None:
                 for each in given
             }
             break
+        if control.type == "adaptive":  # as the run goes on, not as its metrics say
+            kl_coef = control.next_coef(metrics["actor/kl_coef"], metrics["actor/reward_kl"], len(rollouts.results))
     (folder / f"rank-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     actor.close()
 

@@ -8,7 +8,9 @@ import pytest
 from report_run import World, write_run
 
 from mrl.data.samples import Sample, Turn, TurnCall, packed
+from mrl.errors import EnvironmentFault
 from mrl.record.sample_files import write_samples
+from mrl.tools.explain import asked_tools
 from mrl.tools.explain.asked_tools import ToolAsker, of_tools, tool_asker
 from mrl.tools.explain.replay import StoredRun
 
@@ -86,7 +88,7 @@ def asked(tmp_path_factory):
         rewards = [{"score": 0.0, "reason": "ok"}] * len(samples)
         write_samples(run.samples, step, [packed(samples)], rewards, turns=True)
 
-    asker = tool_asker(StoredRun.read(run.path))
+    asker = tool_asker(StoredRun.read(run.path), repeats_calls=True)
     assert isinstance(asker, ToolAsker)
     with asker:
         yield asker, write
@@ -141,6 +143,23 @@ def test_what_tools_do_not_repeat_and_calls_that_failed_are_left_out(asked):
 
 def test_runs_without_tools_and_tools_that_use_the_network_are_not_asked(tmp_path):
     assert tool_asker(StoredRun.read(write_run(tmp_path / "plain" / "run").path)) == ""
-    settings = ["rollout.turns.tools=[calculator]", "rollout.turns.network=true", "data.max_response_length=96"]
-    run = StoredRun.read(write_run(tmp_path / "network" / "run", World(settings=settings)).path)
-    assert "are not asked again" in tool_asker(run)
+    for number, acts in enumerate(("network=true", f"folders=[{tmp_path}]")):
+        settings = ["rollout.turns.tools=[calculator]", f"rollout.turns.{acts}", "data.max_response_length=96"]
+        run = StoredRun.read(write_run(tmp_path / str(number) / "run", World(settings=settings)).path)
+        assert "are not asked again" in tool_asker(run) and acts.split("=")[0] in tool_asker(run)
+
+
+def test_where_no_file_is_kept_from_functions_they_are_not_asked_unless_one_says_so(asked, monkeypatch):
+    asker, _ = asked
+    monkeypatch.setattr(asked_tools, "landlock_version", lambda: 0)
+    assert "no Landlock" in tool_asker(asker._run)
+    monkeypatch.setattr(asked_tools, "ToolAsker", lambda run, end: end)
+    assert tool_asker(asker._run, 4.0, repeats_calls=True) == 4.0
+
+
+def test_calls_end_when_their_time_does(asked, monkeypatch):
+    asker, write = asked
+    write(6, calls_of([901, 902], [1, 2]))
+    monkeypatch.setattr(asker, "_end", 0.0)
+    with pytest.raises(EnvironmentFault, match="share of the time"):
+        of_tools(6, asker)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.record.sample_files import write_samples
 from mrl.reward.pool import RewardPool
 from mrl.tools.explain import explain as explaining
+from mrl.tools.explain import replay as replaying
 from mrl.tools.explain import rewards
 from mrl.tools.explain.band import (
     DEGREES,
@@ -35,7 +37,7 @@ from mrl.tools.explain.band import (
     usual,
 )
 from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
-from mrl.tools.explain.experiments import effects, experiments_of, likeness
+from mrl.tools.explain.experiments import effects, experiments_of, guesses_of, likeness
 from mrl.tools.explain.explain import Explanation, LikelyCause, explain, lines, of_views
 from mrl.tools.explain.replay import Replay, StoredRun, replay
 from mrl.tools.explain.rewards import Rescorer, ScoredResponses, of_rewards, of_sources, rescorer
@@ -209,7 +211,7 @@ def a_run(tmp_path, monkeypatch, again=None, stored=None, broken="actor/grad_nor
         return replace(given, experiments={order["name"]: given.experiments.get(order["name"], {}) for order in tried})
 
     monkeypatch.setattr(explaining, "replay", replayed)
-    monkeypatch.setattr(explaining, "rescorer", lambda run: "scores are not asked for again")
+    monkeypatch.setattr(explaining, "rescorer", lambda *_: "scores are not asked for again")
     return run
 
 
@@ -281,7 +283,7 @@ def test_where_only_experiments_speak_of_a_break_the_newest_steps_are_audited(tm
 def test_lone_groups_and_missing_replays_of_a_run_within_its_band_are_told(tmp_path, monkeypatch):
     metrics = {"actor/grad_norm": [1.0 + 0.01 * (step % 3) for step in range(16)]}
     run = write_run(tmp_path / "run", World(steps=16, total=16, metrics=metrics, settings=["rollout.n=8"]))
-    monkeypatch.setattr(explaining, "rescorer", lambda run: "scores are not asked for again")
+    monkeypatch.setattr(explaining, "rescorer", lambda *_: "scores are not asked for again")
     monkeypatch.setattr(explaining.StepSamples, "read", lambda folder, step: samples(versions=np.full(32, 15)))
     (said,) = [explain(run.path).replayed]
     assert "scores are not asked for again" in said and "samples of step 1 are missing" in said
@@ -510,6 +512,52 @@ def test_a_number_near_the_ranks_own_is_found_too(value):
         return view | {"fits": float(np.minimum(*gaps))}
 
     assert replay_views._searched("temperature", 0.25, 4.0, tried)["value"] == pytest.approx(value, rel=0.02)
+
+
+def test_epochs_and_a_kl_in_the_rewards_have_experiments_and_guesses(tmp_path):
+    settings = ["actor.ppo_epochs=2", "algorithm.use_kl_in_reward=true"]
+    config = config_of(tmp_path, *settings)
+    tried = {each.name: dict(each.order) for each in experiments_of(config, samples())}
+    guessed = {each.name: dict(each.order) for each in guesses_of(config, 1)}
+    for found in (tried, guessed):
+        assert found["with one epoch"] == {"settings": {"actor.ppo_epochs": 1}}
+    assert tried["without the KL in the rewards"] == {"kl_coef_times": 0.0}
+    assert guessed["with the other sign of the KL in the rewards"] == {"kl_coef_times": -1.0}
+    plain = config_of(tmp_path / "plain")
+    assert "with one epoch" not in [each.name for each in (*experiments_of(plain, samples()), *guesses_of(plain, 1))]
+
+
+def test_a_weight_of_the_kl_that_does_not_follow_from_the_steps_before_is_told(tmp_path, monkeypatch):
+    """A replay begins with the checkpoint's weight, and not with that of the run's metrics."""
+    adaptive = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
+    stored = SimpleNamespace(trainer={"kl_coef": 0.25})
+    monkeypatch.setattr(replaying, "read_manifest", lambda folder: stored)
+    for settings, given, first in ((adaptive, tmp_path, 0.25), (adaptive, None, None), (adaptive[:1], tmp_path, None)):
+        run = SimpleNamespace(config=config_of(tmp_path / str(first) / str(given is None), *settings))
+        assert replaying.first_kl_coef(run, given) == first
+    unlike = {12: [("actor/kl_coef", 0.1, 0.25), ("actor/grad_norm", 8.0, 1.0)]}
+    run = a_run(tmp_path / "told", monkeypatch, Replay(6, 12, {}, 70, unlike, None, {}, {}, 1.0))
+    first = explain(run.path).verdicts[0]
+    assert first.kind == "update" and "weight of the KL in the rewards was not what" in first.cause
+
+
+def test_all_of_an_explanation_has_one_end(tmp_path, monkeypatch):
+    given = []
+    run = a_run(tmp_path, monkeypatch)
+    replayed = explaining.replay
+    monkeypatch.setattr(
+        explaining, "replay", lambda *order, **named: given.append(order[4]) or replayed(*order, **named)
+    )
+    monkeypatch.setattr(explaining, "rescorer", lambda run, end: time.sleep(0.5) or "slow")
+    explain(run.path, seconds=60.0)
+    assert 50 < given[0] <= 59.5
+
+
+def test_scores_and_calls_for_which_there_is_no_time_are_not_waited_for():
+    again = object.__new__(Rescorer)
+    again._end, again._pool = time.monotonic() - 1, None
+    with pytest.raises(DataError, match="share of the time"):
+        again._scores([], [], [])
 
 
 def test_a_guess_is_like_the_run_as_far_as_it_gives_what_did_not_repeat():

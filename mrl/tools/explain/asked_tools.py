@@ -6,7 +6,7 @@
 Calls are read from the sampled tokens, as the run read them. Each different call is made in two processes of unlike
 hash seeds. Once a tool does not answer one of its calls alike, its answers are not a function of the call, and the
 whole tool is left out: of what is drawn, single answers are alike by chance. Turns of which a call failed are left out,
-too. Tools that use the network may act on the world, and are not asked again.
+too. Tools that may act on the world are not asked again but on demand.
 
 Answers to other calls of the step are a fault of the run. Others may be one of the world, which changes (a date, a
 file, an index): they are told only where many turns have them, of tools that answered each call alike in all turns of
@@ -14,7 +14,9 @@ the step, and never instead of what else is found.
 """
 
 import json
+import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,12 +29,14 @@ from mrl.acting.dialects import ToolCall, dialect_of
 from mrl.acting.environment_pool import EnvironmentPool
 from mrl.acting.offer import name_of
 from mrl.config.schema import RunConfig
+from mrl.config.schema_rollout import TurnsConfig
 from mrl.data.dataset import load_tokenizer
 from mrl.engine.call_reader import call_reader
 from mrl.engine.requests import turns_spec
-from mrl.errors import MrlError
+from mrl.errors import EnvironmentFault, MrlError
 from mrl.model.hub import local_folder
 from mrl.record.sample_files import read_samples, readable
+from mrl.reward.confine import KEEPS_WHOLE, landlock_version
 from mrl.reward.items import OK
 from mrl.schedule.conversation import shortened
 from mrl.tools.explain.replay import StoredRun
@@ -59,10 +63,14 @@ class AnsweredTurn:
 class ToolAsker:
     """Reads a run's tools once, and asks them again. Use it as a context manager."""
 
-    def __init__(self, run: StoredRun):
-        """Raises ConfigError or EnvironmentFault where the tools cannot be started."""
+    def __init__(self, run: StoredRun, end: float = math.inf):
+        """`end`: when no answer is waited for any more, by time.monotonic().
+
+        Raises ConfigError or EnvironmentFault where the tools cannot be started.
+        """
         config = run.config
         self._run = run
+        self._end = end
         self._spec = turns_spec(config.rollout.turns, config.data)
         tokenizer = load_tokenizer(local_folder(config.model.path))
         self._left_out: set[str] = set()  # tools whose answers are not a function of the call
@@ -110,7 +118,7 @@ class ToolAsker:
 
     def answers(self, turns: Sequence[AnsweredTurn]) -> dict[str, str]:
         """Returns what the tools say now to the calls of turns, by `key_of` a call, without tools that do not repeat
-        and calls that fail.
+        and calls that fail. Raises EnvironmentFault where there is no time for them.
         """
         calls = {key_of(call): call for turn in turns for call in turn.calls}
         new = {key: call for key, call in calls.items() if key not in self._answers and call.name not in self._left_out}
@@ -124,7 +132,14 @@ class ToolAsker:
             for key, call in new.items()
         }
         for key, futures in asked.items():
-            first, *others = (future.result() for future in futures)
+            try:
+                first, *others = (future.result(self._left()) for future in futures)
+            except TimeoutError:
+                for each in (future for futures in asked.values() for future in futures):
+                    each.cancel()
+                raise EnvironmentFault(
+                    "not all calls of tools could be made again in their share of the time (--minutes)"
+                ) from None
             if any((each.reason, each.text) != (first.reason, first.text) for each in others):
                 self._left_out.add(new[key].name)
             elif first.reason == OK:
@@ -134,6 +149,9 @@ class ToolAsker:
             for key, call in calls.items()
             if key in self._answers and call.name not in self._left_out
         }
+
+    def _left(self) -> float | None:
+        return None if self._end == math.inf else max(self._end - time.monotonic(), 0.0)
 
     def context(self, turn: AnsweredTurn, answers: Sequence[str]) -> list[int]:
         """Returns the tokens of answers behind a turn."""
@@ -145,18 +163,33 @@ def key_of(call: ToolCall) -> str:
     return json.dumps([call.name, call.arguments], sort_keys=True, default=str)
 
 
-def tool_asker(run: StoredRun) -> "ToolAsker | str":
-    """Returns what asks a run's tools again, or why nothing does; empty where it has none."""
+def tool_asker(run: StoredRun, end: float = math.inf, repeats_calls: bool = False) -> "ToolAsker | str":
+    """Returns what asks a run's tools again until `end` of time.monotonic(), or why nothing does; empty where it has
+    none. `repeats_calls`: also those that may act on the world.
+    """
     config: RunConfig = run.config
     turns = config.rollout.turns
     if turns is None or config.rollout.agent is not None or not (turns.tools or turns.mcp_servers):
         return ""
-    if turns.network:
-        return "rollout.turns.network: tools that use the network may act on the world, and are not asked again"
+    if not repeats_calls and (why := _acts(turns)):
+        return f"{why}, and are not asked again; --repeat-calls asks them"
     try:
-        return ToolAsker(run)
+        return ToolAsker(run, end)
     except MrlError as error:
         return f"tools are not asked again: {str(error).splitlines()[0]}"
+
+
+def _acts(turns: TurnsConfig) -> str:
+    """Returns why a run's tools may act on the world, or keep what one call left for another; empty if not."""
+    if turns.network:
+        return "rollout.turns.network: tools that use the network may act on the world"
+    if turns.folders:
+        return "rollout.turns.folders: tools that write into folders may act on the world"
+    if turns.mcp_servers:
+        return "rollout.turns.mcp_servers: servers may keep what a call leaves, or act on the world"
+    if turns.path is not None and landlock_version() < KEEPS_WHOLE:
+        return "rollout.turns.path: nothing keeps tools from writing files on this host (no Landlock), so they may act"
+    return ""
 
 
 @dataclass(frozen=True)

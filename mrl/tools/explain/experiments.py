@@ -58,6 +58,24 @@ def experiments_of(config: RunConfig, samples: StepSamples) -> list[Experiment]:
                 "look at algorithm.kl_loss_coef and at the reference (ref.path)",
             )
         )
+    if config.algorithm.use_kl_in_reward:
+        found.append(
+            Experiment(
+                "without the KL in the rewards",
+                {"kl_coef_times": 0.0},
+                "the KL in the rewards",
+                "look at algorithm.kl_ctrl and at the reference (ref.path)",
+            )
+        )
+    if config.actor.ppo_epochs > 1:
+        found.append(
+            _of_settings(
+                "with one epoch",
+                {"actor.ppo_epochs": 1},
+                "the step's rows are trained on too often",
+                f"lower actor.ppo_epochs ({config.actor.ppo_epochs})",
+            )
+        )
     if config.algorithm.rollout_correction.level is not None:
         found.append(
             _of_settings(
@@ -105,6 +123,25 @@ def guesses_of(config: RunConfig, replicas: int) -> list[Experiment]:
                     "compare algorithm.kl_loss_coef and kl_loss_type with what the ranks compute",
                 )
             )
+    if algorithm.use_kl_in_reward:
+        for words, times in (("the other sign of", -1.0), ("no", 0.0), ("half", 0.5), ("twice", 2.0)):
+            found.append(
+                Experiment(
+                    f"with {words} the KL in the rewards" if times else "with no KL in the rewards",
+                    {"kl_coef_times": times},
+                    f"the rewards had {words} {'the ' if times else ''}KL",
+                    "compare algorithm.kl_ctrl and kl_penalty with what the ranks compute",
+                )
+            )
+    if config.actor.ppo_epochs > 1:
+        found.append(
+            _of_settings(
+                "with one epoch",
+                {"actor.ppo_epochs": 1},
+                f"the update made one epoch, and not {config.actor.ppo_epochs}",
+                "compare actor.ppo_epochs with what the ranks had",
+            )
+        )
     for replica in range(replicas if replicas > 1 else 0):
         found.append(
             Experiment(

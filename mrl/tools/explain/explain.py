@@ -15,6 +15,7 @@ a step may leave it by chance, or by what a fault did before.
 """
 
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -84,17 +85,41 @@ class Explanation:
         return asdict(self) | {"false_alarm": FALSE_ALARM}
 
 
-def explain(path: Path, step: int | None = None, seconds: float = TIME_S) -> Explanation:
-    """Explains a step, by default the first that leaves the run's own band. `seconds`: for each replay.
+@dataclass(frozen=True)
+class Limits:
+    """What an explanation may take. `end`: by time.monotonic(); `repeats_calls`: whether calls of tools that may act on
+    the world are made again.
+    """
+
+    end: float
+    repeats_calls: bool = False
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, 1 at least: a replay then says that it was not done."""
+        return max(self.end - time.monotonic(), 1.0)
+
+    def part(self, share: float) -> float:
+        """Returns when a share of what is left is over."""
+        return time.monotonic() + share * self.left
+
+
+_TOOLS, _SCORES = 0.2, 0.4  # shares of the time that is left, from the start: the rest is for replays
+
+
+def explain(path: Path, step: int | None = None, seconds: float = TIME_S, repeats_calls: bool = False) -> Explanation:
+    """Explains a step, by default the first that leaves the run's own band. `seconds`: for all of it, but the time of
+    calls that have begun. `repeats_calls`: whether calls of tools that may act on the world are made again.
 
     Raises ConfigError for a run or a step that cannot be explained, and EnvironmentFault where a replay fails and
     nothing else says what was wrong.
     """
+    limits = Limits(time.monotonic() + seconds, repeats_calls)
     run = StoredRun.read(path)
-    return replace(_found(run, step, seconds), steps=run.steps[-1])
+    return replace(_found(run, step, limits), steps=run.steps[-1])
 
 
-def _found(run: StoredRun, step: int | None, seconds: float) -> Explanation:
+def _found(run: StoredRun, step: int | None, limits: Limits) -> Explanation:
     rows = [run.rows[number] for number in run.steps]
     bounded = run.config.trainer.schedule == "sync"  # ahead of training, weights of generation are older by design
     if step is not None:
@@ -109,18 +134,18 @@ def _found(run: StoredRun, step: int | None, seconds: float) -> Explanation:
                 f"--step {step}: every metric is within the band that the steps before it give (or fewer than 8 steps "
                 "are before it); without --step the first step that is not is explained"
             )
-        return _explained(run, step, found, seconds)
+        return _explained(run, step, found, limits)
     found = breaks(rows) or (beyond(rows) if bounded else [])
     explained = []
     for number in sorted({each.step for each in found})[:_BREAKS]:
-        explained.append(_explained(run, number, [each for each in found if each.step == number], seconds))
+        explained.append(_explained(run, number, [each for each in found if each.step == number], limits))
         if any(each.kind in _OF_PROCESS for each in explained[-1].verdicts):
             return explained[-1]
-    audited = _audited(run, seconds)
+    audited = _audited(run, limits)
     return explained[0] if explained and not audited.verdicts else audited
 
 
-def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float) -> Explanation:
+def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits) -> Explanation:
     """Explains a step that leaves its band.
 
     Facts come first: what samples and scores say by themselves, and what does not repeat. What may be a consequence
@@ -137,18 +162,19 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
             run.base(step)  # says which samples are missing, and the key that keeps them
     if samples is not None:
         facts = _of_samples(run, step, samples)
-        with _opened(tool_asker(run), notes) as asker:
+        ends = limits.part(_TOOLS), limits.part(_SCORES)
+        with _opened(tool_asker(run, ends[0], limits.repeats_calls), notes) as asker:
             told = _of_tools(step, asker, notes)
             facts += [each for each in told if each.kind in _OF_PROCESS]
             last = [each for each in told if each.kind not in _OF_PROCESS]
-        with _opened(rescorer(run), notes) as again:
+        with _opened(rescorer(run, ends[1]), notes) as again:
             told = _of_scores(step, again, notes)
             facts += told
             hints = [] if told else [*_of_length(run, step, samples), *_of_sources(step, again, notes)]
             hints += last
     differs = any(_MISMATCH.match(each.name) for each in found)
     if faults := replayed_faults(run.config):
-        told = _of_routes(run, step, seconds) if differs else []
+        told = _of_routes(run, step, limits.left) if differs else []
         verdicts = [
             *facts,
             *(told or _of_engines(found, samples, "of which it is not known whether they repeat")),
@@ -160,7 +186,7 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], seconds: float
     tried = experiments_of(run.config, samples)
     guesses = guesses_of(run.config, run.replicas)
     try:
-        again = replay(run, step, _orders(tried), _orders(guesses), seconds, views=differs)
+        again = replay(run, step, _orders(tried), _orders(guesses), limits.left, views=differs)
     except MrlError as error:
         if not facts and not hints:
             raise
@@ -207,7 +233,7 @@ def _orders(experiments: Sequence[Experiment]) -> list[dict[str, Any]]:
     return [dict(each.order) | {"name": each.name} for each in experiments]
 
 
-def _audited(run: StoredRun, seconds: float) -> Explanation:
+def _audited(run: StoredRun, limits: Limits) -> Explanation:
     """Explains a run of which no step leaves its band: what its newest samples say, and whether scores and steps
     repeat.
     """
@@ -222,7 +248,8 @@ def _audited(run: StoredRun, seconds: float) -> Explanation:
         if counted > _AUDITED_SCORES:
             break
     scored = 0
-    with _opened(tool_asker(run), notes) as asker, _opened(rescorer(run), notes) as again:
+    asked = tool_asker(run, limits.part(_TOOLS), limits.repeats_calls)
+    with _opened(asked, notes) as asker, _opened(rescorer(run, limits.part(_SCORES)), notes) as again:
         for step in newest:
             try:
                 verdicts = _of_samples(run, step, StepSamples.read(folder, step))
@@ -251,7 +278,7 @@ def _audited(run: StoredRun, seconds: float) -> Explanation:
             raise ConfigError(
                 f"no step is computed again: of the newest {MORE_STEPS} none has a checkpoint (trainer.save_freq)"
             )
-        found = replay(run, last, guesses=_orders(guesses), seconds=seconds, earlier=MORE_STEPS - 1)
+        found = replay(run, last, guesses=_orders(guesses), seconds=limits.left, earlier=MORE_STEPS - 1)
     except MrlError as error:
         notes.append(str(error).splitlines()[0])
         return Explanation(str(run.folder.path), None, replayed="; ".join(notes))
@@ -398,6 +425,10 @@ def _of_process(run: StoredRun, again: Replay, guesses: Sequence[Experiment]) ->
         cause = f"gradients were not finite in {lost:.0f} updates, which were skipped; the same rows give finite ones"
         change = "look at logs/actor-rank-N.log of that step, and at that node's devices (mrl doctor)"
         kind = "update"
+    elif "actor/kl_coef" in names:
+        cause = "the weight of the KL in the rewards was not what the steps before give"
+        change = "compare algorithm.kl_ctrl with what the run had, and look at what a resume loaded (checkpoints/)"
+        kind = "update"
     elif "actor/lr" in names:
         cause, change = "the learning rate was not the schedule's", "compare actor.optim.lr with what the ranks had"
         kind = "update"
@@ -411,7 +442,7 @@ def _of_process(run: StoredRun, again: Replay, guesses: Sequence[Experiment]) ->
         kind = "update"
         if resumed:
             cause = "log-probs repeat, and updates do not: the resume lost a part of the optimizer's state"
-    if likely[nearest.name] >= LIKE and "actor/lr" not in names and not lost:
+    if likely[nearest.name] >= LIKE and not names & {"actor/lr", "actor/kl_coef"} and not lost:
         cause, change = nearest.cause, nearest.cure
         evidence += f". Computed {nearest.name}, {likely[nearest.name]:.0%} of the difference is what the run had"
     return [LikelyCause(kind, cause, evidence, change)]

@@ -215,7 +215,7 @@ def replay(
             "checkpoint": None if checkpoint is None else str(checkpoint.resolve()), "stored": stored,
             "total_steps": _total_steps(run.config), "experiments": list(experiments), "guesses": list(guesses),
             "views": views, "floor": floor, "settings": dict(settings), "seconds": seconds,
-            "kl_coefs": _kl_coefs(run, range(first + 1, step + 1)),
+            "kl_coef": first_kl_coef(run, checkpoint),
         }  # fmt: skip
         (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
         (folder / "config.yaml").write_text(run.folder.config.read_text(encoding="utf-8"), encoding="utf-8")
@@ -251,10 +251,13 @@ def _total_steps(config: RunConfig) -> int:
     return data_of(config).total_steps
 
 
-def _kl_coefs(run: StoredRun, steps: Sequence[int]) -> dict[int, float | None]:
-    """Returns the weight of a KL in the rewards of each step; None where it is that of the configuration."""
-    adaptive = run.config.algorithm.kl_ctrl.type == "adaptive"
-    return {step: run.rows[step]["actor/kl_coef"] if adaptive else None for step in steps}
+def first_kl_coef(run: StoredRun, checkpoint: Path | None) -> float | None:
+    """Returns the weight of a KL in the rewards of the step after a checkpoint; None where it is that of the
+    configuration. Weights of later steps follow from it: the run's own metrics may hold a wrong one.
+    """
+    if run.config.algorithm.kl_ctrl.type == "fixed" or checkpoint is None:
+        return None
+    return read_manifest(checkpoint).trainer.get("kl_coef")
 
 
 def data_of(config: RunConfig) -> "Data":

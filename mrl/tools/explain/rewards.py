@@ -5,6 +5,8 @@ Sources of which it does not answer all alike are left out, as are responses tha
 judges are not asked for again.
 """
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,8 +54,10 @@ class ScoredResponses:
 class Rescorer:
     """Reads a run's prompts and reward function once, and scores steps again. Use it as a context manager."""
 
-    def __init__(self, run: StoredRun):
+    def __init__(self, run: StoredRun, end: float = math.inf):
+        """`end`: when nothing is scored any more, by time.monotonic()."""
         config = run.config
+        self._end = end
         self._run = run
         self._data = data_of(config)
         folder = local_folder(config.model.path)
@@ -117,11 +121,22 @@ class Rescorer:
 
     def _scores(self, prompts: Sequence[Prompt], texts: Sequence[str], truths: Sequence[Any]) -> np.ndarray:
         """Returns scores, float64 [rows]; NaN where the function failed."""
+        self._check_time()
         if self._pool is None:
             self._pool = RewardPool(self._data.reward, _WORKERS, self._run.config.reward.timeout_s)
         for number, (prompt, text, truth) in enumerate(zip(prompts, texts, truths, strict=True)):
             self._pool.submit(RewardItem(number, prompt.data_source, text, truth, prompt.extra_info))
-        return np.array([each.score if each.reason == OK else np.nan for each in self._pool.drain()])
+        try:
+            results = self._pool.drain(self._check_time)
+        except DataError:
+            self._pool.close()  # with what waits
+            self._pool = None
+            raise
+        return np.array([each.score if each.reason == OK else np.nan for each in results])
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._end:
+            raise DataError("not all responses could be scored again in their share of the time (--minutes)")
 
     def shifted(self, step: ScoredResponses, source: str) -> dict[str, np.ndarray]:
         """Returns scores of a source's responses by the truths of other rows, by words for these: neighbours in the
@@ -145,15 +160,15 @@ class Rescorer:
         return found
 
 
-def rescorer(run: StoredRun) -> "Rescorer | str":
-    """Returns what scores a run's steps again, or why nothing can."""
+def rescorer(run: StoredRun, end: float = math.inf) -> "Rescorer | str":
+    """Returns what scores a run's steps again until `end` of time.monotonic(), or why nothing can."""
     config = run.config
     if config.reward.network:
         return "reward.network: judges in the network are not asked again"
     if config.rollout.turns is not None or config.rollout.agent is not None:
         return "rollout.turns: rewards of several turns are not computed again"
     try:
-        return Rescorer(run)
+        return Rescorer(run, end)
     except MrlError as error:
         return f"scores are not computed again: {str(error).splitlines()[0]}"
 
