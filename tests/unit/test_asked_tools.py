@@ -1,7 +1,9 @@
 """mrl explain asks tools again, and says whose answers a run's responses have."""
 
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +162,9 @@ def test_where_no_file_is_kept_from_functions_they_are_not_asked_unless_one_says
 def test_calls_end_when_their_time_does(asked, monkeypatch):
     asker, write = asked
     write(6, calls_of([901, 902], [1, 2]))
-    monkeypatch.setattr(asker, "_end", 0.0)
-    with pytest.raises(EnvironmentFault, match="share of the time"):
-        of_tools(6, asker)
+    monkeypatch.setattr(asker, "_pools", [SimpleNamespace(call=lambda *_: Future())])  # of calls that never end
+    for left in ([0.0], [1.0, 0.01]):  # none from the start; gone while the first call is waited for
+        told = iter(left)
+        monkeypatch.setattr(asker, "_left", lambda told=told: next(told))
+        with pytest.raises(EnvironmentFault, match="share of the time"):
+            of_tools(6, asker)

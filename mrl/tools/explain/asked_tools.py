@@ -44,6 +44,7 @@ from mrl.tools.explain.replay import StoredRun
 _SEED = "PYTHONHASHSEED"
 _SEEDS = ("1", "2")  # of hashes, in two processes
 _ASKED = 16  # calls of a tool at least, of which few are made several times
+_LATE = "not all calls of tools could be made again in their share of the time (--minutes)"
 _OTHERS = 0.5  # share of the unlike answers that must be those of other calls
 _LEAST_OTHERS = 2  # of them: calls that are mixed up are two
 _LEAST_SHARE, _LEAST_TURNS = 0.1, 3  # of unlike turns with answers of no other call
@@ -122,6 +123,8 @@ class ToolAsker:
         """
         calls = {key_of(call): call for turn in turns for call in turn.calls}
         new = {key: call for key, call in calls.items() if key not in self._answers and call.name not in self._left_out}
+        if new and self._left() == 0:
+            raise EnvironmentFault(_LATE)
         of_tool = Counter(call.name for call in new.values())
         asked = {
             key: [
@@ -137,9 +140,7 @@ class ToolAsker:
             except TimeoutError:
                 for each in (future for futures in asked.values() for future in futures):
                     each.cancel()
-                raise EnvironmentFault(
-                    "not all calls of tools could be made again in their share of the time (--minutes)"
-                ) from None
+                raise EnvironmentFault(_LATE) from None
             if any((each.reason, each.text) != (first.reason, first.text) for each in others):
                 self._left_out.add(new[key].name)
             elif first.reason == OK:

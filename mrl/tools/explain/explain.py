@@ -266,6 +266,7 @@ def _audited(run: StoredRun, limits: Limits) -> Explanation:
             if verdicts:
                 return Explanation(str(run.folder.path), step, verdicts=verdicts, replayed="; ".join(notes))
             scored += again is not None and len(notes) == unsaid
+    notes = list(dict.fromkeys(notes))  # what there was no time for is alike in all steps
     if scored:
         notes.insert(0, f"scores of {scored} steps repeat")
     if replayed_faults(run.config):
