@@ -45,13 +45,6 @@ def _training(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunCo
 _OF_TRAINED = "with model.vision: trained or projector"
 TRAINED_RULES = (
     RuleRow(
-        _VISION,
-        _training(lambda c, m: True),
-        "must be frozen, or null",
-        "a whole run with a tower that is trained has not been tried yet, though its parts have",
-        ("frozen", None),
-    ),
-    RuleRow(
         "actor.optim.vision_lr",
         lambda c, m: c.actor.optim.vision_lr is not None and c.model.vision not in (TRAINED, PROJECTOR),
         "must be left out",

@@ -1,6 +1,7 @@
 """Whole runs with images: engines' log-probs are the ranks' in every step. A weight sync brings the text model alone
 beside a frozen tower: in turns on the same devices, with generation ahead and routes replayed, and by engines of
-several ranks, too. The models are drawn, and their rows have no, one or two pictures of different sizes.
+several ranks, too. A tower that is trained comes with it. The models are drawn, and their rows have no, one or two
+pictures of different sizes.
 """
 
 import importlib.util
@@ -12,9 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_runs import finish, train
 from world import PRESET, ROOT, metrics, mrl, overrides
 
+from mrl.checkpoint.convert import write_hf
+from mrl.checkpoint.open_checkpoint import open_mrl
+from mrl.checkpoint.vision_tower import open_whole
 from mrl.record.sample_files import read_samples
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
@@ -40,6 +45,14 @@ LAYOUTS = {
     "dense-colocated": (0, {TP: 1, "actor__layout__world_size": 1, "cluster__placement": "colocated",
                             "cluster__n_gpus_per_node": 1}),
 }  # fmt: skip
+# against a reference, whose tower stays as it was
+KL = {"algorithm__use_kl_loss": True, "actor__ppo_mini_batch_size": 8}
+RATES = {"actor__optim__lr": 1e-4, "actor__optim__vision_lr": 1e-3, "actor__optim__lr_warmup_steps": 0}
+TRAINED = {
+    "moe-pp2": (8, {TP: 1, PP: 2, "model__vision": "trained"} | KL | RATES),
+    "dense-tp2": (0, TP2 | RATES | {"model__vision": "projector"}),
+}
+
 EVALUATED = "moe-pp2"
 
 
@@ -119,3 +132,24 @@ def check_evaluation(world: Path, run: Path, given: dict) -> None:
     assert sorted(file.name for file in out.iterdir()) == [
         "config.resolved.yaml", "generations.jsonl", "logs", "results.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_engines_see_with_the_tower_that_was_trained(name, tmp_path):
+    world, run, _, rows = run_of(name, TRAINED, tmp_path)
+    vision = TRAINED[name][1]["model__vision"]
+    source = open_mrl(run / "checkpoints" / "step-3")
+    assert source.model.trained_part == vision
+    if "algorithm__use_kl_loss" in TRAINED[name][1]:
+        assert abs(rows[0]["actor/kl_loss"]) < 1e-6 < rows[2]["actor/kl_loss"]
+    write_hf(source, tmp_path / "hf", whole=open_whole(world / "model", source))
+    before, after = weights(world / "model"), weights(tmp_path / "hf")
+    assert before.keys() == after.keys()
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    tower = {key.partition("visual.")[2] for key in moved if "visual." in key}
+    assert {"merger.linear_fc1.weight", "deepstack_merger_list.0.linear_fc2.weight"} <= tower
+    assert ("blocks.0.attn.qkv.weight" in tower) == ("patch_embed.proj.weight" in tower) == (vision == "trained")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
