@@ -64,7 +64,8 @@ class CommonAdapter:
         own.
         """
         backends = (getattr(layer, "attn_backend", None) for layer in model.modules())
-        return {backend.get_name() for backend in backends if backend is not None}
+        # a vision tower's attention has the name of one of its own here, and no class
+        return {backend.get_name() for backend in backends if isinstance(backend, type)}
 
     def word_backends(self, model: nn.Module) -> set[str]:
         """Returns the classes of the kernels that vLLM chose for FP8 linear layers; empty on CPU."""
