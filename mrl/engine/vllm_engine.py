@@ -153,9 +153,10 @@ class VllmEngine:
         await self._capture_routes()
         if self.settings.drafts_with_model:
             await self._calls.workers("note_drafter")
-        if self.settings.images is not None and not self.settings.syncs_tower:
-            await self._calls.workers("note_tower")
+        if self.settings.images is not None:
             await self._calls.workers("see_images", *astuple(self.settings.images))
+            if not self.settings.syncs_tower:
+                await self._calls.workers("note_tower")
         self._rendezvous = rendezvous_files(await self._calls.workers("rendezvous"))
         self._machine.serve(0)
         self._door.open()
