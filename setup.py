@@ -64,8 +64,6 @@ EXTRAS = {
     ],
 }  # fmt: skip
 
-ROOT = Path(__file__).absolute().parent
-
 
 class BuildWithPresets(build_py):
     """Puts into a wheel what a clone has beside the package: the presets, and the commit that it is built from.
@@ -77,13 +75,14 @@ class BuildWithPresets(build_py):
         super().run()
         if self.editable_mode:
             return  # the clone itself is what is imported
+        root = Path(__file__).absolute().parent
         package = Path(self.build_lib) / "mrl"
         for left in (package / "parallel_configs", package / "commit.txt"):  # of an earlier build in the same folder
             shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
-        shutil.copytree(ROOT / "parallel_configs", package / "parallel_configs")
-        command = ["git", "-C", ROOT, "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+        shutil.copytree(root / "parallel_configs", package / "parallel_configs")
+        command = ["git", "-C", root, "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
         told = subprocess.run(command, capture_output=True)
-        if (ROOT / ".git").exists() and told.returncode == 0:
+        if (root / ".git").exists() and told.returncode == 0:
             (package / "commit.txt").write_bytes(told.stdout)
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from mrl.exercised import exercised
 from mrl.model.trained_tower import MODULE, TrainedTower
 from mrl.rank.parameter_marks import FROZEN, OF_TOWER, is_frozen
 
@@ -73,7 +72,6 @@ class TowerMaker:
             for name, buffer in module.named_buffers(recurse=False)
         ]
         chunk.add_module(_NAME, tower)
-        exercised(f"model.vision={self._tower.part}")
 
     def restore_buffers(self) -> None:
         """Undoes the rounding of buffers, which no checkpoint holds, by Megatron's wrapper of 16-bit models."""

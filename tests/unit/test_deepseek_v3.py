@@ -346,7 +346,7 @@ def test_a_replicated_projection_counts_once_in_the_norm_whatever_transformer_en
     bridge.model_config = ModelConfig(path="model")
     bridge.actor_config = ActorConfig(layout={"world_size": 2}, ppo_mini_batch_size=1)
     bridge.dtype, bridge.has_value_head = torch.bfloat16, False
-    bridge.model = SimpleNamespace(pad_token_id=None, is_latent=True)
+    bridge.model = SimpleNamespace(pad_token_id=None, is_latent=True, trained_tower=None)
     bridge.build_model(is_trained=False)
     for callback in called["post_model_creation_callbacks"]:
         callback(chunk)

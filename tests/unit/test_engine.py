@@ -50,6 +50,7 @@ def engine(monkeypatch, tmp_path):
                 data_ranks=1,
                 arguments=arguments,
                 captures_routes=False,
+                syncs_tower=False,
                 speculates=False,
                 segments_file=str(tmp_path / "segments"),
                 expected=(),

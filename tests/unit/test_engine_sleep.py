@@ -106,6 +106,7 @@ def engine(monkeypatch, tmp_path):
         data_ranks=1,
         arguments={},
         captures_routes=False,
+        syncs_tower=False,
         segments_file=str(tmp_path / "segments"),
         expected=(),
     )

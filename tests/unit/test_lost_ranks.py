@@ -418,7 +418,7 @@ def test_a_signal_while_ranks_score_has_them_stop_too(monkeypatch):
 def test_a_rank_that_is_asked_to_stop_before_it_begins_does_not_score(monkeypatch):
     worker = object.__new__(rank_worker.ActorWorker)
     worker.stopped = 0
-    worker.actor = None
+    worker.actor = worker.profile = None
     asked = []
 
     class Step:

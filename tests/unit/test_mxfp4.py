@@ -142,7 +142,8 @@ def test_an_engines_loader_finds_no_quantisation_that_was_overridden_by_none():
     config.update({"quantization_config": None})
     assert hasattr(config, "quantization_config")
     layer = torch.nn.Linear(2, 2)
-    AwaitedWeights.load_weights(None, layer, SimpleNamespace(hf_config=config, model="none"))
+    loader = SimpleNamespace(load_config=SimpleNamespace(model_loader_extra_config={}))
+    AwaitedWeights.load_weights(loader, layer, SimpleNamespace(hf_config=config, model="none"))
     assert not hasattr(config, "quantization_config") and config.to_dict()["model_type"] == "gpt_oss"
 
 

@@ -368,7 +368,7 @@ def trained_weights(loss_mode: str, aggregation: str, context: float) -> list[to
     batch = replace(plain, **values)
     laid_out = micro_batch(actor._spoilt(batch), np.arange(len(batch)), Shape(packed=True))
     inputs = actor._inputs(laid_out, responses_log_probs(model, batch).double())
-    counted = SimpleNamespace(of=lambda mode: 100)
+    counted = SimpleNamespace(of=lambda mode: 100, tokens=100)
     policy_loss(actor.loss_parameters, inputs, counted).loss.backward()
     torch.optim.SGD(model.parameters(), 0.5).step()
     return [parameter.detach().clone() for parameter in model.parameters()]

@@ -39,7 +39,6 @@ NOT_DONE = {
     "actor_rollout_ref.rollout.quantization": ("null", "fp8"),
     "actor_rollout_ref.rollout.dtype": ("bfloat16", "float32"),
     "actor_rollout_ref.actor.megatron.qat.enable": ("False", "false"),
-    "actor_rollout_ref.model.mtp.enable_train": ("False", "false"),
     "reward_model.enable": ("False", "false", "null"),
 }
 # what is said in another way here, and means the same: verl's key and text -> our value

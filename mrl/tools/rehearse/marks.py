@@ -374,6 +374,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("actor.optimizer_offload", _metric("offload/optimizer_bytes")),
     Switch(f"{_ADAM}.optimizer_cpu_offload"),
     Switch("model.override_transformer_config.recompute_granularity"),
+    Switch("actor.mtp.train"),
     Switch(f"{_DDP}.overlap_grad_reduce"),
     Switch(f"{_DDP}.overlap_param_gather", _never, "it leaves no mark: nobody asks whether a gather is under way"),
     Switch("actor.use_remove_padding", _metric("actor/packed_sequences")),
