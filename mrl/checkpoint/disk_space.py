@@ -32,7 +32,7 @@ def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None, has
     if lora is not None:
         elements = adapter_count(model, lora)
     if has_critic:
-        elements += critic_count(model)
+        elements += critic_count(model.holding(False))
     return elements * precision.checkpoint + BESIDE_TENSORS
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from mrl.checkpoint.tensor_names import TensorNames, tensor_names
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, NumericAbort
-from mrl.model import ModelSpec, model_spec
+from mrl.model import ModelSpec, model_spec, with_predicting
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
 from mrl.model.trained_tower import PROJECTOR, TRAINED
@@ -140,8 +140,9 @@ class Manifest:
 
     @property
     def of_critic(self) -> "Manifest":
-        """The critic's part, as that of an actor, whose weights are whole."""
-        return replace(self, ranks=self.critic, critic=(), adapters={})
+        """The critic's part, as that of an actor, whose weights are whole. It has no predicting layers."""
+        hf_config = with_predicting(self.hf_config, False)
+        return replace(self, ranks=self.critic, critic=(), adapters={}, hf_config=hf_config)
 
     def read_entries(self, folder: Path) -> Iterator[StoredTensor]:
         """Yields the stored tensors of all ranks. Raises DamagedCheckpoint as RankFiles.read_entries does."""

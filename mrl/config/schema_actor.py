@@ -381,7 +381,7 @@ class ActorConfig(Section):
     )
     freeze_router: bool = key(
         False,
-        "Leaves routers as the checkpoint has them: they get no gradient and no weight decay.",
+        "Leaves the policy's routers as the checkpoint has them: they get no gradient and no weight decay.",
         advice="A last resort, where router/drift or router/max_violation grows although routes are replayed.",
         verl="actor_rollout_ref.actor.megatron.freeze_moe_router",
     )

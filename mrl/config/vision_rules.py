@@ -59,19 +59,6 @@ TRAINED_RULES = (
         (0,),
     ),
     RuleRow(
-        "rollout.quantization",
-        _training(lambda c, m: c.rollout.quantization is not None),
-        f"must be null {_OF_TRAINED}",
-        "a sync of the tower beside words of FP8 has not been tried",
-        (None,),
-    ),
-    RuleRow(
-        "algorithm.adv_estimator",
-        _training(lambda c, m: c.algorithm.needs_critic),
-        f"must be one without a critic {_OF_TRAINED}",
-        "a critic would need a tower of its own",
-    ),
-    RuleRow(
         "trainer.schedule",
         _training(lambda c, m: c.trainer.schedule != "sync"),
         f"must be sync {_OF_TRAINED}",

@@ -267,6 +267,7 @@ def _bytes_of_a_checkpoint(config: RunConfig, model: ModelSpec) -> int:
     """Returns the bytes of a checkpoint, including live groups of generation ahead of training."""
     ahead = groups_ahead_bytes(schedule_of(config), config.data, route_bytes(config.actor, model))
     has_critic = config.algorithm.needs_critic
+    model = model.holding(config.actor.mtp.train)
     return checkpoint_bytes(model, config.model.dtype, config.actor.lora.adapters, has_critic) + ahead
 
 

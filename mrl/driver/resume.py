@@ -236,6 +236,11 @@ def _check_same_model(identity: RunIdentity, manifest: Manifest, folder: Path) -
     model = identity.model
     then = model_spec(manifest.hf_config)
     if bool(then.predicting_layers) != identity.trains_predicting:
+        if manifest.weights_only:
+            raise ConfigError(
+                f"actor.mtp.train: {identity.trains_predicting}, and {folder} was converted from weights alone, without "
+                "a predicting layer: start a new run with the Hugging Face checkpoint as model.path, whose files have it"
+            )
         has = "has" if then.predicting_layers else "lacks"
         raise ConfigError(
             f"actor.mtp.train: {identity.trains_predicting}, and {folder} {has} a predicting layer with its optimizer: "

@@ -149,9 +149,10 @@ def for_loader(architecture: str, name: str, tensor: Any) -> tuple[str, Any]:
 
 def with_predicting(config: HfConfig, predicting: bool) -> dict[str, Any]:
     """Returns the configuration of a model whose ranks hold its predicting layers, for manifests and weight syncs, if
-    `predicting`. It is no config.json of an export.
+    `predicting`, else of the model without them. The former is no config.json of an export.
     """
-    return {**config, _HELD: model_spec(config).left_out_layers} if predicting else dict(config)
+    plain = {name: value for name, value in config.items() if name != _HELD}
+    return {**plain, _HELD: model_spec(plain).left_out_layers} if predicting else plain
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:

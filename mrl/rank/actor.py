@@ -471,6 +471,8 @@ class MegatronActor:
         with drawing_noise(config.actor.lora.dropout, config.trainer.seed, self.num_updates, self.platform.device):
             beside = self._learning(count) if drafts else None
             results = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around, beside)
+        if self.predicting is not None:
+            self.predicting.release_embedding()
         if self.routing:
             self.routing.check_recomputed()
         outputs = [result.outputs for result in results if result.outputs is not None]
@@ -564,7 +566,7 @@ class MegatronActor:
         )
         of_drafts = self._step_predicting() if result.applied and self.config.actor.mtp.train else {}
         self.num_updates += result.applied
-        if self.vision is not None:
+        if self.vision is not None and result.applied:
             self.vision.weights_changed()
         self._count_skipped(result, trained)
         if not self.holds_result:
@@ -586,8 +588,10 @@ class MegatronActor:
         if predicting is None:
             return {}
         predicting.step(norm, self.config.actor.optim.clip_grad)
-        of_norm = {"actor/mtp_grad_norm": (norm, 1.0)} if mpu.get_data_parallel_rank() == 0 else {}
-        return predicting.metrics() | of_norm
+        if mpu.get_data_parallel_rank() > 0:
+            return predicting.metrics()
+        skipped = float(not math.isfinite(norm))
+        return predicting.metrics() | {"actor/mtp_grad_norm": (norm, 1.0), "actor/mtp_skipped_updates": (skipped, 1.0)}
 
     def _all_finite(self, batch: TrainBatch, old: RowResult | None) -> bool:
         """Tells whether log-probs are finite on all ranks: `old`, and generation's for the same rows. Collective."""

@@ -7,6 +7,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, count
@@ -23,6 +24,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -170,9 +172,12 @@ class MBridge:
         return self._chunks
 
     def build_predicting_layer(self) -> MultiTokenPredictionLayer:
-        config = self._bridge.config
+        config = copy(self._bridge.config)
+        if self.model.is_moe:  # routers' losses belong to the policy; they enter Megatron's tables by the model's layers
+            config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "none", 0.0
+            config.moe_z_loss_coeff = None
         last = unwrap_model(self._chunks[-1])
-        block = self._bridge._get_transformer_layer_spec(getattr(last, "vp_stage", None))
+        block = self._all_layers()
         norm = block.layer_norm
         parts = MultiTokenPredictionLayerSubmodules(norm, norm, _column_parallel(), block.layer_specs[-1], norm)
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -183,6 +188,18 @@ class MBridge:
         for router in _routers_with_constants(layer):
             router.expert_bias.data = router.expert_bias.data.float()
         return layer
+
+    def _all_layers(self) -> TransformerBlockSubmodules:
+        """Returns the layers of the whole model. A last stage may have none of its own."""
+        own = self._bridge.config
+        self._bridge.config = copy(own)
+        self._bridge.config.pipeline_model_parallel_size = 1
+        self._bridge.config.virtual_pipeline_model_parallel_size = None
+        self._bridge.config.pipeline_model_parallel_layout = None
+        try:
+            return self._bridge._get_transformer_layer_spec()
+        finally:
+            self._bridge.config = own
 
     def _tower_maker(self) -> "TowerMaker | None":
         if self.model.trained_tower is None:

@@ -94,7 +94,6 @@ class PredictingLayer:
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._sums.zero_()
-        self._embedding = None
 
     def learn(self, hidden: Tensor, inputs: MicroBatch, scale: float) -> None:
         """Adds the gradient of one micro-batch, `scale` times the sum of its tokens' losses.
@@ -132,24 +131,21 @@ class PredictingLayer:
         if config.sequence_parallel:
             pair = [scatter_to_sequence_parallel_region(states) for states in pair]
         packing = packing_of(inputs)
-        arguments = {
-            "hidden_states": pair[1],
-            "decoder_input": pair[0],
-            "attention_mask": None,
-            "context": None,
-            "context_mask": None,
-            "rotary_pos_emb": self._angles(pair[1], packing),
-            "rotary_pos_cos": None,
-            "rotary_pos_sin": None,
-            "attention_bias": None,
-            "inference_params": None,
-            "packed_seq_params": packing,
-            "sequence_len_offset": None,
-        }
-        if config.recompute_granularity == "full" and config.recompute_method == "uniform":
-            pair[1].requires_grad_()  # a checkpoint without any input that has a gradient would give none
-            return layer._checkpointed_forward(layer._proj_and_transformer_layer, **arguments)
-        return layer._proj_and_transformer_layer(**arguments)
+        # recomputing whole layers would save nothing: backward follows at once, so only this layer's activations live
+        return layer._proj_and_transformer_layer(
+            hidden_states=pair[1],
+            decoder_input=pair[0],
+            attention_mask=None,
+            context=None,
+            context_mask=None,
+            rotary_pos_emb=self._angles(pair[1], packing),
+            rotary_pos_cos=None,
+            rotary_pos_sin=None,
+            attention_bias=None,
+            inference_params=None,
+            packed_seq_params=packing,
+            sequence_len_offset=None,
+        )
 
     def _angles(self, hidden: Tensor, packing) -> Tensor | None:
         """Returns the angles of the policy's own layers. Latent attention makes its own."""
@@ -173,8 +169,12 @@ class PredictingLayer:
         return rows
 
     def take_embedding(self, weight: Tensor) -> None:
-        """Uses a copy of the first stage's embedding until the next `begin`."""
+        """Uses a copy of the first stage's embedding until `release_embedding`."""
         self._embedding = weight
+
+    def release_embedding(self) -> None:
+        """Gives back the copy, which would lie beside engines of the same devices."""
+        self._embedding = None
 
     def sum_gradients(self) -> None:
         """Sums gradients over replicas, and those of norms over the tensor ranks that share sequences."""
@@ -194,17 +194,22 @@ class PredictingLayer:
         return total
 
     def step(self, norm: float, clip: float) -> None:
-        """Clips by a `norm` over all ranks and applies the gradient. One that is not finite counts as zero.
+        """Clips by a `norm` over all ranks and applies the gradient.
 
-        So its Adam makes exactly the policy's steps.
+        With one that is not finite the layer stays as it is. Its Adam counts the step, because a checkpoint has one
+        count for all parameters.
         """
         for part in _with_parameters(self.optimizer):
             parameters = part.get_parameters()
+            fused = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             if not math.isfinite(norm):
                 for parameter in parameters:
-                    parameter.grad.zero_()
+                    gradient = getattr(parameter, "decoupled_grad" if fused else "grad", None)
+                    if gradient is not None:
+                        gradient.zero_()
+                for group in part.param_groups:
+                    group["lr"] = 0.0  # moments would still move it; the schedule sets the next rate
             elif clip > 0:
-                fused = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(parameters, clip, norm, fused)
         self.optimizer.step_with_ready_grads()
         self.scheduler.step(1)

@@ -57,7 +57,7 @@ WRITTEN_WITH = {
         spec.name for spec in all_metrics() if spec.name.startswith(("turns/", "tools/"))
     }  # tests/real/test_turns.py
     - {"turns/left_out"},
-    "actor.mtp.train": {"actor/mtp_loss", "actor/mtp_grad_norm"},  # test_drafts_run.py
+    "actor.mtp.train": {"actor/mtp_loss", "actor/mtp_grad_norm", "actor/mtp_skipped_updates"},  # test_drafts_run.py
     "speculation": {spec.name for spec in all_metrics() if spec.name.startswith("drafts/")},  # test_drafts_run.py
     ENDPOINT: {spec.name for spec in all_metrics() if spec.name.startswith("endpoint/")},  # tests/unit/test_turns.py
     FAILING: {"turns/left_out", "val-aux/environment_failed"},  # tests/unit/test_trajectory.py, test_validation.py

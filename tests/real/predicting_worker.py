@@ -12,6 +12,7 @@ from ranks import agree_on_port
 from mrl.config.schema import RunConfig
 from mrl.model import tensor_specs
 from mrl.rank.actor import MegatronActor
+from mrl.rank.predicting import PredictingLayer
 from mrl.rank.rank_parameters import rank_parameters
 
 
@@ -32,8 +33,22 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
         policy, layer = _weights(actor)
         torch.save(policy, out / f"{name}-{rank}.pt")
         report[f"{name} moved"] = {key: not torch.equal(before[1][key], value) for key, value in layer.items()}
+        if name == plan["gradients_of"]:
+            actor.gradients(batch)
+            if actor.predicting is not None:
+                report["kept"] = _after_a_step_without_norm(actor.predicting)
         actor.close()
     (out / f"report-{rank}.json").write_text(json.dumps(report))
+
+
+def _after_a_step_without_norm(layer: PredictingLayer) -> dict[str, bool]:
+    """Whether each parameter is as before, although Adam has moments."""
+    before = _copies(layer.chunk)
+    layer.sum_gradients()
+    layer.squares()
+    layer.step(float("nan"), 0.5)
+    layer.chunk.start_param_sync(force_sync=True)
+    return {key: torch.equal(before[key], value) for key, value in _copies(layer.chunk).items()}
 
 
 def _weights(actor: MegatronActor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ over transformers' own layers, however ranks cut it, and the policy's update kee
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from ranks import ROOT, run_ranks
 from tiny_models import save, tiny_glm, tiny_latent, with_head
 
 from mrl.data.samples import Sample
+from mrl.rank.predicting import PredictingLayer
 
 pytestmark = pytest.mark.real
 
@@ -23,7 +25,7 @@ CASES = {
     "GLM-4.5": (tiny_glm, 1, {}),
     "DeepSeek-V3": (tiny_latent, 1, {}),
     "tensor and expert ranks": (tiny_glm, 2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
-    "stages": (tiny_glm, 2, {"pipeline_model_parallel_size": 2}),
+    "stages": (tiny_glm, 2, {"pipeline_model_parallel_size": 2, "pipeline_layers": [4, 0]}),
     "replicas": (tiny_latent, 2, {}),
     "context": (tiny_glm, 2, {"context_parallel_size": 2}),
     "all": (
@@ -32,7 +34,18 @@ CASES = {
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
     ),
 }
-QUICK = "stages"  # the first stage's embedding travels, too
+QUICK = "stages"  # the first stage's embedding travels, too, and the last stage has no layer of the policy
+# beside what the policy does with its own layers: recomputed, and with losses of routers
+OVERRIDES = {
+    "stages": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+        "moe_z_loss_coeff": 1e-3,
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_router_load_balancing_type": "aux_loss",
+    },
+}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n == QUICK else pytest.mark.long) for n in CASES])
@@ -44,9 +57,8 @@ def case(request, tmp_path_factory) -> dict:
     batch = _batch()
     np.savez(out / "batch.npz", **batch)
     configs = {
-        "without": _config(path, ranks, layout, None),
-        "synced": _config(path, ranks, layout, False),
-        "trained": _config(path, ranks, layout, True),
+        name: _config(path, ranks, layout, trained, OVERRIDES.get(request.param, {}))
+        for name, trained in {"without": None, "synced": False, "trained": True}.items()
     }
     plan = {"batch": str(out / "batch.npz"), "configs": configs, "gradients_of": "trained", "updates": 2}
     (out / "plan.json").write_text(json.dumps(plan))
@@ -94,6 +106,23 @@ def test_the_layer_moves_only_if_it_is_trained_and_says_its_loss(case):
     assert not any("actor/mtp_loss" in part for report in case["reports"] for part in report["synced"][0])
 
 
+def test_a_gradient_that_is_not_finite_leaves_the_layer(case):
+    kept = [report["kept"] for report in case["reports"] if "kept" in report]
+    assert kept and all(all(of_rank.values()) for of_rank in kept)
+    for fused, name in ((False, "grad"), (True, "decoupled_grad")):  # the latter with Adam's master weights elsewhere
+        weight = SimpleNamespace(**{name: torch.full((2,), float("nan"))})
+        part = SimpleNamespace(
+            config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=fused),
+            get_parameters=lambda weight=weight: [weight],
+            param_groups=[{"lr": 1.0}],
+        )
+        layer = PredictingLayer.__new__(PredictingLayer)
+        layer.optimizer = SimpleNamespace(chained_optimizers=[part], step_with_ready_grads=lambda: None)
+        layer.scheduler = SimpleNamespace(step=lambda count: None)
+        layer.step(float("nan"), 1.0)
+        assert not getattr(weight, name).any() and part.param_groups[0]["lr"] == 0
+
+
 def _oracle(model, path: Path, batch: dict) -> tuple[float, int, dict[str, np.ndarray]]:
     """Sum of losses, their number, and gradients of the loss, row by row."""
     oracle = Oracle(model, path)
@@ -122,11 +151,11 @@ def _batch() -> dict[str, np.ndarray]:
     return batch.arrays | {"old_log_probs": old, "advantages": advantages}
 
 
-def _config(path: Path, ranks: int, layout: dict, trained: bool | None) -> dict:
+def _config(path: Path, ranks: int, layout: dict, trained: bool | None, overrides: dict) -> dict:
     """`trained`: None, nobody drafts; False, the layer is only synced."""
     speculation = None if trained is None else {"method": "mtp", "tokens": 2}
     return {
-        "model": {"path": str(path), "dtype": "float32"},
+        "model": {"path": str(path), "dtype": "float32", "override_transformer_config": overrides},
         "actor": {
             "layout": {"world_size": ranks, **layout},
             "mtp": {"train": bool(trained), "loss_weight": WEIGHT},

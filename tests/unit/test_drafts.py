@@ -11,18 +11,23 @@ import torch
 from test_config_rules import TINY, TINY_MODEL
 from torch import nn
 
+from mrl.checkpoint.disk_space import checkpoint_bytes
+from mrl.checkpoint.manifest import WEIGHTS_ONLY, Manifest
 from mrl.config.load import SchemaRefusal, load_config
 from mrl.config.rules import notes, violations
 from mrl.data.samples import Sample, packed
+from mrl.driver.resume import RunIdentity, _check_same_model
 from mrl.engine import draft_check
 from mrl.engine.cache_use import CacheUse
 from mrl.engine.draft_check import ScoredToken
 from mrl.engine.drafter import ModelThatDrafts, drafting_model
 from mrl.engine.engine_state import AWAITED
 from mrl.engine.requests import DraftCounts, engine_settings
+from mrl.errors import ConfigError
+from mrl.model import parameter_count, with_predicting
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
-from mrl.model.registry import known_spec
+from mrl.model.registry import known_hf_config, known_spec
 from mrl.plan.model_state import stage_numel
 
 LOGS = Path("logs")
@@ -129,6 +134,22 @@ def test_the_layer_is_trained_only_where_it_drafts():
     assert [each.field for each in violations(found, GLM)] == ["actor.mtp.train"]
     found, _ = resolved("actor.mtp={train: true}", "rollout.speculation={method: mtp, tokens: 1}")
     assert "actor.mtp.train" not in [each.field for each in violations(found, GLM)]
+
+
+def test_a_checkpoint_has_the_trained_layer_and_its_critic_has_none():
+    plain, trained = (checkpoint_bytes(m, "bfloat16", has_critic=True) for m in (GLM, GLM.holding(True)))
+    assert trained - plain == 14 * (parameter_count(GLM.holding(True)) - parameter_count(GLM)) > 0
+    hf = with_predicting(known_hf_config("GLM-4.5-Air"), True)
+    manifest = Manifest(1, {}, "bfloat16", hf, (), {}, {})
+    assert manifest.model == known_spec("GLM-4.5-Air").holding(True)
+    assert manifest.of_critic.model == known_spec("GLM-4.5-Air")
+
+
+def test_a_checkpoint_of_weights_alone_cannot_train_the_layer(tmp_path):
+    identity = RunIdentity.of(load_config(TINY, None, ["actor.mtp={train: true}"]).config)
+    manifest = Manifest(0, {}, "float32", known_hf_config("GLM-4.5-Air"), (), {"converted": WEIGHTS_ONLY}, {})
+    with pytest.raises(ConfigError, match="start a new run with the Hugging Face checkpoint as model.path"):
+        _check_same_model(identity, manifest, tmp_path)
 
 
 @pytest.mark.parametrize(("by_sync", "form"), [(True, AWAITED), (False, "auto")])
