@@ -560,6 +560,7 @@ class CriticConfig(Section):
         always = {
             "optim": self.optim.model_copy(update=together),
             "lora": LoraConfig(),
+            "mtp": MtpConfig(),
             "router_replay": "disabled",
             "freeze_router": False,
             "log_prob_micro_batch_size_per_gpu": self.forward_micro_batch_size_per_gpu,

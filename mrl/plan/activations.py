@@ -120,6 +120,7 @@ class Activations:
     gated_delta: str = "torch"  # model.gated_delta
     lora: Lora | None = None  # trained adapters
     dropout: bool = False  # the adapters' inputs have dropout
+    predicting: int = 0  # layers that the last stage trains behind the output layer
 
     def beside(self, others: dict[tuple, "Activations"]) -> "Activations":
         """Takes over the sizes of layers from a layout among `others` whose ranks compute the same layers.
@@ -456,6 +457,14 @@ class Activations:
         """
         return self._norm() + self.predicted * (self.model.hidden_size * self.bytes + _PER_PREDICTED_TOKEN)
 
+    def predicting_layer(self) -> int:
+        """Returns the bytes of a layer that is trained behind the model, with its two inputs, their join and its head.
+
+        They go before the next micro-batch, so nothing of it is recomputed.
+        """
+        layer = self.layer(self.model.layer_kind(self.model.num_layers - 1))
+        return sum(layer.values()) + 2 * self._norm() + 4 * self._hidden() + self.head()
+
     # ---------------------------------------------------------------- temporaries
 
     def head_temporaries(self) -> int:
@@ -525,7 +534,7 @@ class Activations:
             kept += self.embedding() * min(micro_batches, self.layout.pipeline)
         head = 0
         if pp == self.layout.pipeline - 1:
-            head = self.head()
+            head = self.head() + self.predicting_layer() * bool(self.predicting)
         return kept + max(head, max(again for _, again in sizes.values()))
 
     def stage_temporaries(self, pp: int) -> int:

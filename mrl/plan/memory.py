@@ -125,7 +125,7 @@ def _model_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int, is_critic: bool 
     A critic's passes are counted as the actor's, whose output layer takes more than a critic's head.
     """
     precision = precision_of(inputs.config, inputs.element_bytes)
-    model = inputs.model.holding(inputs.config.actor.mtp.train and not is_critic)
+    model = inputs.model.holding(inputs.config.actor.mtp.train)
     state = stage_state(model, inputs.train, pp, precision, lora=inputs.lora, is_critic=is_critic)
     activations = activations_of(inputs, batch.micro)
     saved = activations.stage_saved(pp, batch.micro_batches)
@@ -201,6 +201,7 @@ def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
         lora=inputs.lora,
         dropout=inputs.config.actor.lora.dropout > 0,
         gated_delta=inputs.config.model.gated_delta,
+        predicting=inputs.model.holding(inputs.config.actor.mtp.train).predicting_layers,
     )
 
 

@@ -248,8 +248,9 @@ def hand_over_seconds(inputs: PlanInputs) -> float:
     The host has frozen parameters already when they leave.
     """
     actor = inputs.config.actor
+    model = inputs.model.holding(actor.mtp.train)
     states = (
-        stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes), lora=inputs.lora)
+        stage_state(model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes), lora=inputs.lora)
         for pp in range(inputs.train.pipeline)
     )
     moved = max(
@@ -269,8 +270,9 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
     device = inputs.device
     recompute = recompute_of(inputs.config)
     per_node = inputs.config.cluster.n_gpus_per_node
+    model = inputs.model.holding(inputs.config.actor.mtp.train)
     states = (
-        stage_state(inputs.model, train, pp, precision_of(inputs.config, inputs.element_bytes), lora=inputs.lora)
+        stage_state(model, train, pp, precision_of(inputs.config, inputs.element_bytes), lora=inputs.lora)
         for pp in range(train.pipeline)
     )
     state = max(states, key=lambda s: s.parameters + s.gradients + s.optimizer)
@@ -278,6 +280,7 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
     updated = sample_work(
         inputs.config, inputs.model, batch.micro, batch.samples // batch.mini_batches, inputs.assumptions
     )
+    updated = replace(updated, predicting=model.predicting_layers)
     return (
         pass_seconds(scored, train, device, per_node, Passes(), inputs.assumptions),
         update_seconds(
@@ -311,6 +314,7 @@ class PassWork:
     gated_delta: str = "torch"  # model.gated_delta
     measured: Lengths | None = None  # mean tokens as runs had them: micro-batches then have their mean size
     packs: bool = False  # micro-batches are filled by tokens, not by samples
+    predicting: int = 0  # layers that the last stage trains behind the output layer, each with logits of its own
 
     @property
     def predicted_share(self) -> float:
@@ -429,7 +433,8 @@ def pass_seconds(
     """
     work = work.on_average(layout)
     count = micro_batch_count(work, layout)
-    layers = max(map(sum, layout.chunk_layers))
+    *others, last = map(sum, layout.chunk_layers)
+    layers = max([*others, last + work.predicting])
     compute = count * (fixed + _computing(work, layout, device, passes, assumed))
     links = _Links(device, per_node, assumed.link_share)
     volumes = _volumes(work, layout, layers)
@@ -487,6 +492,10 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     single = passes.others * adapter_launches(work, layout, device) + delta_launches(work, passes)
     launch = assumed.host * (launch + single * assumed.dense_launch / _LAUNCHES)
     seconds = [max(body * layers / m.num_layers, layers * launch) for layers in stages]
+    # a predicting layer joins two states into one, and is never recomputed as a whole
+    backward = 3 / passes.compute  # share of the passes that are no recomputation
+    joined = products * 3 * 4.0 * m.hidden_size**2
+    output += work.predicting * (max(body / m.num_layers, launch) * backward + joined + output)
     if len(seconds) > 1:
         return max(*seconds[:-1], seconds[-1] + output)
     return seconds[0] + output

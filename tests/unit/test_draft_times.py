@@ -23,8 +23,10 @@ from mrl.plan.generation_times import (
     with_found_drafts,
 )
 from mrl.plan.measured_steps import lengths_of
+from mrl.plan.memory import actor_bytes
 from mrl.plan.plan_inputs import batch_plan, engine_of
 from mrl.plan.run_plan import make_plan
+from mrl.plan.times import actor_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -103,6 +105,21 @@ def test_the_batch_up_to_which_drafts_pay_is_where_a_token_takes_as_long_without
         with_them = decode_step(drafting, engine_of(drafting), sequences, context).total / tokens_per_step(drafting)
         assert (with_them < decode_step(plain, engine_of(plain), sequences, context).total) == pays
     assert 0 < last < row["engines"]["rollout.max_num_seqs"]
+
+
+def test_a_layer_that_is_trained_along_takes_the_last_stages_time_and_memory():
+    found = {}
+    for train in (False, True):
+        inputs = inputs_of(GLM, "rollout.speculation={method: mtp, tokens: 1}", f"actor.mtp={{train: {train}}}")
+        batch = batch_plan(inputs.config, inputs.train)
+        kept = [actor_bytes(inputs, batch, pp).activations for pp in range(inputs.train.pipeline)]
+        found[train] = (*actor_seconds(inputs, batch), kept)
+    (old, update, kept), (old_along, update_along, kept_along) = found.values()
+    assert old_along == old
+    most = max(sum(stage) for stage in inputs.train.chunk_layers)
+    assert update.compute < update_along.compute < update.compute * (1 + 3 / most)
+    assert kept_along[:-1] == kept[:-1] and kept_along[-1] > kept[-1]
+    assert not inputs.config.critic.as_actor(inputs.config.actor).mtp.train
 
 
 def test_a_predicting_layer_is_counted_in_the_memory_of_engines():
