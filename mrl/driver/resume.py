@@ -238,8 +238,8 @@ def _check_same_model(identity: RunIdentity, manifest: Manifest, folder: Path) -
     if bool(then.predicting_layers) != identity.trains_predicting:
         if manifest.weights_only:
             raise ConfigError(
-                f"actor.mtp.train: {identity.trains_predicting}, and {folder} was converted from weights alone, without "
-                "a predicting layer: start a new run with the Hugging Face checkpoint as model.path, whose files have it"
+                f"actor.mtp.train: {identity.trains_predicting}, and {folder} was converted from weights alone, "
+                "without a predicting layer: start anew with the Hugging Face checkpoint as model.path, which has one"
             )
         has = "has" if then.predicting_layers else "lacks"
         raise ConfigError(

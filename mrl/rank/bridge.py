@@ -173,7 +173,7 @@ class MBridge:
 
     def build_predicting_layer(self) -> MultiTokenPredictionLayer:
         config = copy(self._bridge.config)
-        if self.model.is_moe:  # routers' losses belong to the policy; they enter Megatron's tables by the model's layers
+        if self.model.is_moe:  # routers' losses are the policy's, and Megatron's table of them has its layers alone
             config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "none", 0.0
             config.moe_z_loss_coeff = None
         last = unwrap_model(self._chunks[-1])

@@ -148,7 +148,7 @@ def test_a_checkpoint_has_the_trained_layer_and_its_critic_has_none():
 def test_a_checkpoint_of_weights_alone_cannot_train_the_layer(tmp_path):
     identity = RunIdentity.of(load_config(TINY, None, ["actor.mtp={train: true}"]).config)
     manifest = Manifest(0, {}, "float32", known_hf_config("GLM-4.5-Air"), (), {"converted": WEIGHTS_ONLY}, {})
-    with pytest.raises(ConfigError, match="start a new run with the Hugging Face checkpoint as model.path"):
+    with pytest.raises(ConfigError, match="start anew with the Hugging Face checkpoint"):
         _check_same_model(identity, manifest, tmp_path)
 
 
