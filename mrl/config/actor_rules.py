@@ -15,7 +15,7 @@ from mrl.config.rule_row import Rule, RuleRow, on_only_where
 from mrl.config.schema import ActorConfig, RefConfig, RunConfig, leaf
 from mrl.errors import Violation, nearest
 from mrl.model import ModelSpec
-from mrl.model.layout import check_train_layout
+from mrl.model.layout import TrainLayout, check_train_layout
 
 _TRANSFORMER = "model.override_transformer_config"
 _OPTIMIZER = "actor.optim.override_optimizer_config"
@@ -226,7 +226,7 @@ def storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_DDP}.nccl_ub", f"must be false with {moved}", why, (False,))
 
 
-def _full_recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def _full_recompute(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     given = _transformer(config)
     if given.get("recompute_granularity") != "full":
         return
@@ -239,6 +239,15 @@ def _full_recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         rule = "must be at least 1 with recompute_granularity: full"
         why = "full recompute goes by groups of that many layers"
         yield Violation(f"{_TRANSFORMER}.recompute_num_layers", rule, why, (1,))
+    elif given.get("recompute_method") == "uniform":
+        runs = [run for run in (config, config.of_critic) if run and not check_train_layout(run.actor.layout, model)]
+        layouts = [TrainLayout.build(run.actor.layout.model_dump(), model) for run in runs]
+        counts = {count for layout in layouts for stage in layout.chunk_layers for count in stage}
+        if any(count % layers for count in counts):
+            rule = f"must divide the layers of every chunk, {sorted(counts)}, with recompute_method: uniform"
+            why = "Megatron looks for all layers of the last group"
+            divisors = tuple(n for n in range(1, layers) if not any(count % n for count in counts))
+            yield Violation(f"{_TRANSFORMER}.recompute_num_layers", rule, why, divisors)
 
 
 def _recomputed_layers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:

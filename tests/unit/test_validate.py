@@ -163,6 +163,7 @@ BOUNDARIES = [
         ("full", "selective", None)),
     ([*FULL, TRANSFORMER + "recompute_method=all"], TRANSFORMER + "recompute_method", ("uniform", "block")),
     ([*FULL, TRANSFORMER + "recompute_num_layers=0"], TRANSFORMER + "recompute_num_layers", (1,)),
+    ([*FULL, TRANSFORMER + "recompute_num_layers=5"], TRANSFORMER + "recompute_num_layers", (1, 2, 3, 4)),
     ([*FULL, TRANSFORMER + "recompute_modules=[mlp]"], TRANSFORMER + "recompute_modules", (None,)),
     ([*TP2, TRANSFORMER + "distribute_saved_activations=true"], TRANSFORMER + "distribute_saved_activations", (False,)),
     ([TRANSFORMER + "moe_enable_deepep=true"], TRANSFORMER + "moe_enable_deepep", (False,)),
