@@ -61,7 +61,7 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
     weights = _exported(actor)
     if actor.rank == 0:
         save_file(weights, folder / "updated.safetensors")
-    if updates[0]:
+    if updates:  # those of ranks that report
         (folder / f"updates-{actor.rank}.json").write_text(json.dumps(updates))
     (folder / f"report-{actor.rank}.json").write_text(json.dumps(report))
 
