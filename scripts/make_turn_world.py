@@ -163,7 +163,7 @@ def options(out: Path) -> dict[str, Any]:
         "rollout.turns.max_turns": TURNS + 1,
         "reward.custom_reward_function": "null",
         "reward.function": "environment",
-        "trainer.total_training_steps": 40,
+        "trainer.total_training_steps": 80,
         "trainer.test_freq": 20,
         "trainer.save_freq": 40,
         "trainer.experiment_name": "turn-moe",

@@ -75,7 +75,7 @@ def test_repairs_are_not_learned_from_other_tests_or_a_coin(made, tmp_path, kind
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_credit_by_turn_learns_what_credit_by_response_cannot(made, tmp_path, seed):
-    """25 points and a quarter of that, in the same 40 steps of the same rows."""
+    """25 points and a quarter of that, in the same 80 steps of the same rows."""
     world = made("turn", seed)
     by_turn = learned(world, tmp_path / "turn", "right", "algorithm.adv_estimator=grpo_turn", "algorithm.gamma=0.01")
     by_response = learned(world, tmp_path / "response", "right", "algorithm.adv_estimator=grpo")
