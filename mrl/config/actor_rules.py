@@ -240,14 +240,21 @@ def _full_recompute(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         why = "full recompute goes by groups of that many layers"
         yield Violation(f"{_TRANSFORMER}.recompute_num_layers", rule, why, (1,))
     elif given.get("recompute_method") == "uniform":
-        runs = [run for run in (config, config.of_critic) if run and not check_train_layout(run.actor.layout, model)]
-        layouts = [TrainLayout.build(run.actor.layout.model_dump(), model) for run in runs]
-        counts = {count for layout in layouts for stage in layout.chunk_layers for count in stage}
-        if any(count % layers for count in counts):
-            rule = f"must divide the layers of every chunk, {sorted(counts)}, with recompute_method: uniform"
-            why = "Megatron looks for all layers of the last group"
-            divisors = tuple(n for n in range(1, layers) if not any(count % n for count in counts))
-            yield Violation(f"{_TRANSFORMER}.recompute_num_layers", rule, why, divisors)
+        # the actor's first: what a critic would have is unknown where keys of the algorithm are refused
+        yield from _uniform_groups(config, model, layers) or _uniform_groups(config.of_critic, model, layers)
+
+
+def _uniform_groups(config: RunConfig | None, model: ModelSpec, layers: int) -> list[Violation]:
+    if config is None or not config.actor.layout.world_size or check_train_layout(config.actor.layout, model):
+        return []
+    layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+    counts = {count for stage in layout.chunk_layers for count in stage}
+    if not any(count % layers for count in counts):
+        return []
+    rule = f"must divide the layers of every chunk, {sorted(counts)}, with recompute_method: uniform"
+    why = "Megatron looks for all layers of the last group"
+    divisors = tuple(n for n in range(1, layers) if not any(count % n for count in counts))
+    return [Violation(f"{_TRANSFORMER}.recompute_num_layers", rule, why, divisors)]
 
 
 def _recomputed_layers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
