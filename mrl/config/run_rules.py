@@ -17,6 +17,7 @@ from mrl.model import ModelSpec
 from mrl.model.hf_files import other_architecture
 from mrl.model.hub import hub_name
 from mrl.model.registry import has_tokenizer, stop_token_ids
+from mrl.platforms.hosting import get_hosting
 from mrl.record.redact import HIDDEN
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES
@@ -116,22 +117,23 @@ OPTIM_RULES = (
     _warmup,
 )
 _PROFILE = "record.profile"
+
+
+def _profiler(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Refuses a profiler that is not started on the device."""
+    profile, device = config.record.profile, config.cluster.device
+    if not profile.steps or profile.tool in (tools := get_hosting(device).profilers):
+        return
+    why = "no other profiler is started on this device"
+    if tools:
+        yield Violation(f"{_PROFILE}.tool", f"must be {' or '.join(tools)} with cluster.device {device}", why, tools)
+    else:
+        yield Violation(f"{_PROFILE}.steps", f"must be empty with cluster.device {device}", why, ((),))
+
+
 RUN_RULES = (
     *OPTIM_RULES,
-    RuleRow(
-        f"{_PROFILE}.tool",
-        lambda c, m: c.record.profile.steps and c.record.profile.tool == "nsys" and c.cluster.device != "cuda",
-        "must be torch with cluster.device {c.cluster.device}",
-        "Nsight Systems looks at NVIDIA GPUs",
-        ("torch",),
-    ),
-    RuleRow(
-        f"{_PROFILE}.steps",
-        lambda c, m: c.record.profile.steps and c.cluster.device == "npu",
-        "must be empty with cluster.device npu",
-        "NPUs have a profiler of their own (torch_npu.profiler, msprof), which nobody starts here",
-        ((),),
-    ),
+    _profiler,
     RuleRow(
         f"{_PROFILE}.ranks",
         lambda c, m: bool(c.record.profile.ranks) and max(c.record.profile.ranks) >= c.actor.layout.world_size,

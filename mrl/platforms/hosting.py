@@ -158,6 +158,7 @@ class Hosting:
     counts_graphs: bool = False  # vLLM itself takes captured graphs from an engine's share of the memory
     has_flex_dispatcher: bool = False  # the kernels of DeepEP and HybridEP need NVIDIA devices
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner for this lacks Triton
+    profilers: tuple[str, ...] = ("torch",)  # values of record.profile.tool
 
     def ray_resources(self, cpus: float, devices: int) -> dict[str, float]:
         """Returns the resources of one process that uses `devices` accelerators."""
@@ -259,6 +260,7 @@ _HOSTING = {
         counts_graphs=True,
         has_flex_dispatcher=True,
         fp8_backend="cutlass",
+        profilers=("torch", "nsys"),
     ),
     "npu": Hosting(
         "npu",
@@ -269,6 +271,7 @@ _HOSTING = {
         interleaves_stages=False,
         moe_fusions=("moe_permute_fusion",),
         switches=_NPU_SWITCHES,
+        profilers=(),  # theirs (torch_npu.profiler, msprof) is never started here
     ),
 }
 
