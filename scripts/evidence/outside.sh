@@ -14,6 +14,7 @@ if [ ! -e "$stamp" ]; then
     $pip verl==0.9.1 "math-verify[antlr4_9_3]==0.9.0" trl==1.16.0 peft==0.21.2 torchdata==0.11.0 \
         openai==3.57.0 anthropic==2.14.0 "fla-core[cpu]==0.6.0" swebench==5.0.2
     $pip --no-deps openrlhf==0.11.2 # its requirements want a GPU; its losses do not
+    $pip --no-deps megatron-bridge==0.3.1  # the same: what writes its files needs torch alone
     # GiGPO's authors publish no package
     mkdir -p "$venv/gigpo"
     curl -fsSL -o "$venv/gigpo/core_gigpo.py" \

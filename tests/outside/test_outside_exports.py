@@ -1,5 +1,5 @@
-"""`mrl convert --check` of models that peers wrote: what verl and slime write rightly is sound, and what is wrong with
-the others is named.
+"""`mrl convert --check` of models that peers wrote: what verl, slime and Megatron-Bridge write rightly is sound, and
+what is wrong with the others is named.
 """
 
 import base64
@@ -23,7 +23,7 @@ def written(folder: Path, model: str, way: str) -> Path:
     return folder / way
 
 
-@pytest.mark.parametrize("way", ["transformers", "verl's FSDP merger", "slime"])
+@pytest.mark.parametrize("way", ["transformers", "verl's FSDP merger", "slime", "Megatron-Bridge"])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_peers_write_is_sound(model, way, tmp_path):
     origin, export = written(tmp_path, model, "origin"), written(tmp_path, model, way)
@@ -50,6 +50,14 @@ def test_rows_that_slime_was_not_told_to_cut_are_named(model, tmp_path):
         set() if model.startswith("tied") else {"lm_head.weight"}
     )
     assert all("8 rows beyond vocab_size" in fault.what for fault in faults)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_megatron_bridge_was_not_given_is_named(model, tmp_path):
+    folder = written(tmp_path, model, "Megatron-Bridge, a tensor not given")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    faults = check_export(folder).faults
+    assert [fault.tensor for fault in faults] == ["model.layers.1.self_attn.o_proj.weight"]
 
 
 @pytest.mark.parametrize(

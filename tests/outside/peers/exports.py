@@ -1,14 +1,17 @@
 """Models as peers write them at the end of training: verl merges what FSDP's ranks saved, slime converts Megatron's
-parameters, torch keeps the names of its wrappers, transformers is the form that all mean.
+parameters, Megatron-Bridge streams tensors into the origin's files, torch keeps the names of its wrappers, transformers
+is the form that all mean.
 """
 
 import base64
+import importlib.util
 import json
 import pickle
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from copy import deepcopy
+from importlib.metadata import distribution
 from pathlib import Path
 from unittest import mock
 
@@ -18,8 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 from verl.model_merger import base_model_merger
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
-PEERS = ("verl", "transformers", "torch", "peft")
+PEERS = ("verl", "transformers", "torch", "peft", "megatron-bridge")
 RANKS = 2
+LEFT_OUT = "model.layers.1.self_attn.o_proj.weight"
 PADDED = 8  # rows of the vocabulary that Megatron adds
 SIZES = dict(
     hidden_size=16,
@@ -66,6 +70,8 @@ def _ways(config) -> dict[str, Callable[[str], None]]:
         "verl's FSDP merger, adapters": lambda out: _merged(_with_adapters(before), out),
         "slime": lambda out: _by_slime(after, out, words),
         "slime, padded vocabulary": lambda out: _by_slime(after, out, words + PADDED),
+        "Megatron-Bridge": lambda out: _by_bridge(before, after, out),
+        "Megatron-Bridge, a tensor not given": lambda out: _by_bridge(before, after, out, leaves_out=LEFT_OUT),
         "torch.compile": lambda out: _as_it_is(torch.compile(after), out),
         "DataParallel": lambda out: _as_it_is(torch.nn.DataParallel(after), out),
         "torch.save": lambda out: _pickled(after, out),
@@ -129,6 +135,22 @@ def _as_it_is(wrapped: torch.nn.Module, out: str) -> None:
 def _pickled(model: PreTrainedModel, out: str) -> None:
     torch.save(model.state_dict(), f"{out}/pytorch_model.bin")
     model.config.save_pretrained(out)
+
+
+def _by_bridge(before: PreTrainedModel, after: PreTrainedModel, out: str, leaves_out: str = "") -> None:
+    """Streams tensors into files as the origin has them, by Megatron-Bridge's own class; `leaves_out` never comes."""
+    (file,) = (f for f in distribution("megatron-bridge").files or () if f.match("hf_pretrained/state.py"))
+    spec = importlib.util.spec_from_file_location("bridge_state", file.locate())  # the package itself wants a GPU's
+    state = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(state)
+    with tempfile.TemporaryDirectory() as origin, tempfile.TemporaryDirectory() as trained:
+        before.save_pretrained(origin, max_shard_size="8KB")  # several files, as models of the day have
+        after.save_pretrained(trained)
+        tensors = state.SafeTensorsStateSource(trained)
+        given = ((name, tensors[name]) for name in tensors.get_all_keys() if name != leaves_out)
+        with mock.patch("builtins.print"):
+            state.SafeTensorsStateSource(origin).save_generator(given, out, strict=not leaves_out)
+    after.config.save_pretrained(out)
 
 
 # ---------------------------------------------------------------- slime
