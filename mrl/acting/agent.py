@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mrl.acting.harnesses import Harness, Told, loop_path
+from mrl.acting.harnesses import AgentContext, Harness, loop_path
 from mrl.acting.lazy_imports import witness
 from mrl.acting.tool import Tool, generator_fault
 from mrl.reward.confine import without_sight
@@ -129,8 +129,8 @@ def command_of(words: Sequence[str]) -> Run:
         _import_ahead(script[0])
 
     def run(url: str, key: str, row: Mapping[str, Any], seconds: float, reward_key: str) -> None:
-        told = {"url": url, "row": row, "seconds": seconds, REWARD_KEY: reward_key}
-        _run_process(words, script, json.dumps(told).encode())
+        context = {"url": url, "row": row, "seconds": seconds, REWARD_KEY: reward_key}
+        _run_process(words, script, json.dumps(context).encode())
 
     return run
 
@@ -148,15 +148,15 @@ def harness_of(harness: Harness, program: str, more: Sequence[str], config: Mapp
 
     def run(url: str, key: str, row: Mapping[str, Any], seconds: float, reward_key: str) -> None:
         home = Path(os.environ["HOME"])
-        told = Told(url, key, reward_key, row, seconds, str(home), config)
-        for name, text in harness.files(told).items():
+        context = AgentContext(url, key, reward_key, row, seconds, str(home), config)
+        for name, text in harness.files(context).items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(text)
-        os.environ.update(harness.variables(told))  # this process is the agent's alone
+        os.environ.update(harness.variables(context))  # this process is the agent's alone
         (home / "work").mkdir()
         os.chdir(home / "work")
-        arguments = (*harness.arguments(told), *more)
-        _run_process((program, *loop, *arguments), script and [*script, *arguments], harness.input(told).encode())
+        arguments = (*harness.arguments(context), *more)
+        _run_process((program, *loop, *arguments), script and [*script, *arguments], harness.input(context).encode())
 
     return run
 

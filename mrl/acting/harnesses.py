@@ -24,8 +24,8 @@ _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one response's agent is told. `config` is rollout.agent.harness_config."""
+class AgentContext:
+    """What one response's agent is given. `config` is rollout.agent.harness_config."""
 
     url: str
     key: str
@@ -43,8 +43,8 @@ class Told:
     @property
     def as_json(self) -> str:
         """All of it but the key, which is in variables, for programs of mrl's own."""
-        told = {"url": self.url, "row": dict(self.row), "seconds": self.seconds, "reward_key": self.reward_key}
-        return json.dumps(told | {"config": dict(self.config)}, default=str)
+        context = {"url": self.url, "row": dict(self.row), "seconds": self.seconds, "reward_key": self.reward_key}
+        return json.dumps(context | {"config": dict(self.config)}, default=str)
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Harness:
 
     program: str  # sought where programs are, unless rollout.agent.program names it
     install: str  # how to get the version that was tried
-    arguments: Callable[[Told], list[str]]
-    files: Callable[[Told], dict[str, str]] = lambda told: {}
-    variables: Callable[[Told], dict[str, str]] = lambda told: {}
-    input: Callable[[Told], str] = lambda told: told.task
+    arguments: Callable[[AgentContext], list[str]]
+    files: Callable[[AgentContext], dict[str, str]] = lambda context: {}
+    variables: Callable[[AgentContext], dict[str, str]] = lambda context: {}
+    input: Callable[[AgentContext], str] = lambda context: context.task
     loop: str | None = None  # file of mrl's own that the program, an interpreter, runs
     fault: Callable[[Mapping[str, Any]], str] = lambda config: ""  # what is wrong with a harness_config; empty: nothing
     tries_config: bool = False  # the loop's argument `check` finds that out with the harness's own package
@@ -70,12 +70,12 @@ class Harness:
         return self.fault(config)
 
 
-def _claude_files(told: Told) -> dict[str, str]:
+def _claude_files(context: AgentContext) -> dict[str, str]:
     accepted = {"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True}
-    return {".claude.json": json.dumps(accepted), ".claude/settings.json": json.dumps(dict(told.config))}
+    return {".claude.json": json.dumps(accepted), ".claude/settings.json": json.dumps(dict(context.config))}
 
 
-def _claude_variables(told: Told) -> dict[str, str]:
+def _claude_variables(context: AgentContext) -> dict[str, str]:
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
     off = ("DISABLE_AUTOUPDATER", "DISABLE_TELEMETRY", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC")
     return {
@@ -87,10 +87,10 @@ def _claude_variables(told: Told) -> dict[str, str]:
     }
 
 
-def _codex_files(told: Told) -> dict[str, str]:
+def _codex_files(context: AgentContext) -> dict[str, str]:
     provider = {
         "name": "mrl",
-        "base_url": f"{told.url}/v1",
+        "base_url": f"{context.url}/v1",
         "env_key": "OPENAI_API_KEY",
         "wire_api": "responses",
         "request_max_retries": 1,
@@ -104,7 +104,7 @@ def _codex_files(told: Told) -> dict[str, str]:
         "sandbox_mode": "danger-full-access",
         "model_providers": {"mrl": provider},
     }
-    return {".codex/config.toml": toml(merged(own, told.config))}
+    return {".codex/config.toml": toml(merged(own, context.config))}
 
 
 def _codex_fault(config: Mapping[str, Any]) -> str:
@@ -128,33 +128,42 @@ _OF_PLAIN: dict[str, Any] = {"seconds": int | float, "most": int}
 _MINI = "mrl.yaml"
 
 
-def _mini_files(told: Told) -> dict[str, str]:
+def _mini_files(context: AgentContext) -> dict[str, str]:
     own = {
-        "run": {"task": told.task},
+        "run": {"task": context.task},
         "model": {"model_name": f"openai/{MODEL}", "cost_tracking": "ignore_errors"},
         "agent": {"cost_limit": 0, "mode": "yolo", "confirm_exit": False},
     }
-    return {_MINI: json.dumps(merged(own, told.config))}  # JSON is YAML
+    return {_MINI: json.dumps(merged(own, context.config))}  # JSON is YAML
 
 
-def _mini_arguments(told: Told) -> list[str]:
-    return ["-c", "mini.yaml", "-c", f"{told.home}/{_MINI}", "-y", "--exit-immediately", "-o", f"{told.home}/last.json"]
+def _mini_arguments(context: AgentContext) -> list[str]:
+    return [
+        "-c",
+        "mini.yaml",
+        "-c",
+        f"{context.home}/{_MINI}",
+        "-y",
+        "--exit-immediately",
+        "-o",
+        f"{context.home}/last.json",
+    ]
 
 
 HARNESSES: dict[str, Harness] = {
     "claude_code": Harness(
         "claude",
         "npm install -g @anthropic-ai/claude-code@2.1.197",
-        lambda told: ["-p", "--permission-mode", "bypassPermissions", "--output-format", "json"],
+        lambda context: ["-p", "--permission-mode", "bypassPermissions", "--output-format", "json"],
         _claude_files,
         _claude_variables,
     ),
     "codex": Harness(
         "codex",
         "npm install -g @openai/codex@0.171.0",
-        lambda told: ["exec", "--skip-git-repo-check", "-"],
+        lambda context: ["exec", "--skip-git-repo-check", "-"],
         _codex_files,
-        lambda told: {"CODEX_HOME": f"{told.home}/.codex"},
+        lambda context: {"CODEX_HOME": f"{context.home}/.codex"},
         fault=_codex_fault,
     ),
     "mini_swe_agent": Harness(
@@ -162,26 +171,26 @@ HARNESSES: dict[str, Harness] = {
         "pip install 'mrl[mini-swe-agent]' (2.4.6)",
         _mini_arguments,
         _mini_files,
-        lambda told: {
+        lambda context: {
             "MSWEA_CONFIGURED": "true",
             "MSWEA_SILENT_STARTUP": "1",
-            "MSWEA_GLOBAL_CONFIG_DIR": f"{told.home}/.config/mini-swe-agent",
+            "MSWEA_GLOBAL_CONFIG_DIR": f"{context.home}/.config/mini-swe-agent",
         },
-        lambda told: "",
+        lambda context: "",
     ),
     "plain": Harness(
         "python3",
         "Python 3.8 or newer",
-        lambda told: [],
-        input=lambda told: told.as_json,
+        lambda context: [],
+        input=lambda context: context.as_json,
         loop="plain_loop.py",
         fault=_plain_fault,
     ),
     VERIFIERS: Harness(
         "python3",
         "pip install verifiers==0.4.0, in a virtual environment of its own",
-        lambda told: [],
-        input=lambda told: told.as_json,
+        lambda context: [],
+        input=lambda context: context.as_json,
         loop="verifiers_loop.py",
         tries_config=True,
     ),

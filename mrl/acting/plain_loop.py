@@ -80,9 +80,9 @@ def ran(arguments, seconds, most):
 
 def main():
     """Runs the loop."""
-    told = json.load(sys.stdin)
-    config = told.get("config") or {}
-    messages = list(told["row"]["prompt"])
+    context = json.load(sys.stdin)
+    config = context.get("config") or {}
+    messages = list(context["row"]["prompt"])
     while True:
         message = said(messages)
         if message is None or not message.get("tool_calls"):

@@ -39,13 +39,13 @@ def rows(config, count):
         print(json.dumps({"data": data, "prompt": prompt, "system": task.data.system_prompt, "name": task.data.name}))
 
 
-async def play(told):
+async def play(context):
     """Plays the row's task. Raises ValueError where that gives no reward."""
     import verifiers.v1 as vf
 
-    env = environment(dict(told["config"]))
+    env = environment(dict(context["config"]))
     kind = type(env.taskset).task_type()
-    given = told["row"]["extra_info"][TASK]
+    given = context["row"]["extra_info"][TASK]
     data = kind.data_type().model_validate(json.loads(given) if isinstance(given, str) else given)
     task = kind(data, env.config.taskset.task)
     client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
@@ -78,12 +78,12 @@ def parts(trace):
     )
 
 
-def post(told, reward, parts):
+def post(context, reward, parts):
     """Gives the reward."""
     body = json.dumps({"reward": reward, "parts": parts}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + told["reward_key"]}
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + context["reward_key"]}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the endpoint is on this host
-    opener.open(urllib.request.Request(told["url"] + "/v1/reward", body, headers)).close()
+    opener.open(urllib.request.Request(context["url"] + "/v1/reward", body, headers)).close()
 
 
 def check(config):
@@ -103,12 +103,12 @@ def said(error):
 
 def main():
     """Does what the arguments say."""
-    told = json.load(sys.stdin)
+    context = json.load(sys.stdin)
     if sys.argv[1:2] == ["rows"]:
-        return rows(told["config"], int(sys.argv[2]))
+        return rows(context["config"], int(sys.argv[2]))
     if sys.argv[1:2] == ["check"]:
-        return check(told["config"])
-    post(told, *asyncio.run(play(told)))
+        return check(context["config"])
+    post(context, *asyncio.run(play(context)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Tracks requests under way at engines, and responses as they come back: numbers, and references to blocks.
 
-    driver                                    engine's process
-    requests                     -- generate -->
-    numbers of what finished     <-- told ----   held a while for more: Outbox
-    references to their blocks   <-- blocks --   objects of the engine's node; see ResponseStore
+    driver                                              engine's process
+    requests                     -- generate -------->
+    numbers of what finished     <-- take_finished --   held a while for more: Outbox
+    references to their blocks   <-- blocks ---------   objects of the engine's node; see ResponseStore
 
 Where a response continues from earlier tokens, the engine's process fetches these by reference and returns both
 together. Waking the driver for each single engine would take most of its time in a large step. So responses that have
@@ -130,8 +130,8 @@ class RequestStreams:
 
     def _count_late(self, ref: ray.ObjectRef, engine: str, epoch: int) -> None:
         with suppress(MrlError, ray.exceptions.RayError):
-            told = FinishedRows(*unwrap(ref, engine, PHASE))
-            self._fleet.late(engine, epoch, sum(told.sizes))
+            finished = FinishedRows(*unwrap(ref, engine, PHASE))
+            self._fleet.late(engine, epoch, sum(finished.sizes))
 
     @property
     def waiting_for(self) -> list[str]:
@@ -163,13 +163,13 @@ class RequestStreams:
         """Asks an engine for what finished. The answer comes with a finished response, or with the end of the last
         call.
         """
-        self._asked[self._worker(engine).told.remote(self._client, tuple(self._calls[engine]))] = engine
+        self._asked[self._worker(engine).take_finished.remote(self._client, tuple(self._calls[engine]))] = engine
 
     def take(self, timeout_s: float) -> list[FinishedResponses]:
         """Returns all responses that have come back. It waits for the first, and rests a little after the previous
         take.
 
-        Where an engine was lost that the run can do without, returns what was told before; `follow` then reports it.
+        Where an engine was lost that the run can do without, returns what came before; `follow` then reports it.
         Raises Interrupted where the run cannot do without it, because it died or produced no token for too long.
         """
         try:
@@ -182,13 +182,13 @@ class RequestStreams:
             return arrived
 
     def _rescued(self, lost: Collection[str]) -> list[FinishedResponses]:
-        """Returns what lost engines have told, of all their ranks, before their processes are ended."""
+        """Returns what lost engines have finished, of all their ranks, before their processes are ended."""
         for ref in self._there([ref for ref, name in self._asked.items() if engine_of(name) in lost], REST_S):
             engine = self._asked.pop(ref)
             with suppress(MrlError, ray.exceptions.RayError):
-                told = FinishedRows(*unwrap(ref, engine, PHASE))
-                if told.sizes:
-                    self._fetch(engine, told)
+                finished = FinishedRows(*unwrap(ref, engine, PHASE))
+                if finished.sizes:
+                    self._fetch(engine, finished)
         rescued = []
         for ref in self._there([ref for ref, made in self._coming.items() if engine_of(made.engine) in lost], REST_S):
             arrived = self._coming.pop(ref)
@@ -212,25 +212,25 @@ class RequestStreams:
     def _hear(self, ref: ray.ObjectRef) -> None:
         """Takes an engine's answer, then asks for its blocks and for what finishes next."""
         engine = self._asked.pop(ref)
-        told = FinishedRows(*self._answer(ref, engine))
-        self._rests_until = time.monotonic() + min(REST_S, told.held_s)
+        finished = FinishedRows(*self._answer(ref, engine))
+        self._rests_until = time.monotonic() + min(REST_S, finished.held_s)
         calls = self._calls[engine]
-        for number in told.ended:
+        for number in finished.ended:
             del calls[number]
-        if told.sizes:
-            self._fetch(engine, told)
+        if finished.sizes:
+            self._fetch(engine, finished)
         if calls:
             self._ask(engine)
         else:
             del self._calls[engine]
 
-    def _fetch(self, engine: str, told: FinishedRows) -> None:
-        each = 1 + told.routed
-        blocks = self._worker(engine).blocks.options(num_returns=1 + each * len(told.sizes))
-        there, *made = blocks.remote(self._client, told.ticket, told.routed)
+    def _fetch(self, engine: str, finished: FinishedRows) -> None:
+        each = 1 + finished.routed
+        blocks = self._worker(engine).blocks.options(num_returns=1 + each * len(finished.sizes))
+        there, *made = blocks.remote(self._client, finished.ticket, finished.routed)
         responses = [ResponseBlock(*made[i : i + each], node=self._nodes[engine]) for i in range(0, len(made), each)]
-        stored = ResponseStore.of_blocks(SampleRows.from_bytes(told.rows), told.sizes, responses)
-        self._coming[there] = FinishedResponses(stored, engine, told.held_s)
+        stored = ResponseStore.of_blocks(SampleRows.from_bytes(finished.rows), finished.sizes, responses)
+        self._coming[there] = FinishedResponses(stored, engine, finished.held_s)
 
     def _arrived(self, timeout_s: float) -> list[FinishedResponses]:
         """Returns responses whose blocks are complete. From then on these outlive the engine's process.

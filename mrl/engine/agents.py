@@ -312,7 +312,7 @@ class AgentSession:
         await agents.free.acquire()
         self._holds_place = True
         self._keys = agents.endpoint.open(self)
-        told = {
+        context = {
             "url": agents.endpoint.url,
             "key": self._keys.chat,
             "row": dict(self._request.row or {}),
@@ -322,9 +322,9 @@ class AgentSession:
         async with agents.starting:
             began = agents.clock()
             if agents.spec.tools.in_sandbox:
-                self._run = asyncio.ensure_future(self._run_in_sandbox(told))
+                self._run = asyncio.ensure_future(self._run_in_sandbox(context))
             else:
-                self._run = asyncio.ensure_future(asyncio.wrap_future(agents.pool.call(AGENT, told)))
+                self._run = asyncio.ensure_future(asyncio.wrap_future(agents.pool.call(AGENT, context)))
             await self._anything(ALONE_S)
         while not self._talk.has_ended:
             await self._something_happened(began)
@@ -332,15 +332,15 @@ class AgentSession:
         await self._rewarded()
         return True
 
-    async def _run_in_sandbox(self, told: dict[str, Any]) -> CallAnswer:
+    async def _run_in_sandbox(self, context: dict[str, Any]) -> CallAnswer:
         """Starts the row's sandbox and in it the agent. Returns how that ended."""
         self._stop = Path(tempfile.gettempdir()) / f"mrl-stop-{secrets.token_hex(8)}"
-        row = {**told["row"], ENDPOINT: told["url"], STOP: str(self._stop)}
+        row = {**context["row"], ENDPOINT: context["url"], STOP: str(self._stop)}
         self._sandboxed = self._agents.pool.session(AGENT, row, 0)
         begun = await asyncio.wrap_future(self._sandboxed.ready)
         if begun.failed:
             return begun
-        return await asyncio.wrap_future(self._sandboxed.step(AGENT, told))
+        return await asyncio.wrap_future(self._sandboxed.step(AGENT, context))
 
     async def _judged(self) -> None:
         """Ends the agent in the sandbox, if it has not ended, and takes the reward of the row's tests."""

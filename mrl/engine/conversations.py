@@ -194,11 +194,11 @@ class Conversations:
         if kept is None:
             return Conversation(budgets, request.max_tokens)
         tokens = int(kept.response_lengths[0])
-        border = None
+        version_boundary = None
         if request.max_tokens is not None:
-            border = tokens + request.max_tokens
+            version_boundary = tokens + request.max_tokens
         acted_s = float(kept.turn_seconds.sum())
-        return Conversation(budgets, border, tokens=tokens, turn=int(kept.turn_counts[0]), acted_s=acted_s)
+        return Conversation(budgets, version_boundary, tokens=tokens, turn=int(kept.turn_counts[0]), acted_s=acted_s)
 
     async def _talked(
         self, turns: "_Turns", request: Request, partner: ToolPartner, kept: Samples | None
@@ -232,8 +232,8 @@ class Conversations:
             acted = await _unless_done(partner.acted(talk), loss.over)
         if acted is None:
             return None
-        if acted.state is ConversationState.TELLING:
-            return partner.told(acted, line)
+        if acted.state is ConversationState.ANSWERED:
+            return partner.appended(acted, line)
         return acted, line
 
     async def _unspoken(self, turns: "_Turns", request: Request) -> Samples:

@@ -109,7 +109,7 @@ class EngineWorker:
     async def generate(
         self, client: int, call: int, requests, sampling, kept: dict[int, tuple[ResponseBlock, int]] | None = None
     ) -> None:
-        """Answers requests. `told` returns finished responses and errors.
+        """Answers requests. `take_finished` returns finished responses and errors.
 
         `kept`: by sample_id, block and row of the tokens after which a response continues. Its answer contains those
         too.
@@ -131,16 +131,16 @@ class EngineWorker:
         async for batch in self.engine.generate(asked, sampling):
             yield with_kept(kept, batch)
 
-    async def told(self, client: int, awaited: tuple[int, ...]) -> tuple:
-        """Returns what finished of a client's calls, as a tuple of Outbox.told. Raises what one of them raised."""
-        return tuple(await self.outboxes.of(client).told(awaited))
+    async def take_finished(self, client: int, awaited: tuple[int, ...]) -> tuple:
+        """Returns what finished of a client's calls, as Outbox.take_finished has it. Raises what one of them raised."""
+        return tuple(await self.outboxes.of(client).take_finished(awaited))
 
     async def blocks(self, client: int, ticket: int, routed: bool) -> list:
-        """Returns None, which says that the rest exists, then the blocks of one answer of `told`.
+        """Returns None, which says that the rest exists, then the blocks of one answer of `take_finished`.
 
         Each block comes before its routes, if it has some. They are objects of this node.
         """
-        blocks = self.outboxes.of(client).taken(ticket)
+        blocks = self.outboxes.of(client).take_blocks(ticket)
         of_each = [(replace(block, routes=None), *([block.routes] if routed else [])) for block in blocks]
         return [None, *(each for values in of_each for each in values)]
 

@@ -1,8 +1,8 @@
 """Holds finished responses in an engine's process until the driver knows of them and has taken their blocks.
 
     calls                            Outbox                                    driver
-    responses as they finish  -->    held, a hundredth of what they took  -->  told: numbers of all of them, once
-                                     blocks                               -->  taken: an object each, by one call
+    responses as they finish  -->    held, a hundredth of what they took  -->  take_finished: numbers of all, once
+                                     blocks                               -->  take_blocks: an object each, by one call
 
 A message or a call costs the driver more than all that it does with a response. So responses wait for others, also for
 those of other calls. A large number of them is sent at once, and so is the last of all.
@@ -90,7 +90,7 @@ class Outbox:
         self._routed |= routed
         self._changed.set()
 
-    async def told(self, awaited: Collection[int]) -> FinishedRows:
+    async def take_finished(self, awaited: Collection[int]) -> FinishedRows:
         """Returns what finished, once it was held long enough.
 
         `awaited` are calls that the client knows to be under way; they may not have begun here. Raises the error of a
@@ -128,16 +128,16 @@ class Outbox:
             rows = SampleRows.joined(numbers).to_bytes()
         self._tickets += 1
         sizes = tuple(map(len, blocks))
-        told = FinishedRows(rows, sizes, self._routed, self._tickets, tuple(sorted(ended)), self._waits_s)
+        finished = FinishedRows(rows, sizes, self._routed, self._tickets, tuple(sorted(ended)), self._waits_s)
         if blocks:
             self._blocks[self._tickets] = blocks
         self._held = []
         self._ended = self._ended - ended
         self._routed = False
-        return told
+        return finished
 
-    def taken(self, ticket: int) -> list[Samples]:
-        """Returns the blocks of one answer of `told`, once."""
+    def take_blocks(self, ticket: int) -> list[Samples]:
+        """Returns the blocks of one answer of `take_finished`, once."""
         return self._blocks.pop(ticket)
 
 

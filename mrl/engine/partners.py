@@ -1,7 +1,7 @@
 """Tools and environments as the partner of a model in a conversation.
 
-    begin --> what the engine is asked first --> sampled --> acted --> told --> what the engine is asked next --> ...
-                                                                         ended <-- whatever ended it
+    begin --> what the engine is asked first --> sampled --> acted --> appended --> what it is asked next --> ...
+                                                                              ended <-- whatever ended it
 
 The partner moves the conversation (mrl.schedule.conversation) on, records its calls, and appends what the model reads
 next. The loop, the engine's slots and the finished row are the business of mrl.engine.conversations.
@@ -135,9 +135,9 @@ class ToolPartner:
         read = [call for number, turn in turns for call in self._read(number, turn)]
         pairs = zip(read, _calls_of(kept), strict=True)
         return [
-            (call.name, call.arguments, told.reply)
-            for call, told in pairs
-            if call.name in self._acting.actions and told.reply
+            (call.name, call.arguments, answer.reply)
+            for call, answer in pairs
+            if call.name in self._acting.actions and answer.reply
         ]
 
     def _read(self, number: int, turn: np.ndarray) -> list[ToolCall]:
@@ -204,10 +204,10 @@ class ToolPartner:
             answers[number] = CallAnswer(UNANSWERED, "", seconds=talk.acting_s, failed=is_action)
         return talk, answers
 
-    def told(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
+    def appended(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
         """Appends the answers to the response."""
         context = self._dialect.context(self._turn.tolist(), talk.answers)
-        after = talk.told(len(context))
+        after = talk.appended(len(context))
         if after.stop is Stop.CONTEXT:
             return after, line
         return after, line._replace(made=followed(line.made, context, len(talk.answers), talk.acting_s))

@@ -180,7 +180,7 @@ class Generation:
         """Shows how many responses of the step's groups have arrived, including those of groups filtered for it."""
         responses = self._rules.schedule.responses
         filtered = len(self._groups.filtered) * responses
-        first = self._buffer.told
+        first = self._buffer.progress
         self._responder.display.progress(TRAIN_RESPONSES, filtered + first.ended, filtered + first.size * responses)
 
     def _check_rewards(self) -> None:

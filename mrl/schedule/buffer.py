@@ -96,7 +96,7 @@ class GroupBuffer:
         self._finished = 0
         self._last: int | None = None  # in_order: the last number that the step will train on; None: not computed yet
         self._unjudged: set[int] = set()  # groups whose rewards are missing
-        self.told = Front(self.groups, None if schedule.is_synchronous else schedule.batch)  # shown as progress
+        self.progress = Front(self.groups, None if schedule.is_synchronous else schedule.batch)  # shown as progress
         self._trained = Front(self.groups, schedule.batch if self._in_order else None)  # the step will train on
 
     @property
@@ -193,7 +193,7 @@ class GroupBuffer:
         group.lengths[index] += tokens
         group.ended[index] = ended
         if ended:
-            self.told.responded(group)
+            self.progress.responded(group)
             self._trained.responded(group)
         if group.lengths[index] > self.schedule.max_tokens:
             raise ValueError(
@@ -335,7 +335,7 @@ class GroupBuffer:
 
     def _kept(self, group: Group) -> Group:
         self.groups[group.number] = group
-        self.told.came()
+        self.progress.came()
         self._trained.came()
         self._finished += group.state is State.FINISHED
         if len(self.groups) <= self.schedule.batch:
@@ -346,7 +346,7 @@ class GroupBuffer:
 
     def _gone(self, number: int) -> Group:
         group = self.groups.pop(number)
-        self.told.went(number)
+        self.progress.went(number)
         self._trained.went(number)
         self._finished -= group.state is State.FINISHED
         if self._last is not None and number <= self._last:

@@ -1,9 +1,9 @@
 """A response of several turns as a state machine: its state, its budgets, and the reason of its end.
 
-    SAMPLING --sampled--> ACTING --answered, the last--> TELLING --told--> SAMPLING ...
+    SAMPLING --sampled--> ACTING --answered, the last--> ANSWERED --appended--> SAMPLING ...
         |                   |                               |
         +---- stop, length, | turns, seconds, ------------- | context, closed, environment ----> ENDED
-        +-------------------------------------------------- + a border, or an engine that gives back ----> HELD
+        +-------------------------------------------------- + version boundary, an engine that gives back ----> HELD
 
 A held conversation continues later from its tokens, possibly with other weights and at another engine.
 
@@ -11,8 +11,8 @@ Example: budgets of 2 turns and 60 tokens. The model samples 9 tokens with two c
 
     event                               state       what is to be done
     sampled(9, problems=(None, "..."))  ACTING      call 0 is made; call 1 is answered already, by its problem
-    answered(1, 0, "408")               TELLING     the answers become tokens, in the order of the calls
-    told(12)                            SAMPLING    a request for at most 60 - 21 tokens
+    answered(1, 0, "408")               ANSWERED    the answers become tokens, in the order of the calls
+    appended(12)                        SAMPLING    a request for at most 60 - 21 tokens
     sampled(4)                          ENDED       "stop": no call
 
 Every call is answered exactly once, by its result, its failure or its problem. Order and times of answers have no
@@ -31,7 +31,7 @@ class ConversationState(StrEnum):
 
     SAMPLING = "sampling"  # waits for tokens of an engine
     ACTING = "acting"  # waits for answers of tools or of an environment
-    TELLING = "telling"  # waits for answers in the form of tokens
+    ANSWERED = "answered"  # waits for answers in the form of tokens
     HELD = "held"  # waits for other weights or another engine: another conversation continues from its tokens
     ENDED = "ended"
 
@@ -67,7 +67,9 @@ class Conversation:
     """
 
     budgets: Budgets
-    border: int | None = None  # number of tokens at which it is held unless it has ended; only context may exceed it
+    version_boundary: int | None = (
+        None  # number of tokens at which it is held unless it has ended; only context may exceed it
+    )
     state: ConversationState = ConversationState.SAMPLING
     stop: Stop | None = None  # the reason of its end
     tokens: int = 0  # tokens of the response so far, with context
@@ -80,7 +82,7 @@ class Conversation:
     @property
     def max_tokens(self) -> int:
         """Returns how many tokens the next request may add."""
-        end = self.budgets.tokens if self.border is None else min(self.border, self.budgets.tokens)
+        end = self.budgets.tokens if self.version_boundary is None else min(self.version_boundary, self.budgets.tokens)
         return end - self.tokens
 
     @property
@@ -140,14 +142,14 @@ class Conversation:
     def _acted(self, now: float) -> "Conversation":
         if self.open_calls:
             return self
-        return replace(self, state=ConversationState.TELLING, acting_s=now - self.acting_since)
+        return replace(self, state=ConversationState.ANSWERED, acting_s=now - self.acting_since)
 
-    def told(self, context: int) -> "Conversation":
+    def appended(self, context: int) -> "Conversation":
         """Records answers as tokens of context after the response.
 
         If they leave no room for another token, they are not added, and the conversation ends.
         """
-        self._must_be(ConversationState.TELLING)
+        self._must_be(ConversationState.ANSWERED)
         if context < 0:
             raise ValueError(f"{context} tokens of context")
         if context >= self._left:

@@ -84,7 +84,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "requests sent": ("core_client.py:add_request_async",),
         "tokens taken in": ("async_llm.py:output_handler", "core_client.py:process_outputs_socket"),
         "answers made": ("vllm_engine.py:_complete", "vllm_engine.py:_final_output", "vllm_engine.py:_put_completion"),
-        "answers told": ("outbox.py:_tell", "outbox.py:told", "engine_worker.py:told"),
+        "answers taken": ("outbox.py:_tell", "outbox.py:take_finished", "engine_worker.py:take_finished"),
         "Ray's arguments": ("worker.py:deserialize_objects", "serialization.py:serialize"),
         "the event loop": ("threading.py:run",),
     },

@@ -11,7 +11,7 @@ from mrl.schedule.conversation import ConversationState as State
 BUDGETS = Budgets(tokens=60, turns=3, calls=2, seconds=10.0, characters=40)
 START = Conversation(BUDGETS)
 ACTING = START.sampled(9, 101.0, [None, None])
-TELLING = ACTING.answered(1, 0, "408", 102.0).answered(1, 1, "17", 103.0)
+ANSWERED = ACTING.answered(1, 0, "408", 102.0).answered(1, 1, "17", 103.0)
 ENDED = START.sampled(9, 101.0)
 
 
@@ -19,9 +19,13 @@ def test_the_example_of_the_module():
     budgets = replace(BUDGETS, turns=2)
     acting = Conversation(budgets).sampled(9, 101.0, [None, "not JSON"])
     assert (acting.state, acting.open_calls, acting.answers) == (State.ACTING, (0,), (None, "not JSON"))
-    telling = acting.answered(1, 0, "408", 104.0)
-    assert (telling.state, telling.answers, telling.acting_s) == (State.TELLING, ("408", "not JSON"), 3.0)
-    sampling = telling.told(12)
+    answered_talk = acting.answered(1, 0, "408", 104.0)
+    assert (answered_talk.state, answered_talk.answers, answered_talk.acting_s) == (
+        State.ANSWERED,
+        ("408", "not JSON"),
+        3.0,
+    )
+    sampling = answered_talk.appended(12)
     assert (sampling.state, sampling.turn, sampling.max_tokens) == (State.SAMPLING, 2, 39)
     assert sampling.sampled(4, 105.0).stop is Stop.STOP
 
@@ -37,8 +41,8 @@ EVENTS = {
     "an answer": lambda c: c.answered(1, 0, "408", 102.5),
     "an answer, late": lambda c: c.answered(1, 0, "408", 111.0),
     "an answer of another turn": lambda c: c.answered(7, 0, "408", 102.5),
-    "context": lambda c: c.told(5),
-    "context without end": lambda c: c.told(51),
+    "context": lambda c: c.appended(5),
+    "context without end": lambda c: c.appended(51),
     "time": lambda c: c.passed(110.9),
     "too much time": lambda c: c.passed(111.0),
     "is given back": lambda c: c.held(),
@@ -48,7 +52,7 @@ EVENTS = {
 ENDS = {"the environment's end": Stop.CLOSED, "the environment's failure": Stop.ENVIRONMENT}
 TABLE = {
     State.SAMPLING: {
-        "answers by itself": Stop.STOP, "calls": State.ACTING, "calls, all malformed": State.TELLING,
+        "answers by itself": Stop.STOP, "calls": State.ACTING, "calls, all malformed": State.ANSWERED,
         "calls, after hours in the engine's line": State.ACTING, "is cut off": State.HELD, "is given back": State.HELD,
         "fills the rest": Stop.LENGTH, 
         "an answer": State.SAMPLING, "an answer, late": State.SAMPLING, "an answer of another turn": State.SAMPLING,
@@ -58,10 +62,10 @@ TABLE = {
         "an answer": State.ACTING, "an answer, late": Stop.SECONDS, "an answer of another turn": State.ACTING,
         "time": State.ACTING, "too much time": Stop.SECONDS, **ENDS,
     },
-    State.TELLING: {
-        "an answer": State.TELLING, "an answer, late": State.TELLING, "an answer of another turn": State.TELLING,
+    State.ANSWERED: {
+        "an answer": State.ANSWERED, "an answer, late": State.ANSWERED, "an answer of another turn": State.ANSWERED,
         "context": State.SAMPLING, "context without end": Stop.CONTEXT, 
-        "time": State.TELLING, "too much time": State.TELLING, **ENDS,
+        "time": State.ANSWERED, "too much time": State.ANSWERED, **ENDS,
     },
     State.HELD: {
         "an answer": State.HELD, "an answer, late": State.HELD, "an answer of another turn": State.HELD,
@@ -74,7 +78,7 @@ TABLE = {
     },
 }  # fmt: skip
 AT = {
-    State.SAMPLING: START, State.ACTING: ACTING, State.TELLING: TELLING, State.HELD: START.held(), State.ENDED: ENDED,
+    State.SAMPLING: START, State.ACTING: ACTING, State.ANSWERED: ANSWERED, State.HELD: START.held(), State.ENDED: ENDED,
 }  # fmt: skip
 
 
@@ -101,10 +105,10 @@ def test_the_last_turn_calls_nothing_and_calls_beyond_the_budget_are_answered():
 
 def test_at_its_border_it_is_held_and_context_alone_goes_beyond():
     """By hand: a border after 20 tokens of 60, answers of 5, 11 and 51 tokens behind 9 that were sampled."""
-    talk = replace(START, border=20)
+    talk = replace(START, version_boundary=20)
     assert talk.max_tokens == 20 and talk.sampled(20, 101.0, cut_off=True).state is State.HELD
-    telling = talk.sampled(9, 101.0, [None]).answered(1, 0, "408", 102.0)
-    within, beyond, too_long = (telling.told(context) for context in (5, 11, 51))
+    answered_talk = talk.sampled(9, 101.0, [None]).answered(1, 0, "408", 102.0)
+    within, beyond, too_long = (answered_talk.appended(context) for context in (5, 11, 51))
     assert (within.state, within.max_tokens) == (State.SAMPLING, 6)
     assert (beyond.state, beyond.tokens, beyond.turn) == (State.HELD, 20, 2)
     assert too_long.stop is Stop.CONTEXT
@@ -145,8 +149,8 @@ def one(seed: int, times: random.Random) -> tuple[Conversation, list[Conversatio
             case State.ACTING:
                 answers = {number: f"{number} " * rng.randint(1, 40) for number in talk.open_calls}
                 talk = in_some_order(talk, answers, now, times)
-            case State.TELLING:
-                talk = talk.told(rng.randint(0, 12))
+            case State.ANSWERED:
+                talk = talk.appended(rng.randint(0, 12))
     return talk, seen
 
 
@@ -168,7 +172,7 @@ def test_random_conversations_end_within_their_budgets_whatever_the_order_and_ti
         assert 0 <= each.tokens <= each.budgets.tokens and 1 <= each.turn <= each.budgets.turns
         assert each.state is State.ENDED or each.max_tokens > 0
     for before in seen:
-        if before.state is State.TELLING:
+        if before.state is State.ANSWERED:
             assert None not in before.answers and before.answers
     again, others = one(seed, random.Random(2))
     assert [timeless(each) for each in others] == [timeless(each) for each in seen]
@@ -182,7 +186,7 @@ def timeless(talk: Conversation) -> Conversation:
 def test_seconds_of_all_turns_are_counted_together_and_those_of_the_engine_are_not():
     """Ten: six of the first turn, hours at the engine, and four that the second turn waits in vain."""
     first = START.sampled(9, 100.0, [None]).answered(1, 0, "408", 106.0)
-    second = first.told(5).sampled(9, 9000.0, [None])
+    second = first.appended(5).sampled(9, 9000.0, [None])
     assert (first.deadline, second.deadline) == (110.0, 9004.0)
     assert second.passed(9003.9) is second
     late = second.passed(9004.0)
@@ -196,17 +200,17 @@ def test_each_turns_seconds_count_until_all_are_spent():
     for start, taken, left in ((100.0, 2.0, 10.0), (200.0, 3.0, 8.0), (300.0, 4.0, 5.0)):
         talk = talk.sampled(1, start, [None])
         assert talk.deadline == start + left
-        talk = talk.answered(talk.turn, 0, "408", start + taken).told(1)
+        talk = talk.answered(talk.turn, 0, "408", start + taken).appended(1)
     assert talk.acted_s == 9.0
     talk = talk.sampled(1, 400.0, [None])
     assert talk.deadline == 401.0
-    assert talk.answered(4, 0, "408", 400.9).told(1).state is State.SAMPLING
+    assert talk.answered(4, 0, "408", 400.9).appended(1).state is State.SAMPLING
     late = talk.answered(4, 0, "408", 401.0)
     assert (late.stop, late.acting_s) == (Stop.SECONDS, 1.0)
 
 
 def test_an_answer_of_an_earlier_turn_is_none_of_this_one():
-    talk = TELLING.told(1).sampled(1, 110.0, [None])
+    talk = ANSWERED.appended(1).sampled(1, 110.0, [None])
     assert (talk.turn, talk.state) == (2, State.ACTING)
     assert talk.answered(1, 0, "late", 110.5) is talk
     assert talk.answered(2, 0, "408", 110.5).answers == ("408",)

@@ -53,35 +53,37 @@ def started(tmp_path: Path, name: str, **more) -> dict:
     tools = ToolsSpec((), network=True, harness=name, program=str(program), folders=(str(tmp_path),), **more)
     (made,) = rows(Engine("Four."), talks(tools), [row({})])
     assert stop_of(made) == "closed" and sampled_of(made) == "Four.<|im_end|>"
-    told = json.loads((tmp_path / "told").read_text())
-    assert told["cwd"] == f"{told['home']}/work" and not Path(told["home"]).exists()
-    return told
+    context = json.loads((tmp_path / "told").read_text())
+    assert context["cwd"] == f"{context['home']}/work" and not Path(context["home"]).exists()
+    return context
 
 
 def test_claude_code_is_told_of_the_endpoint_by_variables_and_of_the_task_by_its_input(tmp_path):
-    told = started(tmp_path, "claude_code", harness_config={"permissions": {"deny": ["WebFetch"]}}, arguments=("--x",))
-    assert told["argv"] == ["-p", "--permission-mode", "bypassPermissions", "--output-format", "json", "--x"]
-    assert told["input"] == "12*34?" and told["variables"]["ANTHROPIC_MODEL"] == "policy"
-    assert told["variables"]["ANTHROPIC_API_KEY"] == told["variables"]["OPENAI_API_KEY"]
-    assert json.loads(told["files"][".claude/settings.json"]) == {"permissions": {"deny": ["WebFetch"]}}
-    assert json.loads(told["files"][".claude.json"])["hasCompletedOnboarding"] is True
+    context = started(
+        tmp_path, "claude_code", harness_config={"permissions": {"deny": ["WebFetch"]}}, arguments=("--x",)
+    )
+    assert context["argv"] == ["-p", "--permission-mode", "bypassPermissions", "--output-format", "json", "--x"]
+    assert context["input"] == "12*34?" and context["variables"]["ANTHROPIC_MODEL"] == "policy"
+    assert context["variables"]["ANTHROPIC_API_KEY"] == context["variables"]["OPENAI_API_KEY"]
+    assert json.loads(context["files"][".claude/settings.json"]) == {"permissions": {"deny": ["WebFetch"]}}
+    assert json.loads(context["files"][".claude.json"])["hasCompletedOnboarding"] is True
 
 
 def test_codex_is_told_of_the_endpoint_by_its_configuration(tmp_path):
     more = {"model_providers": {"mrl": {"request_max_retries": 0}}, "features": {"a.b": True}}
-    told = started(tmp_path, "codex", harness_config=more)
-    assert told["argv"] == ["exec", "--skip-git-repo-check", "-"] and told["input"] == "12*34?"
-    config = tomllib.loads(told["files"][".codex/config.toml"])
+    context = started(tmp_path, "codex", harness_config=more)
+    assert context["argv"] == ["exec", "--skip-git-repo-check", "-"] and context["input"] == "12*34?"
+    config = tomllib.loads(context["files"][".codex/config.toml"])
     provider = config["model_providers"][config["model_provider"]]
-    assert (provider["base_url"], provider["wire_api"]) == (told["variables"]["OPENAI_BASE_URL"], "responses")
+    assert (provider["base_url"], provider["wire_api"]) == (context["variables"]["OPENAI_BASE_URL"], "responses")
     assert provider["env_key"] == "OPENAI_API_KEY" and provider["request_max_retries"] == 0
-    assert config["features"] == {"a.b": True} and told["variables"]["CODEX_HOME"] == f"{told['home']}/.codex"
+    assert config["features"] == {"a.b": True} and context["variables"]["CODEX_HOME"] == f"{context['home']}/.codex"
 
 
 def test_mini_swe_agent_finds_the_task_in_its_configuration(tmp_path):
-    told = started(tmp_path, "mini_swe_agent", harness_config={"agent": {"step_limit": 3}})
-    name = told["argv"][told["argv"].index("-c", 2) + 1]
-    config = yaml.safe_load(told["files"][name.removeprefix(f"{told['home']}/")])
+    context = started(tmp_path, "mini_swe_agent", harness_config={"agent": {"step_limit": 3}})
+    name = context["argv"][context["argv"].index("-c", 2) + 1]
+    config = yaml.safe_load(context["files"][name.removeprefix(f"{context['home']}/")])
     assert config["run"]["task"] == "12*34?" and config["model"]["model_name"] == "openai/policy"
     assert config["agent"] == {"cost_limit": 0, "mode": "yolo", "confirm_exit": False, "step_limit": 3}
 

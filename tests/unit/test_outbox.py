@@ -61,12 +61,12 @@ async def heard(box: Outbox, calls: dict[int, dict[int, float]], **how) -> list[
     tasks = [asyncio.create_task(a_call(box, number, ends, **how)) for number, ends in calls.items()]
     awaited, found = set(calls), []
     while awaited:
-        told = await box.told(tuple(awaited))
-        awaited -= set(told.ended)
-        if told.sizes:
-            rows, blocks = SampleRows.from_bytes(told.rows).sample_id.tolist(), box.taken(told.ticket)
+        finished = await box.take_finished(tuple(awaited))
+        awaited -= set(finished.ended)
+        if finished.sizes:
+            rows, blocks = SampleRows.from_bytes(finished.rows).sample_id.tolist(), box.take_blocks(finished.ticket)
             assert [row for block in blocks for row in block.sample_id.tolist()] == rows
-            assert [len(block) for block in blocks] == list(told.sizes)
+            assert [len(block) for block in blocks] == list(finished.sizes)
             found.append((asyncio.get_running_loop().time(), rows))
     await asyncio.gather(*tasks)
     return found
@@ -80,11 +80,11 @@ def test_each_response_is_told_once_and_after_a_hundredth_of_what_its_call_took(
     }
     found = clock.run_until_complete(heard(box, calls))
     begun, ends = 1.0, {number: end for call in calls.values() for number, end in call.items()}
-    told = {number: at - begun for at, rows in found for number in rows}
-    assert sorted(told) == sorted(ends) and sum(len(rows) for _, rows in found) == len(ends)
-    for number, at in told.items():
+    finished = {number: at - begun for at, rows in found for number in rows}
+    assert sorted(finished) == sorted(ends) and sum(len(rows) for _, rows in found) == len(ends)
+    for number, at in finished.items():
         assert -1e-9 <= at - ends[number] <= min(HELD_S, SHARE * ends[number]) + 1e-9
-    assert told[last := max(ends, key=ends.get)] == pytest.approx(ends[last])  # nobody is left to wait for
+    assert finished[last := max(ends, key=ends.get)] == pytest.approx(ends[last])  # nobody is left to wait for
     assert box.is_idle
 
 
@@ -107,17 +107,17 @@ def test_an_error_is_raised_after_what_came_before_it(clock):
         with box.call(0):
             box.add(0, response(3), routed=True)
             raise Interrupted("engine 0 was put to sleep")
-        told = await box.told((0,))
-        assert told.routed and SampleRows.from_bytes(told.rows).sample_id.tolist() == [3]
-        assert told.ended == ()  # so the client goes on asking, and hears of the error
+        finished = await box.take_finished((0,))
+        assert finished.routed and SampleRows.from_bytes(finished.rows).sample_id.tolist() == [3]
+        assert finished.ended == ()  # so the client goes on asking, and hears of the error
         with pytest.raises(Interrupted, match="put to sleep"):
-            await box.told((0,))
+            await box.take_finished((0,))
 
     clock.run_until_complete(run())
 
 
-@pytest.mark.parametrize(("seconds", "is_told"), [(LOSS_S / 2, True), (LOSS_S * 2, False)])
-def test_a_loss_waits_for_other_calls_but_not_for_long(clock, seconds, is_told):
+@pytest.mark.parametrize(("seconds", "is_reported"), [(LOSS_S / 2, True), (LOSS_S * 2, False)])
+def test_a_loss_waits_for_other_calls_but_not_for_long(clock, seconds, is_reported):
     box = Outbox()
 
     async def fails():
@@ -127,11 +127,11 @@ def test_a_loss_waits_for_other_calls_but_not_for_long(clock, seconds, is_told):
     async def run():
         calls = [asyncio.create_task(each) for each in (fails(), a_call(box, 1, {5: seconds}))]
         begun = clock.time()
-        if is_told:
-            told = await box.told([0, 1])
-            assert SampleRows.from_bytes(told.rows).sample_id.tolist() == [5] and told.ended == ()
+        if is_reported:
+            finished = await box.take_finished([0, 1])
+            assert SampleRows.from_bytes(finished.rows).sample_id.tolist() == [5] and finished.ended == ()
         with pytest.raises(LostProcess, match="is lost"):
-            await box.told([0, 1])
+            await box.take_finished([0, 1])
         assert clock.time() - begun == pytest.approx(min(seconds, LOSS_S))
         await asyncio.wait(calls)
 
@@ -141,14 +141,14 @@ def test_a_loss_waits_for_other_calls_but_not_for_long(clock, seconds, is_told):
 def test_who_asks_before_the_call_has_begun_waits_for_it(clock):
     async def run():
         boxes = Outboxes()
-        asked = asyncio.create_task(boxes.of(7).told((0,)))
+        asked = asyncio.create_task(boxes.of(7).take_finished((0,)))
         await asyncio.sleep(1)
         boxes.of(8)  # an idle one would be forgotten now
         await a_call(boxes.of(7), 0, {5: 30.0})
         return await asked
 
-    told = clock.run_until_complete(run())
-    assert (told.sizes, told.ended) == ((1,), (0,))
+    finished = clock.run_until_complete(run())
+    assert (finished.sizes, finished.ended) == ((1,), (0,))
 
 
 def test_short_responses_that_are_told_together_are_one_block_and_long_ones_their_own(clock):
@@ -157,9 +157,9 @@ def test_short_responses_that_are_told_together_are_one_block_and_long_ones_thei
     async def sizes(tokens):
         box = Outbox()
         task = asyncio.create_task(a_call(box, 0, calls[0], sizes=lambda number: tokens))
-        told = await box.told((0,))
+        finished = await box.take_finished((0,))
         await task
-        return told.sizes
+        return finished.sizes
 
     assert clock.run_until_complete(sizes(10)) == (8,)
     assert clock.run_until_complete(sizes(3000)) == (1,) * 8
@@ -170,9 +170,9 @@ def test_boxes_of_idle_clients_are_forgotten_and_those_with_blocks_are_not(clock
         boxes = Outboxes()
         first = boxes.of(0)
         await a_call(first, 0, {1: 1.0})
-        told = await first.told((0,))
+        finished = await first.take_finished((0,))
         boxes.of(1)
-        assert boxes.of(0) is first and len(first.taken(told.ticket)) == 1
+        assert boxes.of(0) is first and len(first.take_blocks(finished.ticket)) == 1
         boxes.of(1)
         assert boxes.of(0) is not first
 
@@ -186,7 +186,7 @@ def test_a_call_that_is_cancelled_is_told_as_an_error_and_not_as_answered(clock)
         await asyncio.sleep(1.0)
         task.cancel()
         with pytest.raises(Interrupted, match="call 0 was cancelled"):
-            await box.told((0,))
+            await box.take_finished((0,))
         assert task.cancelled() or await asyncio.gather(task, return_exceptions=True)
 
     clock.run_until_complete(run())

@@ -50,7 +50,7 @@ class Worker:
         self.loop, self.worker = asyncio.new_event_loop(), EngineWorker.__new__(EngineWorker)
         self.worker.outboxes, self.worker.engine = Outboxes(), self
         self.lets, self.dies, self.calls = asyncio.Event(), None, []
-        self.generate, self.told = Method(self._begun), Method(self._begun_told)
+        self.generate, self.take_finished = Method(self._begun), Method(self._begun_take_finished)
         self.blocks = Method(self._blocks)
 
     async def _generated(self, requests, sampling):
@@ -67,9 +67,9 @@ class Worker:
         self.worker.engine = SimpleNamespace(generate=self._generated)
         return self._task(self.worker.generate(*arguments))
 
-    def _begun_told(self, *arguments):
-        self.calls.append("told")
-        return self._task(self.worker.told(*arguments))
+    def _begun_take_finished(self, *arguments):
+        self.calls.append("take_finished")
+        return self._task(self.worker.take_finished(*arguments))
 
     def _task(self, coroutine):
         ref, task = Ref(there=False), self.loop.create_task(coroutine)
@@ -144,7 +144,7 @@ class Fleet:
         self.were_late.append((engine, epoch, answers))
 
 
-def taken(streams):
+def finished_of(streams):
     found = streams.take(0.0)
     return [(each.engine, each.samples.rows.sample_id.tolist()) for each in found]
 
@@ -156,11 +156,11 @@ def test_responses_of_several_calls_come_by_one_message_and_one_call_for_their_b
     streams.send("a", requests(0, 1), sampling)
     streams.send("a", requests(2), sampling)
     worker.runs()
-    assert taken(streams) == [] and streams.waiting_for == ["a"]
+    assert finished_of(streams) == [] and streams.waiting_for == ["a"]
     worker.lets.set()
     worker.runs()
     (arrived,) = streams.take(0.0)
-    assert sorted(arrived.samples.rows.sample_id.tolist()) == [0, 1, 2] and worker.calls == ["told", "blocks"]
+    assert sorted(arrived.samples.rows.sample_id.tolist()) == [0, 1, 2] and worker.calls == ["take_finished", "blocks"]
     assert streams.waiting_for == []
     for row, number in enumerate(arrived.samples.rows.sample_id.tolist()):  # each long one an object
         block = arrived.samples.blocks[arrived.samples.block[row]]
@@ -181,7 +181,7 @@ def test_an_engine_that_still_makes_its_blocks_is_waited_for(engine, ray):
     assert [each.engine for each in streams.take(20.0)] == ["b"] and streams.waiting_for == ["a"]
     assert 0.0 < sum(ray) <= REST_S  # b's are not kept back
     there.there = True
-    assert taken(streams) == [("a", [0])] and streams.waiting_for == []
+    assert finished_of(streams) == [("a", [0])] and streams.waiting_for == []
 
 
 @pytest.mark.parametrize("at", ["generation", "blocks"])
@@ -210,7 +210,7 @@ def test_of_a_lost_engine_nothing_is_awaited_and_the_one_started_for_it_is_asked
     for one in (before, other):
         one.lets.set()
         one.runs()
-    arrived = [each for _ in range(3) for each in taken(streams)]
+    arrived = [each for _ in range(3) for each in finished_of(streams)]
     assert arrived == [("b", [2])] and fleet.asked == [("engine a died", {"a": 0, "b": 0})]
     del fleet.there["a"]
     assert streams.follow() == (["a"], []) and streams.waiting_for == [] and streams.names == ["b"]
@@ -219,7 +219,7 @@ def test_of_a_lost_engine_nothing_is_awaited_and_the_one_started_for_it_is_asked
     streams.send("a", requests(0, 1), sampling)
     after.lets.set()
     after.runs()
-    assert taken(streams) == [("a", [0, 1])] and fleet.were_late == []
+    assert finished_of(streams) == [("a", [0, 1])] and fleet.were_late == []
 
 
 def test_what_an_engine_told_before_it_was_lost_is_taken(engine, ray):
@@ -238,12 +238,12 @@ def test_what_an_engine_told_before_it_was_lost_is_taken(engine, ray):
         refs[0].there = False
         return refs
 
-    assert taken(streams) == [] and streams.waiting_for == ["a"]
+    assert finished_of(streams) == [] and streams.waiting_for == ["a"]
     coming[0].there = True
     streams.send("a", requests(1), Sampling(1.0, LONG, ()))
     worker.dies = LostProcess("engine a died")
     worker.runs()
-    assert taken(streams) == [("a", [0])] and streams._fleet.asked == [("engine a died", {"a": 0})]
+    assert finished_of(streams) == [("a", [0])] and streams._fleet.asked == [("engine a died", {"a": 0})]
 
 
 def test_what_a_peer_of_the_lost_rank_has_told_is_taken(engine, ray):
@@ -257,7 +257,7 @@ def test_what_a_peer_of_the_lost_rank_has_told_is_taken(engine, ray):
     lost.dies = LostProcess("its process died")
     lost.lets.set()
     lost.runs()
-    assert taken(streams) == [("engine 0 rank 1", [1])]
+    assert finished_of(streams) == [("engine 0 rank 1", [1])]
 
 
 def test_another_engine_that_fails_beside_a_lost_one_is_not_forgotten(engine, ray):
@@ -270,18 +270,18 @@ def test_another_engine_that_fails_beside_a_lost_one_is_not_forgotten(engine, ra
     other.runs()
     blocks = Ref(there=False)
     other.blocks = Method(lambda *given: [blocks, Ref()])
-    assert taken(streams) == []
+    assert finished_of(streams) == []
     streams.send("a", requests(0), Sampling(1.0, LONG, ()))
     lost.dies = LostProcess("its process died")
     lost.lets.set()
     lost.runs()
     blocks.value = Interrupted("the object store is full")
     blocks.there = True
-    assert taken(streams) == [] and streams.waiting_for == ["a", "b"]
+    assert finished_of(streams) == [] and streams.waiting_for == ["a", "b"]
     del streams._fleet.there["a"]
     streams.follow()
     with pytest.raises(Interrupted, match="is full"):
-        taken(streams)
+        finished_of(streams)
 
 
 def test_what_an_engine_says_after_it_was_taken_for_lost_is_dropped_and_counted(engine, ray):
@@ -293,7 +293,7 @@ def test_what_an_engine_says_after_it_was_taken_for_lost_is_dropped_and_counted(
     assert streams.follow() == (["a"], ["a"])
     hung.lets.set()
     hung.runs()
-    assert taken(streams) == [] and streams.follow() == ([], [])
+    assert finished_of(streams) == [] and streams.follow() == ([], [])
     assert streams._fleet.were_late == [("a", 0, 2)]
 
 
@@ -309,7 +309,7 @@ def test_an_engine_that_fails_while_a_response_is_held_is_told_after_it(engine, 
     worker._generated = generated
     streams.send("a", requests(0, 1), Sampling(1.0, LONG, ()))
     worker.runs(0.6)
-    assert taken(streams) == [("a", [0])] and streams.waiting_for == ["a"]
+    assert finished_of(streams) == [("a", [0])] and streams.waiting_for == ["a"]
     worker.runs()
     with pytest.raises(Interrupted, match="engine 0 died"):
         streams.take(0.0)

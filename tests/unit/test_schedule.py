@@ -128,7 +128,7 @@ def test_what_has_arrived_is_counted_as_a_sum_over_all_groups_has_it(rules):
         live_step(buffer, rng)
         groups = list(buffer.groups.values())
         first = groups if buffer.schedule.is_synchronous else groups[:2]
-        assert (buffer.told.size, buffer.told.ended) == (len(first), sum(sum(group.ended) for group in first))
+        assert (buffer.progress.size, buffer.progress.ended) == (len(first), sum(sum(group.ended) for group in first))
         trained = groups[:2] if buffer.schedule.order == "in_order" else groups
         assert buffer.lacks_responses == (sum(all(group.ended) for group in trained) < 2)
     assert buffer.step > 5, "else little was taken"

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from mrl.acting.agent import ENDPOINT, REWARD_KEY, STOP, variables
 from mrl.acting.environment import Environment, Reply
-from mrl.acting.harnesses import HARNESSES, Harness, Told, loop_path
+from mrl.acting.harnesses import HARNESSES, AgentContext, Harness, loop_path
 from mrl.acting.sandboxes.broker import Broker
 from mrl.acting.sandboxes.sandbox import STOPPED, VARIABLES, Sandbox, SandboxError
 from mrl.acting.sandboxes.tasks import TASK, Task
@@ -53,20 +53,22 @@ def sandboxed_agent(broker: Broker, spec: ToolsSpec) -> type[Environment]:
         def agent(self, url: str, key: str, row: dict, seconds: float, reward_key: str) -> str:
             """Runs the agent until it has ended, or is stopped."""
             # tests give the reward, where there are some
-            told = Told(url, key, "" if self._task is not None else reward_key, row, seconds, HOME, spec.harness_config)
-            for name, text in harness.files(told).items():
+            context = AgentContext(
+                url, key, "" if self._task is not None else reward_key, row, seconds, HOME, spec.harness_config
+            )
+            for name, text in harness.files(context).items():
                 self._sandbox.write(f"{HOME}/{name}", text.encode())
-            words = [program, *harness.arguments(told), *spec.arguments]
+            words = [program, *harness.arguments(context), *spec.arguments]
             if harness.loop is not None:
                 loop = f"{HOME}/{harness.loop}"
                 self._sandbox.write(loop, Path(loop_path(harness)).read_bytes())
                 words.insert(1, loop)
             ran = self._sandbox.run(
                 words,
-                harness.input(told).encode(),
+                harness.input(context).encode(),
                 LONGEST_AGENT_S,
                 _KEPT,
-                variables(url, key) | harness.variables(told),
+                variables(url, key) | harness.variables(context),
                 self._stop,
             )
             if ran.is_well or ran.reason == STOPPED:
@@ -95,8 +97,8 @@ def sandboxed_agent(broker: Broker, spec: ToolsSpec) -> type[Environment]:
 def _of_command(words: tuple[str, ...]) -> Harness:
     """Returns a command of the user's as a harness."""
 
-    def told_all(told: Told) -> str:
-        all_of_it = json.loads(told.as_json)
+    def whole_context(context: AgentContext) -> str:
+        all_of_it = json.loads(context.as_json)
         return json.dumps({name: all_of_it[name] for name in ("url", "row", "seconds", REWARD_KEY)})
 
-    return Harness(words[0], "put it into the image", lambda told: list(words[1:]), input=told_all)
+    return Harness(words[0], "put it into the image", lambda context: list(words[1:]), input=whole_context)
