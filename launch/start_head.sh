@@ -20,7 +20,7 @@ for name in PORT DASHBOARD_PORT; do
     p=$port
     [ $name = PORT ] || p=$dashboard
     if (exec 3<>"/dev/tcp/$host/$p") 2>/dev/null; then
-        echo "port $p on $host is in use, by a head of yours (launch/stop_head.sh), of somebody else's, or another program: set $name to a free one" >&2
+        echo "port $p on $host is in use, by a head of yours (launch/stop_head.sh), of another user, or another program: set $name to a free one" >&2
         exit 4
     fi
     mrl_check_port $name "$p" "$@"

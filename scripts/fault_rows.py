@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "docs" / "source" / "faults.yaml"
 _INTRO = """# Faults
 
-What a run is held against: each fault, what must happen, and the tests that bring it about, below `tests/`. Those
-marked long run on request (`scripts/test.sh long`); under real signals all rows of `tests/proofs/test_kills.py`.
-`SECURITY.md` names the attack of each promise the same way.
+Faults that a run must survive or report: what must happen, and the tests below `tests/` that cause each. Those marked
+long run with `scripts/test.sh long`; `tests/proofs/test_kills.py` uses real signals. `SECURITY.md` names the test of
+each promise the same way.
 """
-_BAD_INPUT = "\n## Inputs\n\nWhat a run which survives must refuse or do without, each with one message.\n"
+_BAD_INPUT = "\n## Inputs\n\nInput that a run must refuse or do without, each with one message.\n"
 
 
 def page() -> str:

@@ -129,38 +129,33 @@ def metrics() -> str:
 
 
 _FROM_VERL = (
-    "* **Nothing is lost without a word.** A word of the script that is no override, an array or text that a "
-    "branch adds to and nobody can decide, a configuration file (`--config-name`) that is neither verl's own nor "
-    "at hand: each is named, with the variable to give by `--set NAME=VALUE`, and the answer is then never "
-    "`valid`.",
-    "* **Keys that verl has not.** A table of verl's own keys by release (scripts/generate_verl_keys.py reads them "
-    "from its wheels) says which there are: a misspelt one is a loss under every prefix, with the nearest name; below "
-    "verl's free mappings (`engine_kwargs`, `override_*`, `reward_kwargs`) any name is one.",
-    "* **Devices.** A script that asks the machine for NPUs (`python3 -c 'import torch_npu' && echo npu || echo gpu`, "
-    "`npu-smi`) is read as on a machine with GPUs; `--set DEVICE=npu` chooses the other branch.",
-    "* **The verdict.** `valid`: what changes training is all in the file. `carried with losses`: something is asked "
-    "for that is not done here, or hangs on a variable that nobody sets; exit code 2, and 0 with `--accept-losses`. "
-    "`refused`: a place cannot be read, or the result breaks a rule. Whether the plan fits is a line of its own before "
-    "it (`mrl plan` ends with 7 where it does not, by more than the plan may be wrong by).",
-    "* **Asynchronous trainers** become `trainer.schedule`: one step off as it is; fully asynchronous as `bounded`, "
-    "where a step is what verl trains on between two syncs and a share of stale samples becomes whole steps. Groups "
-    "are trained on in the order of the data. verl takes the engine's log-probs for the policy that a step begins "
-    "with; where generation is ahead they are computed anew, and a correction weighs the difference.",
-    "* **Rewards.** A function that returns a number alone has that number as the part `acc`, as in verl: "
-    "`filter_groups.metric: acc` and validation's core numbers work as they do there. `seq_reward` of verl has "
-    "the overlong penalty in it and is `reward` here. An async function is refused by `mrl validate`: a plain one asks "
-    "it by `asyncio.run`, and `reward.num_workers` of them run beside each other.",
-    "* **Code of yours** is loaded from files that a key names, and from no others: rewards, as in verl; losses "
-    "(`algorithm.policy_loss.custom`), advantages (`algorithm.custom_advantage`), tools and environments "
-    "(`rollout.turns.path`). A run says each file with its SHA-256 before anything of it runs.",
-    "* **Starting again.** verl's default `resume_mode: auto` is written: a second start goes on with the run of "
-    "the directory. Our own default is `disable`, which refuses a directory that holds a run unless `--resume` is"
-    " given.",
-    "* **Filters.** `top_p` and `top_k` of training responses are kept where the loss reads training's own log-"
-    "probs alone, which is verl's default; a correction or `bypass_mode`, which read the engine's, turn them off,"
-    " with a warning.",
-    "* **Models.** A name on the hub (`Qwen/Qwen3-30B-A3B`) stays one: it is fetched when the run starts, or one "
-    "message says the command.\n",
+    "* **Nothing is lost silently.** Text of the script that cannot be read, a branch that cannot be decided, a "
+    "missing configuration file (`--config-name`): each is named, with the variable to give by `--set NAME=VALUE`, and "
+    "the answer is then never `valid`.",
+    "* **Misspelt keys** are found in a table of verl's keys by release (scripts/generate_verl_keys.py), with the "
+    "nearest name. Below verl's free mappings (`engine_kwargs`, `override_*`, `reward_kwargs`) any name is allowed.",
+    "* **Devices.** A script that asks for NPUs (`python3 -c 'import torch_npu' && echo npu || echo gpu`, "
+    "`npu-smi`) is "
+    "read as on a machine with GPUs; `--set DEVICE=npu` chooses the other branch.",
+    "* **Verdict.** `valid`: everything that changes training is in the file. `carried with losses`: something is "
+    "not supported here, or depends on an unset variable; exit code 2, and 0 with `--accept-losses`. "
+    "`refused`: a place "
+    "cannot be read, or the result breaks a rule. A line before it says whether the plan fits.",
+    "* **Asynchronous trainers** become `trainer.schedule`: `one_step_off`, or `bounded`, where a step is what verl "
+    "trains on between two syncs and a share of stale samples becomes whole steps. verl uses the engine's log-probs as "
+    "the old policy; here they are recomputed, and a correction weighs the difference.",
+    "* **Rewards.** A function that returns a number alone has it as the part `acc`, as in verl. verl's `seq_reward` "
+    "includes the overlong penalty and is `reward` here. Async functions are refused: call yours with `asyncio.run`; "
+    "`reward.num_workers` processes run in parallel.",
+    "* **Your code** is loaded only from files that a key names: rewards, losses (`algorithm.policy_loss.custom`), "
+    "advantages (`algorithm.custom_advantage`), tools and environments (`rollout.turns.path`). A run prints "
+    "each file's "
+    "SHA-256 first.",
+    "* **Resuming.** verl's default `resume_mode: auto` is kept: a second start resumes. mrl's own default, `disable`, "
+    "refuses a directory with a run unless `--resume` is given.",
+    "* **Filters.** `top_p` and `top_k` of training responses are kept if the loss reads only training's log-probs, "
+    "verl's default; a correction or `bypass_mode` turns them off, with a warning.",
+    "* **Models** on the hub (`Qwen/Qwen3-30B-A3B`) are fetched when the run starts.\n",
 )
 
 
@@ -168,8 +163,9 @@ def from_verl() -> str:
     """Where each key of verl's goes."""
     page = [
         _MADE, "# From verl\n",
-        "`mrl import-verl SCRIPT` carries a launch script over and says of every key what became of it. A key ending "
-        "in a dot stands for everything below it.\n",
+        "`mrl import-verl SCRIPT` imports a launch script and reports every key. A key ending in a dot covers "
+        "everything "
+        "below it.\n",
         *_FROM_VERL,
         *_table(("verl", "here", "why")),
     ]  # fmt: skip
@@ -202,14 +198,13 @@ def _public_scripts() -> Iterator[str]:
         f"The {len(answers)} launch scripts of {commits}, run by bash itself over stubs and read by the import "
         f"(`python scripts/evidence/verl_scripts.py`). Of the {pairs:,} key=value pairs that bash passes "
         f"{counts['same']:,} are "
-        f"read as bash has them, {pairs - counts['same'] - counts.get('LOST', 0) - counts.get('DIFFERENT', 0)} hang on "
-        f"something that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
-        f"{counts.get('DIFFERENT', 0)} differ without a word. Answers: "
+        f"read as bash has them, {pairs - counts['same'] - counts.get('LOST', 0) - counts.get('DIFFERENT', 0)}  depend "
+        f"on something that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
+        f"{counts.get('DIFFERENT', 0)} differ silently. Answers: "
         + ", ".join(f"{answers.count(name)} {name}" for name in ("valid", "carried with losses", "refused"))
-        + f". {counts.get('more than bash, told', 0)} keys stand behind a comment or an empty line, at which the shell "
-        "ends the command; that is said. Refused is what mrl does not do at all (a family of models, generation or "
-        "evaluation alone), what no Megatron layout here can have, and a model or file that lies with the script's "
-        "author.\n"
+        + f". {counts.get('more than bash, told', 0)} keys follow a comment or an empty line, where the shell ends "
+        "the command; a warning names them. Refused are unsupported families, scripts that only generate or evaluate, "
+        "layouts that Megatron cannot have, and models or files that only the author has.\n"
     )
     if "ways" in found:
         yield from _ways_to_train(**found["ways"])
@@ -293,34 +288,34 @@ def _switches_of_devices() -> str:
         names = [f"`{key.rpartition('.')[2]}`" for key in get_hosting(device).switches]
         lists.append(f"{device}: {', '.join(names) or 'none, since exchanges beside computing would take its cores'}")
     return (
-        "**`mrl init` writes what costs nothing, by its documentation.** Presets have the same. `mrl plan --search` "
-        f"counts the overlaps in every layout. {'; '.join(lists)}. What a rule refuses for a model is left out. "
-        "DeepEP is not among them: where experts span nodes, the search names its seconds beside a layout's."
+        "**`mrl init` and presets turn on what costs nothing.** `mrl plan --search` counts the overlaps. "
+        f"{'; '.join(lists)}. What a rule refuses for a model is left out, and so is DeepEP: where experts span "
+        "nodes, the "
+        "search prints its seconds beside a layout's."
     )
 
 
 _TOKENS = (
-    "**Few tokens a micro-batch wait for the host.** On the H100 that was measured, with the 16 experts that a rank of "
-    "EP8 has, a layer of 30B took the host as long to launch for 8,192 tokens as for 16,384: 7 ms forward, and 19 ms "
-    "more for its backward. So tokens a second rose with `actor.ppo_max_token_len_per_gpu` up to 32,768, and computing "
-    "activations again for room may be cheaper than small micro-batches. The plan expects that host, and holds its "
-    "formulas against all those lines; servers of others need 0.6 of it ([predictions](predictions.md)). By the plan "
-    "two longest samples at once spare a third of an update of 30B on 32 H100 where they fit as they are "
-    "(`--set actor.ppo_max_token_len_per_gpu=20480`), and lose where pipelines get fewer of them. `launch_us` of "
-    "`scripts/hardware/run.sh cuda actor_8k` tells how fast your host is.\n\n"
-    "**CUTLASS' products are off by default.** `model.grouped_gemm: cutlass` makes grouped products one kernel on "
-    "Hopper, 1.55 times as fast an update of 8,192 tokens on one H100. No preset sets it, because a device has not yet "
-    "held its numbers against Hugging Face's: a rung of the ladder decides. `torch.nn.functional.grouped_mm` reached "
-    "598 and 681 TFLOP/s of 128 and 16 experts on that H100 (`grouped_products`), where Transformer Engine's default "
-    "reached 73 and 454; Megatron-core 0.16.1 has no layer that calls it, so mrl uses it for adapters alone."
+    "**Small micro-batches wait for the host.** On one H100 with 16 experts a rank (EP8), launching a layer "
+    "of 30B took "
+    "the host as long for 8,192 tokens as for 16,384: 7 ms forward and 19 ms more backward. Tokens a second rose with "
+    "`actor.ppo_max_token_len_per_gpu` up to 32,768, so recomputing activations may be cheaper than small "
+    "micro-batches. "
+    "By the plan, two longest samples at once save a third of an update of 30B on 32 H100 if they fit "
+    "(`--set actor.ppo_max_token_len_per_gpu=20480`), but pipelines then get fewer micro-batches. `launch_us` of "
+    "`scripts/hardware/run.sh cuda actor_8k` measures your host; others need 0.6 of it "
+    "([predictions](predictions.md)).\n\n"
+    "**CUTLASS products are off by default.** `model.grouped_gemm: cutlass` made an update of 8,192 tokens "
+    "1.55 times as "
+    "fast on one H100, but its numbers are not yet compared with Hugging Face's on a device. "
+    "`torch.nn.functional.grouped_mm` reached 598 and 681 TFLOP/s for 128 and 16 experts, Transformer Engine's default "
+    "73 and 454; Megatron-core 0.16.1 has no layer that calls it, so mrl uses it for adapters alone."
 )
 
 _DEEPEP = (
-    "**DeepEP has no pinned build here.** `scripts/install.sh` builds what its rows name, and DeepEP is in none. "
-    "Megatron imports its `Buffer`. The publisher's repository (deepseek-ai/DeepEP, README at 0297fc8) keeps that as a "
-    "legacy method, which needs NVSHMEM, beside a new one that needs NCCL 2.30.4. So which commit fits follows from "
-    "the cluster's network and NCCL, and nobody could try one: a step that never ran would only look tested. Build it "
-    "on the cluster from that repository; a rank that does not find `deep_ep` says so when it starts."
+    "**DeepEP has no pinned build.** Megatron imports its `Buffer`, which the publisher (deepseek-ai/DeepEP, README at "
+    "0297fc8) keeps as a legacy method that needs NVSHMEM, beside a new one that needs NCCL 2.30.4. The right commit "
+    "depends on the cluster: build it there; a rank that does not find `deep_ep` says so at the start."
 )
 
 
@@ -361,10 +356,9 @@ def predictions() -> str:
     page = [
         _MADE,
         "# Predictions against published runs\n",
-        "What `mrl plan` predicts of runs that others have published, in the shapes that they were measured in "
-        "(`python scripts/published_runs.py`). Low and high are the same formulas with every constant at the better or "
-        "the worse end of its range. A decode step is one token of every sequence; an update is one optimizer step. "
-        "What is off by more than 15% says why.\n",
+        "What `mrl plan` predicts for published runs (`python scripts/published_runs.py`). Low and high take every "
+        "constant at the better or worse end of its range. A decode step is one token of every sequence; an update is "
+        "one optimizer step. Errors above 15% have a reason.\n",
         *_table(("run", "published", "low", "expected", "high", "error", "source", "missed because")),
     ]
     page += [_row(*_prediction(run)) for run in published_runs.compared()]
@@ -378,9 +372,8 @@ def predictions() -> str:
     page += [
         "",
         "## Constants\n",
-        "One value for all runs, none is set for one of them; but `logit_passes` is 3 for updates of pre-training, "
-        "whose loss reads logits in 16 bits. A check of `scripts/hardware` measures what it can. What an H100 gave is "
-        "from `docs/results/hardware/h100.jsonl`.\n",
+        "One value for all runs, except that `logit_passes` is 3 for pre-training, whose loss reads logits in 16 bits. "
+        "The check of `scripts/hardware` measures it; the H100's values are in `docs/results/hardware/h100.jsonl`.\n",
         *_table(("constant", "value", "low", "high", "one H100", "from", "check")),
     ]
     page += [_row(*_constant(row)) for row in _source("assumptions")]

@@ -82,7 +82,7 @@ class GuessTheNumber(Environment):
         self._low = int(given.get("low", 1))
         self._high = int(given.get("high", 100))
         if self._low > self._high:
-            raise ValueError(f"extra_info: no number lies between low {self._low} and high {self._high}")
+            raise ValueError(f"extra_info: there is no number between low {self._low} and high {self._high}")
         self._most = given.get("guesses")
         if self._most is not None and self._most < 1:
             raise ValueError(f"extra_info: guesses {self._most}: must be at least 1")

@@ -14,8 +14,8 @@ _FILE = {
     "path": _TEXT,
     "view_range": {"type": "array", "items": _WHOLE, "description": "first and last line to view; -1 is the last"},
     "file_text": {"type": "string", "description": "whole text of a file to create"},
-    "old_str": {"type": "string", "description": "text to replace, which stands in the file once"},
-    "insert_line": {"type": "integer", "description": "line behind which text is inserted; 0 is the beginning"},
+    "old_str": {"type": "string", "description": "text to replace; it must occur exactly once in the file"},
+    "insert_line": {"type": "integer", "description": "line after which text is inserted; 0 is the beginning"},
 }
 _UNDO = "text_editor_20241022", "text_editor_20250124"  # versions that can undo an edit
 _INSERTS_NEW_STR = (*_UNDO, "text_editor_20250429")  # later ones have a parameter of its own for inserted text

@@ -334,7 +334,7 @@ def _of_pairs(name: str, text: str, pair: re.Pattern[str], opens: re.Pattern[str
     """Reads a call whose values are texts, by the schemas of its parameters. `opens` begins an argument."""
     left = pair.sub("", text).strip()
     if left:
-        return ToolCall(problem=f"{left[:60]!r} stands between its arguments")
+        return ToolCall(problem=f"{left[:60]!r} is not an argument")
     arguments: dict[str, Any] = {}
     for key, value in pair.findall(text):
         key = key.strip()

@@ -198,7 +198,7 @@ class McpServer:
                 self._said_changed = True
                 print(
                     f"{KEY}.{self._spec.name}: its tools are not those that it had when the run began: {changes}; "
-                    "the model is still told of those",
+                    "the model still sees the old ones",
                     flush=True,
                 )
 

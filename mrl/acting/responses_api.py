@@ -96,7 +96,7 @@ def _messages_of(items: Sequence[Any]) -> list[ChatMessage]:
         elif kind == "message":
             messages += _message_of(item, messages.pop() if goes_on else None)
         else:
-            raise BadRequest(f"an item of the input has the type {str(kind)[:40]!r}, which no model here can be told")
+            raise BadRequest(f"an item of the input has the type {str(kind)[:40]!r}, which is not supported")
         goes_on = messages[-1].role == "assistant"
     return messages
 

@@ -116,7 +116,7 @@ class Tool:
             raise ConfigError(f"tool {name!r} {fault}")
         docstring = inspect.getdoc(function)
         if not docstring:
-            raise ConfigError(f"tool {name!r} has no docstring, which is what the model is told about it")
+            raise ConfigError(f"tool {name!r} has no docstring; the model needs one as its description")
         described = _described(docstring)
         properties = {}
         required = []

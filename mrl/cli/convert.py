@@ -90,7 +90,7 @@ def add(commands) -> None:
 def _conversion(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
     """Runs a conversion. Raises ConfigError if a check is asked for, too."""
     if options.check is not None or options.against is not None:
-        raise ConfigError(f"--check and --against stand without {options.conversion}: give one of them")
+        raise ConfigError(f"--check and --against exclude {options.conversion}: give one of them")
     run(options)
 
 
@@ -321,7 +321,7 @@ def _print_report(options: argparse.Namespace, report) -> None:
     rate = f"{report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s"
     if report.left_out:
         shown = ", ".join(report.left_out[:SHOWN]) + (", ..." if len(report.left_out) > SHOWN else "")
-        print(f"note: {len(report.left_out)} tensors of the source are no parameters and are left out: {shown}")
+        print(f"note: {len(report.left_out)} entries of the source are not parameters and are left out: {shown}")
     if report.left_out_layers:
         print(
             f"note: the model's layers for multi-token prediction ({report.left_out_layers}) are not trained and are "

@@ -29,7 +29,7 @@ def add(commands) -> None:
         type=positive,
         metavar="M",
         default=30,
-        help="for all of it (default: 30); what they do not suffice for is said",
+        help="for all of it (default: 30); what does not fit into them is named",
     )
     explain.add_argument(
         "--repeat-calls",

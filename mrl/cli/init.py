@@ -27,7 +27,7 @@ def add(commands) -> None:
     init.add_argument("--model", metavar="PATH|NAME", help="a checkpoint folder, or a name on the Hugging Face hub")
     init.add_argument("--devices", metavar="'N x NAME'", help="such as '8 x h100', or '4x8 a3' for nodes of 8")
     init.add_argument("--data", metavar="FILE", action="append", help="training prompts; repeatable")
-    init.add_argument("--val", metavar="FILE", action="append", default=[], help="held-out prompts; repeatable")
+    init.add_argument("--val", metavar="FILE", action="append", default=[], help="validation prompts; repeatable")
     init.add_argument(
         "--reward",
         metavar="RULE|FILE",

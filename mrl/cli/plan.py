@@ -356,7 +356,7 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
         terms = _terms(host["terms"])
         held_out = ""
         if host["held_out_prompts"]:
-            held_out = f", the answers to {host['held_out_prompts']} held-out prompts among them"
+            held_out = f", the answers to {host['held_out_prompts']} validation prompts included"
         yield (
             f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node, for the responses that exist "
             f"at once, at their limits{held_out}; a start reads what an earlier one "
@@ -505,7 +505,7 @@ def calibration_lines(answer: dict[str, Any]) -> Iterator[str]:
         yield f"  {row['name']:<28}{row['usual']:.3g} ({usual}) -> {row['value']:.3g} ({low:.3g} to {high:.3g})"
     if answer["phases"]:
         factors = ", ".join(f"{name} x {factor:.3g}" for name, factor in answer["phases"].items())
-        yield f"phases whose seconds these do not explain, and by which single cause cannot be told: {factors}"
+        yield f"phases whose seconds these do not explain, without a single identifiable cause: {factors}"
     yield "not determined by these runs, and left as they were:"
     reasons: dict[str, list[str]] = {}
     for name, why in answer["left"].items():

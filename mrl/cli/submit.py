@@ -23,7 +23,7 @@ def add(commands) -> None:
         "train",
         nargs=argparse.REMAINDER,
         metavar="CONFIG ...",
-        help="arguments of `mrl train`; the options above may stand among them",
+        help="arguments of `mrl train`; the options above may be given among them",
     )
     submit.set_defaults(run=_submit)
 

@@ -10,7 +10,7 @@ def add(commands) -> None:
         "watch",
         help="show the report of a running run, live in a browser on this machine",
         description="Serves the page of `mrl report` on the loopback address. The printed address contains a token, "
-        "without which nobody can read it. New steps appear by themselves. From another host: ssh -L "
+        "without which the page cannot be read. New steps appear automatically. From another host: ssh -L "
         "PORT:127.0.0.1:PORT HOST. Ctrl-C ends the watch, not the run.",
     )
     watch.add_argument("run_dir", metavar="RUN", help="a run directory, such as runs/first")

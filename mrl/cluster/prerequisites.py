@@ -142,7 +142,7 @@ def no_dashboard(address: str, why: str) -> str:
 def _another_token(address: str, key: str) -> str:
     named = _TOKEN if os.environ.get(_TOKEN) else str(_token_file())
     return (
-        f"the head at {address} requires another token than the one in {named}; it may be somebody else's. Copy "
+        f"the head at {address} requires another token than the one in {named}; it may belong to another user. Copy "
         f"it from the head's host, or name a head of yours ({key})"
     )
 

@@ -19,7 +19,7 @@ def _belongs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation("rollout.agent", "must be left out without rollout.endpoint: true", why, (None,))
         return
     if rollout.agent is None:
-        why = "nobody else speaks to the model"
+        why = "nothing else would call the model"
         yield Violation("rollout.agent", "must be given with rollout.endpoint: true", why)
     if rollout.turns is None:
         why = "its max_turns, max_seconds, timeout_s and num_workers are the agent's"

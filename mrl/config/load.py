@@ -217,7 +217,7 @@ def _override(text: str) -> Node:
         node = parse_yaml(value, f"--set {text}", with_lines=False)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; a text that YAML reads otherwise stands in double quotes inside single ones"
+            f"{error}; put a text that YAML would read as another type into double quotes inside single ones"
         ) from None
     return _nest(key.strip().split("."), _at_origin(node, Origin(COMMAND_LINE)))
 

@@ -120,7 +120,7 @@ LORA_RULES = (
         _RANK,
         _with(lambda c, m: m.family in _OTHERWISE_NAMED),
         "must be 0 for a model of the {m.family} family",
-        "its files join or name projections in another way, and adapters are built for q_proj, gate_proj and their kin",
+        "its files join or name projections in another way, and adapters are built for q_proj, gate_proj and the like",
         (0,),
     ),
     RuleRow(

@@ -33,8 +33,8 @@ def quantisation_notes(config: RunConfig) -> Iterator[str]:
         )
     if on_device(config, "cpu"):
         yield (
-            f"{_KEY} {config.rollout.quantization} on cpu: engines hold the words and scales of devices and compute "
-            "with their products in rollout.dtype, a stand-in for kernels that quantise activations too"
+            f"{_KEY} {config.rollout.quantization} on cpu: engines hold the FP8 values and scales as on devices "
+            "but compute with the products in rollout.dtype, where GPU kernels also quantise activations"
         )
 
 

@@ -30,7 +30,7 @@ class CustomLossConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    """The policy loss. Its names and allowed pairs stand in mrl/algo/spec.py."""
+    """The policy loss. Its names and allowed pairs are in mrl/algo/spec.py."""
 
     loss_mode: str = key("gspo", "Name of the policy loss.", advice="gspo for models with experts. The list is below.")
     custom: CustomLossConfig | None = None
@@ -120,7 +120,7 @@ class PolicyLossConfig(Section):
 class RolloutCorrectionConfig(Section):
     """Weights or rejects tokens for the gap between the probabilities of engine and trainer.
 
-    Named combinations stand in mrl/algo/spec.py.
+    Named combinations are in mrl/algo/spec.py.
     """
 
     level: str | None = key(
@@ -272,7 +272,7 @@ class AlgorithmConfig(Section):
         "gae: discount of a reward per token of distance. grpo_turn, gigpo and turn_return: per turn of distance.",
         gt=0,
         le=1,
-        advice="1 for gae, because the reward stands at the end of a response. 0.95 for gigpo, as in its paper.",
+        advice="1 for gae, because the reward comes at the end of a response. 0.95 for gigpo, as in its paper.",
     )
     step_advantage_weight: float = key(
         1.0,

@@ -36,8 +36,8 @@ class DataConfig(Section):
     )
     max_image_pixels: int = key(
         16_777_216,
-        "Most pixels of an image, width times height. A larger one is a bad row, before it is decoded. How many of "
-        "them the model sees is said by its preprocessor_config.json.",
+        "Most pixels of an image, width times height. A larger one is a bad row, before it is decoded. The model's "
+        "preprocessor_config.json decides how many of them it sees.",
         ge=1,
         unit="pixels",
         advice="16,777,216 holds photographs of 4096 x 4096. One of that size takes 50 MB while it is read.",

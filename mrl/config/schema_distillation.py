@@ -53,7 +53,7 @@ class DistillationLossConfig(Section):
     loss_mode: str = key(
         "k1",
         f"Estimator of KL(student || teacher) from a sampled token. {REVERSE_OVER_WORDS}: that KL over the teacher's "
-        f"likeliest words. {FORWARD_OVER_WORDS}: KL(teacher || student) over these words alone, as in verl.",
+        f"most likely tokens. {FORWARD_OVER_WORDS}: KL(teacher || student) over only these tokens, as in verl.",
         advice="k1 with use_policy_gradient, whose mean is that KL's gradient; "
         f"{REVERSE_OVER_WORDS}, k2 or k3+ without it.",
         rule=known_name((*KL_TYPES, *OVER_WORDS), ALIASES),
@@ -85,10 +85,10 @@ class DistillationLossConfig(Section):
 
     topk: int = key(
         32,
-        "Most likely words of the teacher that reverse_kl_topk and forward_kl_topk sum over. All other words count as "
-        "one in the first, and not at all in the second.",
+        "Most likely tokens of the teacher that reverse_kl_topk and forward_kl_topk sum over. All other tokens count "
+        "as one in the first, and not at all in the second.",
         ge=1,
-        unit="words",
+        unit="tokens",
         advice="16 to 64. distillation/teacher_mass says how much probability the teacher gives them together. Each "
         "word takes 8 bytes a token on the hosts. Logits are not kept.",
     )

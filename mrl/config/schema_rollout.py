@@ -6,7 +6,7 @@ from mrl.config.schema_actor import Dtype
 from mrl.config.section import Section, key, must_be
 from mrl.model.quantised import BLOCK
 
-_NO_FILTER = must_be(lambda k: k == -1 or k >= 1, "must be -1 (no filter) or at least 1", "so many words are left", -1)
+_NO_FILTER = must_be(lambda k: k == -1 or k >= 1, "must be -1 (no filter) or at least 1", "so many tokens are left", -1)
 
 
 class ValSamplingConfig(Section):
@@ -81,7 +81,7 @@ class SandboxConfig(Section):
         None,
         "Network that commands reach: `host` with bubblewrap, the name of a network with docker, anything with the "
         "others. Left out: none, except for the chat endpoint where an agent runs inside.",
-        advice="Left out: what a model writes then talks to nobody.",
+        advice="Left out: code that a model writes then has no network.",
     )
     max_memory_gib: float = key(2.0, "Memory of all processes of a sandbox together.", gt=0, unit="GiB")
     max_processes: int = key(256, "Processes and threads of a sandbox.", ge=8)
@@ -234,7 +234,7 @@ class SpeculationConfig(Section):
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = key(
         "greedy",
-        "Which token the predicting layer drafts: its likeliest one, or one sampled at the response's temperature, "
+        "Which token the predicting layer drafts: its most likely one, or one sampled at the response's temperature, "
         "which is accepted by the ratio of both distributions. Responses have the model's distribution either way.",
         advice="greedy where the model is sure of most tokens; compare drafts/acceptance of both.",
     )
@@ -354,7 +354,7 @@ class RolloutConfig(Section):
     )
     quantization: Literal["fp8"] | None = key(
         None,
-        "fp8: engines hold linear layers and experts as 8-bit words (e4m3), with a float32 scale a block. "
+        "fp8: engines hold linear layers and experts as 8-bit values (e4m3), with a float32 scale a block. "
         "Each weight sync makes them from the trained weights. Left out: engines hold weights in the trained "
         "format.",
         advice="fp8 halves the engines' weights and the bytes of a sync. It generates from a slightly different "
@@ -464,7 +464,7 @@ class RolloutConfig(Section):
     )
     restart_limit: int = key(
         3,
-        "Restarts inside the run, in 100 finished steps, of an engine that was killed or stands still. After "
+        "Restarts inside the run, in 100 finished steps, of an engine that was killed or does not respond. After "
         "them the other engines go on without it. 0: the loss of an engine ends the run, which can be "
         "resumed.",
         ge=0,
@@ -488,7 +488,7 @@ class RolloutConfig(Section):
     endpoint: bool = key(
         False,
         "Gives each engine a chat endpoint on loopback, in OpenAI's and Anthropic's format. Your agent talks "
-        "to the model through it. All that one agent does is one response. Limits of the agent stand in "
+        "to the model through it. All that one agent does is one response. Limits of the agent are in "
         "rollout.turns.",
     )
     agent: AgentConfig | None = None

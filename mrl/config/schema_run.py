@@ -156,7 +156,7 @@ class TrainerConfig(Section):
     )
     restart_limit: int = key(
         3,
-        "Restarts inside the run, in 100 finished steps, of ranks that were killed or stand still. They start "
+        "Restarts inside the run, in 100 finished steps, of ranks that were killed or do not respond. They start "
         "from the newest intact checkpoint. After them, and always with 0, a loss ends the run, which can be "
         "resumed. Where engines are restarted, ranks that go back because an update lost its last engine "
         "count too.",

@@ -32,7 +32,7 @@ def _method(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     speculation = config.rollout.speculation
     if speculation is None or speculation.method in _METHODS:
         return
-    why = "a drafting model of its own is trained by nobody and in no weight sync, so its drafts would be stale"
+    why = "a separate drafting model is neither trained nor synced, so its drafts would be stale"
     yield Violation(f"{_KEY}.method", f"{speculation.method!r} is not supported", why, _METHODS)
 
 
@@ -211,14 +211,14 @@ SPECULATION_RULES = (
         f"{_KEY}.method",
         lambda c, m: _uses_layers(c, m) and c.cluster.device == "cpu" and m.is_latent,
         "must be ngram on cpu for models with latent attention",
-        "vLLM's latent attention on CPUs is not told which of the requests that are drafted for begin",
+        "vLLM's latent attention on CPUs does not know which requests with drafts begin",
         ("ngram",),
     ),
     _where_drafted(
         "actor.router_replay",
         lambda c, m: c.actor.router_replay == "R3",
         "must not be R3 with rollout.speculation",
-        "routes of rejected tokens are not told from those of accepted ones",
+        "routes of rejected tokens cannot be distinguished from those of accepted ones",
         ("disabled", "R2"),
     ),
     _where_drafted(

@@ -233,7 +233,7 @@ class _Builder:
                 )
             if name in built:
                 raise self.fail(
-                    key, f"the key {name} stands twice in one mapping (first at line {built[name].origin.line})"
+                    key, f"the key {name} appears twice in one mapping (first at line {built[name].origin.line})"
                 )
             built[name] = self.node(value, key)
         return built

@@ -132,7 +132,7 @@ def check(config: RunConfig, compared: Compared) -> None:
         return
     if math.isnan(compared.gap):
         raise NumericAbort(
-            "log-probs of engines or trainer are no numbers before the first step: the weights may have NaN or "
+            "log-probs of engines or trainer are not finite before the first step: the weights may have NaN or "
             f"infinities, which `mrl convert --check {config.model.path}` names; else compare rollout.dtype with "
             "model.dtype"
         )

@@ -128,7 +128,7 @@ def _try_advantage(algorithm: AlgorithmConfig, responses: int) -> None:
     except Exception as error:  # user code may raise anything
         raise ConfigError(
             f"{CUSTOM_ADVANTAGE_KEY}: {algorithm.custom_advantage.path}: asked about a made-up step of two groups, "
-            f"{algorithm.adv_estimator} raised {type(error).__name__}: {error}; constants stand under "
+            f"{algorithm.adv_estimator} raised {type(error).__name__}: {error}; constants are read from "
             "algorithm.custom_advantage.parameters"
         ) from error
 

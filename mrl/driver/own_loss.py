@@ -86,7 +86,7 @@ def _ask(parameters: PolicyLossParameters, algorithm: AlgorithmConfig, has_teach
         raise ConfigError(
             f"{CUSTOM_LOSS_KEY}: {algorithm.policy_loss.custom.path}: asked about a made-up micro-batch of "
             f"{len(_LENGTHS)} responses, {parameters.loss_mode} raised {type(error).__name__}: {error}; constants "
-            "stand under algorithm.policy_loss.custom.parameters"
+            "are read from algorithm.policy_loss.custom.parameters"
         ) from error
 
 

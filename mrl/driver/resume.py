@@ -404,7 +404,7 @@ def generated_again(schedule: Schedule, run_dir: RunDir, point: Newest | None, l
         step = point.manifest.step
     lost = max(0, generated_after(run_dir.path, step, schedule.responses) - left)
     if lost:
-        print(f"{lost} responses of steps after {step} are lost with the start before, and generated again")
+        print(f"{lost} responses of steps after {step} are lost with the earlier start, and generated again")
     return lost
 
 

@@ -76,7 +76,7 @@ def record_validation(
         run_dir.validation.mkdir(parents=True, exist_ok=True)
         shown = validation.write(responder, run_dir.validation / f"step-{step}.jsonl", limit)
     except (OSError, EnvironmentFault) as fault:
-        print(f"error: held-out responses of step {step} are not kept: {fault}. Training goes on", flush=True)
+        print(f"error: validation responses of step {step} are not kept: {fault}. Training goes on", flush=True)
         return
     if limit:
         record.generations(step, shown)

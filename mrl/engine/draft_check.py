@@ -80,5 +80,5 @@ def fault(answers: Samples, scores: Sequence[Sequence[ScoredToken]], dtype: str)
     if not mean <= TOLERANCES.get(dtype, _TOLERANCE_16):
         return f"log-probs of {len(differences)} tokens differ from the model's by {mean:.3g} nats on average"
     if abs(hits - expected) > _DEVIATIONS * math.sqrt(variance) + 1:
-        return f"the likeliest token was sampled {hits} times in {len(differences)}, and should be {expected:.1f} times"
+        return f"the most likely token was sampled {hits} times in {len(differences)}, not {expected:.1f} as it should"
     return ""

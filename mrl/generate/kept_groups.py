@@ -215,7 +215,7 @@ def _whole_record(number: int, file: SpoolFile) -> GroupRecord:
     if (record.number, file.path.name) != (number, group_file(number, record.attempt)) or record.samples is None:
         raise DataError("their files are those of others")
     if not record.samples.finite.all():
-        raise DataError("they have log-probs that are no numbers")
+        raise DataError("they have log-probs that are not finite")
     if _is_unjudged(record.samples).any():
         raise DataError("their environment failed")
     return record

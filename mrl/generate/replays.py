@@ -43,7 +43,7 @@ class Replays:
             return False
         refusal = self._refusal(parts, group, buffer.step)
         if refusal:
-            print(f"group {group.number} of a start before {refusal}, and is generated again", flush=True)
+            print(f"group {group.number} of an earlier start {refusal}, and is generated again", flush=True)
             self._spool.give_up([group.number])
             self._groups_again(1)
             return False

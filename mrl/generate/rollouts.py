@@ -218,7 +218,7 @@ def check_not_all_empty(rows: SampleRows) -> None:
         return
     raise DataError(
         f"all {len(rows)} responses of the step are empty, and there is nothing to train on: the engines ended every "
-        "request before its first token. See logs/engine-N.log in the run directory for why, cure it, and pass --resume"
+        "request before its first token. See logs/engine-N.log in the run directory, fix the cause, and pass --resume"
     )
 
 

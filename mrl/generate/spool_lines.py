@@ -96,7 +96,7 @@ def _read(path: Path, origin: SampledBy) -> dict[int, LeftFile]:
     if differing:
         if rows[1:]:
             print(
-                f"{len(rows) - 1} groups of step {origin.version + 1} are there from a start before this one, and are "
+                f"{len(rows) - 1} groups of step {origin.version + 1} are there from an earlier start, and are "
                 f"generated again: they were made by other {' and '.join(differing)}",
                 flush=True,
             )

@@ -343,19 +343,19 @@ _RULES = (
     _Rule(
         "pipeline_layers",
         lambda d, m: d.pipeline_layers is None or d.notations == 1,
-        "cannot stand beside another way to say an uneven split",
+        "cannot be combined with another notation of an uneven split",
         "two notations could contradict each other",
     ),
     _Rule(
         "account_for_embedding_in_pipeline_split",
         lambda d, m: not (d.account_for_embedding_in_pipeline_split and d.end_stages),
-        "cannot stand beside num_layers_in_first/last_pipeline_stage",
+        "cannot be combined with num_layers_in_first/last_pipeline_stage",
         "two notations could contradict each other",
     ),
     _Rule(
         "account_for_loss_in_pipeline_split",
         lambda d, m: not (d.account_for_loss_in_pipeline_split and d.end_stages),
-        "cannot stand beside num_layers_in_first/last_pipeline_stage",
+        "cannot be combined with num_layers_in_first/last_pipeline_stage",
         "two notations could contradict each other",
     ),
 )

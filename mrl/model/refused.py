@@ -4,7 +4,7 @@ docs/adding_a_family.md has the same table. Others may be added by rows.
 """
 
 _SPARSE = "it attends through a sparse indexer, which Megatron-core has as an experiment that takes no packs"
-_AFTER = "norms stand after attention and MLP, too, and Megatron-core's layers have none there"
+_AFTER = "it has norms after attention and MLP, too, and Megatron-core's layers have none there"
 _STATE_SPACE = "it has state-space layers, which Megatron-core has in another model class without packs"
 _NO_CLASS = "transformers has no class of it, so nothing could be compared with"
 _AFTER_ROTATION = (

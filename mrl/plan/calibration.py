@@ -200,7 +200,7 @@ def _why_left(name: str, jacobian: np.ndarray, spread: np.ndarray) -> str:
     partner = int(related.argmax())
     if related[partner] < 0.2:
         return "the measured phases depend on it too little"
-    return f"not told apart from {CONSTANTS[partner]}"
+    return f"not distinguishable from {CONSTANTS[partner]}"
 
 
 def _phase_factors(observations: Sequence[MeasuredRun], assumed: Assumptions) -> dict[str, float]:

@@ -111,7 +111,7 @@ _ROWS = (
     Term("tools", host_cure="a smaller rollout.turns.num_workers, max_memory_gib or python.max_memory_gib"),
     Term(
         "object_store",
-        host_cure=f"{_FEWER_SAMPLES}; a smaller data.val_max_samples where answers to held-out prompts are",
+        host_cure=f"{_FEWER_SAMPLES}; a smaller data.val_max_samples where answers to validation prompts are",
     ),
 )
 TERMS = {term.name: term for term in _ROWS}

@@ -84,7 +84,7 @@ class CpuPlatform:
         return [torch.profiler.ProfilerActivity.CPU]
 
     def capture(self, begins: bool) -> None:
-        raise NotImplementedError("no outer profiler is told of a CPU's work")  # refused by a rule
+        raise NotImplementedError("no outer profiler follows a CPU's work")  # refused by a rule
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -137,7 +137,7 @@ class _Accelerator:
         return [torch.profiler.ProfilerActivity.CPU]
 
     def capture(self, begins: bool) -> None:
-        raise NotImplementedError(f"no outer profiler is told of the work on {self.name}")  # refused by a rule
+        raise NotImplementedError(f"no outer profiler follows the work on {self.name}")  # refused by a rule
 
     def device_name(self) -> str:
         return self._torch.get_device_name()

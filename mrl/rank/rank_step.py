@@ -390,8 +390,8 @@ def _check_something_left(
     cures = []
     if not counted.all():
         dropped.append(
-            f"{1 - counted.mean():.0%} of the responses are left out, since environments failed or log-probs are no "
-            "numbers"
+            f"{1 - counted.mean():.0%} of the responses are left out, because environments failed or log-probs are not "
+            "finite"
         )
         cures.append("look at logs/engine-N.tools.log and logs/engine-N.log in the run directory")
     if algorithm.overlong_filter:
@@ -406,7 +406,7 @@ def _check_something_left(
             "not hold the same weights"
         )
     raise NumericAbort(
-        f"nothing of the step is left to train on: {' and '.join(dropped)}. To cure it: {'; '.join(cures)}"
+        f"nothing of the step is left to train on: {' and '.join(dropped)}. To fix it: {'; '.join(cures)}"
     )
 
 

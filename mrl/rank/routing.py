@@ -141,7 +141,7 @@ class Routing:
             before = self._recorded.get(key, [])
         if any((_differ(earlier, now) & real).any() for earlier, now in zip(before, chosen, strict=False)):
             raise RuntimeError(
-                "two micro-batches of the same tokens chose other experts; their routes cannot be told apart"
+                "two micro-batches of the same tokens chose other experts; their routes cannot be distinguished"
             )
         self._recorded[key] = chosen
 

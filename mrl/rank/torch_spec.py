@@ -171,7 +171,7 @@ class GroupedLinear(torch.nn.Module):
         super().__init__()
         expert_tensor_size = pg_collection.expt_tp.size()
         if not is_expert or (bias and expert_tensor_size > 1):
-            raise ValueError("grouped linear layers stand for experts, which are not cut where they have biases")
+            raise ValueError("grouped linear layers are for experts, which are not cut if they have biases")
         self.adds_bias = bias and not skip_bias_add
         shape = [output_size, input_size]
         shape[self.partition_dim] //= expert_tensor_size

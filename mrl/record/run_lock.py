@@ -318,7 +318,7 @@ def _stand_still(
         looked = asked
         seen = read_locks(folder)
         if beating := _beating(found, seen):
-            raise _in_use(beating, folder, "its lock's beat continues")
+            raise _in_use(beating, folder, "its heartbeat continues")
         if seen != found:
             return False
         if still_s >= LEASE_S:
@@ -327,7 +327,7 @@ def _stand_still(
         if not has_printed:
             has_printed = True
             _say(
-                f"{folder} is held by {holders}, of which only its lock's beat can be seen from here; it is taken "
+                f"{folder} is held by {holders}, of which only the heartbeat can be seen from here; it is taken "
                 f"over if there is none for {LEASE_S:.0f} s"
             )
 

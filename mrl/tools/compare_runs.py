@@ -116,7 +116,7 @@ def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
                     f"{first.name}, {key}{f' ({known})' if known else ''}: {int(unlike.sum())} of {x.numel()} "
                     f"elements, first {where}: {x[tuple(where)].item()!r} and {y[tuple(where)].item()!r}"
                 )
-    return f"{first.name}: bytes differ, but no number does (a sign of zero, or another order of tensors)"
+    return f"{first.name}: bytes differ, but no value does (a sign of zero, or another order of tensors)"
 
 
 @dataclass(frozen=True)

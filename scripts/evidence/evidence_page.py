@@ -12,11 +12,10 @@ from rows import ROOT, ROWS, STORED, Row
 OUTSIDE = ROOT / "tests" / "outside"
 _INTRO = """# Evidence
 
-What somebody asks who decides, and the command that shows it. A figure is one of its commit's code, on its machine.
-`scripts/evidence/release.sh` makes all rows of two cores at a release, in at most two hours; tests among them are the
-repository's own, long ones too. Numbers behind a question are those of the list in README.md (What you can rely on)
-that it shows. What was measured before, at which commit and by which command, stands in
-`scripts/evidence/history.jsonl`; what a run is held against, fault by fault, in [faults](faults.md).
+Questions of a user who decides, each with a figure, its commit and machine, and the command that makes it.
+`scripts/evidence/release.sh` makes all rows of two cores at a release, in at most two hours. Numbers after a question
+refer to the list in README.md (What you can rely on). Earlier figures with commit and command are in
+`scripts/evidence/history.jsonl`; faults that a run must survive are in [faults](faults.md).
 """
 _DIFFERENCES = """
 ## Differences from peers
@@ -37,12 +36,12 @@ rewards were all 0. No preset but tiny-moe and long-moe has run at its size.
 
 ## Missed besides
 
-Reasons and commands stand in the history. Cold start: 16.8 s to the first answer, half of 21.4 was the goal. A sync
+Reasons and commands are in the history. Cold start: 16.8 s to the first answer, half of 21.4 was the goal. A sync
 that merges adapters: 1.34 times a plain one (1.3). An engine with adapters, where two experts tie: 0.033 off in one
 step of 180 (1e-4). Random rewards on the long world: -3.9, -9.6 and -7.1 points (6). A sleeping engine holds 67 to 74
 MiB (16 planned). The driver with routes: 1.85 bytes a token (1). Both engines killed at once: 20.3 s (20). A resumed
 rank of 235B on 128 finds its tensors in 278 MB (200). Launches of copies in a sync of 235B with EP16: 712 (500).
-DeepEP has no pinned build, presets of 235B no micro-batches of two longest samples, and FP8 words are made for each
+DeepEP has no pinned build, presets of 235B no micro-batches of two longest samples, and FP8 values are made for each
 engine.
 """
 

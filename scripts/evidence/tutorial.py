@@ -24,8 +24,8 @@ from stamp import facts
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "tutorial.json"
 PAGES = (
-    "first_run", "own_reward", "own_data", "own_loss", "own_tool", "own_agent", "from_verl", "one_node", "to_a_cluster",
-    "first_hour",
+    "own_data", "own_reward", "first_run", "one_node", "to_a_cluster", "from_verl", "first_hour",
+    "own_tool", "own_agent", "own_loss",
 )  # fmt: skip
 BLOCK_S = 1200.0  # deadline of one block
 _BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -249,7 +249,7 @@ def _of_addresses(submit: str) -> Iterator[Mistake]:
 
 def _of_heads(taken: int) -> Iterator[Mistake]:
     head, free = f"{ROOT}/launch/start_head.sh", {"PORT": str(free_port())}
-    yield Mistake("a head on a port in use", head, 4, ["in use", "somebody else's"], {"PORT": str(taken)})
+    yield Mistake("a head on a port in use", head, 4, ["in use", "another user"], {"PORT": str(taken)})
     yield Mistake("a head on a port of the workers'", head, 4, ["10002 to 19999"], {"PORT": "10500"})
     yield Mistake("a head on a port that is none", head, 4, ["PORT=abc: a whole number"], {"PORT": "abc"})
     folder = free | {"TEMP": "/proc/none"}

@@ -77,7 +77,7 @@ def test_what_a_run_cannot_tell_apart_is_not_fitted_but_its_seconds_are_right():
         found = calibrate([run], LENGTHS)
         decoding = {"sequence_host", "decode_memory_share", "step_host", "decode_layers", "untuned_experts"}
         assert not decoding & {each.name for each in found.fitted}
-        assert all(found.left[each].startswith("not told apart") or "too little" in found.left[each]
+        assert all(found.left[each].startswith("not distinguishable") or "too little" in found.left[each]
                    for each in decoding), found.left  # fmt: skip
         again = run.predicted(found.assumptions)
         assert again["generation"] == pytest.approx(run.seconds["generation"], rel=3 * MODEL_ERROR)

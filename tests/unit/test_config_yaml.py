@@ -45,7 +45,7 @@ def test_every_value_knows_its_line():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3", "f.yaml:3: the key a stands twice"),
+        ("a: 1\nb: 2\na: 3", "f.yaml:3: the key a appears twice"),
         ("a: !!python/object/apply:os.system [x]", "f.yaml:1: .*tag .*python.* is refused"),
         ("a: !!str 1", "tag .* is refused"),
         ("a: !mine 1", "tag !mine is refused"),

@@ -86,7 +86,7 @@ def test_tensors_that_stay_behind_are_told(capsys, model, tmp_path):
     code, said, _ = run(capsys, "hf-to-megatron", model, "-o", tmp_path / "ours", "--layout", "tp=1", "--verify")
     assert (
         code == 0
-        and "1 tensors of the source are no parameters and are left out: model.layers.0.self_attn.rotary_emb.inv_freq"
+        and "1 entries of the source are not parameters and are left out: model.layers.0.self_attn.rotary_emb.inv_freq"
         in said
     )
 

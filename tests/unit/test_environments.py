@@ -296,7 +296,7 @@ def test_numbers_differ_by_row_and_lie_between_those_that_it_names():
         game.reset(row(low=4, high=6), seed)
         hidden.add(game._hidden)
     assert hidden == {4, 5, 6}
-    with pytest.raises(ValueError, match="no number lies between low 2 and high 1"):
+    with pytest.raises(ValueError, match="there is no number between low 2 and high 1"):
         GuessTheNumber().reset(row(low=2, high=1), 0)
 
 

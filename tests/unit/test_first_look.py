@@ -334,7 +334,7 @@ def test_validate_and_train_refuse_alike_before_anything_starts(folder, capsys, 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("inputs.totals * inputs.custom['scale']", "fails raised KeyError: 'scale'; constants stand under"),
+        ("inputs.totals * inputs.custom['scale']", "fails raised KeyError: 'scale'; constants are read from"),
         ("inputs.nothing", "fails raised AttributeError"),
         ("np.zeros(3)", "gives an array of shape (3,)"),
     ],
@@ -414,7 +414,7 @@ def test_a_loss_that_prints_may_import_from_the_current_directory_as_on_ranks(ow
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("parameters.custom['strength'] * log_ratio", "own raised KeyError: 'strength'; constants stand under"),
+        ("parameters.custom['strength'] * log_ratio", "own raised KeyError: 'strength'; constants are read from"),
         ("log_ratio", "own raised AttributeError"),
         ("TokenLoss(log_ratio[:, :2], inputs.response_mask)", "own raised RuntimeError"),
         ("TokenLoss(log_ratio.detach(), inputs.response_mask)", "own raised RuntimeError: element 0 of tensors"),

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from plain_words import odd_words
+
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
 house = importlib.util.module_from_spec(_spec)
@@ -131,6 +133,18 @@ def test_nobody_uses_a_neighbours_private_parts():
                     if a.name.startswith("_") or "._" in node.module
                 ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_messages_have_the_fields_words_and_none_of_our_own():
+    """Every text of a module that is no docstring and has more than one word may be printed."""
+    odd = []
+    for module, nodes in the_house().nodes.items():
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        for node in texts:
+            if " " in node.value and id(node) not in docstrings and (found := odd_words(node.value)):
+                odd.append(f"{module}:{node.lineno}: {found}")
+    assert not odd, "\n".join([*odd, "tests/unit/plain_words.py says what to write instead"])
 
 
 def test_modules_do_not_import_each_other_in_circles():

@@ -215,7 +215,7 @@ def test_a_port_in_use_is_told_under_its_name(node):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = node.run("start_head.sh", DASHBOARD_PORT=str(taken.getsockname()[1]))
-    assert done.returncode == 4 and "somebody else's" in done.stderr and "set DASHBOARD_PORT" in done.stderr
+    assert done.returncode == 4 and "another user" in done.stderr and "set DASHBOARD_PORT" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -385,7 +385,7 @@ def test_the_largest_gap_is_that_of_the_least_exact_number_format(overrides, mos
     check(config, Compared(most, 256))
     for gap, said in (
         (most * 1.01, "no argument of vLLM is unusual"),
-        (float("nan"), "are no numbers .* convert --check"),
+        (float("nan"), "are not finite .* convert --check"),
     ):
         with pytest.raises(NumericAbort, match=said):
             check(config, Compared(gap, 256))

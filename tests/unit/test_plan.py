@@ -426,7 +426,7 @@ def test_a_resumed_run_is_planned_with_the_held_out_prompts_that_were_read(prese
     assert plan_report(config, model, file)[0].endswith("as planned before")
     assert plan_again(config, model, file, 7)["memory"]["host"]["held_out_prompts"] == 7  # other files by now
     main(["plan", str(preset), "--set", "data.val_files=held-out.parquet", "--set", "data.val_max_samples=64"])
-    assert "the answers to 64 held-out prompts among them" in capsys.readouterr().out
+    assert "the answers to 64 validation prompts included" in capsys.readouterr().out
 
 
 def test_a_run_that_will_not_fit_is_told_what_to_change(preset, tmp_path):

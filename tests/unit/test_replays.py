@@ -226,7 +226,7 @@ def test_what_other_causes_made_is_said_and_generated_again(tmp_path, capsys, wh
     found = killed.again(replace(killed.origin, **{what: "other"}))
     assert replayed(found) == [0, 0, 0]
     said = capsys.readouterr().out
-    assert f"{BATCH} groups of step 3 are there from a start before" in said and f"by other {what}" in said
+    assert f"{BATCH} groups of step 3 are there from an earlier start" in said and f"by other {what}" in said
     assert_same([*killed.trained[:2], *found], killed.expected())
 
 
@@ -286,7 +286,7 @@ def test_a_group_of_other_seeds_or_later_weights_is_refused_by_that_cause(tmp_pa
     number = with_other_column(killed, column)
     found = killed.again()
     assert replayed(found)[0] == EVERY - N
-    assert f"group {number} of a start before {said}" in capsys.readouterr().out
+    assert f"group {number} of an earlier start {said}" in capsys.readouterr().out
     assert_same([*killed.trained[:2], *found], killed.expected())
 
 

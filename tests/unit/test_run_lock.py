@@ -149,7 +149,7 @@ def test_a_pause_of_the_one_that_waits_counts_for_nothing(tmp_path, world, monke
         return seen
 
     monkeypatch.setattr(run_lock, "read_locks", paused_look)
-    with pytest.raises(EnvironmentFault, match="beat continues"):
+    with pytest.raises(EnvironmentFault, match="heartbeat continues"):
         world.take(tmp_path)
     assert len(looks) == 4
 
@@ -169,7 +169,7 @@ def test_a_disk_that_stalls_for_both_is_no_silence_of_the_holder(tmp_path, world
 
     monkeypatch.setattr(run_lock, "read_locks", stalled_look)
     world.at_wait = lambda: world.now < 1.2 * LEASE_S + BEAT_S or holder.beat()
-    with pytest.raises(EnvironmentFault, match="beat continues"):
+    with pytest.raises(EnvironmentFault, match="heartbeat continues"):
         world.take(tmp_path)
     holder.check()
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from plain_words import odd_words
 from test_turns_config import MODEL
 
 from mrl.acting.environment_pool import EnvironmentPool
@@ -44,6 +45,11 @@ def test_no_link_leads_nowhere_or_out_of_the_site(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", text):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target).resolve().is_relative_to(DOCS) and (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("*.md"))], ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_the_fields_words_and_none_of_our_own(page):
+    assert not odd_words(page.read_text()), "tests/unit/plain_words.py says what to write instead"
 
 
 def commands(page: Path) -> list[list[str]]:

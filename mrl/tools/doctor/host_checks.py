@@ -146,7 +146,7 @@ def _disk(folder: str, free: float) -> Finding:
 
 def _environment(host: HostFacts) -> Finding:
     if faults := environment_faults(host.device, host.environment):
-        return failure("environment", "; ".join(faults), "each says its own cure")
+        return failure("environment", "; ".join(faults), "each names its own fix")
     return ok("environment", "nothing set that is known to break a run")
 
 

@@ -60,7 +60,7 @@ def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tup
         )
         wanted.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
     if address and nnodes > 1:
-        wanted.append(Probe("between nodes", _NODES, "each says its own cure", (address, device)))
+        wanted.append(Probe("between nodes", _NODES, "each names its own fix", (address, device)))
     if device == BUILT_FOR_A_CHIP:
         program = "from mrl.platforms.ascend_build import main; main()"
         wanted.append(Probe("vllm-ascend build", program, "the Dockerfile's npu target has the commands"))

@@ -267,7 +267,7 @@ def _moe_reload(host: HostFacts, version: str) -> Finding:
             f"{found}; mrl's adapter for {_generation(version)} prepares them after every update and digests prove it",
         )
     return failure(
-        name, found, f"only adapters for {', '.join(host.adapters)} cure it; do not sync weights with another vLLM"
+        name, found, f"only adapters for {', '.join(host.adapters)} fix it; do not sync weights with another vLLM"
     )
 
 

@@ -202,9 +202,9 @@ def _of_rows(samples: StepSamples) -> list[Experiment]:
             ids = ", ".join(map(str, samples.sample_id[rows][:8]))
             found.append(
                 Experiment(
-                    f"without the {len(rows)} responses whose {what} stands out",
+                    f"without the {len(rows)} responses whose {what} is an outlier",
                     {"rows": rows.tolist()},
-                    f"{len(rows)} responses whose {what} stands out (ids {ids})",
+                    f"{len(rows)} responses whose {what} is an outlier (ids {ids})",
                     cure,
                 )
             )

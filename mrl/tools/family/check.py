@@ -139,7 +139,7 @@ class FamilyCheck:
         """Checks that every key of config.json is read, refused or explained."""
         config = _with_defaults(self.configs[PLAIN])
         faults = (
-            *(f"{key} is read by transformers or vLLM, and here by nobody" for key in unread_keys(config)),
+            *(f"{key} is read by transformers or vLLM, but not by mrl" for key in unread_keys(config)),
             *(f"{key} is read here, and vLLM's class computes one value of it" for key in unread_by_engines(config)),
         )
         cure = (

@@ -80,7 +80,7 @@ def _critic(o: Override, out: Import, settings: VerlSettings) -> None:
         fits = o.value is None or o.value in needing_none
         out.leave("implied" if fits else "unsupported", o.key, o.value, why, o.line)
     elif o.value is None:
-        out.leave("implied", o.key, o.value, "nothing is said", o.line)
+        out.leave("implied", o.key, o.value, "left at its default", o.line)
     elif name in _OWN:
         _OWN[name](o, out, settings)
     elif o.key in _CARRIED:
@@ -122,7 +122,7 @@ def _own_degrees(settings: VerlSettings) -> dict[str, Any]:
 
 
 def _effective(degrees: Mapping[str, Any], settings: VerlSettings) -> dict[str, Any]:
-    """All degrees, with what Megatron takes where nothing is said: the tensor size for that of experts."""
+    """All degrees, with what Megatron takes by default: the tensor size for that of experts."""
     whole = LayoutConfig(world_size=1).model_dump() | degrees
     whole["virtual_pipeline_model_parallel_size"] = whole["virtual_pipeline_model_parallel_size"] or 1
     if whole[_EXPERT_TENSOR] is None:
@@ -160,7 +160,7 @@ def critic_layout(out: Import, settings: VerlSettings) -> None:
 
 def _path(o: Override, out: Import, settings: VerlSettings) -> None:
     if _is_actors(o, settings):
-        out.leave("implied", o.key, o.value, "the critic starts from model.path where nothing else is said", o.line)
+        out.leave("implied", o.key, o.value, "the critic starts from model.path by default", o.line)
     else:
         out.put("renamed", o.key, "critic.path", o.value, line=o.line)
 

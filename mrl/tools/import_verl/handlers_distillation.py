@@ -32,7 +32,7 @@ def _loss_key(o: Override, out: Import, settings: VerlSettings) -> None:
     if not _is_on(settings):
         out.leave("not_applicable", o.key, o.value, _OFF, o.line)
     elif name == "loss_mode" and o.value not in (*KL_TYPES, FORWARD_OVER_WORDS):
-        why = f"k1, k2, k3 and their kin score the sampled token, {FORWARD_OVER_WORDS} the teacher's likeliest words"
+        why = f"k1, k2, k3 and the like score the sampled token, {FORWARD_OVER_WORDS} the teacher's most likely tokens"
         out.leave("unsupported", o.key, o.value, why, o.line)
     elif name in _OF_WORDS and (o.value is None or settings.given(f"{_LOSS}loss_mode") != FORWARD_OVER_WORDS):
         out.leave("implied", o.key, o.value, f"only {FORWARD_OVER_WORDS} reads it", o.line)

@@ -54,7 +54,7 @@ def _rank(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put("carried", o.key, _RANK, o.value, line=o.line)
     alpha, default = _ALPHAS[o.key]
     if settings.given(alpha) is None:
-        out.put("implied", "", _ALPHA, default, f"verl's {alpha.removeprefix(M)} where nothing is said")
+        out.put("implied", "", _ALPHA, default, f"verl's {alpha.removeprefix(M)} by default")
 
 
 def _carried(to: str) -> Handler:
@@ -62,7 +62,7 @@ def _carried(to: str) -> Handler:
         if not trains_adapters(settings):
             out.leave("not_applicable", o.key, o.value, _NO_ADAPTERS, o.line)
         elif o.value is None:
-            out.leave("implied", o.key, o.value, "nothing is said", o.line)
+            out.leave("implied", o.key, o.value, "left at its default", o.line)
         else:
             out.put("carried", o.key, to, o.value, line=o.line)
 

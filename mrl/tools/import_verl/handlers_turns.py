@@ -55,7 +55,7 @@ def _enable(o: Override, out: Import, settings: VerlSettings) -> None:
             out.put("implied", "", "rollout.turns.network", True, "SearchTool asks a service")
     for name, (ours, default) in _LIMITS.items():
         if settings.given(MULTI + name) is None:
-            why = f"verl's {name} is {default} where nothing is said"
+            why = f"verl's {name} is {default} by default"
             out.put("implied", "", f"rollout.turns.{ours}", default or _most_turns(settings), why)
 
 

@@ -121,7 +121,7 @@ ROWS: dict[str, KeyRow] = {
     **{f"data.{name}": _missing(_OTHER_THAN_IMAGES, None) for name in ("video_key", "audio_key")},
     **{f"data.{name}": _nothing(_IMAGES) for name in ("image_patch_size", "return_multi_modal_inputs")},
     "data.mm_processor_kwargs.": _missing(
-        "how images are cut is said by the model's preprocessor_config.json: write it there (size, in pixels)", None, {}
+        "how images are cut is set in the model's preprocessor_config.json: write it there (size, in pixels)", None, {}
     ),
     "data.": _nothing("a matter of how verl loads data"),
     # --- model

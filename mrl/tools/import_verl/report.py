@@ -112,9 +112,7 @@ class Import:
 
     def to_yaml(self) -> str:
         """Writes the configuration in the order of the schema, each value with its origin."""
-        head = [
-            f"# Imported from {self.name} (verl). Beside each value: the line of the script, or why it stands here."
-        ]
+        head = [f"# Imported from {self.name} (verl). Beside each value: the line of the script, or why it is here."]
         head += [f"# warning: {line}" for warning in self.warnings for line in warning.splitlines()]
         head += [f"# {kind}: {entry}" for kind in ("unsupported", "unknown") for entry in self.of(kind)]
         return "\n".join([*head, *self._sections(nested(self.values), ()), ""])

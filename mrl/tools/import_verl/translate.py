@@ -134,7 +134,7 @@ def translate(
     _engine(out, settings)
     _prefixes(out, settings)
     if out.values.get("rollout.quantization") and "algorithm.rollout_correction.level" not in out.values:
-        why = "verl corrects nothing where nothing is said"
+        why = "verl corrects nothing by default"
         out.put("implied", "", "algorithm.rollout_correction.level", None, why)
     _filters(out, settings)
     carry_images(out, settings)
@@ -152,7 +152,7 @@ def _settings(plain: VerlSettings, chosen: Chosen | None, out: Import) -> VerlSe
         fitting = f"for {plain.model_path} " if plain.model_path else ""
         out.warnings.append(
             f"the script has no Megatron layout, and no preset {fitting}divides over its {plain.devices} "
-            "devices: every degree is 1; set actor.layout.tensor_model_parallel_size and its kin by --set"
+            "devices: every degree is 1; set actor.layout.tensor_model_parallel_size and the other degrees by --set"
         )
     degrees = {}
     if chosen is not None:
@@ -334,11 +334,11 @@ def _filters(out: Import, settings: VerlSettings) -> None:
         filtered = f"{to}={value} filters the words that training responses are drawn from"
         if settings.as_written or not (corrected or out.values.get("algorithm.anchor") == "rollout"):
             out.warnings.append(
-                f"{filtered}, as in the script; its loss takes probabilities of all words, here as with verl"
+                f"{filtered}, as in the script; its loss takes probabilities of all tokens, here as with verl"
             )
         else:
             why = (
-                f"{value} in the script: the correction needs the probabilities that training computes, over all words"
+                f"{value} in the script: the correction needs the probabilities that training computes, over all tokens"
             )
             out.drop(to, why)
             out.put("chosen", "", to, neutral, why)

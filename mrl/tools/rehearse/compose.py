@@ -99,7 +99,7 @@ class Rehearsal:
         """Writes the configuration. Each changed value shows its original value and the reason."""
         changed = {change.key: f"  # {dump_value(change.was)}: {change.why}" for change in self.changes}
         head = (
-            "# Written by mrl rehearse. Where a value differs from the configuration's own, that one stands behind it."
+            "# Written by mrl rehearse. Where a value differs from the original configuration, the original follows it."
         )
         return "\n".join([head, *_lines(self.config.model_dump(), changed), ""])
 

@@ -376,7 +376,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("model.override_transformer_config.recompute_granularity"),
     Switch("actor.mtp.train"),
     Switch(f"{_DDP}.overlap_grad_reduce"),
-    Switch(f"{_DDP}.overlap_param_gather", _never, "it leaves no mark: nobody asks whether a gather is under way"),
+    Switch(f"{_DDP}.overlap_param_gather", _never, "it leaves no mark: nothing records whether a gather is under way"),
     Switch("actor.use_remove_padding", _metric("actor/packed_sequences")),
     Switch("actor.use_dynamic_bsz", _metric("actor/token_budget_share")),
     Switch("actor.router_replay", missing="no choice of experts was replayed in an update", off=("disabled",)),
@@ -420,5 +420,5 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("trainer.save_freq", _saved, "no checkpoint of step 1"),
     Switch("trainer.async_save", _saved_beside, f"no checkpoint of step {STEPS}"),
     Switch("--resume", _resumed, "the second run did not go on from the first", value=lambda config: True),
-    Switch("trainer.deterministic", _never, "it leaves no mark; mrl verify --resume holds runs against each other"),
+    Switch("trainer.deterministic", _never, "it leaves no mark; mrl verify --resume compares runs"),
 )

@@ -105,7 +105,7 @@ def first_lines(prepared: Prepared) -> Iterator[str]:
     batch = f"{data.train_batch_size} prompts a step in mini-batches of {rehearsal.config.actor.ppo_mini_batch_size}"
     yield f"factor     {rehearsal.batch.factor}: {lengths}, {batch}, {rehearsal.config.rollout.n} responses each"
     for text in prepared.stand_ins:
-        yield f"stand-in   {text}"
+        yield f"replaced   {text}"
 
 
 def _layout(rehearsal: Rehearsal) -> str:
@@ -120,7 +120,7 @@ def _layout(rehearsal: Rehearsal) -> str:
 def last_lines(found: Answer) -> Iterator[str]:
     """Yields lines on the result."""
     if found.seeded:
-        yield f"stand-in   {found.seeded}"
+        yield f"replaced   {found.seeded}"
     yield f"exercised ({len(found.exercised)})"
     width = max((len(entry.switch) for entry in found.exercised), default=0)
     for entry in found.exercised:

@@ -122,8 +122,8 @@ def _notes(runs: dict[str, RunRecord]) -> list[str]:
             )
         if _shared_step(first, run) is None:
             notes.append(
-                f"{name} and {names[0]} were never validated after the same step: their held-out scores are not tested "
-                "against each other."
+                f"{name} and {names[0]} were never validated after the same step: their validation scores are "
+                "not compared."
             )
         elif not _same_start(first, run):
             notes.append(

@@ -137,7 +137,7 @@ def _asset(name: str) -> str:
     """Returns a file of the page as its element will contain it. The hash is of exactly this text."""
     text = (files("mrl.tools.report") / "assets" / name).read_text(encoding="utf-8")
     if "</script" in text or "</style" in text:
-        raise ValueError(f"assets/{name} would end the element that it stands in")
+        raise ValueError(f"assets/{name} would end its own element")
     return text
 
 

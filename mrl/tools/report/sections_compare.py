@@ -40,7 +40,7 @@ def headline(comparison: Comparison) -> tuple[Tone, str]:
     """Summarises the tests of held-out scores."""
     first = next(iter(comparison.runs))
     if not comparison.tests:
-        return "plain", "There are no held-out scores of the same step to compare."
+        return "plain", "There are no validation scores of the same step to compare."
     better = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean > 0]
     worse = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean < 0]
     found = [
@@ -50,7 +50,7 @@ def headline(comparison: Comparison) -> tuple[Tone, str]:
     ]
     if not found:
         return "plain", "No run differs from the first by more than chance."
-    words = f"{'; '.join(found)}, by more than chance on the held-out prompts."
+    words = f"{'; '.join(found)}, by more than chance on the validation prompts."
     if worse:
         return "plain", words
     return "good", words

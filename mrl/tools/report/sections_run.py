@@ -533,7 +533,7 @@ def _identity(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "model", settings.text("model.path")
     yield "loss", next((line.removeprefix("loss: ") for line in settings.head if line.startswith("loss: ")), "")
     yield "training data", settings.text("data.train_files")
-    yield "held-out data", settings.text("data.val_files")
+    yield "validation data", settings.text("data.val_files")
     if run.plan:
         yield "plan", run.plan["hash"]
         yield "plan of the weight sync", run.plan["reshard"]["hash"]

@@ -157,14 +157,14 @@ def _learnt_words(run: RunRecord, learnt: dict[str, Difference]) -> str:
         return "Held-out scores have not moved by more than chance."
     change = _start_and_end(run, "critic/score/mean")
     if change is None:
-        return "Nothing is held out, and there are too few steps to say what was learnt."
-    return f"Nothing is held out to compare; the training score went from {change[0]:.3g} to {change[1]:.3g}."
+        return "There is no validation, and there are too few steps to say what was learnt."
+    return f"There is no validation to compare; the training score went from {change[0]:.3g} to {change[1]:.3g}."
 
 
 def _facts(run: RunRecord, learnt: dict[str, Difference]) -> Iterator[str]:
     for source, change in learnt.items():
         steps = run.validation_steps
-        yield f"{source}: held-out, from step {steps[0]} to {steps[-1]}: {change.words()}."
+        yield f"{source}: validation, from step {steps[0]} to {steps[-1]}: {change.words()}."
     if learnt and (change := _start_and_end(run, "critic/score/mean")):
         yield f"Training score: {change[0]:.3g} at the start, {change[1]:.3g} now."
     if (time := run.curves.get("timing_s/step")) is not None:
@@ -263,6 +263,6 @@ def _when_all_is_well(run: RunRecord, held_out: bool, better: bool) -> str:
             "other data."
         )
     return (
-        "More steps, a higher actor.optim.lr or more prompts: nothing is broken, but nothing was learnt that the "
-        "held-out set shows."
+        "More steps, a higher actor.optim.lr or more prompts: nothing is broken, but the validation score "
+        "shows no learning."
     )

@@ -152,7 +152,7 @@ def _described(key: str, tensor: Recorded, infos: dict) -> DescribedTensor:
         if info.get("transform_descriptors"):
             raise ValueError(f"{key} is stored through {info['transform_descriptors']}, which is not read")
         if Path(info["relative_path"]).name != info["relative_path"]:
-            raise ValueError(f"{key} is said to be in {info['relative_path']}, outside the checkpoint")
+            raise ValueError(f"{key} is recorded to be in {info['relative_path']}, outside the checkpoint")
         if not all(
             type(number) is int and number >= 0 for number in (*size, *offsets, *sizes, info["offset"], info["length"])
         ):
@@ -195,7 +195,7 @@ def _check_blocks(folder: Path, weights: Mapping[str, DescribedTensor]) -> None:
                 start + size > end for start, size, end in zip(block.offsets, block.sizes, tensor.size, strict=True)
             ):
                 raise EnvironmentFault(
-                    f"{folder / TORCH_DIST_METADATA}: {key} of shape {list(tensor.size)} is said to have a block of "
+                    f"{folder / TORCH_DIST_METADATA}: {key} of shape {list(tensor.size)} is recorded with a block of "
                     f"{list(block.sizes)} at {list(block.offsets)}; the checkpoint is damaged, choose another one"
                 )
         if sum(prod(block.sizes) for block in tensor.blocks) > prod(tensor.size):
