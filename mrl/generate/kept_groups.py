@@ -213,7 +213,7 @@ def _whole_record(number: int, file: SpoolFile) -> GroupRecord:
     except (TypeError, KeyError, ValueError, BadZipFile) as error:
         raise DataError("their files are of another version") from error
     if (record.number, file.path.name) != (number, group_file(number, record.attempt)) or record.samples is None:
-        raise DataError("their files are those of others")
+        raise DataError("their files belong to other groups")
     if not record.samples.finite.all():
         raise DataError("they have log-probs that are not finite")
     if _is_unjudged(record.samples).any():

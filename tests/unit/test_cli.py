@@ -210,7 +210,7 @@ def test_a_stopped_run_says_what_is_saved_and_the_command_that_goes_on(tmp_path,
         (["data.custom_cls.path=a.py"], ["verl's data.custom_cls.path has no key here: unsupported"]),
         (["rollout.agent.num_workers=8"], ["unknown key; did you mean rollout.turns.num_workers?"]),
         (["reward.functoin=math"], ["did you mean function?"]),
-        (["data.train_files=*.parquet"], ["not valid YAML", "stands in double quotes inside single ones"]),
+        (["data.train_files=*.parquet"], ["not valid YAML", "into double quotes inside single ones"]),
         (["~trainer.logger"], ["--set ~trainer.logger: hydra's ~ removes a key", "--set KEY=null"]),
     ],
 )

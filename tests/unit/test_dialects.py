@@ -127,7 +127,7 @@ SAID = {
         ("<tool_call><function=calculator><parameter=digits>\nmany\n</parameter>\n</function></tool_call>", "integer"),
         ("<tool_call><function=calculator><parameter=digits>\n1e999\n</parameter>\n</function></tool_call>", "integer"),
         ("<tool_call>\n<function=calculator>\n</tool_call>", "</function>"),
-        ("<tool_call>\n<function=calculator>\n12*34\n</function>\n</tool_call>", "between its arguments"),
+        ("<tool_call>\n<function=calculator>\n12*34\n</function>\n</tool_call>", "is not an argument"),
         ("<tool_call>\n<function=calculator>\n" + "<parameter=digits>\n1\n</parameter>\n" * 2
             + "</function>\n</tool_call>", "twice"),
         ("<tool_call>\n<function=calculator>", "not closed"),
@@ -136,7 +136,7 @@ SAID = {
         ("<tool_call>calculator\n<arg_key>digits</arg_key>\n<arg_value>1e999</arg_value>\n</tool_call>", "integer"),
         ("<tool_call>calculator\n<arg_key>digits</arg_key>\n<arg_value>many</arg_value>\n</tool_call>", "integer"),
         ("<tool_call>\n<arg_key>digits</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "no name"),
-        ("<tool_call>calculator\n<arg_key>digits</arg_key>\n</tool_call>", "between its arguments"),
+        ("<tool_call>calculator\n<arg_key>digits</arg_key>\n</tool_call>", "is not an argument"),
         ("<tool_call>calculator", "not closed"),
     ],
 }  # fmt: skip

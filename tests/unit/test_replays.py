@@ -352,7 +352,7 @@ def test_groups_with_log_probs_that_are_no_numbers_begin_anew(tmp_path, capsys):
     spool.note()
     again = Spool(tmp_path / "spool", Files(), origin=by(2))
     assert read_left(again, ROOM, 0).keys() == {5} == again.left.keys()
-    assert "log-probs that are no numbers" in capsys.readouterr().out
+    assert "log-probs that are not finite" in capsys.readouterr().out
 
 
 def left_by(tmp_path, *numbers):
