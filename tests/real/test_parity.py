@@ -5,7 +5,7 @@ The reference is the Hugging Face model with autograd, GSPO written in its seque
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,10 @@ from tiny_models import (
 from torch import Tensor
 from whole_models import of_text
 
+from mrl.config.schema_actor import ActorConfig
+from mrl.config.schema_run import TrainerConfig
 from mrl.data.samples import Sample
+from mrl.rank.cut import mini_batch_rows
 
 pytestmark = pytest.mark.real
 
@@ -100,6 +103,10 @@ CUTS = {
     "packed-40-tokens": {"use_remove_padding": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40},
     "padded-5": {"use_remove_padding": False, "ppo_micro_batch_size_per_gpu": 5},
 }
+SAMPLES = 13
+# Epochs and rows of a mini-batch. Two drawn epochs of 7 and 6 rows, which replicas have unequally many of; else the
+# whole batch, in each of two steps.
+UPDATES = dict.fromkeys(MODELS, (1, SAMPLES)) | {"moe": (2, 7)}
 CLIP_LOW, CLIP_HIGH = 0.03, 0.04
 # Of each sample: over the band, under it, inside it and at ratio one, for both signs of the advantage.
 LOG_RATIOS = np.array([0.0, 0.1, -0.1, 0.1, -0.1, 0.02, -0.02, 0.0, 0.2, -0.2, 0.3, -0.3, 0.01])
@@ -126,9 +133,9 @@ class Reference:
     entropy: float  # mean over response tokens
     gradients: dict[str, Tensor]
     loss: float  # of the first update
-    gradient_norms: tuple[float, float]  # of two updates
+    gradient_norms: tuple[float, ...]  # of each update
     start: dict[str, Tensor]
-    updated: dict[str, Tensor]  # after two updates
+    updated: dict[str, Tensor]  # after all updates
     padding: int  # the model's padding token, which stands inside of a response
 
 
@@ -230,7 +237,7 @@ def test_the_loss_of_one_rank_is_that_of_hugging_face(model, references, results
 
 
 @pytest.mark.parametrize("layout", layouts())
-def test_two_updates_are_those_of_adamw(layout, references, results):
+def test_updates_are_those_of_adamw(layout, references, results):
     reference = references[LAYOUTS[layout][0]]
     updated = load_file(results[layout] / "updated.safetensors")
     moved = {name: updated[name] - reference.start[name] for name in updated}
@@ -238,8 +245,9 @@ def test_two_updates_are_those_of_adamw(layout, references, results):
     assert _worst(moved, expected) < 1e-3
     reported = _reported_updates(results[layout])
     assert _gradient_norms(results[layout]) == pytest.approx(reference.gradient_norms, rel=1e-4)
-    assert [update[0]["actor/lr"][0] for update in reported] == [LR / 2, LR]
-    assert [update[0]["actor/skipped_updates"][0] for update in reported] == [0.0, 0.0]
+    norms = reference.gradient_norms
+    assert [update[0]["actor/lr"][0] for update in reported] == [_lr(update) for update in range(len(norms))]
+    assert [update[0]["actor/skipped_updates"][0] for update in reported] == [0.0] * len(norms)
 
 
 @pytest.mark.parametrize("layout", layouts())
@@ -269,6 +277,7 @@ def _gradient_norms(folder: Path) -> list[float]:
 def _case(name: str, references: dict[str, Reference]) -> dict:
     model, world_size, degrees = LAYOUTS[name]
     reference = references[model]
+    epochs, size = UPDATES[model]
     optim = {
         "lr": LR, "lr_warmup_steps": 2, "eps": EPS, "weight_decay": WEIGHT_DECAY, "betas": [0.9, 0.95],
         "clip_grad": CLIP_GRAD,
@@ -278,7 +287,7 @@ def _case(name: str, references: dict[str, Reference]) -> dict:
         "actor": {
             "layout": {"world_size": world_size} | degrees,
             "optim": optim,
-            "ppo_mini_batch_size": len(reference.batch),
+            "ppo_mini_batch_size": size,
             "log_prob_micro_batch_size_per_gpu": 4,
             "override_ddp_config": DDP_OVERRIDES.get(name, {}),
         },
@@ -287,7 +296,6 @@ def _case(name: str, references: dict[str, Reference]) -> dict:
         "data": {"train_batch_size": len(reference.batch)},
         "cluster": {"device": "cpu", "step_timeout_s": 300},
     }
-    epochs = 2 if model == "moe" else 1  # two updates are two epochs over one batch, or two steps with the same one
     return {"name": name, "config": config, "batch": str(reference.batch_path), "cuts": CUTS, "epochs": epochs}
 
 
@@ -307,7 +315,7 @@ def _reference(model, path: Path) -> Reference:
         loss_weights=np.where(mask, WEIGHTS[:, None], 1).astype(np.float32),
     )  # fmt: skip
     np.savez(path / "batch.npz", **batch.arrays)
-    gradients, norms, losses = _train(model, batch)
+    gradients, norms, loss = _train(model, batch, _rows_of_updates(path.name))
     updated = {name: p.detach().clone() for name, p in model.named_parameters()}
     gradients, updated = (_checkpoint_names(model, tensors, path) for tensors in (gradients, updated))
     mean_entropy = float(entropy[torch.from_numpy(mask)].mean())
@@ -318,7 +326,7 @@ def _reference(model, path: Path) -> Reference:
         np.where(mask, log_probs.numpy(), 0),
         mean_entropy,
         gradients,
-        losses[0],
+        loss,
         tuple(norms),
         start,
         updated,
@@ -335,21 +343,34 @@ def _pad_inside(model, batch: PaddedBatch) -> int:
     return padding
 
 
-def _train(model, batch: PaddedBatch) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """Two updates; gradients of the first, gradient norms and losses of both."""
-    gradients, norms, losses = {}, [], []
+def _rows_of_updates(model: str) -> list[np.ndarray]:
+    """The rows of each update: one step with drawn mini-batches, or two steps with the whole batch."""
+    epochs, size = UPDATES[model]
+    if epochs == 1:
+        return [np.arange(SAMPLES)] * 2
+    actor = ActorConfig(layout={"world_size": 1}, ppo_mini_batch_size=size, ppo_epochs=epochs)
+    return list(mini_batch_rows(actor, 1, SAMPLES, (TrainerConfig().seed, 0)))
+
+
+def _lr(update: int) -> float:
+    return LR * min(1.0, (update + 1) / 2)
+
+
+def _train(model, batch: PaddedBatch, updates: list[np.ndarray]) -> tuple[dict[str, Tensor], list[float], float]:
+    """Makes `updates`. Returns gradients and loss of the whole batch before them, and each update's gradient norm."""
+    loss = _sequence_gspo(model, batch)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norms = []
     optimizer = _adamw(model)
-    for update in range(2):
+    for update, rows in enumerate(updates):
         model.zero_grad()
-        loss = _sequence_gspo(model, batch)
-        loss.backward()
-        losses.append(loss.item())
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        _sequence_gspo(model, batch, rows.tolist()).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item())
         for group in optimizer.param_groups:
-            group["lr"] = LR * (update + 1) / 2
+            group["lr"] = _lr(update)
         optimizer.step()
-    return gradients, norms, losses
+    return gradients, norms, loss.item()
 
 
 def _samples(vocab_size: int) -> PaddedBatch:
@@ -382,8 +403,8 @@ def _token_outputs(model, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
     return torch.stack(rows), entropy
 
 
-def _sequence_gspo(model, batch: PaddedBatch) -> Tensor:
-    """GSPO's sequence form: mean over the sequences that are kept of w max(-A s, -A clip(s)),
+def _sequence_gspo(model, batch: PaddedBatch, rows: Sequence[int] = range(SAMPLES)) -> Tensor:
+    """GSPO's sequence form: mean over those of `rows` that are kept of w max(-A s, -A clip(s)),
     s = exp(mean log ratio).
     """
     mask = torch.from_numpy(batch.response_mask)
@@ -392,7 +413,7 @@ def _sequence_gspo(model, batch: PaddedBatch) -> Tensor:
     ratio = (log_ratio.sum(1) / mask.sum(1)).exp()
     advantage = torch.from_numpy(batch.advantages[:, 0])
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
-    kept = [row for row in range(len(batch)) if row != REJECTED]
+    kept = [row for row in rows if row != REJECTED]
     return (torch.from_numpy(WEIGHTS).float() * loss)[kept].mean()
 
 
