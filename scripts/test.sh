@@ -18,7 +18,7 @@ unset PYTHONDONTWRITEBYTECODE  # containers tend to set it, and each of some tho
 # with MRL_REPORTS, an absolute folder, each tier leaves its report there
 report() { [ -z "${MRL_REPORTS:-}" ] || echo "--junitxml=$MRL_REPORTS/$1.xml"; }
 # three at once on two cores: some wait for a deadline or a process
-light() { python -m pytest -m "not long" -n 3 --dist worksteal "$@"; }
+light() { python -m pytest -p no:logging -m "not long" -n 3 --dist worksteal "$@"; }
 unit() { light tests/unit tests/outside $(report unit) "$@"; }
 changed() {
     local since=main files

@@ -5,9 +5,12 @@ there is room: what waits for a disk thousands of times is no slower on a slow o
 
 import gc
 import json
+import logging
 import os
 import shutil
+import signal
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,9 +26,16 @@ OWN_FOLDER = pytest.StashKey[str]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest itself chooses; workers of pytest-xdist are told."""
+    # With Python's own handler asyncio.run sets another in its place, and Python's signal module then makes the text of
+    # all that the run returned.
+    signal.signal(signal.SIGINT, _interrupted)
     if config.option.basetemp or not os.path.isdir(MEMORY) or shutil.disk_usage(MEMORY).free < ROOM_BYTES:
         return
     config.stash[OWN_FOLDER] = config.option.basetemp = tempfile.mkdtemp(prefix="mrl-tests-", dir=MEMORY)
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -44,6 +54,24 @@ def pytest_collection():
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What is logged meanwhile, from INFO on.
+
+    For pytest's own `caplog` each of some thousand loggers is asked six times a test, which was a fifteenth of all
+    tests' time. So `scripts/test.sh` leaves it out.
+    """
+    records: list[logging.LogRecord] = []
+    handler, root = logging.Handler(), logging.getLogger()
+    handler.emit = records.append
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield records
+    root.setLevel(level)
+    root.removeHandler(handler)
 
 
 @pytest.fixture

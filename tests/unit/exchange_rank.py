@@ -1,6 +1,9 @@
-"""One of three ranks over gloo, of which the first is of an earlier stage; see test_exchange."""
+"""Three ranks over gloo, of which the first is of an earlier stage; see test_exchange. They are forks of one process,
+which loaded torch for all.
+"""
 
 import json
+import multiprocessing
 import sys
 from functools import partial
 
@@ -15,7 +18,7 @@ ROWS = 5
 OWN = [None, np.array([0, 3, 4]), np.array([1, 2])]
 
 
-def main(rank: int, port: str) -> None:
+def rank_says(rank: int, port: str) -> dict:
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     wished = []
     exchange = partial(Exchange, partial(gather_bytes, device=torch.device("cpu")), rank, ROWS, lambda: bool(wished))
@@ -33,8 +36,8 @@ def main(rank: int, port: str) -> None:
     if rank == 1:
         wished.append(True)
     said["stops"] = ended(exchange(), None)
-    print(json.dumps(said))
     distributed.destroy_process_group()
+    return said
 
 
 def _uneven(rank: int) -> dict[str, np.ndarray] | None:
@@ -56,4 +59,5 @@ def ended(exchange: Exchange, error: Exception | None) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        print(json.dumps(pool.starmap(rank_says, [(rank, sys.argv[1]) for rank in range(3)], chunksize=1)))

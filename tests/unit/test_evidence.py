@@ -1,6 +1,4 @@
-"""What the documentation shows is what is stored: results name commits of the history,
-the picture of the house is that of its imports.
-"""
+"""What the documentation shows is what is stored: results name commits of the history."""
 
 import json
 import re
@@ -10,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from test_house import house, the_house
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/evidence.md", "docs/architecture.md", "docs/algorithms.md")
@@ -108,10 +105,3 @@ def test_what_stands_side_by_side_is_short_and_names_what_was_read():
     named = re.findall(r"`(\w+)`", " ".join(row[1] for row in rows))
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mrl").rglob("*.py"))
     assert named and not [name for name in named if not re.search(rf"^(?:def|class) {name}\b", source, re.M)]
-
-
-def test_the_picture_of_the_house_is_that_of_its_imports():
-    made = house.svg(the_house())
-    assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == made, (
-        "python scripts/house.py --svg docs/house.svg"
-    )

@@ -298,6 +298,13 @@ def house_of(tests: str = "", scripts: str = "", **texts: str) -> house.House:
     return house.House({name: ast.parse(text) for name, text in sources.items()}, sources, (tests,), (scripts,))
 
 
+def test_the_picture_of_the_house_is_that_of_its_imports():
+    made = house.svg(the_house())
+    assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == made, (
+        "python scripts/house.py --svg docs/house.svg"
+    )
+
+
 def test_public_names_of_tests_alone_are_found():
     """An import is no use, a docstring neither; a script's own function of the name is another."""
     names = ("tested", "_private", "called", "unused", "scripted", "looked_up", "told", "other")

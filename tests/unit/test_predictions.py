@@ -47,6 +47,14 @@ def test_steps_of_nemo_rl_are_predicted_within_fifteen_hundredths(runs):
     assert max(held.values()) <= 0.15, held
 
 
+def test_the_page_has_these_figures(runs, monkeypatch):
+    import generate_docs  # here: it reads every table that a page has
+
+    monkeypatch.setattr(published_runs, "compared", runs.values)
+    page = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
+    assert page == generate_docs.predictions(), "docs/predictions.md is out of date: python scripts/generate_docs.py"
+
+
 def test_further_runs_are_there_and_most_lie_between_low_and_high(runs):
     others = [run for run in runs.values() if "goal" not in run.row]
     assert len([run for run in others if run.row.get("phase") != "sync"]) >= 6

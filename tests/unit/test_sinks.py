@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import logging
 import subprocess
 import sys
 import tempfile
@@ -80,40 +79,38 @@ def test_numbers_that_json_cannot_hold_become_null(tmp_path):
     assert json.loads(text, parse_constant=pytest.fail) == {"training/global_step": 1, "a": None, "b": None, "c": None}
 
 
-def test_a_broken_view_is_logged_once_and_costs_no_line(tmp_path, caplog):
+def test_a_broken_view_is_logged_once_and_costs_no_line(tmp_path, logged):
     broken = Broken()
     record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {"service": broken})
-    with caplog.at_level(logging.ERROR):
-        for step in (1, 2, 3):
-            record.write(step, {})
-            time.sleep(0.05)
-        record.close()
+    for step in (1, 2, 3):
+        record.write(step, {})
+        time.sleep(0.05)
+    record.close()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
     assert broken.calls == 1
-    assert [r.getMessage().split(" failed")[0] for r in caplog.records] == ["trainer.logger: service"]
+    assert [r.getMessage().split(" failed")[0] for r in logged] == ["trainer.logger: service"]
 
 
-def test_a_hanging_view_is_left_out_and_neither_the_run_nor_its_neighbours_wait(tmp_path, caplog):
+def test_a_hanging_view_is_left_out_and_neither_the_run_nor_its_neighbours_wait(tmp_path, logged):
     hanging, seeing = Hanging(), Seeing()
     record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {"service": hanging, "other": seeing}, timeout_s=0.3)
     begin = time.monotonic()
-    with caplog.at_level(logging.ERROR):
-        for step in range(50):
-            record.write(step, {"a": 1.0})
-        assert time.monotonic() - begin < 2  # 50 fsyncs, no waiting
-        while not hanging.calls:
-            time.sleep(0.01)
-        time.sleep(0.4)
-        record.write(50, {})
-        record.close()
+    for step in range(50):
+        record.write(step, {"a": 1.0})
+    assert time.monotonic() - begin < 2  # 50 fsyncs, no waiting
+    while not hanging.calls:
+        time.sleep(0.01)
+    time.sleep(0.4)
+    record.write(50, {})
+    record.close()
     assert [row["training/global_step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(51))
     assert (seeing.steps, seeing.closed) == (list(range(51)), True)
     assert hanging.calls == 1
-    assert "busy with one call for more than trainer.logger_timeout_s (0.3 s)" in caplog.text
+    assert "busy with one call for more than trainer.logger_timeout_s (0.3 s)" in logged[0].getMessage()
     hanging.let_go.set()
 
 
-def test_a_view_that_hangs_at_the_end_is_left_to_itself(tmp_path, caplog):
+def test_a_view_that_hangs_at_the_end_is_left_to_itself(tmp_path):
     hanging = Hanging()
     record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {"service": hanging}, timeout_s=0.3)
     record.write(1, {})
