@@ -177,6 +177,8 @@ def from_verl() -> str:
             "unsupported": "**not supported**",
         }
         said = here.get(row.kind) or _targets(HANDLERS[key])
+        if row.said:
+            said = "only " + " or ".join(f"`{value}`" for value in dict.fromkeys(map(str, row.said)))
         if (
             row.kind == "to"
             and row.to not in keys()

@@ -60,6 +60,22 @@ def _greedy(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("renamed", o.key, "rollout.val_kwargs.temperature", 0.0, "do_sample: false is greedy", o.line)
 
 
+def _of_other_engines(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Handles a key of sampling that verl's vLLM engine does not read.
+
+    `do_sample` is read by its rollout of transformers (hf), `over_sample_rate` by that of SGLang, up to 0.6.
+    """
+    usual = {"do_sample": True, "over_sample_rate": 0}[o.key.removeprefix(R)]
+    engine = settings.given(R + "name") or "vllm"
+    if engine == "vllm" and o.value != usual:
+        out.leave("implied", o.key, o.value, "verl's vLLM engine does not read it", o.line)
+    elif o.value in (usual, None):
+        out.leave("implied", o.key, o.value, "as it is here", o.line)
+    else:
+        why = f"verl's {engine} engine reads it; here rollout.n responses are sampled for each prompt"
+        out.leave("unsupported", o.key, o.value, why, o.line)
+
+
 def _response_length(o: Override, out: Import, settings: VerlSettings) -> None:
     to = "data.max_prompt_length"
     if o.key.endswith("response_length"):
@@ -98,6 +114,21 @@ def _budget(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("chosen", o.key, to, least, why, o.line)
     else:
         out.put("carried" if to == "actor.ppo_max_token_len_per_gpu" else "renamed", o.key, to, o.value, line=o.line)
+
+
+def _micro_batch(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Converts the micro-batch over all replicas, which verl divides by their number, to that of a device."""
+    if o.value is None or settings.given(f"{o.key}_per_gpu") is not None:
+        out.leave("implied", o.key, o.value, "ppo_micro_batch_size_per_gpu says it", o.line)
+    elif settings.value(A + "use_dynamic_bsz"):
+        out.leave("implied", o.key, o.value, "micro-batches are cut by tokens (use_dynamic_bsz)", o.line)
+    elif not isinstance(o.value, int):
+        out.leave("unsupported", o.key, o.value, "a number of samples", o.line)
+    else:
+        replicas = settings.replicas
+        why = f"{o.value} over the {replicas} replicas of the script; no number depends on it"
+        to = "actor.ppo_micro_batch_size_per_gpu"
+        out.put("renamed", o.key, to, max(1, o.value // replicas), why, o.line)
 
 
 def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
@@ -273,6 +304,8 @@ def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
         )
     elif decider.startswith("rollout."):
         out.put("renamed", o.key, decider, o.value, line=o.line)
+    elif name == "max_model_len" and isinstance(o.value, int) and o.value >= settings.longest:
+        out.leave("implied", o.key, o.value, "no sample is longer than prompt and response limits together", o.line)
     else:
         _upstream(o, out, ENGINE, name, settings)
 
@@ -335,6 +368,9 @@ def _reward_manager(o: Override, out: Import, settings: VerlSettings) -> None:
         )
     elif o.value in ("naive", "dapo"):
         out.put("renamed", o.key, "reward.reward_manager", o.value, line=o.line)
+    elif o.value == "prime":
+        why = "verl's prime scores by the same function as naive, in processes, as all are here"
+        out.put("renamed", o.key, "reward.reward_manager", "naive", why, o.line)
     else:
         out.leave("unsupported", o.key, o.value, "reward managers here are naive and dapo", o.line)
 
@@ -419,6 +455,7 @@ HANDLERS: dict[str, Handler] = (
         MEGATRON + "use_remove_padding": _padding,
         A + "strategy": _strategy,
         "model_engine": _strategy,
+        A + "ppo_micro_batch_size": _micro_batch,
         A + "ppo_max_token_len_per_gpu": _budget,
         R + "log_prob_max_token_len_per_gpu": _budget,
         F + "log_prob_max_token_len_per_gpu": _budget,
@@ -448,6 +485,7 @@ HANDLERS: dict[str, Handler] = (
         R + "enable_expert_parallel": _engine,
         R + "engine_kwargs.vllm.": _engine,
         R + "val_kwargs.do_sample": _greedy,
+        **{R + name: _of_other_engines for name in ("do_sample", "over_sample_rate")},
         R + "enable_rollout_routing_replay": _replay,
         R + "nnodes": _separate,
         R + "n_gpus_per_node": _separate,

@@ -37,6 +37,11 @@ class KeyRow:
     neutral: tuple[Any, ...] = ()
     convert: Callable[[Any], Any] | None = None
 
+    @property
+    def said(self) -> tuple[Any, ...]:
+        """Values of an unsupported key that say something, and are what mrl does: neither null nor an empty section."""
+        return tuple(value for value in self.neutral if value is not None and value != {})
+
 
 def _to(key: str, convert: Callable[[Any], Any] | None = None, why: str = "") -> KeyRow:
     return KeyRow("to", to=key, convert=convert, why=why)
@@ -67,6 +72,7 @@ _AHEAD = (
     "(docs/asynchronous.md); give it by --set trainer.schedule=..."
 )
 _ADAM = "only Adam here: Megatron's distributed optimizer has no Muon, and shards no other optimizer's states"
+_GENERATED = "responses are always generated: those of another run are not read in their place"
 _BRIDGE = "weights are always read from model.path through the bridge"
 
 
@@ -112,7 +118,7 @@ ROWS: dict[str, KeyRow] = {
     "data.trust_remote_code": _SPECIAL,
     "data.sampler.": _missing("prompts are drawn in the order of the data, or shuffled by data.shuffle", None),
     "data.datagen.": _missing("the rows are those of the files: none is made while a run goes on", None),
-    "data.chat_template_func": _missing("prompts are rendered by the checkpoint's chat template", None),
+    "data.chat_template_func": _nothing("verl keeps the value and calls nothing by it"),
     "data.tokenizer": _SPECIAL,
     "data.continuous_token.": _implied("a conversation's tokens are kept as they were sampled and given"),
     "data.tool_config_path": _SPECIAL,
@@ -158,7 +164,7 @@ ROWS: dict[str, KeyRow] = {
     M + "tiled_mlp.": _nothing(_FSDP),
     # --- actor
     A + "strategy": _SPECIAL,
-    A + "ppo_micro_batch_size": _missing("deprecated by verl; use ppo_micro_batch_size_per_gpu", None),
+    A + "ppo_micro_batch_size": _SPECIAL,
     A + "ppo_max_token_len_per_gpu": _SPECIAL,
     A + "shuffle": _to("actor.shuffle", why="rows of the whole step are drawn, in verl those of each replica"),
     A + "data_loader_seed": _nothing("all seeds follow from trainer.seed"),
@@ -254,7 +260,7 @@ ROWS: dict[str, KeyRow] = {
     R + "prompt_length": _SPECIAL,
     R + "max_model_len": _implied("prompt and response limits together"),
     R + "calculate_log_probs": _implied("the engine's log-probs are always taken"),
-    R + "do_sample": _missing("training responses are sampled", True),
+    R + "do_sample": _SPECIAL,
     R + "ignore_eos": _missing("a response ends at the end of its sequence", False),
     R + "log_prob_micro_batch_size": _nothing("deprecated by verl; no number depends on it"),
     R + "engine_kwargs.vllm.disable_mm_preprocessor_cache": _nothing(_IMAGES),
@@ -278,12 +284,12 @@ ROWS: dict[str, KeyRow] = {
     R + "update_weights_bucket_megabytes": _nothing("weights go from shard to shard"),
     R + "disaggregation.enabled": _missing("an engine prefills and decodes", False),
     R + "mtp.": _implied("verl fills it from model.mtp"),
-    R + "over_sample_rate": _missing("no more responses than rollout.n are generated", 0),
+    R + "over_sample_rate": _SPECIAL,
     R + "profiler.": _nothing(_PROFILER),
     R + "nnodes": _SPECIAL,
     R + "n_gpus_per_node": _SPECIAL,
-    R + "skip_rollout": _missing("responses are always generated", False),
-    R + "skip.enable": _missing("responses are always generated", False),
+    R + "skip_rollout": _missing(_GENERATED, False),
+    R + "skip.enable": _missing(_GENERATED, False),
     R + "repetition_penalty": _missing(
         "tokens are drawn as the model gives them: with a penalty log-probs are those of another policy", 1, 1.0, None
     ),
@@ -363,6 +369,7 @@ ROWS: dict[str, KeyRow] = {
     "ray_kwargs.": _nothing("a matter of verl's start-up"),
     "ray_init.": _nothing("a matter of verl's start-up"),
     "hydra.": _nothing("a matter of verl's start-up"),
+    **{f"skip.{kind}.enable": _missing(_GENERATED, False) for kind in ("rollout", "rollout_tq", "async_rollout")},
     "skip.": _nothing("a matter of verl's debugging"),
     "distillation.enabled": _SPECIAL,
     **{

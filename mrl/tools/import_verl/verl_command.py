@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from mrl.errors import ConfigError
@@ -362,6 +363,15 @@ class VerlSettings:
     def context_parallel(self) -> int:
         """Degree of context parallelism; 1 where none is given."""
         return self.degrees.get("context_parallel_size") or 1
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas of the script's own actor, over which verl divides sizes that are not of one device."""
+        cut = self.value(A + "ulysses_sequence_parallel_size") or 1
+        if self.megatron:
+            degrees = (f"{MEGATRON}{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+            cut = prod(self.value(degree) for degree in degrees)
+        return max(1, self.devices // cut)
 
     @cached_property
     def longest(self) -> int:
