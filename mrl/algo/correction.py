@@ -26,6 +26,8 @@ class CorrectionParameters:
 
     `weigh`: modes mask and icepop weigh what is inside the band by its ratio; otherwise by 1. None: at every level but
     geometric, since the geometric mean tests a response and is not its importance weight.
+
+    `reject` is a second level, beside the weights: what is outside `reject_low` to `reject_high` there is rejected.
     """
 
     level: str
@@ -33,6 +35,9 @@ class CorrectionParameters:
     low: float | None
     high: float
     weigh: bool | None = None
+    reject: str | None = None
+    reject_low: float | None = None
+    reject_high: float = math.inf
 
     @property
     def weighs_inside(self) -> bool:
@@ -81,6 +86,9 @@ def correct(
     Mode `truncate` bounds the ratio above and `clip` on both sides; the result weighs the policy loss. Mode `mask`
     rejects what is outside the band, mode `icepop` (arXiv:2510.18855; arXiv:2512.16144, eq. 1) gives it the weight 0.
     What is inside is weighed as `CorrectionParameters.weigh` says.
+
+    A second level rejects beside these weights, as verl's rollout_rs does beside its rollout_is (its preset
+    Geo-RS-Token-TIS). Both ratios are over the tokens of `mask`.
     """
     ratio = np.exp(log_ratios(old_log_probs, rollout_log_probs, mask, lengths, parameters.level))
     low = 0.0
@@ -100,6 +108,11 @@ def correct(
             weights = np.clip(weights, low, parameters.high)
         case "truncate":
             weights = np.clip(weights, None, parameters.high)
+    if parameters.reject is not None:
+        tested = np.exp(log_ratios(old_log_probs, rollout_log_probs, mask, lengths, parameters.reject))
+        kept = (tested >= (parameters.reject_low or 0.0)) & (tested <= parameters.reject_high)
+        keep = keep & kept
+        inside = inside & kept
     weights = np.where(keep, weights, 1.0)
     return Correction(keep, weights.astype(np.float32), _of_rows(weights, keep, mask, inside, lengths))
 

@@ -40,10 +40,14 @@ def _what_is_trained_on(config: RunConfig) -> list[str]:
     weight = ""
     if correction.weigh is False:
         weight = ", weight 1"
+    rejects = ""
+    if correction.reject is not None:
+        band = "" if correction.reject_low is None else f"{correction.reject_low:g} to "
+        rejects = f", {correction.reject} rejection {band}{correction.reject_high:g}"
     return [
         f"advantages {algorithm.adv_estimator}" if algorithm.adv_estimator != "grpo" else "",
         f"anchor {algorithm.anchor}" if algorithm.anchor != "recompute" else "",
-        f"rollout correction {correction.level} {correction.mode} {low}{correction.high:g}{weight}"
+        f"rollout correction {correction.level} {correction.mode} {low}{correction.high:g}{weight}{rejects}"
         if correction.level
         else "",
         "dynamic sampling" if algorithm.filter_groups.enable else "",

@@ -238,6 +238,33 @@ def _correction_mode(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield from _known(f"{_CORRECTION}.mode", correction.mode, MODES)
 
 
+def _rejection_band(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Checks the rejection beside the weights, which mode mask has by itself."""
+    correction = config.algorithm.rollout_correction
+    low = correction.reject_low or 0.0
+    if correction.level is None:
+        return
+    if correction.reject is None:
+        for name in ("reject_low", "reject_high"):
+            default = getattr(RolloutCorrectionConfig(), name)
+            if getattr(correction, name) != default:
+                why = "nothing is rejected beside the weights, and the setting would be ignored"
+                yield Violation(f"{_CORRECTION}.{name}", f"needs {_CORRECTION}.reject", why, (default,))
+        return
+    if correction.mode == "mask":
+        why = (
+            "mask rejects by its own ratio; a weight with a rejection of another level is mode truncate, clip or icepop"
+        )
+        yield Violation(f"{_CORRECTION}.reject", "must be null with mode mask", why, (None,))
+    if low >= correction.reject_high:
+        rule = f"must be below {_CORRECTION}.reject_high = {correction.reject_high:g}"
+        yield Violation(f"{_CORRECTION}.reject_low", rule, "what is between the two is kept")
+    elif not low <= 1 <= correction.reject_high:
+        field = "reject_high" if correction.reject_high < 1 else "reject_low"
+        why = "where generation and training agree the ratio is 1"
+        yield Violation(f"{_CORRECTION}.{field}", "leaves 1 outside the band", why)
+
+
 def _correction_band(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     correction = config.algorithm.rollout_correction
     if correction.level is None:
@@ -396,9 +423,10 @@ LOSS_RULES = (
         "a step with a small KL would make the weight 0 or negative",
         lambda c, m: (10.0 * _samples(c),),
     ),
-    *map(_without_level, ("mode", "weigh", "low", "high")),
+    *map(_without_level, ("mode", "weigh", "low", "high", "reject", "reject_low", "reject_high")),
     _correction_mode,
     _correction_band,
+    _rejection_band,
     RuleRow(
         f"{_CORRECTION}.weigh",
         lambda c, m: (

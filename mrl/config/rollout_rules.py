@@ -7,10 +7,10 @@ from mrl.config.places import Deployment
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import AlgorithmConfig, RolloutConfig, RunConfig, leaf
 from mrl.errors import ConfigError, Violation, nearest
-from mrl.model import ModelSpec
+from mrl.model import ModelSpec, read_hf_config
 from mrl.model.device_grid import ClusterShape, engine_places
 from mrl.model.layout import RolloutLayout
-from mrl.model.registry import family_of
+from mrl.model.registry import family_of, own_config
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.tuned_experts import lacking, shape_of_worker
 from mrl.reward.builtin_rules import ENVIRONMENT
@@ -271,6 +271,33 @@ def log_prob_readers(config: RunConfig) -> list[str]:
     return [name for name, needed in readers if needed]
 
 
+# kinds of rope_type whose angles do not depend on the number of positions, in transformers and in vLLM
+FREE_OF_LENGTH = ("default", "linear", "llama3")
+
+
+def _positions(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """Refuses another number of positions where it would change what the model computes."""
+    key = "model.max_position_embeddings"
+    positions = config.model.max_position_embeddings
+    if positions is None:
+        return
+    if model.rotation.kind not in FREE_OF_LENGTH:
+        rule = f"must be left out with rope_type {model.rotation.kind}"
+        yield Violation(key, rule, "angles of its heads depend on the number, or a table in vLLM ends at its own")
+    if model.is_wrapped:
+        why = "engines would read it from the configuration inside that of the text model"
+        yield Violation(key, "must be left out for the text model of one that also reads images", why)
+    if config.rollout.vllm_kwargs.get("hf_overrides"):
+        yield Violation(f"{_VLLM}.hf_overrides", f"must be left out beside {key}", "mrl itself sets the number there")
+    if not (Path(config.model.path) / "config.json").is_file():
+        return
+    stored = own_config(read_hf_config(config.model.path))
+    window = stored.get("sliding_window") if stored.get("use_sliding_window", True) else None
+    if not model.sliding_window and type(window) is int and stored["max_position_embeddings"] <= window < positions:
+        rule = f"must be at most {window}, the sliding_window of config.json"
+        yield Violation(key, rule, "its own positions never left that window; longer samples would", (window,))
+
+
 def _legal_response_length(config: RunConfig, model: ModelSpec) -> tuple[int, ...]:
     left = model.longest_sample - config.data.max_prompt_length
     if left > 0:
@@ -459,6 +486,7 @@ ROLLOUT_RULES = (
     ),
     _log_probs,
     _filters,
+    _positions,
     RuleRow(
         "rollout.min_engines",
         lambda c, m: c.rollout.min_engines > c.rollout.num_engines,

@@ -53,6 +53,7 @@ def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = F
     With `check_paths` the files that it names are looked at too.
     """
     judged = (*RULES, *PATH_RULES) if check_paths else RULES
+    model = _as_run(model, resolved.config)
     return [_placed(violation, resolved) for rule in judged for violation in _judged(rule, resolved.config, model)]
 
 
@@ -89,6 +90,17 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         *reshard_notes(resolved.config),
         *schedule_notes(resolved.config, model),
     ]
+
+
+def _as_run(model: "ModelSpec | _UnknownModel", config: RunConfig) -> "ModelSpec | _UnknownModel":
+    """Returns the model with the positions that it is run with."""
+    try:
+        positions = config.model.max_position_embeddings
+    except UnknownValue:
+        return model
+    if positions is None or isinstance(model, _UnknownModel):
+        return model
+    return replace(model, max_position_embeddings=positions)
 
 
 class _UnknownModel:

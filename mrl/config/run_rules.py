@@ -93,7 +93,10 @@ OPTIM_RULES = (
     ),
     RuleRow(
         "actor.optim.lr_warmup_init",
-        lambda c, m: c.actor.optim.lr_warmup_init > 0 and not c.actor.optim.lr_warmup_steps,
+        lambda c, m: (
+            c.actor.optim.lr_warmup_init > 0
+            and not (c.actor.optim.lr_warmup_steps or c.actor.optim.lr_warmup_steps_ratio)
+        ),
         "must be 0 without actor.optim.lr_warmup_steps",
         "there is no warm-up that would begin with it",
         (0.0,),
@@ -104,6 +107,13 @@ OPTIM_RULES = (
         "must be at most actor.optim.lr = {c.actor.optim.lr:g}",
         "the rate rises from it",
         lambda c, m: (0.0, c.actor.optim.lr),
+    ),
+    RuleRow(
+        "actor.optim.lr_warmup_steps_ratio",
+        lambda c, m: c.actor.optim.lr_warmup_steps_ratio > 0 and c.actor.optim.lr_warmup_steps > 0,
+        "must be 0 beside actor.optim.lr_warmup_steps = {c.actor.optim.lr_warmup_steps}",
+        "there is one warm-up",
+        (0.0,),
     ),
     RuleRow(
         "actor.optim.lr_decay_steps",

@@ -38,6 +38,16 @@ class ModelConfig(Section):
         "Number format of weights and activations in training. Optimizer state and master weights are always float32.",
         advice="bfloat16, except on a CPU.",
     )
+    max_position_embeddings: int | None = key(
+        None,
+        "Positions that the model is run with, in place of those of its config.json; left out: those. Angles of heads "
+        "do not change, so only for rope_type default, linear and llama3. Exported folders keep their own number.",
+        ge=1,
+        le=2**30,
+        unit="tokens",
+        advice="Left out. More than the checkpoint says where samples are longer than it was trained with: the model "
+        "has to learn them.",
+    )
     vision: Literal["frozen", "trained", "projector"] | None = key(
         None,
         "What becomes of the vision tower of a model that reads images (Qwen2.5-VL, Qwen3-VL, Qwen3.5). frozen: "
@@ -144,6 +154,14 @@ class OptimConfig(Section):
         ge=0,
         unit="updates",
         advice="About 10; without it the first updates are the largest.",
+    )
+    lr_warmup_steps_ratio: float = key(
+        0.0,
+        "The same as a share of lr_decay_steps, or of all updates of the run where that is left out; for "
+        "lr_warmup_steps 0.",
+        ge=0,
+        lt=1,
+        advice="0: a warm-up of a known number of updates does not change with the length of the run.",
     )
     lr_warmup_init: float = key(
         0.0,

@@ -145,6 +145,15 @@ class RolloutCorrectionConfig(Section):
         None, "Lower bound of the ratio, the trainer's probability over the engine's; left out: none.", ge=0
     )
     high: float = key(2.0, "Upper bound of the ratio, the trainer's probability over the engine's.", gt=0)
+    reject: str | None = key(
+        None,
+        "Level of a rejection beside the weights of modes truncate, clip and icepop: tokens or responses whose ratio "
+        "at this level is outside reject_low to reject_high leave the loss and its denominators. Left out: none.",
+        advice="geometric beside level token is verl's Geo-RS-Token-TIS.",
+        rule=known_name(LEVELS, ALIASES),
+    )
+    reject_low: float | None = key(None, "Lower bound of the ratio that reject tests; left out: none.", ge=0)
+    reject_high: float = key(2.0, "Upper bound of the ratio that reject tests.", gt=0)
 
 
 class FilterGroupsConfig(Section):

@@ -124,7 +124,11 @@ class DataConfig(Section):
         "validation file.",
     )
     enable_thinking: bool | None = key(None, "Switch of the chat template; left out: the template's default.")
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "Further arguments of the chat template.")
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "Further arguments of the chat template. `chat_template`: the Jinja text of another template, for a checkpoint "
+        "that has none or not yours. Exported folders keep the checkpoint's own.",
+    )
 
     @property
     def max_sample_length(self) -> int:

@@ -40,6 +40,7 @@ MOST_BAD_ROWS = 10_000  # so many are reported one by one
 WHY = 500  # characters of the reason that is reported
 SAMPLED = 2  # last number of a sample's random stream, which makes it differ from those of all epochs
 THINKING = "enable_thinking"  # the switch's name in the templates of Qwen3 and of models after it
+_TEMPLATE = "chat_template"  # transformers' argument for a template in place of the tokenizer's own
 RESERVED_TEMPLATE_KEYS = (
     "add_generation_prompt",
     "tokenize",
@@ -482,7 +483,7 @@ def _check_template_arguments(tokenizer: ChatTokenizer, parameters: PromptParame
             f"data.enable_thinking is {parameters.enable_thinking} and "
             f"data.apply_chat_template_kwargs says {named}; keep one"
         )
-    template = getattr(tokenizer, "chat_template", None)
+    template = parameters.apply_chat_template_kwargs.get(_TEMPLATE) or getattr(tokenizer, "chat_template", None)
     if parameters.enable_thinking is not None and isinstance(template, str) and THINKING not in template:
         raise ConfigError(
             f"data.enable_thinking: the chat template of this model has no such switch (it never mentions {THINKING}); "
@@ -533,8 +534,7 @@ def _without_unknown_type(path: str) -> dict[str, Any]:
 def load_tokenizer(path: str) -> Any:
     """Loads the Hugging Face tokenizer of a local checkpoint folder. Code that a checkpoint brings is never run.
 
-    Raises ConfigError if there is no such folder or no chat template in it. Raises EnvironmentFault if the tokenizer
-    cannot be read.
+    Raises ConfigError if there is no such folder, and EnvironmentFault if the tokenizer cannot be read.
     """
     if not Path(path).is_dir():
         raise ConfigError(f"model.path: {path} is no folder; give the folder of a Hugging Face checkpoint")
@@ -548,8 +548,19 @@ def load_tokenizer(path: str) -> Any:
         raise EnvironmentFault(
             f"model.path: the tokenizer in {path} cannot be read: {type(error).__name__}: {error}"
         ) from error
-    if not tokenizer.chat_template:
+    return tokenizer
+
+
+def load_chat_tokenizer(path: str, arguments: Mapping[str, Any]) -> Any:
+    """Loads the tokenizer of a local checkpoint folder, for chats.
+
+    `arguments`: data.apply_chat_template_kwargs. Raises ConfigError if neither they nor the folder have a chat
+    template, and what `load_tokenizer` raises.
+    """
+    tokenizer = load_tokenizer(path)
+    if not (tokenizer.chat_template or arguments.get(_TEMPLATE)):
         raise ConfigError(
-            f"model.path: the tokenizer in {path} has no chat template; add chat_template.jinja beside it"
+            f"model.path: the tokenizer in {path} has no chat template; add {_TEMPLATE}.jinja beside it, or give the "
+            f"text of one as data.apply_chat_template_kwargs.{_TEMPLATE}"
         )
     return tokenizer

@@ -11,7 +11,7 @@ from mrl.acting.offer import Offer
 from mrl.acting.tool import ToolsSpec
 from mrl.config.schema import DataConfig, ModelConfig, RewardConfig, RolloutConfig, TrainerConfig
 from mrl.config.schema_rollout import AgentConfig, TurnsConfig
-from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_tokenizer
+from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_chat_tokenizer
 from mrl.data.order import PromptStream
 from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.data.row_files import BadRow, images_of
@@ -119,9 +119,10 @@ def _entries(parameters: PromptParameters, config: DataConfig) -> Iterator[tuple
 def prompt_tokenizer(model_path: str, data: DataConfig) -> Any:
     """Returns the tokenizer for prompts: without transformers if that gives the same tokens.
 
-    Raises the errors of `load_tokenizer`.
+    Raises the errors of `load_chat_tokenizer`.
     """
-    return quick_tokenizer(Path(model_path), data.apply_chat_template_kwargs) or load_tokenizer(model_path)
+    arguments = data.apply_chat_template_kwargs
+    return quick_tokenizer(Path(model_path), arguments) or load_chat_tokenizer(model_path, arguments)
 
 
 def checked_tools(

@@ -23,7 +23,7 @@ import numpy as np
 from mrl.acting.offer import Offer
 from mrl.algo.advantages import CUSTOM_ADVANTAGE_KEY, AdvantageInputs, numbers_of, tried_advantage
 from mrl.config.schema import AlgorithmConfig, DataConfig, RewardConfig, RunConfig
-from mrl.data.dataset import ChatTokenizer, PromptDataset, load_tokenizer
+from mrl.data.dataset import ChatTokenizer, PromptDataset, load_chat_tokenizer
 from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.data.row_files import BadRow, parse_row, read_rows
 from mrl.driver.assemble_data import (
@@ -104,7 +104,7 @@ def look(config: RunConfig) -> str | None:
     if quick is not None:
         return _answered(asked, quick)
     if "torch" in sys.modules:
-        return _answered(asked, load_tokenizer(config.model.path))
+        return _answered(asked, load_chat_tokenizer(config.model.path, data.apply_chat_template_kwargs))
     return _answered_apart(asked)
 
 
@@ -290,7 +290,8 @@ def main() -> None:
     given = {"data": DataConfig.model_validate(asked["data"]), "offer": _offer(asked["offer"])}
     question = _Asked(**{**asked, **given})
     try:
-        found = {"fingerprint": _answered(question, load_tokenizer(question.model_path))}
+        arguments = question.data.apply_chat_template_kwargs
+        found = {"fingerprint": _answered(question, load_chat_tokenizer(question.model_path, arguments))}
     except _TELLING as error:
         found = {type(error).__name__: str(error)}
     print(json.dumps(found))

@@ -15,10 +15,10 @@ from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
 from mrl.data.samples import ImageStore, RowImage
 from mrl.engine.engine_state import AWAITED, SYNCS_TOWER, TEXT_FOLDER
-from mrl.model import ModelSpec
+from mrl.model import ModelSpec, read_hf_config
 from mrl.model.hf_config import QUANTIZATION
 from mrl.model.quantised import engine_quantisation, with_scales
-from mrl.model.registry import family_of, stop_token_ids
+from mrl.model.registry import family_of, positions_of, stop_token_ids
 from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
 from mrl.reward.builtin_rules import ENVIRONMENT
 
@@ -221,11 +221,11 @@ def engine_settings(
     loading = {}
     if by_sync:
         loading = {"load_format": AWAITED}
-    arguments = (
-        loading
-        | _of_model(model, config.cluster.device, config.rollout.fp8_block, config.model.vision is not None)
-        | _arguments(config, hosting, data_rank)
-    )
+    of_model = _of_model(model, config.cluster.device, config.rollout.fp8_block, config.model.vision is not None)
+    if config.model.max_position_embeddings is not None:
+        positions = positions_of(read_hf_config(config.model.path), config.model.max_position_embeddings)
+        of_model["hf_overrides"] = of_model.get("hf_overrides", {}) | positions
+    arguments = loading | of_model | _arguments(config, hosting, data_rank)
     if config.rollout.drafts_with_model:  # a sync brings the predicting layers with the rest
         form = AWAITED if arguments.get("load_format") == AWAITED else "auto"
         arguments["speculative_config"]["draft_load_config"] = {"load_format": form}

@@ -65,6 +65,8 @@ _OTHER_NAMES = {
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct", "rotary_emb_fraction"),
 }  # fmt: skip
+# names of the longest text, of which vLLM takes the smallest value
+POSITION_NAMES = ("max_position_embeddings", *_OTHER_NAMES["max_position_embeddings"])
 # For fields that came with later families: `described` leaves them out of models that do not need them.
 _LATER = {"only_where_set": True}
 FULL_ATTENTION = "full_attention"

@@ -41,6 +41,7 @@ from mrl.model import (
 )
 from mrl.model.class_keys import as_its_class_reads
 from mrl.model.hf_config import (
+    POSITION_NAMES,
     HfConfig,
     ModelSpec,
     pad_token_id,
@@ -262,6 +263,11 @@ def wrapper_of(config: HfConfig) -> Family | None:
     """Returns the family of the text model inside a model that also reads images; None for a plain text model."""
     names = config.get("architectures") or []
     return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
+
+
+def positions_of(config: HfConfig, positions: int) -> dict[str, int]:
+    """Returns what a text model's config.json has to say for another number of positions, under all of its names."""
+    return {name: positions for name in POSITION_NAMES if name in config}
 
 
 def own_config(config: HfConfig) -> HfConfig:

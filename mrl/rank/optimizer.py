@@ -88,30 +88,34 @@ def build_scheduler(
     `min_lr`.
 
     Step k (from 1) of a warm-up of W steps uses init + (lr - init) k / W, init being `lr_warmup_init`. The last step of
-    the decay uses `min_lr`.
+    the decay uses `min_lr`. A warm-up by `lr_warmup_steps_ratio` has that share of the decay's steps, rounded down.
 
     `total_steps` is the length of the run, for a decay without a length of its own. `section` is the configuration
-    section, for messages. Raises ConfigError when neither length is known.
+    section, for messages. Raises ConfigError when a length is needed and not known.
     """
     decay_steps = config.lr_decay_steps or total_steps
-    if config.lr_decay_style == "constant":
-        decay_steps = config.lr_warmup_steps + 1  # not used by a constant rate, but must exceed the warm-up
-    elif decay_steps is None:
+    needing = f"lr_decay_style={config.lr_decay_style}"
+    if config.lr_warmup_steps_ratio:
+        needing = f"lr_warmup_steps_ratio={config.lr_warmup_steps_ratio:g}"
+    if decay_steps is None and (config.lr_decay_style != "constant" or config.lr_warmup_steps_ratio):
         raise ConfigError(
-            f"{section}.optim.lr_decay_style={config.lr_decay_style} needs a length: set "
-            f"{section}.optim.lr_decay_steps (optimizer steps) or trainer.total_training_steps"
+            f"{section}.optim.{needing} needs a length: set {section}.optim.lr_decay_steps (optimizer steps) or "
+            "trainer.total_training_steps"
         )
-    elif config.lr_warmup_steps >= decay_steps:
+    warmup_steps = config.lr_warmup_steps or int(config.lr_warmup_steps_ratio * (decay_steps or 0))
+    if config.lr_decay_style == "constant":
+        decay_steps = warmup_steps + 1  # not used by a constant rate, but must exceed the warm-up
+    elif warmup_steps >= decay_steps:
         raise ConfigError(
-            f"{section}.optim.lr_warmup_steps={config.lr_warmup_steps} leaves nothing of the {decay_steps} decay "
+            f"{section}.optim.lr_warmup_steps={warmup_steps} leaves nothing of the {decay_steps} decay "
             f"steps: allowed 0 to {decay_steps - 1}"
         )
     scheduler = OptimizerParamScheduler(
         optimizer,
-        init_lr=config.lr_warmup_init if config.lr_warmup_steps else config.lr,
+        init_lr=config.lr_warmup_init if warmup_steps else config.lr,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.lr_warmup_steps,
+        lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,

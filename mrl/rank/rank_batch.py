@@ -144,9 +144,7 @@ class RankBatch:
         if algorithm.overlong_filter:
             mask = without_truncated(mask, self._overlong, lengths)
         if correction.level is not None:
-            parameters = CorrectionParameters(
-                correction.level, correction.mode, correction.low, correction.high, correction.weigh
-            )
+            parameters = CorrectionParameters(**correction.model_dump())
             result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask, lengths)
             mask = result.keep
             weights = result.weights

@@ -1,5 +1,6 @@
 """Rules between keys and against the model: every broken one is told, with where it was written and what would hold."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from mrl.config.run_rules import PATH_RULES
 from mrl.config.schema import schema_keys, schema_paths
 from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec
-from mrl.model.rotation import LongRope, Rotation, Yarn
+from mrl.model.rotation import Dynamic, LongRope, Rotation, Yarn
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 # What the tiny preset is made for, and a model of the size that people train.
@@ -44,6 +45,49 @@ def broken(*overrides: str, model: ModelSpec = TINY_MODEL, recipe: str | None = 
 def only(*overrides: str, model: ModelSpec = TINY_MODEL, recipe: str | None = None):
     (violation,) = broken(*overrides, model=model, recipe=recipe)
     return violation
+
+
+def test_a_model_may_be_run_with_more_positions_than_it_says():
+    lengths = ["data.max_prompt_length=128", "data.max_response_length=128"]
+    assert only(*lengths).field == "data.max_response_length"
+    assert not broken(*lengths, "model.max_position_embeddings=256")
+    assert "max_position_embeddings = 255" in only(*lengths, "model.max_position_embeddings=255").rule
+
+
+@pytest.mark.parametrize("stretch", [LongRope(64, 1.1, (1.0,), (2.0,)), Yarn(4.0, 8), Dynamic()])
+def test_more_positions_that_would_turn_heads_otherwise_are_refused(stretch):
+    model = replace(TINY_MODEL, rotation=Rotation(1e4, stretch=stretch))
+    small = ["data.max_prompt_length=8", "data.max_response_length=8", "model.max_position_embeddings=256"]
+    assert f"rope_type {stretch.kind}" in only(*small, model=model).rule
+
+
+@pytest.mark.parametrize(("uses", "allowed"), [({}, False), ({"use_sliding_window": False}, True)])
+def test_more_positions_than_a_window_that_none_of_its_own_left_are_refused(tmp_path, uses, allowed):
+    config = {"sliding_window": 128, "max_position_embeddings": 128, "model_type": "qwen2"} | uses
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = broken(f"model.path={tmp_path}", "model.max_position_embeddings=256")
+    assert [each.field for each in found] == [] if allowed else ["model.max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ("{level: token, mode: mask, low: 0.5, high: 2, reject: geometric}", "reject"),
+        ("{level: token, reject_high: 1.5}", "reject_high"),
+        ("{reject: token}", "reject"),
+        ("{level: token, reject: token, reject_low: 2, reject_high: 2}", "reject_low"),
+        ("{level: token, reject: token, reject_high: 0.9}", "reject_high"),
+        ("{level: token, reject: token, reject_low: 1.1, reject_high: 1.5}", "reject_low"),
+        ("{level: token, reject: nothing}", "reject"),
+    ],
+)
+def test_a_rejection_that_says_nothing_or_takes_all_is_refused(given, key):
+    assert only(f"algorithm.rollout_correction={given}").field == f"algorithm.rollout_correction.{key}"
+
+
+def test_a_warm_up_is_said_once():
+    both = ["actor.optim.lr_warmup_steps=2", "actor.optim.lr_warmup_steps_ratio=0.1"]
+    assert only(*both).field == "actor.optim.lr_warmup_steps_ratio"
 
 
 @pytest.mark.parametrize(

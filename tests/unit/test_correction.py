@@ -39,6 +39,17 @@ def run(level, mode, low, high):
     return correct(CorrectionParameters(level, mode, low, high), rollout + np.log(RATIOS), rollout, MASK, LENGTHS)
 
 
+def test_a_second_level_rejects_beside_the_weights():
+    rollout = np.array([-1.0, -2.0, -3.0, np.nan])
+    weigh = CorrectionParameters("token", "truncate", None, 2.0, reject="geometric", reject_low=0.5, reject_high=1.5)
+    found = correct(weigh, rollout + np.log(RATIOS), rollout, MASK, LENGTHS)
+    assert found.keep.tolist() == [True, True, False, False]  # sqrt 2 is inside, 8 is not
+    np.testing.assert_allclose(found.weights, [2, 0.5, 1, 1])
+    metrics = correction_metrics(found.of_rows)
+    assert metrics["rollout_corr/rejected_token_share"] == pytest.approx(1 / 3)
+    assert metrics["rollout_corr/weight_mean"] == pytest.approx(1.25)
+
+
 def test_levels_look_at_tokens_products_and_geometric_means():
     old = np.log(RATIOS)
     for level, expected in (

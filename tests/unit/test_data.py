@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer, truncate
+from mrl.data.dataset import PromptDataset, PromptParameters, load_chat_tokenizer, load_tokenizer, truncate
 from mrl.data.order import DataCursor, PromptStream, epoch_order
 from mrl.data.prompt_store import PromptStore
 from mrl.data.row_files import read_foreign_rows
@@ -449,7 +449,12 @@ def test_a_tokenizer_is_loaded_from_a_checkpoint_folder_or_refused(tmp_path):
     (tmp_path / "good" / "config.json").write_text(json.dumps(of_no_type))  # transformers alone stops at its scaling
     assert load_tokenizer(str(tmp_path / "good")).chat_template == tokenizer.chat_template
     with pytest.raises(ConfigError, match="no chat template"):
-        load_tokenizer(str(tmp_path / "bare"))
+        load_chat_tokenizer(str(tmp_path / "bare"), {})
+    # a template of the user's gives what transformers gives by a tokenizer that has it, which is verl's way
+    given = {"chat_template": tokenizer.chat_template}
+    bare = load_chat_tokenizer(str(tmp_path / "bare"), given)
+    file = write_jsonl(tmp_path / "b.jsonl", [row("7 u")])
+    assert load(file, tokenizer=bare, apply_chat_template_kwargs=given)[0].token_ids == (1, 2, 1)
     with pytest.raises(ConfigError, match="no folder"):
         load_tokenizer(str(tmp_path / "absent"))
     (tmp_path / "good" / "tokenizer.json").write_text("{")

@@ -558,21 +558,31 @@ def test_a_rejection_whose_denominator_is_another_than_verls_is_warned_of(reject
 
 
 @pytest.mark.parametrize(
-    ("words", "key"),
+    ("words", "level", "low", "high"),
     [
-        (["rollout_is=sequence", "rollout_rs=seq_mean_k1", "rollout_rs_threshold='0.9_1.1'"], "rollout_rs"),
-        (
-            ["rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold='0.4_2'"],
-            "rollout_rs",
-        ),  # up to 2.5: capped
-        (["rollout_rs=token_k1", "rollout_rs_threshold=2", "bypass_mode=True"], "rollout_rs"),
+        (["rollout_is=sequence", "rollout_rs=seq_mean_k1", "rollout_rs_threshold='0.9_1.1'"], "geometric", 0.9, 1.1),
+        # up to 2.5: capped
+        (["rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold='0.4_2'"], "token", 0.4, 2.0),
+        (["rollout_is=token", "rollout_rs=geometric", "rollout_rs_threshold=1.01"], "geometric", 1.01**-1, 1 / 0.99),
     ],
 )
-def test_a_weight_and_a_rejection_that_are_no_single_mode_are_not_made_one(words, key):
-    out = from_overrides(*(CORRECTION + word for word in words))
-    why = {entry.key.rpartition(".")[2]: entry.why for entry in out.of("unsupported")}
-    assert "bypass_mode" in why[key] if "bypass_mode=True" in words else "each alone is here" in why[key]
-    assert out.values.get(CORRECTION + "mode") is None
+def test_a_weight_and_a_rejection_that_are_no_single_mode_are_not_made_one(words, level, low, high):
+    """tests/outside/test_outside_corrections.py compares what comes of them with verl's own numbers."""
+    more = ["rollout_rs_threshold_lower=0.99"] if "rollout_rs=geometric" in words else []
+    out = from_overrides(*(CORRECTION + word for word in words + more))
+    assert not [entry for entry in out.of("unsupported") if entry.key.startswith(CORRECTION)]
+    assert out.values.get(CORRECTION + "mode", "truncate") == "truncate"
+    assert out.values[CORRECTION + "level"] == words[0].partition("=")[2]
+    assert out.values[CORRECTION + "reject"] == level
+    band = [out.values[CORRECTION + f"reject_{name}"] for name in ("low", "high")]
+    expected = (0.99, 1.01) if more else (1 / high, 1 / low)  # k1 tests rollout / old, older names old / rollout
+    assert band == pytest.approx(expected)
+
+
+def test_beside_a_bypass_nothing_is_rejected():
+    words = ["rollout_rs=token_k1", "rollout_rs_threshold=2", "bypass_mode=True"]
+    (entry,) = from_overrides(*(CORRECTION + word for word in words)).of("unsupported")
+    assert entry.key == CORRECTION + "rollout_rs" and "bypass_mode" in entry.why
 
 
 def test_a_weight_of_0_that_would_take_out_whole_responses_is_not_carried():
@@ -1068,6 +1078,23 @@ def test_without_staleness_the_order_is_the_synchronous_one():
     assert (out.values["data.train_batch_size"], out.values["algorithm.anchor"]) == (32, "rollout")
 
 
+@pytest.mark.parametrize(
+    ("words", "anchor", "level"),
+    [
+        (("staleness_threshold=0",), "rollout", None),
+        (("staleness_threshold=0.5",), "recompute", "token"),  # of older weights: computed anew and weighed
+        (("staleness_threshold=0.5", "compute_prox_log_prob=True"), None, None),
+    ],
+)
+def test_log_probs_of_the_engine_are_what_a_ratio_is_taken_against_as_the_asynchronous_trainer_says(
+    words, anchor, level
+):
+    """Keys of verl's repository between 0.6.1 and 0.7.1: use_rollout_log_probs is the bypass of later releases."""
+    out = from_overrides(*(f"async_training.{word}" for word in ("use_rollout_log_probs=True", *words)))
+    assert not out.losses and out.values.get("algorithm.anchor") == anchor
+    assert out.values.get("algorithm.rollout_correction.level") == level
+
+
 def test_keys_of_the_asynchronous_trainer_are_losses_of_any_other():
     out = launched("async_training.staleness_threshold=0.5 rollout.test_freq=2")
     assert {e.key for e in out.losses} == {"async_training.staleness_threshold", "rollout.test_freq"}
@@ -1294,6 +1321,84 @@ OPEN = [
 @pytest.mark.parametrize("key", OPEN)
 def test_below_a_free_mapping_of_verls_any_name_is_one(key):
     assert not from_overrides(f"+{key}=1").losses
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (("actor_rollout_ref.rollout.over_sample_rate=0.1",), "implied"),  # vLLM's engine of verl never read it
+        (("actor_rollout_ref.rollout.over_sample_rate=0.1", "actor_rollout_ref.rollout.name=sglang"), "unsupported"),
+        (("actor_rollout_ref.rollout.do_sample=False",), "implied"),
+        (("actor_rollout_ref.rollout.do_sample=False", "actor_rollout_ref.rollout.name=hf"), "unsupported"),
+        (("actor_rollout_ref.rollout.do_sample=True", "actor_rollout_ref.rollout.name=hf"), "implied"),
+        (("data.chat_template_func=f",), "not_applicable"),
+        (("skip.rollout.enable=True",), "unsupported"),
+        (("skip.rollout.dump_dir=/x",), "not_applicable"),
+        (("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=4096",), "implied"),
+        (("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=1023",), "unsupported"),
+        (("reward_model.reward_manager=prime",), "renamed"),
+        (("actor_rollout_ref.model.override_config.max_position_embeddings=null",), "implied"),
+        (("+actor_rollout_ref.model.override_config.model_config.max_position_embeddings=32768",), "renamed"),
+        (
+            (
+                "actor_rollout_ref.model.override_config.max_position_embeddings=40960",
+                "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+            ),
+            "implied",
+        ),
+        (
+            (
+                "actor_rollout_ref.model.override_config.max_position_embeddings=40960",
+                "actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3",
+            ),
+            "unsupported",
+        ),
+        (("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",), "carried"),
+        (("actor_rollout_ref.model.custom_chat_template='{{ messages }}'",), "renamed"),
+        (("actor_rollout_ref.model.custom_chat_template=null",), "implied"),
+        (("actor_rollout_ref.model.exclude_modules='.*visual.*'", "actor_rollout_ref.model.lora_rank=8"), "implied"),
+        (("actor_rollout_ref.model.exclude_modules='.*proj.*'", "actor_rollout_ref.model.lora_rank=8"), "unsupported"),
+        (("actor_rollout_ref.model.exclude_modules=[q_proj]", "actor_rollout_ref.model.lora_rank=8"), "unsupported"),
+        (
+            ("actor_rollout_ref.model.exclude_modules='x(q'", "actor_rollout_ref.model.lora_rank=8"),
+            "unsupported",
+        ),
+        (("actor_rollout_ref.actor.veomni.param_offload=True",), "renamed"),
+        (("actor_rollout_ref.actor.veomni.moe_implementation=fused",), "not_applicable"),
+        (("actor_rollout_ref.actor.torchtitan.attn_type=flex",), "not_applicable"),
+        (("actor_rollout_ref.actor.fsdp_config.turbo_config.memory.recompute=True",), "not_applicable"),
+        (("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=50"), "renamed"),
+        (("critic.optim.lr_warmup_steps_ratio=0.1", "algorithm.adv_estimator=gae"), "carried"),
+    ],
+)
+def test_a_key_is_a_loss_only_where_verl_reads_it_and_nothing_here_does(words, kind):
+    """Against the wheel of verl 0.9.1: what its vLLM engine, its data sets and its optimizers read."""
+    key = words[0].lstrip("+").partition("=")[0]
+    (entry,) = [each for each in from_overrides(*words).entries if each.key == key]
+    assert entry.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (("trainer.n_gpus_per_node=8", "trainer.nnodes=2"), 4),
+        (
+            (
+                "model_engine=dp",
+                "trainer.n_gpus_per_node=8",
+                "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+            ),
+            32,
+        ),
+        (("trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"), 16),
+        (("actor_rollout_ref.actor.use_dynamic_bsz=True",), None),
+        (("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",), 1),
+    ],
+)
+def test_a_micro_batch_over_all_replicas_is_divided_by_them(words, ours):
+    """verl 0.6: fsdp_workers.py by ranks over ulysses_sequence_parallel_size, megatron_workers.py by its replicas."""
+    out = from_overrides("actor_rollout_ref.actor.ppo_micro_batch_size=64", *words)
+    assert out.values.get("actor.ppo_micro_batch_size_per_gpu") == ours and not out.losses
 
 
 def test_what_only_other_estimators_read_is_no_loss():

@@ -31,6 +31,16 @@ def test_warm_up_rises_in_equal_parts_and_no_step_is_wasted_at_rate_zero():
     assert rates(4, lr=4.0, lr_warmup_init=2.0, lr_warmup_steps=2) == [3.0, 4.0, 4.0, 4.0]
 
 
+def test_a_warm_up_by_share_has_that_share_of_the_decay_rounded_down():
+    """verl 0.9.1, utils/megatron/optimizer.py: int(lr_warmup_steps_ratio * lr_decay_steps); FSDP's: of all steps."""
+    assert rates(5, total=11, lr=3.0, lr_warmup_steps_ratio=0.28) == [1.0, 2.0, 3.0, 3.0, 3.0]
+    share = rates(4, total=9, lr=2.0, lr_warmup_steps_ratio=0.5, lr_decay_style="linear", lr_decay_steps=4)
+    assert share == rates(4, lr=2.0, lr_warmup_steps=2, lr_decay_style="linear", lr_decay_steps=4)
+    assert rates(2, total=3, lr=2.0, lr_warmup_steps_ratio=0.1) == [2.0, 2.0]  # less than one step
+    with pytest.raises(ConfigError, match=r"lr_warmup_steps_ratio=0\.5 needs a length"):
+        rates(1, lr=1.0, lr_warmup_steps_ratio=0.5)
+
+
 def test_linear_decay_ends_at_the_least_rate_and_stays_there():
     assert rates(6, lr=4.0, min_lr=1.0, lr_warmup_steps=2, lr_decay_style="linear", lr_decay_steps=5) == [
         2.0,

@@ -1,5 +1,6 @@
 """Where engines and ranks go, and what vLLM is told: for hand-worked clusters and for every preset that ships."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,16 @@ def test_every_preset_starts_engines_with_arguments_vllm_has(path):
     assert set(arguments) <= upstream_class("AsyncEngineArgs", config.cluster.device).fields
     assert arguments["tensor_parallel_size"] == config.rollout.tensor_model_parallel_size
     assert arguments["enable_expert_parallel"] == (config.rollout.expert_parallel_size > 1)
+
+
+def test_engines_read_other_positions_under_every_name_that_the_checkpoint_has(tmp_path):
+    """vLLM takes the smallest of them."""
+    stored = {"max_position_embeddings": 128, "model_max_length": 512, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = configured(model__path=tmp_path, model__max_position_embeddings=1024)
+    arguments = requests.engine_settings(config, known_spec("Qwen3-30B-A3B"), 0, Path("logs")).arguments
+    assert arguments["hf_overrides"] == {"max_position_embeddings": 1024, "model_max_length": 1024}
 
 
 def test_an_engine_on_one_node_is_one_actor_with_all_its_devices():

@@ -1,5 +1,6 @@
 """Rotations read from config.json are those of transformers' ROPE_INIT_FUNCTIONS and of vLLM's rotary classes."""
 
+import copy
 import random
 from functools import cache
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from mrl.config.rollout_rules import FREE_OF_LENGTH
 from mrl.errors import ConfigError
 from mrl.model import model_spec
 from mrl.model.rotation import DEFAULT, Rotation, read_rotation
@@ -115,6 +117,18 @@ def test_cosines_are_those_of_vllm_up_to_the_longest_sample(kind):
         # vLLM's linear divides positions, transformers' frequencies; an angle of 1e5 has steps of 0.008
         bound = 2e-2 if kind == "linear" else 1e-6
         torch.testing.assert_close(table[steps], expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("kind", FREE_OF_LENGTH)
+def test_another_number_of_positions_changes_no_angle_of_these_kinds(kind):
+    """What model.max_position_embeddings is allowed for: neither transformers nor vLLM turn a head otherwise."""
+    for config in cases(kind)[:OF_VLLM]:
+        longer = config | {"max_position_embeddings": 2 * config["max_position_embeddings"]}
+        if kind != DEFAULT:
+            theirs = [ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**copy.deepcopy(each)))[0] for each in (config, longer)]
+            assert torch.equal(*theirs)
+        own, more = (table_of_vllm(each, 128)[0] for each in (config, longer))
+        assert len(more) >= longer["max_position_embeddings"] and torch.equal(more[: len(own)], own)
 
 
 def table_of_vllm(config: dict, max_model_len: int) -> tuple[torch.Tensor, int]:

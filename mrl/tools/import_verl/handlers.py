@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrl.config.override_rules import MINDSPEED_FIELDS, decided_by, override_faults
+from mrl.config.rollout_rules import FREE_OF_LENGTH
 from mrl.record.sinks import VIEWS
 from mrl.tools.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
 from mrl.tools.import_verl.handlers_critic import CRITIC_HANDLERS, remote_code
@@ -155,13 +156,7 @@ def _warmup_ratio(o: Override, out: Import, settings: VerlSettings) -> None:
     if not o.value or (isinstance(explicit, int) and explicit > 0):
         out.leave("implied", o.key, o.value, "no warm-up by share", o.line)
     elif not isinstance(steps, int):
-        out.leave(
-            "unsupported",
-            o.key,
-            o.value,
-            "a share of a run whose steps are not given; set actor.optim.lr_warmup_steps",
-            o.line,
-        )
+        out.put("carried", o.key, "actor.optim.lr_warmup_steps_ratio", o.value, line=o.line)
     else:
         updates = int(o.value * steps) * settings.updates
         why = f"{o.value:g} of {steps} training steps of {settings.updates} updates each"
@@ -195,6 +190,20 @@ def _of_checkpoint(o: Override, out: Import, settings: VerlSettings) -> None:
     same = o.value is None or (settings.model_path is not None and o.value == settings.model_path)
     why = "tokenizer and config.json are those of model.path"
     out.leave("implied" if same else "unsupported", o.key, o.value, why, o.line)
+
+
+def _positions(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Carries the number of positions over. Where the checkpoint has it anyway, nothing is to set."""
+    model = settings.model
+    if o.value is None or (model is not None and model.max_position_embeddings == o.value):
+        out.leave("implied", o.key, o.value, "it is the checkpoint's own", o.line)
+    elif model is not None and (model.rotation.kind not in FREE_OF_LENGTH or model.is_wrapped):
+        why = f"this model's angles depend on it (rope_type {model.rotation.kind}): write it into its config.json"
+        if model.is_wrapped:
+            why = "the text model of one that also reads images has the number of its config.json: write it there"
+        out.leave("unsupported", o.key, o.value, why, o.line)
+    else:
+        out.put("renamed", o.key, "model.max_position_embeddings", o.value, line=o.line)
 
 
 def _padding(o: Override, out: Import, settings: VerlSettings) -> None:
@@ -357,6 +366,13 @@ def _chat_template(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("renamed" if name == "enable_thinking" else "carried", o.key, to, o.value, line=o.line)
 
 
+def _own_template(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value is None:
+        out.leave("implied", o.key, o.value, "the checkpoint's own", o.line)
+    else:
+        out.put("renamed", o.key, "data.apply_chat_template_kwargs.chat_template", o.value, line=o.line)
+
+
 def _reward_manager(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value == "gdpo":
         out.leave(
@@ -471,6 +487,8 @@ HANDLERS: dict[str, Handler] = (
         A + "optim.min_lr_ratio": least_rate,
         A + "optim.min_lr_factor": least_rate,
         M + "tokenizer_path": _of_checkpoint,
+        M + "custom_chat_template": _own_template,
+        **{M + f"override_config.{inner}max_position_embeddings": _positions for inner in ("", "model_config.")},
         M + "hf_config_path": _of_checkpoint,
         "data.tokenizer": _of_checkpoint,
         TRANSFORMER: _transformer,

@@ -109,10 +109,6 @@ _REJECTIONS = {
     "geometric": "geometric",
 }
 _UNKNOWN = "no such correction here; see algorithm.rollout_correction"
-_PAIR = (
-    "beside rollout_is a rejection takes the same ratio, and no ratio that it keeps reaches rollout_is_threshold "
-    "(mode mask); each alone is here"
-)
 _OFF = "it belongs to a correction that is off"
 _RATIO_WEIGHS = "with bypass_mode the loss takes its ratio against generation; verl applies no weights beside it"
 
@@ -142,11 +138,11 @@ def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
             out.leave("implied", o.key, o.value, why, o.line)
         case ("rollout_is_threshold", _):
             _threshold(o, out, settings)
-        case ("rollout_rs", str()) if o.value in _REJECTIONS and (not weighs or _masked_weights(settings)):
+        case ("rollout_rs", str()) if o.value in _REJECTIONS:
             _rejection(o, out, settings, bool(weighs))
         case ("rollout_rs_threshold" | "rollout_rs_threshold_lower", _) if not rejects or bypassed:
             out.leave("implied", o.key, o.value, _OFF, o.line)
-        case ("rollout_rs_threshold", _) if rejects in _REJECTIONS and (not weighs or _masked_weights(settings)):
+        case ("rollout_rs_threshold", _) if rejects in _REJECTIONS:
             _rejection_band(o, out, settings)
         case ("rollout_rs_threshold_lower", int() | float()) if rejects in _REJECTIONS and not _turned(rejects):
             out.leave("implied", o.key, o.value, "is the lower bound of rollout_rs_threshold", o.line)
@@ -160,8 +156,6 @@ def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
                 )
         case ("rollout_is_batch_normalize" | "use_policy_gradient", False) | ("loss_type", "ppo_clip"):
             out.leave("implied", o.key, o.value, "as it is here", o.line)
-        case ("rollout_rs" | "rollout_rs_threshold", _) if weighs and rejects in _REJECTIONS:
-            out.leave("unsupported", o.key, o.value, _PAIR, o.line)
         case _:
             out.leave("unsupported", o.key, o.value, _UNKNOWN, o.line)
 
@@ -207,6 +201,11 @@ def _kept_band(settings: VerlSettings) -> tuple[float, float] | None:
     return low, high
 
 
+def _is_beside(settings: VerlSettings) -> bool:
+    """Whether verl's rejection stands beside weights that are not the same ratio's inside its band."""
+    return bool(_of_correction(settings, "rollout_is")) and not _masked_weights(settings)
+
+
 def _masked_weights(settings: VerlSettings) -> bool:
     """Whether verl's weight and rejection together are mode mask: the same ratio, and no cap inside the band."""
     cap = _numbers(_of_correction(settings, "rollout_is_threshold") or 2.0)
@@ -221,9 +220,12 @@ def _rejection(o: Override, out: Import, settings: VerlSettings, weighs: bool) -
         out.leave("unsupported", o.key, o.value, why, o.line)
         return
     level = _REJECTIONS[o.value]
-    out.put("renamed", o.key, _CORRECTION + "level", level, line=o.line)
-    why = "what a rejection takes out leaves the denominators, as in verl"
-    out.put("implied", o.key, _CORRECTION + "mode", "mask", why, o.line)
+    if _is_beside(settings):
+        out.put("renamed", o.key, _CORRECTION + "reject", level, "beside the weights of rollout_is", o.line)
+    else:
+        out.put("renamed", o.key, _CORRECTION + "level", level, line=o.line)
+        why = "what a rejection takes out leaves the denominators, as in verl"
+        out.put("implied", o.key, _CORRECTION + "mode", "mask", why, o.line)
     if not weighs:
         why = "without rollout_is verl leaves what it keeps at weight 1"
         out.put("implied", o.key, _CORRECTION + "weigh", False, why, o.line)
@@ -243,8 +245,9 @@ def _rejection_band(o: Override, out: Import, settings: VerlSettings) -> None:
     why = ""
     if _turned(_of_correction(settings, "rollout_rs")):
         why = "verl tests rollout / old there, here it is old / rollout: 1/high to 1/low"
+    prefix = _CORRECTION + "reject_" * _is_beside(settings)
     for name, value in zip(("low", "high"), band, strict=True):
-        out.put("renamed", o.key, _CORRECTION + name, value, why, o.line)
+        out.put("renamed", o.key, prefix + name, value, why, o.line)
 
 
 def _threshold(o: Override, out: Import, settings: VerlSettings) -> None:

@@ -212,8 +212,7 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
     elif not isinstance(o.value, int | float) or o.value <= 0:
         out.leave("implied", o.key, o.value, "no warm-up, and decay as long as the run", o.line)
     elif is_share and not isinstance(steps, int):
-        why = "a share of a run whose steps are not given; set critic.optim.lr_warmup_steps"
-        out.leave("unsupported", o.key, o.value, why, o.line)
+        out.put("carried", o.key, "critic.optim.lr_warmup_steps_ratio", o.value, line=o.line)
     else:
         count = int(o.value * steps) if is_share else o.value
         to = "critic.optim." + name.removesuffix("_ratio")

@@ -1,5 +1,6 @@
 """Handlers of verl's keys of low-rank adapters: `model.lora_*` of its FSDP workers, `model.lora.*` of Megatron's."""
 
+import re
 from typing import Any
 
 from mrl.model.adapters import ALL_LINEAR, TARGETS
@@ -96,10 +97,31 @@ def _other(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("implied", o.key, o.value, "engines always get the weights that base and adapters make", o.line)
     elif _is_plain(name, o.value):
         out.leave("implied", o.key, o.value, "as adapters are here", o.line)
+    elif name == "exclude_modules" and not _names_of_text(o.value):
+        out.leave("implied", o.key, o.value, "adapters are of the text model, of which it names no module", o.line)
     elif name in _UNLIKE:
         out.leave("unsupported", o.key, o.value, _UNLIKE[name], o.line)
     else:
         out.leave("not_applicable", o.key, o.value, "a matter of how verl builds and sends adapters", o.line)
+
+
+# where modules of a text model stand, by itself and inside one that reads images
+_PLACES = ("model.layers.0", "model.language_model.layers.0", "language_model.model.layers.0")
+_PARTS = ("self_attn", "linear_attn", "mlp", "mlp.experts.0", "mlp.shared_expert")
+
+
+def _names_of_text(excluded: Any) -> bool:
+    """Whether a value of PEFT's exclude_modules takes any module of a text model out.
+
+    A text is a pattern of whole names; a list has names, or ends of names behind a dot. What cannot be read, does.
+    """
+    names = [f"{place}.{part}.{target}" for place in _PLACES for part in _PARTS for target in TARGETS]
+    try:
+        if isinstance(excluded, str):
+            return any(re.fullmatch(excluded, name) for name in names)
+        return any(f".{name}".endswith(f".{each}") for each in excluded for name in names)
+    except (re.error, TypeError):
+        return True
 
 
 def _is_plain(name: str, value: Any) -> bool:

@@ -39,8 +39,11 @@ def _asynchronous(o: Override, out: Import, settings: VerlSettings) -> None:
             if partial == o.value:
                 why = ""
             out.put("renamed", o.key, "trainer.partial_rollouts", partial, why, o.line)
+        case ("use_rollout_log_probs", True) if not settings.given(f"{_TRAINING}compute_prox_log_prob"):
+            why = "the engine's log-probs are those of the policy that a step begins with"
+            out.put("renamed", o.key, "algorithm.anchor", "rollout", why, o.line)
         case ("use_rollout_log_probs", bool()):
-            out.leave("implied", o.key, o.value, _BEFORE if o.value else "log-probs are computed anew", o.line)
+            out.leave("implied", o.key, o.value, "log-probs are computed anew", o.line)
         case ("compute_prox_log_prob", bool()):
             why = "log-probs of the weights that a step begins with are computed"
             out.leave("implied", o.key, o.value, why, o.line)

@@ -61,6 +61,7 @@ def _missing(why: str, *neutral: Any) -> KeyRow:
 
 _SPECIAL = KeyRow("special")
 _FSDP = "FSDP only"
+_OTHER_BACKEND = "of another training backend; the actor here is Megatron's"
 _SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are out, of each file its share"
 _SERVERS = "no reward model runs here; rewards are functions"
 _PROFILER = "profiles are of the actor's ranks (record.profile)"
@@ -142,18 +143,13 @@ ROWS: dict[str, KeyRow] = {
     M + "hf_config_path": _SPECIAL,
     M + "trust_remote_code": _SPECIAL,
     M + "external_lib": _missing("of the user's code rewards, losses, advantages and tools are read by a path", None),
-    M + "custom_chat_template": _missing("the chat template is the checkpoint's", None),
+    M + "custom_chat_template": _SPECIAL,
     **{
         M + f"override_config.{name}": _missing("no dropout here", 0, 0.0)
         for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
     },
     M + "override_config.attn_implementation": _nothing("attention is Megatron's"),
-    **{
-        M + f"override_config.{inner}max_position_embeddings": _missing(
-            "the limit of positions is the checkpoint's own: write it into its config.json", None
-        )
-        for inner in ("", "model_config.")
-    },
+    **{M + f"override_config.{inner}max_position_embeddings": _SPECIAL for inner in ("", "model_config.")},
     M + "override_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
     **{
         M + name: _SPECIAL
@@ -184,6 +180,12 @@ ROWS: dict[str, KeyRow] = {
     A + "use_torch_compile": _nothing(_FSDP),
     A + "ulysses_sequence_parallel_size": _nothing(_FSDP),
     A + "fsdp_config.": _nothing(_FSDP),
+    **{f"{A}{backend}.": _nothing(_OTHER_BACKEND) for backend in ("veomni", "torchtitan")},
+    **{
+        f"{A}{backend}.{name}": _to(f"actor.{name}")
+        for backend in ("veomni", "torchtitan")
+        for name in ("param_offload", "optimizer_offload")
+    },
     A + "use_prefix_grouper": _nothing("a matter of verl's attention"),
     A + "freeze_vision_tower": _SPECIAL,
     A + "checkpoint.": _nothing("checkpoints always hold weights, optimizer, random state and place in the data"),

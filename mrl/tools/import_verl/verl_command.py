@@ -366,7 +366,7 @@ class VerlSettings:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel replicas of the script's own actor, over which verl divides sizes that are not of one device."""
+        """Data-parallel replicas of the script's own actor, over which verl divides sizes that are of all devices."""
         cut = self.value(A + "ulysses_sequence_parallel_size") or 1
         if self.megatron:
             degrees = (f"{MEGATRON}{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))

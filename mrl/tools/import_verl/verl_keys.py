@@ -6,7 +6,13 @@ from pathlib import Path
 
 _TABLE = Path(__file__).with_name("verl_keys.txt")
 # Free mappings and sections of recipes beside verl's wheels, which the handlers read name by name.
-_OF_RECIPES = ("reward_model.overlong_buffer",)
+_OF_RECIPES = (
+    "reward_model.overlong_buffer",
+    # verl hands it on to a package
+    *(f"actor_rollout_ref.{part}.fsdp_config.turbo_config" for part in ("actor", "ref")),
+    # of the fully asynchronous trainer in verl's repository, between two releases
+    *(f"async_training.{name}" for name in ("use_rollout_log_probs", "compute_prox_log_prob")),
+)
 
 
 @cache

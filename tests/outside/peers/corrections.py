@@ -24,6 +24,18 @@ OPTIONS = [
         for level, name in (("token", "token_k1"), ("sequence", "seq_sum_k1"))
         for cap, band in ((2.0, "0.5_1.5"), (2.0, 2.0), (4.0, "0.4_3.0"))
     ),
+    # a rejection by another ratio than the weights', or by the same one beyond their cap (verl's Geo-RS-Token-TIS)
+    *(
+        {"rollout_is": level, "rollout_is_threshold": cap, "rollout_rs": name, "rollout_rs_threshold": band}
+        for level, cap, name, band in (
+            ("token", 2.0, "seq_mean_k1", "0.99_1.001"),
+            ("token", 2.0, "seq_mean_k1", "0.8_1.5"),
+            ("sequence", 2.0, "seq_mean_k1", "0.9_1.05"),
+            ("sequence", 3.0, "token_k1", "0.6_1.6"),
+            ("token", "0.5_5.0", "seq_sum_k1", 2.0),
+            ("token", 1.2, "token_k1", "0.5_1.5"),
+        )
+    ),
 ]
 
 
