@@ -164,8 +164,7 @@ def from_verl() -> str:
     page = [
         _MADE, "# From verl\n",
         "`mrl import-verl SCRIPT` imports a launch script and reports every key. A key ending in a dot covers "
-        "everything "
-        "below it.\n",
+        "everything below it. `only`: these values ask for what mrl does anyway; any other value is a loss.\n",
         *_FROM_VERL,
         *_table(("verl", "here", "why")),
     ]  # fmt: skip
