@@ -11,7 +11,7 @@ from mrl.acting.offer import ENVIRONMENT, Offer
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
-from mrl.data.dataset import ChatTokenizer, PromptParameters, load_tokenizer
+from mrl.data.dataset import ChatTokenizer, PromptParameters, load_chat_tokenizer
 from mrl.data.row_files import BadRow
 from mrl.driver.assemble_data import offer_of, rule_in
 from mrl.engine.requests import turns_spec
@@ -63,7 +63,7 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     hf_config = original_hf_config(original.model.path)
     small_hf_config(hf_config, 2, 64, 64)  # raises before anything is written
     stand_ins = [_tokenizer(original, work)]
-    tokenizer = load_tokenizer(str(work.model))
+    tokenizer = load_chat_tokenizer(str(work.model), original.data.apply_chat_template_kwargs)
     turns = turns_spec(original.rollout.turns, original.data)
     has_tools = turns is None or (turns.tools.is_here and not original.rollout.endpoint)
     offer = None
