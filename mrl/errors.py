@@ -6,6 +6,7 @@ about a value that is not allowed.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -129,6 +130,16 @@ class _Missing:
 MISSING = _Missing()
 
 
+VERBOSE = "MRL_VERBOSE"  # environment variable that `--verbose` sets to 1, also for the run's further processes
+LONGEST = 300  # characters of a violation without --verbose
+_MORE = " ... (--verbose)"
+
+
+def verbose() -> bool:
+    """Returns whether messages are to be whole, and lines of steps to have everything."""
+    return os.environ.get(VERBOSE) == "1"
+
+
 @dataclass(frozen=True)
 class Violation:
     """One broken rule of a configuration: the key, what must hold, why, and values that would be accepted.
@@ -156,7 +167,12 @@ class Violation:
         allowed = ""
         if self.allowed:
             allowed = f"; allowed: {', '.join(map(shown, self.allowed))}"
-        return f"{self.field}{value}{where}: {self.rule}{why}{allowed}"
+        text = f"{self.field}{value}{where}: {self.rule}{why}"
+        if len(text) + len(allowed) <= LONGEST or verbose():
+            return f"{text}{allowed}"
+        room = LONGEST - len(_MORE)
+        some = _cut(allowed, room // 3)
+        return f"{_cut(text, room - len(some))}{some}{_MORE}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data. An absent or unknown value is null."""
@@ -168,6 +184,14 @@ class Violation:
             "why": self.why,
             "allowed": [_plain(v) for v in self.allowed],
         }
+
+
+def _cut(text: str, most: int) -> str:
+    """Returns at most `most` characters of a text, cut between words where it can be."""
+    if len(text) <= most:
+        return text
+    words, _, last = text[:most].rpartition(" ")
+    return text[:most] if len(last) > most // 3 else words.rstrip(",;:")
 
 
 def shown(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from mrl.errors import ConfigError
+from mrl.errors import LONGEST, ConfigError
 
 _TOLD = "a YAML file, such as parallel_configs/tiny-moe/cpu.yaml"
 
@@ -18,6 +18,11 @@ def add_config(parser: argparse.ArgumentParser, optional: bool = False, told: st
         metavar="KEY=VALUE",
         dest="overrides",
         help="override one value; repeatable",
+    )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help=f"print violations of more than {LONGEST} characters whole, and all headline metrics and phases of a step",
     )
 
 

@@ -36,7 +36,7 @@ from mrl.cli import (
     watch,
 )
 from mrl.cli.config_arguments import refuse_leftovers
-from mrl.errors import ConfigError, Interrupted, MrlError, printable
+from mrl.errors import VERBOSE, ConfigError, Interrupted, MrlError, printable
 from mrl.record.lossy_output import lossy
 from mrl.tools.own_command import DEFECT, SUPERVISED
 
@@ -71,6 +71,8 @@ def _main(arguments: Sequence[str] | None) -> None:
         stack.enter_context(redirect_stderr(_Plain(sys.stderr)))
         parser = make_parser()
         options, leftovers = parser.parse_known_args(arguments)
+        if getattr(options, "verbose", False):
+            os.environ[VERBOSE] = "1"
         if options.command in PASS_ON:
             _run(parser, options, leftovers)
             return

@@ -96,6 +96,29 @@ def describe_batch(config: RunConfig) -> str:
     )
 
 
+def describe_settings(config: RunConfig) -> str:
+    """Describes what users change first, each with its key."""
+    data, trainer = config.data, config.trainer
+    parts = [
+        f"learning rate {config.actor.optim.lr:g} (actor.optim.lr)",
+        f"{data.train_batch_size} prompts x {config.rollout.n} responses a step (data.train_batch_size, rollout.n)",
+        f"at most {data.max_prompt_length} + {data.max_response_length} tokens (data.max_prompt_length, "
+        "data.max_response_length)",
+        f"{trainer.total_training_steps} steps (trainer.total_training_steps)"
+        if trainer.total_training_steps
+        else f"{trainer.total_epochs} epochs (trainer.total_epochs)",
+        f"validation {_every(trainer.test_freq, 'never')} (trainer.test_freq)",
+        f"checkpoint {_every(trainer.save_freq, 'only at the end')} (trainer.save_freq)",
+    ]
+    return f"{'; '.join(parts)}; change them with --set KEY=VALUE"
+
+
+def _every(steps: int, otherwise: str) -> str:
+    if steps < 1:
+        return otherwise
+    return f"every {steps} steps"
+
+
 def describe_layout(config: RunConfig, model: ModelSpec) -> str:
     """Describes the layout, such as `actor 2 x cpu (TP 2, EP 2), 1 engine x TP 1, separate`.
 

@@ -359,8 +359,7 @@ _LIKELY_MISTAKES = (
         lambda c, m: _is(c, lambda loss: loss.clips_tokens) and c.algorithm.policy_loss.clip_ratio_high < TOKEN_BAND,
         "is too narrow for loss_mode {c.algorithm.policy_loss.loss_mode}, which clips single tokens "
         f"(at least {TOKEN_BAND:g})",
-        "it was written for the ratio of a whole sequence; single tokens move further than that at any update, so "
-        f"nearly all of them would be clipped; {_LOSS}.force: true keeps it as it is",
+        f"a range for the ratio of a whole sequence would clip nearly all tokens; {_LOSS}.force: true keeps it",
         (0.2, 0.28),
     ),
     RuleRow(
@@ -455,8 +454,8 @@ LOSS_RULES = (
         f"{_CORRECTION}.level",
         lambda c, m: c.algorithm.rollout_correction.level is not None and c.algorithm.anchor == "rollout",
         "does not go with algorithm.anchor: rollout",
-        "the loss then takes its ratio against generation's probabilities already. So the correction would "
-        "count the same gap twice; use algorithm.anchor: recompute with a correction, or no correction",
+        "the loss takes its ratio against generation already, so a correction would count the same gap twice; use "
+        "algorithm.anchor: recompute with a correction",
         (None,),
     ),
     RuleRow(

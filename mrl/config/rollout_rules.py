@@ -531,8 +531,7 @@ ROLLOUT_RULES = (
         lambda c, m: m.longest_sample < c.data.max_sample_length <= m.max_position_embeddings,
         "plus max_prompt_length = {c.data.max_prompt_length} must be at most {m.longest_sample} with rope_type "
         "{m.rotation.kind}",
-        "trainer and engines turn heads alike up to there: beyond the original positions of longrope transformers "
-        "changes frequencies with each call, and yarn's table in vLLM ends at factor times the original positions",
+        "trainer and engines rotate alike only up to there: longrope's original positions, or yarn's factor times them",
         _legal_response_length,
     ),
     RuleRow(

@@ -27,7 +27,7 @@ from mrl.cluster.prerequisites import (
     follow_head,
     ray_address,
 )
-from mrl.config.describe import describe_layout, describe_loss
+from mrl.config.describe import describe_layout, describe_loss, describe_settings
 from mrl.config.load import ResolvedConfig
 from mrl.config.model_folders import folders_of_weights, model_in, names_of_the_hub, with_model_folders
 from mrl.config.places import Deployment
@@ -210,6 +210,7 @@ def start_lines(inputs: RunInputs) -> list[str]:
     return [
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",
+        f"settings: {describe_settings(config)}",
         *(f"note: {n}" for n in notes(inputs.resolved, model)),
         *disk_space_note(
             run_dir.path,

@@ -15,7 +15,7 @@ from typing import Any
 from mrl.config.places import Deployment, rank_places, rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.config.schema_rollout import MTP
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, verbose
 from mrl.model import ModelSpec, active_parameter_count, parameter_count
 from mrl.model.device_grid import Place
 from mrl.model.layout import TrainLayout
@@ -289,7 +289,8 @@ def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
     stored = _stored(file)
     plan = plan_again(config, model, file)
     problems = [*_problems(plan["memory"]), slow_generation(plan)]
-    return [f"{verdict(plan)}; {plan['hash'][:16]}{_compared(stored, plan)}"] + [
+    number = f"; {plan['hash'][:16]}" if verbose() else ""
+    return [f"{verdict(plan)}{number}{_compared(stored, plan)}"] + [
         f"note: {problem}" for problem in problems if problem
     ]
 

@@ -6,17 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from mrl.errors import verbose
 from mrl.record.views import Metrics, Rows, View
 
+REWARD = {"reward": "critic/score/mean"}
 HEADLINE = {
-    "reward": "critic/score/mean",
-    "length": "response_length/mean",
-    "entropy": "actor/entropy",
-    "clip": "actor/pg_clipfrac",
-    "grad": "actor/grad_norm",
     "mismatch": "training/rollout_probs_diff_mean",
-    "tok/s/dev": "perf/throughput",
+    "clip": "actor/pg_clipfrac",
+    "length": "response_length/mean",
 }
+MORE = {"entropy": "actor/entropy", "grad": "actor/grad_norm", "tok/s/dev": "perf/throughput"}  # with --verbose
 PHASE = "timing_s/"
 SHOWN_STEPS = 12
 
@@ -65,8 +64,17 @@ def phases(metrics: Metrics) -> dict[str, float]:
 
 
 def validation(metrics: Metrics) -> dict[str, float]:
-    """Returns the held-out mean scores of this line, without best-of and majority scores."""
-    return {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
+    """Returns the mean validation scores of this line under short names, without best-of and majority scores.
+
+    One score is `val`. Of several each has the name of its data source, as `val gsm8k`.
+    """
+    scores = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
+    if len(scores) == 1:
+        return {"val": next(iter(scores.values()))}
+    sources = [name.removeprefix("val-core/").rpartition("/mean@")[0] for name in scores]
+    short = [source.rpartition("/")[0].rpartition("/")[2] or source for source in sources]
+    shown = short if len(set(short)) == len(short) else sources
+    return {f"val {name}": value for name, value in zip(shown, scores.values(), strict=True)}
 
 
 def generation_lines(step: int, rows: Rows) -> str:
@@ -84,14 +92,22 @@ def _cut(text: str, length: int = 600) -> str:
     return f"{text[: length // 2]} [...] {text[-length // 2 :]}"
 
 
+def headline(metrics: Metrics) -> dict[str, float | None]:
+    """Returns what a line shows of a step by its short name, in its order: reward, validation, then the rest."""
+    more = HEADLINE | MORE if verbose() else HEADLINE
+    first, rest = ({label: metrics.get(name) for label, name in names.items()} for names in (REWARD, more))
+    return first | validation(metrics) | rest
+
+
 def format_line(step: int, total_steps: int, metrics: Metrics, left: str) -> str:
-    """Formats one plain line. Metrics have a fixed order; absent ones are left out."""
+    """Formats one plain line. What is absent is left out; phases of the step are only there with --verbose."""
     words = [f"step {step}/{total_steps}"]
-    words += [f"{label} {metrics[name]:.4g}" for label, name in HEADLINE.items() if metrics.get(name) is not None]
-    words += [f"{name} {value:.4g}" for name, value in validation(metrics).items() if value is not None]
+    words += [f"{label} {_cell(value)}" for label, value in headline(metrics).items() if value is not None]
     if PHASE + "step" in metrics:
-        times = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases(metrics).items())
-        words.append(f"{metrics[PHASE + 'step']:.1f} s ({times})")
+        times = ""
+        if verbose():
+            times = f" ({', '.join(f'{name} {seconds:.1f}' for name, seconds in phases(metrics).items())})"
+        words.append(f"{metrics[PHASE + 'step']:.1f} s{times}")
     return " | ".join([*words, f"left {left}"])
 
 
@@ -188,14 +204,15 @@ class LiveConsole(View):
 
 
 def make_table(rows: list[tuple[int, dict[str, float]]], total_steps: int, left: str, note: str = "") -> Any:
-    """Makes a rich table with one row for each step: headline metrics and held-out score.
+    """Makes a rich table with one row for each step: headline metrics and validation scores.
 
-    The phases of the last step, or `note`, are below it. Empty columns are left out, so that it fits 80 characters.
+    The phases of the last step that took 0.1 s or more, or `note`, are below it. Empty columns are left out, so that it
+    fits 80 characters.
     """
     from rich.table import Table
 
     last_step, last = rows[-1]
-    times = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases(last).items())
+    times = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases(last).items() if verbose() or seconds >= 0.1)
     table = Table(
         title=f"step {last_step} of {total_steps}, {left} left",
         caption=note or (f"seconds: {times}" if times else None),
@@ -204,21 +221,23 @@ def make_table(rows: list[tuple[int, dict[str, float]]], total_steps: int, left:
     table.padding = (0, 1, 0, 0)
     table.pad_edge = False
     cells = [_cells(step, metrics) for step, metrics in rows]
-    columns = [label for label in cells[0] if any(row[label] for row in cells)]
+    order = max(cells, key=len)  # a row of a step with validation has the most columns
+    columns = [label for label in order if any(row.get(label) for row in cells)]
     for label in columns:
         table.add_column(label, justify="right")
     for row in cells:
-        table.add_row(*(row[label] for label in columns))
+        table.add_row(*(row.get(label, "") for label in columns))
     return table
 
 
 def _cells(step: int, metrics: Metrics) -> dict[str, str]:
-    headline = {label: _cell(metrics.get(name)) for label, name in HEADLINE.items()}
-    held_out = " ".join(_cell(value) for value in validation(metrics).values())
-    return {"step": str(step), **headline, "held-out": held_out, "seconds": _cell(metrics.get(PHASE + "step"))}
+    cells = {label: _cell(value) for label, value in headline(metrics).items()}
+    return {"step": str(step), **cells, "seconds": _cell(metrics.get(PHASE + "step"))}
 
 
 def _cell(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.3g}"

@@ -12,7 +12,7 @@ from mrl.config.rule_row import RuleRow
 from mrl.config.rules import RULES, check, notes, violations, with_rules
 from mrl.config.run_rules import PATH_RULES
 from mrl.config.schema import schema_keys, schema_paths
-from mrl.errors import ConfigError, InvalidConfig
+from mrl.errors import LONGEST, ConfigError, InvalidConfig, Violation
 from mrl.model import ModelSpec
 from mrl.model.rotation import Dynamic, LongRope, Rotation, Yarn
 
@@ -678,3 +678,26 @@ def test_maxrl_needs_rewards_that_no_penalty_makes_negative(given, field):
 def test_dro_and_a_sum_over_tokens_go_with_what_reads_them():
     dro = "algorithm.policy_loss={loss_mode: dro, loss_agg_mode: token-sum, dro_beta: 0.1, clip_ratio_low: 0.2}"
     assert broken(dro) == [] and broken("algorithm.policy_loss.loss_agg_mode=token-sum")
+
+
+def test_a_rules_own_text_leaves_room_for_values():
+    """What is longer than LONGEST with its values is cut, so that a rule's own sentence has to be short."""
+    lengths = {f"{row.field}: {row.rule}; {row.why}": len(f"{row.field}: {row.rule}; {row.why}") for row in ROWS}
+    assert len(ROWS) > 100 and not [text for text, length in lengths.items() if length > LONGEST]
+
+
+@pytest.mark.parametrize(
+    ("rule", "why", "allowed", "ends"),
+    [
+        ("is not supported", "short", tuple(f"Model-{i:03}" for i in range(200)), ", Model-006 ... (--verbose)"),
+        ("is not supported", "word " * 200, (1, 2), "; allowed: 1, 2 ... (--verbose)"),
+        ("word " * 200, "", (), "word ... (--verbose)"),
+        ("x" * 1000, "", (), "x ... (--verbose)"),
+    ],
+)
+def test_a_violation_has_at_most_300_characters_without_verbose(rule, why, allowed, ends, monkeypatch):
+    violation = Violation("model.path", rule, why, allowed, "y" * 1000, "preset.yaml:3")
+    text = str(violation)
+    assert len(text) <= LONGEST == 300 and text.endswith(ends) and rule[:16] in text
+    monkeypatch.setenv("MRL_VERBOSE", "1")
+    assert len(str(violation)) > 1000 and violation.to_json()["why"] == why

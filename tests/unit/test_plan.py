@@ -402,7 +402,7 @@ def test_a_run_says_whether_it_is_as_planned_and_what_changed(preset, tmp_path, 
     model = load_model_spec(tmp_path / "model")
     (first,) = plan_report(resolved.config, model, file)
     hash_of_it = plan_again(resolved.config, model, file)["hash"][:16]
-    assert first.startswith("plan: fits cpu: ") and first.endswith(f"; {hash_of_it}")
+    assert first.startswith("plan: fits cpu: ") and hash_of_it not in first
     main(["plan", str(preset), "--run-dir", str(tmp_path / "run")])
     assert plan_report(resolved.config, model, file)[0].endswith("as planned before")
     changed = load_config(preset, None, ["actor.layout.tensor_model_parallel_size=1", "rollout.n=4"])

@@ -246,11 +246,37 @@ def test_without_a_terminal_a_step_is_one_plain_line():
     stream = io.StringIO()
     view = console.make_console(total_steps=11, stream=stream)
     view.write(1, METRICS | {"val-core/tiny/reward/mean@1": 0.5})
-    expected = (
-        "step 1/11 | reward 0.25 | tok/s/dev 1234 | val-core/tiny/reward/mean@1 0.5 | 3.0 s (gen 2.0, "
-        "reshard 0.5) | left 0:00:30\n"
+    assert stream.getvalue() == "step 1/11 | reward 0.25 | val 0.5 | 3.0 s | left 0:00:30\n"
+
+
+def test_with_verbose_a_line_has_all_phases_and_headline_metrics(monkeypatch):
+    monkeypatch.setenv("MRL_VERBOSE", "1")
+    line = console.format_line(1, 11, METRICS, "0:00:30")
+    assert line == "step 1/11 | reward 0.25 | tok/s/dev 1234 | 3.0 s (gen 2.0, reshard 0.5) | left 0:00:30"
+
+
+def test_a_step_is_a_line_of_what_one_looks_at_in_its_order():
+    metrics = METRICS | {
+        "training/rollout_probs_diff_mean": 2.016e-07, "actor/pg_clipfrac": 0.3594, "response_length/mean": 1234.5,
+        "actor/entropy": 0.7, "actor/grad_norm": 0.2, "timing_s/record": 0.0,
+    }  # fmt: skip
+    assert console.format_line(1, 11, metrics, "0:00:30") == (
+        "step 1/11 | reward 0.25 | mismatch 2.02e-07 | clip 0.359 | length 1234 | 3.0 s | left 0:00:30"
     )
-    assert stream.getvalue() == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["openai/gsm8k/acc/mean@4"], ["val"]),
+        (["openai/gsm8k/acc/mean@4", "aime/reward/mean@4"], ["val gsm8k", "val aime"]),
+        (["a/math/acc/mean@4", "b/math/acc/mean@4"], ["val a/math/acc", "val b/math/acc"]),
+    ],
+)
+def test_validation_has_a_short_name(names, short):
+    scores = {f"val-core/{name}": 0.5 for name in names}
+    others = {"val-core/aime/acc/best@4/mean": 0.9, "val-aux/num_turns": 1.0}
+    assert list(console.validation(scores | others)) == short
 
 
 def test_time_left_is_unknown_before_the_first_timed_step():
@@ -278,8 +304,8 @@ def test_on_a_terminal_the_table_shows_steps_rewards_and_phases():
 
 def test_a_table_shows_the_columns_that_have_numbers_and_the_phases_longest_first():
     table = console.make_table([(1, METRICS | {"timing_s/reshard": 2.5})], 2, "0:00:03")
-    assert [column.header for column in table.columns] == ["step", "reward", "tok/s/dev", "seconds"]
-    assert [next(iter(column.cells)) for column in table.columns] == ["1", "0.25", "1234", "3"]
+    assert [column.header for column in table.columns] == ["step", "reward", "seconds"]
+    assert [next(iter(column.cells)) for column in table.columns] == ["1", "0.25", "3"]
     assert table.caption == "seconds: reshard 2.5, gen 2.0"
 
 
