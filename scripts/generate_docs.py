@@ -431,7 +431,8 @@ def known_problems() -> str:
     for problem in _source("known_problems"):
         _check_metrics(problem["cure"])
         page += [f"## {problem['title']}\n"]
-        page += [f"* **{part.capitalize()}** {problem[part]}" for part in ("seen", "cause", "cure")] + [""]
+        parts = {"Seen": "seen", "Cause": "cause", "Fix": "cure"}
+        page += [*(f"* **{name}** {problem[part]}" for name, part in parts.items()), ""]
     return "\n".join(page)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,32 @@ from mrl.tools.report.columns import STEP
 from mrl.tools.report.live import LiveServer
 
 HELD_OUT = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
-SECTIONS = ["verdict", "settings", "curves", "steps", "sync", "incidents", "samples", "reproducibility"]
+SECTIONS = ["verdict", "curves", "next", "settings", "steps", "sync", "incidents", "samples", "reproducibility"]
+THEMES = ("light", "dark")
+# every piece of text whose contrast with what is behind it is below that of WCAG 2.2, AA
+LOW_CONTRAST = """
+const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = (c) => [0.2126, 0.7152, 0.0722].reduce((sum, k, i) => {
+  const v = c[i] / 255;
+  return sum + k * (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+}, 0);
+const behind = (e) => {
+  const layers = [];
+  for (let at = e; at; at = at.parentElement) {
+    const c = rgb(getComputedStyle(at).backgroundColor);
+    if ((c[3] ?? 1) > 0) layers.unshift(c);
+    if ((c[3] ?? 1) === 1) break;
+  }
+  return layers.reduce((under, c) => under.map((v, i) => v + (c[3] ?? 1) * (c[i] - v)), [255, 255, 255]);
+};
+const outside = "svg, script, style, noscript, .u-wrap";
+return [...document.querySelectorAll("body *")].filter((e) => !e.closest(outside) &&
+  !e.disabled && e.checkVisibility() &&
+  [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim())).filter((e) => {
+  const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+  return (a + 0.05) / (b + 0.05) < 4.5;
+}).map((e) => e.outerHTML.slice(0, 120));
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +81,90 @@ def test_points_of_the_curves_are_those_of_metrics_jsonl(page, run):
         assert drawn(page, chart) == [[row[STEP] for row in rows(run)], [row[name] for row in rows(run)]]
 
 
-def test_any_metric_can_be_chosen(page, run):
+def test_a_legend_has_words_the_metrics_name_on_hover_and_the_newest_value(page, run):
+    legend = "return [...document.querySelectorAll('#reward .u-series')].map((r) => [r.textContent, r.title])"
+    (step, _), (text, title) = page.ask(legend)
+    assert step.endswith(str(rows(run)[-1][STEP])) and title == "critic/score/mean"
+    assert text.startswith("mean score") and text.endswith(f"{rows(run)[-1][title]:.5g}")
+    assert "--" not in page.ask("return [...document.querySelectorAll('.u-legend')].map((l) => l.textContent).join()")
+
+
+def test_curves_that_coincide_say_so(tmp_path, browser):
+    score = [0.1, 0.4, 0.2, 0.6, 0.5, 0.7]
+    same = {"critic/score/mean": score, "critic/rewards/mean": score}
+    run = write_run(tmp_path / "run", World(metrics=same))
+    main(["report", str(run.path)])
+    browser.open(run.report)
+    labels = browser.ask("return [...document.querySelectorAll('#reward .u-label')].map((l) => l.textContent)")
+    assert labels[1:] == ["mean score", "after penalties (equal to mean score)"]
+
+
+def test_all_stored_responses_are_found_by_text_step_and_page(tmp_path, browser):
+    run = write_run(tmp_path / "run", World(sample_ids=range(50)))
+    main(["report", str(run.path)])
+    browser.open(run.report)
+    shown = "return [...document.querySelectorAll('#rollouts tbody tr')].map((r) => +r.children[1].textContent)"
+    press = "[...document.querySelectorAll('#rollouts button')].find((b) => b.textContent === arguments[0]).click()"
+    assert browser.ask(shown) == list(range(20))
+    browser.ask(press, "next")
+    browser.ask(press, "next")
+    assert browser.ask(shown) == list(range(40, 50))
+    choose = (
+        "const e = document.querySelector(arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('input'))"
+    )
+    browser.ask(choose, "#rollouts select[aria-label=order]", "-1")
+    assert browser.ask(shown)[0] == 49, "the best first"
+    browser.ask(choose, "#rollouts input[type=search]", "nothing like it")
+    assert browser.ask(shown) == []
+    assert "0 of 50" in browser.ask("return document.querySelector('#rollouts [role=status]').textContent")
+    browser.ask(choose, "#rollouts input[type=search]", HOSTILE[:20].upper())
+    assert len(browser.ask(shown)) == 20 and browser.ask("return window.hurt") is None
+
+
+def in_theme(browser, theme: str) -> None:
+    scheme = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", [400, 1400])
+def test_text_is_readable_controls_have_names_and_nothing_overflows(page, run, theme, width):
+    in_theme(page, theme)
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.open(run.report)
+    try:
+        assert page.ask(LOW_CONTRAST) == []
+        unnamed = (
+            "return [...document.querySelectorAll('button, input, select, a')].filter((e) => e.tabIndex < 0 || "
+            "!(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length)).map((e) => e.outerHTML)"
+        )
+        assert page.ask(unnamed) == []
+        assert page.ask("return document.documentElement.scrollWidth <= innerWidth")
+    finally:
+        in_theme(page, "light")
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_axe_finds_no_violation(page, run, theme):
+    """The accessibility checker axe-core (its rules of WCAG A and AA), where a package that has it is installed."""
+    checker = pytest.importorskip("axe_playwright_python", reason="pip install --no-deps axe-playwright-python==0.1.8")
+    in_theme(page, theme)
+    page.open(run.report)
+    page.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
+    page.ask((Path(checker.__file__).parent / "axe.min.js").read_text())
+    found = page.driver.execute_async_script(
+        "const done = arguments[arguments.length - 1];"
+        "axe.run().then((r) => done(r.violations), (e) => done([{id: e + ''}]))"
+    )
+    page.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
+    in_theme(page, "light")
+    assert [(each["id"], [node["html"][:120] for node in each.get("nodes", [])][:3]) for each in found] == []
+
+
+def test_any_metric_opens_on_the_reward_and_another_can_be_chosen(page, run):
+    assert drawn(page, "any-metric")[1] == [row["critic/score/mean"] for row in rows(run)]
     page.ask(
         "const s = document.querySelector('#any-metric select'); s.value = 'reshard/seconds'; s.dispatchEvent(new "
         "Event('change'))"

@@ -26,7 +26,7 @@ INSTEAD = {
     r"(?:somebody|another|others?) else's": "of another user",
     r"(?:FP8|8-bit|all other|all) words": "values (of FP8), tokens (of a vocabulary)",
 }
-_ANY = re.compile(rf"\b(?:{'|'.join(INSTEAD)})\b")
+_ANY = re.compile(rf"\b(?:{'|'.join(INSTEAD)})\b", re.IGNORECASE)
 
 
 def odd_words(text: str) -> list[str]:

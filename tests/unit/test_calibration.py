@@ -399,4 +399,4 @@ def test_a_run_compares_itself_after_some_steps_and_the_report_shows_it(tmp_path
     with run.compared.open("a") as file:
         file.write('{"step": 9}\n{"ste')  # of another version, and torn
     page = page_html(run_page(read_run(run.path)))
-    assert "The plan against the run" in page and "After step 5" in page
+    assert "Plan and run" in page and "After step 5" in page

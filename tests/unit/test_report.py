@@ -90,7 +90,8 @@ def test_every_section_is_there_and_every_curve_has_the_points_of_metrics_jsonl(
     run = write_run(tmp_path / "run", World(held_out=RISING))
     html = the_page(run)
     sections = [attributes["id"] for tag, attributes in Elements(html).found if tag == "section"]
-    assert sections == ["verdict", "settings", "curves", "steps", "sync", "incidents", "samples", "reproducibility"]
+    rest = ["settings", "steps", "sync", "incidents", "samples", "reproducibility"]
+    assert sections == ["verdict", "curves", "next", *rest]
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     curves = data_of(html)["curves"]
     for name in set(rows[0]) - {STEP}:
@@ -384,7 +385,7 @@ def test_scores_that_are_no_numbers_are_no_trend_and_are_told(tmp_path, damage):
     lines = [re.sub(r'"score": [-0-9.]+', f'"score": {damage}', line) for line in file.read_text().splitlines()]
     file.write_text("\n".join(lines) + "\n")
     said = verdict(read_run(run.path))
-    assert "Held-out scores say nothing: validation/ is damaged at step 6" in said.headline, said.headline
+    assert "Validation scores say nothing: validation/ is damaged at step 6" in said.headline, said.headline
     assert any(f"validation/step-6.jsonl has {len(lines)} damaged lines" in str(each) for each in said.next_steps)
 
 

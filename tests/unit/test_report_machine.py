@@ -62,7 +62,7 @@ def words(section: PageSection | None) -> str:
 def test_ranks_are_measured_against_what_the_plan_gives_ranks(tmp_path, phases):
     """10 + 20 + 60 + 5 of an update, whatever an engine has on the device then, or in another phase."""
     run = with_plan(tmp_path, phases, {ALLOCATED: [80.0, 90.5, 70.0, 70.0, 70.0, 70.0]})
-    assert "90.5 GiB allocated at most; planned for ranks: 95 GiB" in words(memory(run))
+    assert "90.5 GiB allocated at most, within the plan of 95 GiB for ranks" in words(memory(run))
     (chart,) = blocks(memory(run), Chart)
     assert [series.curve for series in chart.series] == [ALLOCATED, "perf/cpu_memory_used_gb"]
 

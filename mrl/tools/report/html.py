@@ -32,6 +32,7 @@ from mrl.tools.report.page import (
     Pair,
     Paragraph,
     ResponsePart,
+    Rollouts,
     SampleBlock,
     Stack,
     Table,
@@ -84,12 +85,17 @@ def page_html(page: Page, live: str = "") -> str:
 def _body(page: Page) -> list[str]:
     links = " ".join(f'<a href="#{escape(s.id)}">{escape(s.title)}</a>' for s in page.sections)
     return [
-        f'<header><h1>{escape(page.title)}</h1><p class="sub">{escape(page.subtitle)}</p></header>',
+        f'<header><h1>{escape(page.title)}</h1><p class="sub">{escape(page.subtitle)}</p>{_card(page)}</header>',
         f'<nav>{links}<span id="live" role="status"></span></nav>',
         f'<main id="main">{_noscript(page)}',
         *map(_section, page.sections),
         f'<script type="application/json" id="data">{_data(page)}</script></main>',
     ]
+
+
+def _card(page: Page) -> str:
+    facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in page.card)
+    return f'<dl class="card">{facts}</dl>' if facts else ""
 
 
 def _section(section: PageSection) -> str:
@@ -120,6 +126,7 @@ def _data(page: Page) -> str:
         "charts": [asdict(block) for block in blocks if isinstance(block, Chart)],
         "stacks": [asdict(block) for block in blocks if isinstance(block, Stack)],
         "explorers": [asdict(block) for block in blocks if isinstance(block, Explorer)],
+        "rollouts": [[*asdict(row).values()] for block in blocks if isinstance(block, Rollouts) for row in block.rows],
     }
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -169,6 +176,8 @@ def block_html(block: Block) -> str:
             return f'<figure class="chart wide" id="{escape(id)}"><figcaption>Any metric</figcaption></figure>'
         case Lanes():
             return _lanes(block)
+        case Rollouts():
+            return _rollouts(block)
         case SampleBlock():
             return _sample(block)
         case Pair():
@@ -279,9 +288,19 @@ def _token(token: Token, sample: SampleBlock) -> str:
     return f'<span class="t{shade}" title="{escape(sample.meaning)} {token.value:.3g}">{escape(token.text)}</span>'
 
 
+def _rollouts(table: Rollouts) -> str:
+    """Writes an element that the script fills with a table, and links to further pages."""
+    links = " ".join(f'<a href="{escape(address)}">{escape(label)}</a>' for label, address in table.links)
+    more = f'<p class="note">More steps, a page each: {links}</p>' if links else ""
+    return (
+        '<figure class="rollouts" id="rollouts"><figcaption>All stored responses</figcaption>'
+        f"<noscript><p>The table needs scripts; mrl samples prints the same.</p></noscript></figure>{more}"
+    )
+
+
 def _pair(pair: Pair) -> str:
     sides = "".join(
-        f"<div><h4>{escape(head)}</h4><pre>{escape(text)}</pre></div>" for head, text in (pair.left, pair.right)
+        f"<div><h3>{escape(head)}</h3><pre>{escape(text)}</pre></div>" for head, text in (pair.left, pair.right)
     )
     return (
         f'<figure class="sample"><figcaption>{escape(pair.title)}</figcaption><pre '

@@ -72,8 +72,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve of a chart. `band`: keys of the lower and upper curves of an interval around it. `color`: its number, by
-    default its position.
+    """A curve of a chart. `label`: in words; pointing at it shows the name of `curve`. `band`: keys of the lower
+    and upper curves of an interval around it. `color`: its number, by default its position.
     """
 
     label: str
@@ -113,6 +113,7 @@ class Explorer:
     id: str
     names: tuple[str, ...]
     runs: tuple[tuple[str, str], ...] = (("", ""),)
+    first: str = ""  # the metric that is shown until another is chosen; "": the first of `names`
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,28 @@ class Pair:
     right: tuple[str, str]
 
 
-Block = Paragraph | Items | Facts | Table | Text | Chart | Stack | Explorer | Lanes | SampleBlock | Pair
+@dataclass(frozen=True)
+class Rollout:
+    """A stored response of a training step. `reason`: why it has no score; "" where it has one."""
+
+    step: int
+    row: int
+    score: float
+    reason: str
+    prompt: str
+    response: str
+    truth: str
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A table of responses with search and pages. `links`: label and address of pages with further ones."""
+
+    rows: tuple[Rollout, ...]
+    links: tuple[tuple[str, str], ...] = ()
+
+
+Block = Paragraph | Items | Facts | Table | Text | Chart | Stack | Explorer | Lanes | SampleBlock | Pair | Rollouts
 
 
 @dataclass(frozen=True)
@@ -201,3 +223,5 @@ class Page:
     whole: frozenset[str] = frozenset()
     summary: Table | None = None
     headline: str = ""
+    card: tuple[tuple[str, str], ...] = ()  # names and values below the title
+    beside: tuple[tuple[str, "Page"], ...] = ()  # further pages by file name, in a folder beside this one

@@ -130,7 +130,7 @@ def _sample(
         float(score),
         str(reason),
         sampled=sampled,
-        truth=_truth(row.get("reward")),
+        truth=truth_of(row.get("reward")),
         images=images_of(row),
         heads=_heads(row),
     )
@@ -142,7 +142,7 @@ def images_of(row: dict[str, Any]) -> tuple[PromptImage, ...]:
     return tuple(sorted(found, key=lambda image: image.start))
 
 
-def _truth(reward: Any) -> str:
+def truth_of(reward: Any) -> str:
     """Returns the ground truth among the parts of a reward, which are JSON in files of columns; empty without one."""
     parts = parse_json(reward) if isinstance(reward, str) else reward
     truth = parts.get(GROUND_TRUTH) if isinstance(parts, dict) else None
@@ -222,7 +222,7 @@ def prompt_text(ids: Sequence[int], images: Sequence[PromptImage], decode: Decod
 def parts_of(sample: TrainingSample, values: Sequence[float | None], decode: Decode | None) -> tuple[ResponsePart, ...]:
     """Returns the first tokens of a response, as many as there are values, under their heads.
 
-    Heads of what is not shown stand at the end without tokens.
+    Heads of what is not shown are at the end, without tokens.
     """
     shown = len(values)
     heads = sample.heads

@@ -18,6 +18,7 @@ from mrl.record.spec import metric_spec
 from mrl.reward.items import UNJUDGED
 from mrl.tools.explain.band import usual
 from mrl.tools.report.heldout import Response
+from mrl.tools.report.metric_words import in_words
 from mrl.tools.report.page import (
     Block,
     Chart,
@@ -27,6 +28,7 @@ from mrl.tools.report.page import (
     PageSection,
     Pair,
     Paragraph,
+    Rollouts,
     SampleBlock,
     Series,
     Table,
@@ -35,6 +37,7 @@ from mrl.tools.report.pictures import picture
 from mrl.tools.report.run_record import RunRecord
 from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, parts_of, prompt_text
 from mrl.tools.report.sections_run import (
+    card,
     drafts,
     incidents,
     memory,
@@ -45,8 +48,10 @@ from mrl.tools.report.sections_run import (
     step_times,
     sync_proof,
 )
+from mrl.tools.report.stored_responses import rollout_table
 from mrl.tools.report.verdict import Verdict, verdict
 
+_SCORE = "critic/score/mean"
 FOLDED_ABOVE = 12  # rows of a table of settings
 PAIRS = 4
 TEXT_LIMIT = 6000  # limit of shown characters of a held-out response
@@ -67,7 +72,7 @@ CHARTS = (
     ChartSpec(
         "reward", "Training score", (r"critic/score/mean", r"critic/rewards/mean"), note="Mean over a step's responses."
     ),
-    ChartSpec("held-out", "Held-out score", (r"val-core/.*/mean@\d+",), note="With the 95 % interval over prompts."),
+    ChartSpec("held-out", "Validation score", (r"val-core/.*/mean@\d+",), note="With the 95 % interval over prompts."),
     ChartSpec(
         "kl",
         "KL to the old policy and to the reference",
@@ -77,21 +82,21 @@ CHARTS = (
         "teacher",
         "KL to the teacher",
         (r"distillation/reverse_kl", r"distillation/loss"),
-        note="Of a distillation. It falls while the policy comes nearer.",
+        note="It falls as the policy approaches its teacher.",
     ),
     ChartSpec("entropy", "Entropy", (r"actor/entropy",)),
     ChartSpec(
         "clip",
-        "Share that the band clips",
+        "Clip fraction",
         (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"),
         note="Healthy: above 0, up to 0.4.",
     ),
     ChartSpec(
         "mismatch",
-        "Generation against training",
+        "Mismatch of generation and training",
         (r"rollout_corr/k3_kl",),
         log=True,
-        note="KL(rollout || actor) of the same weights. Above 1e-2 something is wrong.",
+        note="KL(rollout || actor) with the same weights. Above 1e-2 something is wrong.",
     ),
     ChartSpec(
         "mismatch-tokens",
@@ -102,7 +107,7 @@ CHARTS = (
     ChartSpec("gradient", "Gradient norm before clipping", (r"(actor|critic)/grad_norm",), log=True),
     ChartSpec(
         "critic",
-        "Variance of returns that the critic foresees",
+        "Explained variance of the critic",
         (r"critic/vf_explained_var",),
         note="0: as good as their mean; below 0: worse.",
     ),
@@ -110,17 +115,19 @@ CHARTS = (
         "ratio",
         "Spread of the sequence ratio",
         (r"actor/log_seq_ratio_std",),
-        note="The scale that a clip band is to have.",
+        note="A clip range should be of this size.",
     ),
     ChartSpec("lengths", "Response length", (r"response_length/(mean|max|min)",)),
     ChartSpec(
-        "cut", "Responses cut off at the limit", (r"response_length/clip_ratio", r"val-aux/response_length/clip_ratio")
+        "cut",
+        "Responses truncated at the limit",
+        (r"response_length/clip_ratio", r"val-aux/response_length/clip_ratio"),
     ),
     ChartSpec(
         "groups",
-        "Groups of one score",
+        "Groups without reward variance",
         (r"train/uniform_group_share",),
-        note="All responses of the prompt have it. Where advantages compare responses, such a group teaches nothing.",
+        note="All responses have one score; where advantages compare responses, such a group teaches nothing.",
     ),
     ChartSpec("router", "Router", (r"router/drift", r"router/rollout_drift", r"router/missing_routes")),
     ChartSpec("experts", "Load of experts over the mean", (r"router/load/(max|min)",)),
@@ -129,14 +136,16 @@ CHARTS = (
 )
 
 
-def run_page(run: RunRecord) -> Page:
-    """Makes the page of one run."""
+def run_page(run: RunRecord, folder: str = "") -> Page:
+    """Makes the page of one run. `folder`: name of the one that pages beside it lie in; "": they are left out."""
     outcome = verdict(run)
+    table, beside = rollout_table(run, decoder_of(run), folder)
     sections = (
         PageSection("verdict", "Verdict", tuple(_verdict(outcome, run.notes))),
-        *filter(None, (explained(run),)),
-        PageSection("settings", "What differs from the recipe's defaults", tuple(_settings(run))),
         PageSection("curves", "Curves", tuple(curve_charts(run))),
+        PageSection("next", "What to do next", (Items(outcome.next_steps),)),
+        *filter(None, (explained(run),)),
+        PageSection("settings", "Changed settings", tuple(_settings(run))),
         *filter(
             None,
             (
@@ -147,7 +156,7 @@ def run_page(run: RunRecord) -> Page:
                 staleness(run),
                 drafts(run),
                 incidents(run),
-                samples(run),
+                samples(run, table),
                 reproducibility(run),
             ),
         ),
@@ -163,6 +172,8 @@ def run_page(run: RunRecord) -> Page:
         whole=frozenset(stacked),
         summary=summary(run),
         headline=outcome.headline,
+        card=tuple(card(run)),
+        beside=tuple(beside),
     )
 
 
@@ -170,8 +181,6 @@ def _verdict(outcome: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
     yield Paragraph(outcome.headline, outcome.tone)
     if outcome.sentences:
         yield Items(outcome.sentences)
-    yield Paragraph("What to do next:")
-    yield Items(outcome.next_steps)
     if notes:
         yield Items(notes)
 
@@ -231,7 +240,7 @@ def _number(value: float | None) -> str:
 
 
 def _settings(run: RunRecord) -> Iterator[Block]:
-    own = run.settings.own()
+    own = [pair for pair in run.settings.own() if pair[0].key != "trainer.run_dir"]
     recipe = "the schema (no recipe is named)"
     if run.settings.recipe:
         recipe = f"the recipe {run.settings.recipe} and the schema"
@@ -255,11 +264,12 @@ def curve_charts(run: RunRecord) -> Iterator[Block]:
                 spec.id, spec.title, unit_of(names[0]), tuple(_series(run, name) for name in names), spec.log, spec.note
             )
     if run.curves:
-        yield Explorer("any-metric", tuple(sorted(run.curves)))
+        first = next((name for name in (_SCORE, "critic/rewards/mean") if name in run.curves), "")
+        yield Explorer("any-metric", tuple(sorted(run.curves)), first=first)
 
 
 def _series(run: RunRecord, name: str) -> Series:
-    return Series(name, name, interval_of(run, name))
+    return Series(in_words(name), name, interval_of(run, name))
 
 
 def interval_of(run: RunRecord, metric: str) -> tuple[str, str] | None:
@@ -293,9 +303,9 @@ def summary(run: RunRecord) -> Table:
     return Table(("metric", "unit", "steps", "first", "last", "smallest", "largest"), tuple(rows), (2, 3, 4, 5, 6))
 
 
-def samples(run: RunRecord) -> PageSection | None:
-    """Makes the section with samples of the newest step, and of the first and last validation."""
-    blocks = [*_training(run), *_held_out(run)]
+def samples(run: RunRecord, table: Rollouts | None = None) -> PageSection | None:
+    """Makes the section with samples of the newest step, of the first and last validation, and a table of all."""
+    blocks = [*_training(run), *_held_out(run), *([table] if table else [])]
     if blocks:
         return PageSection("samples", "Samples", tuple(blocks))
     return None
@@ -313,8 +323,7 @@ def _training(run: RunRecord) -> Iterator[Block]:
     except DataError as error:
         yield Paragraph(str(error), "warn")
         return
-    stored = [RunDir(run.path).checkpoints / f"step-{step}" / "hf" for step in reversed(run.checkpoints)]
-    decode = decoder([Path(run.settings.text("model.path")), *stored])
+    decode = decoder_of(run)
     every = [sample for chosen in found.values() for sample in chosen]
     colour = _colour(every)
     grey = ""
@@ -331,6 +340,12 @@ def _training(run: RunRecord) -> Iterator[Block]:
     for kind, chosen in found.items():
         for sample in chosen:
             yield _sample_block(kind, step, sample, decode, colour, RunDir(run.path).images)
+
+
+def decoder_of(run: RunRecord) -> Decode | None:
+    """Returns a decoder by the tokenizer of the model, or of a checkpoint."""
+    stored = [RunDir(run.path).checkpoints / f"step-{step}" / "hf" for step in reversed(run.checkpoints)]
+    return decoder([Path(run.settings.text("model.path")), *stored])
 
 
 _KINDS = {
@@ -378,6 +393,7 @@ def _sample_block(
     shown = min(len(sample.response_ids), LONGEST)
     cut = len(sample.response_ids) - shown
     facts = [
+        *([("ground truth", sample.truth)] if sample.truth else []),
         ("score", f"{sample.score:.4g}"),
         ("tokens", str(len(sample.response_ids))),
         ("ended by", sample.stop_reason),
@@ -386,8 +402,6 @@ def _sample_block(
     ]
     if sample.reason not in ("ok", "None"):
         facts.append(("reward", sample.reason))
-    if sample.truth:
-        facts.append(("ground truth", sample.truth))
     if cut:
         facts.append(("not shown", f"{cut} tokens"))
     values = _gaps(sample) if colour.meaning != "log-prob" else sample.log_probs[:LONGEST]
@@ -415,7 +429,7 @@ def _held_out(run: RunRecord) -> Iterator[Block]:
     shared = [(first[key], last[key]) for key in first if key in last and first[key].output != last[key].output]
     if not shared:
         return
-    yield Paragraph(f"Held-out responses that changed most from step {steps[0]} to step {steps[-1]}: up, then down.")
+    yield Paragraph(f"Validation responses that changed most from step {steps[0]} to step {steps[-1]}: up, then down.")
     ordered = sorted(shared, key=lambda pair: pair[1].score - pair[0].score)
     half = PAIRS // 2
     chosen = ordered[::-1][:half] + [pair for pair in ordered[:half] if pair not in ordered[::-1][:half]]
@@ -433,8 +447,8 @@ def _key(response: Response) -> tuple[str, int, int, str]:
 
 def _pair(before: Response, after: Response, first: int, last: int) -> Pair:
     title = (
-        f"{before.data_source}, prompt {before.prompt_id}: {before.score:.3g} to {after.score:.3g} (truth: "
-        f"{before.truth[:200]})"
+        f"{before.data_source}, prompt {before.prompt_id}: {before.score:.3g} to {after.score:.3g} (ground "
+        f"truth: {before.truth[:200]})"
     )
     return Pair(
         title,

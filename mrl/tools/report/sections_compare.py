@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mrl.tools.report.comparison import Comparison
+from mrl.tools.report.metric_words import in_words
 from mrl.tools.report.page import Block, Chart, Explorer, Items, Page, PageSection, Paragraph, Series, Table
 from mrl.tools.report.run_record import RunRecord
 from mrl.tools.report.sections import CHARTS, interval_of, unit_of
@@ -92,9 +93,10 @@ def _curves(comparison: Comparison) -> Iterator[Block]:
                 _series(label, run, metric) for label, run in comparison.runs.items() if metric in run.curves
             )
             id = f"compare-{re.sub('[^a-z0-9]+', '-', metric.lower())}"
-            yield Chart(id, f"{spec.title}: {metric}", unit_of(metric), series, spec.log, spec.note)
+            yield Chart(id, f"{spec.title}: {in_words(metric)}", unit_of(metric), series, spec.log, spec.note)
     names = sorted({name for run in comparison.runs.values() for name in run.curves})
-    yield Explorer("any-metric", tuple(names), tuple((label, f"{label}|") for label in comparison.runs))
+    first = "critic/score/mean" if "critic/score/mean" in names else ""
+    yield Explorer("any-metric", tuple(names), tuple((label, f"{label}|") for label in comparison.runs), first)
 
 
 def _series(label: str, run: RunRecord, metric: str) -> Series:

@@ -3,17 +3,21 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from mrl.generate.lost_engines import whole_losses
 from mrl.plain_files import LINES_BYTES, parse_json, read_json, read_text
-from mrl.plan.compared import PlanRow, in_words
+from mrl.plan.compared import PlanRow
+from mrl.plan.compared import in_words as in_units
 from mrl.plan.memory_phases import ACTOR, phase_bytes
 from mrl.record.run_dir import RunDir
 from mrl.tools.report.columns import Curve
+from mrl.tools.report.metric_words import in_words
 from mrl.tools.report.page import (
     Bar,
     Block,
@@ -32,25 +36,33 @@ from mrl.tools.report.page import (
 from mrl.tools.report.run_record import RunRecord
 from mrl.units import GIB
 
-# phases in the loop's order, and which processes work in them
+
+class Phase(NamedTuple):
+    """A phase of a step: its name in words, and which processes work in it."""
+
+    words: str
+    works: str
+
+
+# in the loop's order
 PHASES = {
-    "gen": "engines",
-    "reward": "driver",
-    "record": "driver",
-    "switch": "both",
-    "old_log_prob": "ranks",
-    "ref": "ranks",
-    "teacher": "ranks",
-    "values": "ranks",
-    "adv": "ranks",
-    "update_critic": "ranks",
-    "update_actor": "ranks",
-    "save_checkpoint": "ranks",
-    "pause": "engines",
-    "settle": "engines",
-    "reshard": "both",
-    "testing": "engines",
-    "outside": "driver",
+    "gen": Phase("generation", "engines"),
+    "reward": Phase("rewards", "driver"),
+    "record": Phase("writing samples", "driver"),
+    "switch": Phase("switching devices", "both"),
+    "old_log_prob": Phase("old log-probs", "ranks"),
+    "ref": Phase("reference log-probs", "ranks"),
+    "teacher": Phase("teacher log-probs", "ranks"),
+    "values": Phase("values", "ranks"),
+    "adv": Phase("advantages", "ranks"),
+    "update_critic": Phase("critic update", "ranks"),
+    "update_actor": Phase("actor update", "ranks"),
+    "save_checkpoint": Phase("saving", "ranks"),
+    "pause": Phase("pausing engines", "engines"),
+    "settle": Phase("waiting to sync", "engines"),
+    "reshard": Phase("weight sync", "both"),
+    "testing": Phase("validation", "engines"),
+    "outside": Phase("other", "driver"),
 }
 STACKED_STEPS = 500
 LANES_OF_A_KIND = 8
@@ -65,14 +77,17 @@ def step_times(run: RunRecord) -> PageSection | None:
     if not names:
         return None
     stack = Stack(
-        "phases", "Seconds of a step by phase", "s", tuple(Series(n, f"stack/{n}", color=color_of(n)) for n in names)
+        "phases",
+        "Seconds of a step by phase",
+        "s",
+        tuple(Series(PHASES[n].words, f"stack/{n}", color=color_of(n)) for n in names),
     )
     time = run.curves["timing_s/step"]
     usual = int(time.steps[np.argsort(time.values)[len(time) // 2]])
     slowest = int(time.steps[time.values.argmax()])
-    lanes = [_step_lanes(run, usual, f"Step {usual}, as long as most")]
+    lanes = [_step_lanes(run, usual, f"Typical step ({usual})")]
     if slowest != usual:
-        lanes.append(_step_lanes(run, slowest, f"Step {slowest}, the longest"))
+        lanes.append(_step_lanes(run, slowest, f"Longest step ({slowest})"))
     return PageSection("steps", "Where the time goes", (stack, *lanes, _phase_table(run, names), *_profiles(run)))
 
 
@@ -120,14 +135,14 @@ def _step_lanes(run: RunRecord, step: int, title: str) -> Lanes:
     )
     if run.settings.text("trainer.schedule", "sync") != "sync":
         note += (
-            " Generation runs ahead of training, so engines work in all phases: `gen` is the time that training waits "
-            "for them."
+            " Generation runs ahead of training, so engines work in all phases: generation is the time that training "
+            "waits for them."
         )
     return Lanes(title, "s", tuple(_lane_rows(run, spans)), max(at, row.get("timing_s/step") or 0.0), note)
 
 
 def _lane_rows(run: RunRecord, spans: list[tuple[str, float, float]]) -> Iterator[tuple[str, tuple[Bar, ...]]]:
-    yield "the loop", tuple(Bar(name, a, b, name) for name, a, b in spans)
+    yield "the loop", tuple(Bar(PHASES[name].words, a, b, name) for name, a, b in spans)
     if run.plan is None:
         return
     layout = run.plan["layout"]
@@ -138,16 +153,16 @@ def _lane_rows(run: RunRecord, spans: list[tuple[str, float, float]]) -> Iterato
     if not colocated:
         groups.append((workers, {"engines", "both"}))
     for places, who in groups:
-        bars = tuple(Bar(name, a, b, name) for name, a, b in spans if PHASES[name] in who)
+        bars = tuple(Bar(PHASES[name].words, a, b, name) for name, a, b in spans if PHASES[name].works in who)
         for (node, device), name in list(places.items())[:LANES_OF_A_KIND]:
             label = f"{name} + {workers.get((node, device), 'engine')}" if colocated else name
-            yield f"{_place(node, device)}: {label}"[:34], bars
+            yield f"{_place(node, device)}: {label}"[:40], bars
         if len(places) > LANES_OF_A_KIND:
             yield f"... and {len(places) - LANES_OF_A_KIND} devices alike", bars
 
 
 def _place(node: int, device: int) -> str:
-    return f"{node}/{device}"
+    return f"node {node}, device {device}"
 
 
 def _phase_table(run: RunRecord, names: list[str]) -> Table:
@@ -156,7 +171,7 @@ def _phase_table(run: RunRecord, names: list[str]) -> Table:
     for name in names:
         values = run.curves[f"timing_s/{name}"].values
         quantiles = (np.median(values), np.quantile(values, 0.95), values.max())
-        rows.append((name, *(f"{v:.3g}" for v in quantiles), f"{values.sum() / total:.1%}"))
+        rows.append((PHASES[name].words, *(f"{v:.3g}" for v in quantiles), f"{values.sum() / total:.1%}"))
     return Table(
         ("phase", "median s", "95th percentile s", "longest s", "share of all steps"), tuple(rows), (1, 2, 3, 4)
     )
@@ -175,11 +190,11 @@ def plan_compared(run: RunRecord) -> PageSection | None:
     causes = tuple(f"{row.what}: {row.cause}." for row in rows if row.cause)
     blocks: list[Block] = [
         Paragraph(
-            f"Seconds are medians of steps 2 to {step}. Predictions are for the measured lengths; a band is what the "
+            f"Seconds are medians of steps 2 to {step}. Predictions are for the measured lengths; a range is what the "
             "plan's assumptions leave open. mrl plan CONFIG --calibrate RUN fits them to this run."
         ),
         Table(
-            ("what", "planned", "for these lengths", "band", "measured", ""),
+            ("what", "planned", "for these lengths", "range", "measured", ""),
             tuple(_compared_cells(row) for row in rows),
             (1, 2, 3, 4),
             caption=f"After step {step}",
@@ -187,7 +202,7 @@ def plan_compared(run: RunRecord) -> PageSection | None:
     ]
     if causes:
         blocks.append(Items(causes))
-    return PageSection("plan", "The plan against the run", tuple(blocks))
+    return PageSection("plan", "Plan and run", tuple(blocks))
 
 
 def _comparisons(file: Path) -> dict[int, list[PlanRow]]:
@@ -203,9 +218,12 @@ def _comparisons(file: Path) -> dict[int, list[PlanRow]]:
 
 
 def _compared_cells(row: PlanRow) -> tuple[str, ...]:
-    band = f"{in_words(row.low, row.unit)} to {in_words(row.high, row.unit)}"
-    numbers = (in_words(row.planned, row.unit), in_words(row.predicted, row.unit), band)
-    return (row.what, *numbers, in_words(row.measured, row.unit), "off" if row.is_off else "")
+    band = f"{in_units(row.low, row.unit)} to {in_units(row.high, row.unit)}"
+    numbers = (in_units(row.planned, row.unit), in_units(row.predicted, row.unit), band)
+    off = ""
+    if row.is_off:
+        off = "ABOVE its range" if row.measured > row.high else "below its range"
+    return (row.what, *numbers, in_units(row.measured, row.unit), off)
 
 
 # ---------------------------------------------------------------- memory
@@ -215,9 +233,7 @@ def memory(run: RunRecord) -> PageSection | None:
     """Makes the section that compares planned memory of the fullest device, by phase, with measurements."""
     if run.plan is None:
         return None
-    return PageSection(
-        "memory", "Memory, planned and measured", tuple(_memory_blocks(run, run.plan["memory"], run.plan["device"]))
-    )
+    return PageSection("memory", "Memory", tuple(_memory_blocks(run, run.plan["memory"], run.plan["device"])))
 
 
 def _memory_blocks(run: RunRecord, planned: dict, device: dict) -> Iterator[Block]:
@@ -262,9 +278,14 @@ def _measured(run: RunRecord, planned: dict, fullest: float) -> Iterator[Block]:
     if "perf/max_memory_allocated_gb" in run.curves:
         most = run.curves["perf/max_memory_allocated_gb"].values.max()
         of_a_rank = max(phase_bytes(run.plan, name).holders[ACTOR] for name in planned["phases"]) / GIB
+        over = most > of_a_rank
+        found = "within the plan"
+        if over:
+            found = f"ABOVE the plan by {most - of_a_rank:.2g} GiB"
         yield Paragraph(
-            f"Measured on the fullest rank: {most:.3g} GiB allocated at most; planned for ranks: {of_a_rank:.3g} GiB, "
-            "engines that share their devices left out."
+            f"Measured on the fullest rank: {most:.3g} GiB allocated at most, {found} of {of_a_rank:.3g} GiB for "
+            "ranks, without engines that share their devices.",
+            "warn" if over else "good",
         )
     else:
         host = planned["host"]["bytes_per_node"] / GIB
@@ -274,7 +295,7 @@ def _measured(run: RunRecord, planned: dict, fullest: float) -> Iterator[Block]:
             f"run's processes are {host:.3g} GiB of a node beside the devices' {fullest:.3g} GiB each."
         )
     if names:
-        yield Chart("memory-measured", "Memory measured", "GiB", tuple(Series(name, name) for name in names))
+        yield Chart("memory-measured", "Memory measured", "GiB", tuple(Series(in_words(name), name) for name in names))
 
 
 # ---------------------------------------------------------------- the weight sync
@@ -285,7 +306,7 @@ def sync_proof(run: RunRecord) -> PageSection | None:
     verified = run.curves.get("reshard/verified")
     if verified is None:
         return None
-    return PageSection("sync", "The weight sync's proof", tuple(_sync_blocks(run, verified)))
+    return PageSection("sync", "Weight sync", tuple(_sync_blocks(run, verified)))
 
 
 def _sync_blocks(run: RunRecord, verified: Curve) -> Iterator[Block]:
@@ -307,7 +328,7 @@ def _sync_blocks(run: RunRecord, verified: Curve) -> Iterator[Block]:
     if run.plan:
         planned = run.plan["reshard"]
     yield Facts(tuple(_sync_facts(run, planned)))
-    yield Chart("sync-seconds", "Seconds of a sync", "s", (Series("reshard/seconds", "reshard/seconds"),))
+    yield Chart("sync-seconds", "Seconds of a sync", "s", (Series("seconds", "reshard/seconds"),))
 
 
 def _sync_facts(run: RunRecord, planned: dict) -> Iterator[tuple[str, str]]:
@@ -332,7 +353,7 @@ def _sync_facts(run: RunRecord, planned: dict) -> Iterator[tuple[str, str]]:
     if "reshard/engines" in last:
         yield "receivers", f"{last['reshard/engines']:.0f} engines, {last['reshard/workers']:.0f} workers"
     resynced = run.curves.get("reshard/resynced")
-    yield "done again", f"{0 if resynced is None else resynced.values.sum():.0f} syncs failed at first"
+    yield "repeated", f"{0 if resynced is None else resynced.values.sum():.0f} syncs, after a failure"
     yield "version held now", f"{last.get('reshard/weight_version', float('nan')):.0f} after step {run.last_step}"
     if planned:
         yield "plan of the sync", planned["hash"]
@@ -369,15 +390,18 @@ def staleness(run: RunRecord) -> PageSection | None:
             "of the weights old."
         ),
         Chart(
-            "staleness-age", "Age of a response's oldest token", "updates", tuple(Series(name, name) for name in ages)
+            "staleness-age",
+            "Age of a response's oldest token",
+            "updates",
+            tuple(Series(in_words(name), name) for name in ages),
         ),
     ]
     for id, title, pattern in (
-        ("staleness-versions", "Versions of the weights that made a response", r"async/versions_per_sample"),
+        ("staleness-versions", "Weight versions that generated a response", r"async/versions_per_sample"),
         ("staleness-ahead", "Groups ahead, and dropped", r"async/(groups_ahead|dropped_groups)"),
     ):
         if names := run.matching(pattern):
-            blocks.append(Chart(id, title, "", tuple(Series(name, name) for name in names)))
+            blocks.append(Chart(id, title, "", tuple(Series(in_words(name), name) for name in names)))
     return PageSection("staleness", "Staleness", tuple(blocks))
 
 
@@ -403,8 +427,13 @@ def drafts(run: RunRecord) -> PageSection | None:
         )
     at = run.matching(r"drafts/acceptance_at/\d+")
     charts = (
-        Chart("drafts-accepted", "Drafted tokens accepted, by position", "share", tuple(Series(n, n) for n in at)),
-        Chart("drafts-given", "Tokens of a decode step", "tokens", (Series(*["drafts/tokens_per_step"] * 2),)),
+        Chart(
+            "drafts-accepted",
+            "Drafted tokens accepted, by position",
+            "share",
+            tuple(Series(in_words(n), n) for n in at),
+        ),
+        Chart("drafts-given", "Tokens of a decode step", "tokens", (Series("tokens", "drafts/tokens_per_step"),)),
     )
     return PageSection("drafts", "Drafts", (Paragraph(said), *charts))
 
@@ -416,7 +445,7 @@ def incidents(run: RunRecord) -> PageSection:
     """Makes the list of what went wrong, by step, with suspicious log lines if the run ended badly."""
     rows = sorted(_incidents(run), key=lambda row: row[0])
     table = Table(("step", "what", "meaning"), tuple((str(step), what, meaning) for step, what, meaning in rows), (0,))
-    blocks: list[Block] = [table] if rows else [Paragraph("None is recorded.")]
+    blocks: list[Block] = [table] if rows else [Paragraph("No incident is recorded.")]
     blocks += [Items(tuple(_starts(run)))] if run.attempts else []
     if not run.finished and not run.running:
         tails = run.log_tails()
@@ -427,8 +456,8 @@ def incidents(run: RunRecord) -> PageSection:
 
 
 _COUNTED = {
-    "reshard/resynced": "weight syncs failed at first and were done again",
-    "actor/skipped_updates": "updates were left out: a gradient norm not finite, or every token rejected",
+    "reshard/resynced": "weight syncs failed at first and were repeated",
+    "actor/skipped_updates": "updates were skipped: gradient not finite, or every token rejected",
     "reward/failed": "rewards failed; they counted as reward.failure_score",
     "rollout/stale_prefix_tokens": "prompts were answered from a cache of older weights, which is a defect",
 }
@@ -551,3 +580,47 @@ def data_fingerprint(run: RunRecord) -> str:
         return str(read_json(file, strict=False)["trainer"]["data_fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
+
+
+# ---------------------------------------------------------------- the head of the page
+
+
+def card(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yields the facts below the title: what was trained, on what, when, for how long, and how it ended."""
+    settings = run.settings
+    yield "model", settings.text("model.path")
+    yield "data", settings.text("data.train_files")
+    if run.plan:
+        layout = run.plan["layout"]
+        devices = len({(place["node"], place["device"]) for part in ("ranks", "workers") for place in layout[part]})
+        yield "devices", f"{devices} x {run.plan['device']['name']}, {layout['placement']}"
+    else:
+        yield "devices", settings.text("cluster.device")
+    if run.attempts:
+        first, last = run.attempts[0], run.attempts[-1]
+        yield "started", first.began[:16].replace("T", " ")
+        if last.ended and (spent := _seconds_between(first.began, last.ended)) is not None:
+            yield "duration", f"{_duration(spent)}{f', {len(run.attempts)} starts' if len(run.attempts) > 1 else ''}"
+    tokens = sum(row.get("perf/total_num_tokens") or 0 for row in run.by_step.values())
+    if tokens:
+        yield "tokens", f"{tokens:,.0f}"
+    if run.attempts:
+        yield "mrl", run.attempts[-1].versions.get("mrl", "unknown")
+        code = run.attempts[-1].exit_code
+        running = "running" if run.running else "killed"
+        yield "exit code", running if code is None else str(code)
+
+
+def _seconds_between(began: str, ended: str) -> float | None:
+    try:
+        return (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
+    except (TypeError, ValueError):
+        return None
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s"

@@ -148,13 +148,13 @@ def _newest(run: RunRecord) -> str:
 def _learnt_words(run: RunRecord, learnt: dict[str, Difference]) -> str:
     damaged = run.damaged_validations
     if not learnt and damaged:
-        return f"Held-out scores say nothing: validation/ is damaged at {_steps_words(list(damaged))}."
+        return f"Validation scores say nothing: validation/ is damaged at {_steps_words(list(damaged))}."
     if learnt:
         if any(map(_rose, learnt.values())):
-            return "Held-out scores rose by more than chance."
+            return "Validation scores rose by more than chance."
         if any(map(_fell, learnt.values())):
-            return "Held-out scores fell by more than chance."
-        return "Held-out scores have not moved by more than chance."
+            return "Validation scores fell by more than chance."
+        return "Validation scores have not moved by more than chance."
     change = _start_and_end(run, "critic/score/mean")
     if change is None:
         return "There is no validation, and there are too few steps to say what was learnt."
@@ -166,7 +166,9 @@ def _facts(run: RunRecord, learnt: dict[str, Difference]) -> Iterator[str]:
         steps = run.validation_steps
         yield f"{source}: validation, from step {steps[0]} to {steps[-1]}: {change.words()}."
     if learnt and (change := _start_and_end(run, "critic/score/mean")):
-        yield f"Training score: {change[0]:.3g} at the start, {change[1]:.3g} now."
+        part = max(1, len(run.curves["critic/score/mean"]) // FIRST_SHARE)
+        over = f"{part} steps" if part > 1 else "step"
+        yield f"Training score: {change[0]:.3g} over the first {over}, {change[1]:.3g} over the last."
     if (time := run.curves.get("timing_s/step")) is not None:
         steps = f"steps took {_duration(time.values.sum())}, a step {_duration(np.median(time.values))} (median)"
         yield f"{len(time)} {steps}." if len(time) > 1 else f"The step took {_duration(time.values[0])}."
