@@ -54,7 +54,7 @@ class Finder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> StandIn:
         """Returns the replacement."""
-        return StandIn(spec.name, "Stands in for a module of verl, which is not installed.")
+        return StandIn(spec.name, "Replaces a module of verl, which is not installed.")
 
     def exec_module(self, module: ModuleType) -> None:
         """Gives the replacement its names."""
