@@ -37,7 +37,7 @@ from mrl.tools.report.run_record import RunRecord
 from mrl.units import GIB
 
 
-class Phase(NamedTuple):
+class StepPhase(NamedTuple):
     """A phase of a step: its name in words, and which processes work in it."""
 
     words: str
@@ -46,23 +46,23 @@ class Phase(NamedTuple):
 
 # in the loop's order
 PHASES = {
-    "gen": Phase("generation", "engines"),
-    "reward": Phase("rewards", "driver"),
-    "record": Phase("writing samples", "driver"),
-    "switch": Phase("switching devices", "both"),
-    "old_log_prob": Phase("old log-probs", "ranks"),
-    "ref": Phase("reference log-probs", "ranks"),
-    "teacher": Phase("teacher log-probs", "ranks"),
-    "values": Phase("values", "ranks"),
-    "adv": Phase("advantages", "ranks"),
-    "update_critic": Phase("critic update", "ranks"),
-    "update_actor": Phase("actor update", "ranks"),
-    "save_checkpoint": Phase("saving", "ranks"),
-    "pause": Phase("pausing engines", "engines"),
-    "settle": Phase("waiting to sync", "engines"),
-    "reshard": Phase("weight sync", "both"),
-    "testing": Phase("validation", "engines"),
-    "outside": Phase("other", "driver"),
+    "gen": StepPhase("generation", "engines"),
+    "reward": StepPhase("rewards", "driver"),
+    "record": StepPhase("writing samples", "driver"),
+    "switch": StepPhase("switching devices", "both"),
+    "old_log_prob": StepPhase("old log-probs", "ranks"),
+    "ref": StepPhase("reference log-probs", "ranks"),
+    "teacher": StepPhase("teacher log-probs", "ranks"),
+    "values": StepPhase("values", "ranks"),
+    "adv": StepPhase("advantages", "ranks"),
+    "update_critic": StepPhase("critic update", "ranks"),
+    "update_actor": StepPhase("actor update", "ranks"),
+    "save_checkpoint": StepPhase("saving", "ranks"),
+    "pause": StepPhase("pausing engines", "engines"),
+    "settle": StepPhase("waiting to sync", "engines"),
+    "reshard": StepPhase("weight sync", "both"),
+    "testing": StepPhase("validation", "engines"),
+    "outside": StepPhase("other", "driver"),
 }
 STACKED_STEPS = 500
 LANES_OF_A_KIND = 8
