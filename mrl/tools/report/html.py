@@ -32,7 +32,7 @@ from mrl.tools.report.page import (
     Pair,
     Paragraph,
     ResponsePart,
-    Rollouts,
+    ResponseTable,
     SampleBlock,
     Stack,
     Table,
@@ -126,7 +126,9 @@ def _data(page: Page) -> str:
         "charts": [asdict(block) for block in blocks if isinstance(block, Chart)],
         "stacks": [asdict(block) for block in blocks if isinstance(block, Stack)],
         "explorers": [asdict(block) for block in blocks if isinstance(block, Explorer)],
-        "rollouts": [[*asdict(row).values()] for block in blocks if isinstance(block, Rollouts) for row in block.rows],
+        "rollouts": [
+            [*asdict(row).values()] for block in blocks if isinstance(block, ResponseTable) for row in block.rows
+        ],
     }
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -176,7 +178,7 @@ def block_html(block: Block) -> str:
             return f'<figure class="chart wide" id="{escape(id)}"><figcaption>Any metric</figcaption></figure>'
         case Lanes():
             return _lanes(block)
-        case Rollouts():
+        case ResponseTable():
             return _rollouts(block)
         case SampleBlock():
             return _sample(block)
@@ -288,7 +290,7 @@ def _token(token: Token, sample: SampleBlock) -> str:
     return f'<span class="t{shade}" title="{escape(sample.meaning)} {token.value:.3g}">{escape(token.text)}</span>'
 
 
-def _rollouts(table: Rollouts) -> str:
+def _rollouts(table: ResponseTable) -> str:
     """Writes an element that the script fills with a table, and links to further pages."""
     links = " ".join(f'<a href="{escape(address)}">{escape(label)}</a>' for label, address in table.links)
     more = f'<p class="note">More steps, a page each: {links}</p>' if links else ""

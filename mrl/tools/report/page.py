@@ -178,7 +178,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class StoredResponse:
     """A stored response of a training step. `reason`: why it has no score; "" where it has one."""
 
     step: int
@@ -191,14 +191,14 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class ResponseTable:
     """A table of responses with search and pages. `links`: label and address of pages with further ones."""
 
-    rows: tuple[Rollout, ...]
+    rows: tuple[StoredResponse, ...]
     links: tuple[tuple[str, str], ...] = ()
 
 
-Block = Paragraph | Items | Facts | Table | Text | Chart | Stack | Explorer | Lanes | SampleBlock | Pair | Rollouts
+Block = Paragraph | Items | Facts | Table | Text | Chart | Stack | Explorer | Lanes | SampleBlock | Pair | ResponseTable
 
 
 @dataclass(frozen=True)

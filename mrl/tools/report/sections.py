@@ -28,7 +28,7 @@ from mrl.tools.report.page import (
     PageSection,
     Pair,
     Paragraph,
-    Rollouts,
+    ResponseTable,
     SampleBlock,
     Series,
     Table,
@@ -303,7 +303,7 @@ def summary(run: RunRecord) -> Table:
     return Table(("metric", "unit", "steps", "first", "last", "smallest", "largest"), tuple(rows), (2, 3, 4, 5, 6))
 
 
-def samples(run: RunRecord, table: Rollouts | None = None) -> PageSection | None:
+def samples(run: RunRecord, table: ResponseTable | None = None) -> PageSection | None:
     """Makes the section with samples of the newest step, of the first and last validation, and a table of all."""
     blocks = [*_training(run), *_held_out(run), *([table] if table else [])]
     if blocks:

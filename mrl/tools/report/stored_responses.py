@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from mrl.errors import DataError
 from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import read_samples, readable
-from mrl.tools.report.page import Page, PageSection, Rollout, Rollouts
+from mrl.tools.report.page import Page, PageSection, ResponseTable, StoredResponse
 from mrl.tools.report.run_record import RunRecord
 from mrl.tools.report.samples import Decode, images_of, prompt_text, text_of, truth_of
 
@@ -28,7 +28,7 @@ class StepRollouts:
     """The responses of a step, and about how many bytes their texts take."""
 
     step: int
-    rows: tuple[Rollout, ...]
+    rows: tuple[StoredResponse, ...]
 
     @property
     def bytes(self) -> int:
@@ -45,7 +45,7 @@ def newest_first(run: RunRecord, decode: Decode | None) -> Iterator[StepRollouts
             continue  # the section of the newest step says what is damaged
 
 
-def _rollouts(folder: Path, step: int, decode: Decode | None) -> Iterator[Rollout]:
+def _rollouts(folder: Path, step: int, decode: Decode | None) -> Iterator[StoredResponse]:
     with readable(folder, step):
         file = folder / f"step-{step}.parquet"
         if file.exists():
@@ -57,7 +57,7 @@ def _rollouts(folder: Path, step: int, decode: Decode | None) -> Iterator[Rollou
             ]
         for number, row in enumerate(rows):
             prompt = prompt_text(row["prompt_ids"][:TEXT], images_of(row), decode)
-            yield Rollout(
+            yield StoredResponse(
                 step,
                 number,
                 float(row["score"]),
@@ -74,9 +74,11 @@ def _short(text: str) -> str:
     return f"{text[: TEXT - 6]} [...]"
 
 
-def rollout_table(run: RunRecord, decode: Decode | None, folder: str) -> tuple[Rollouts | None, list[tuple[str, Page]]]:
+def rollout_table(
+    run: RunRecord, decode: Decode | None, folder: str
+) -> tuple[ResponseTable | None, list[tuple[str, Page]]]:
     """Returns the report's table, and the pages beside it by file name in `folder`. Without `folder` there are none."""
-    rows: list[Rollout] = []
+    rows: list[StoredResponse] = []
     pages = []
     taken = 0
     for of_step in newest_first(run, decode):
@@ -85,11 +87,11 @@ def rollout_table(run: RunRecord, decode: Decode | None, folder: str) -> tuple[R
             rows += of_step.rows
         elif folder and taken <= FOLDER_BYTES:
             name = f"step-{of_step.step}.html"
-            section = PageSection("samples", f"Responses of step {of_step.step}", (Rollouts(of_step.rows),))
+            section = PageSection("samples", f"Responses of step {of_step.step}", (ResponseTable(of_step.rows),))
             pages.append((name, Page(f"{run.name}: step {of_step.step}", str(run.path), (section,))))
         else:
             break
     if not rows:
         return None, []
     links = tuple((name.removesuffix(".html").replace("-", " "), f"{folder}/{name}") for name, _ in pages)
-    return Rollouts(tuple(rows), links), pages
+    return ResponseTable(tuple(rows), links), pages
