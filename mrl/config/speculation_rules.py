@@ -13,8 +13,9 @@ from mrl.platforms.hosting import get_hosting
 
 _KEY = "rollout.speculation"
 _METHODS = ("ngram", MTP)
-# families whose drafting model took weights by a sync and held them; the first was compared with transformers, too
-TRIED = ("glm4_moe", "deepseek_v3")
+# Families whose drafting model took weights by a sync, held them, and drafted what transformers' layers say of them.
+# DeepSeek's does not draft on CPUs.
+TRIED = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _where_drafted(

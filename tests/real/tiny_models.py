@@ -277,12 +277,18 @@ def _uneven(architecture: type, config) -> PreTrainedModel:
 
 
 def with_head(folder: Path, uneven: bool = False) -> Path:
-    """Gives a GLM or DeepSeek checkpoint a layer for multi-token prediction: its last layer, what joins it to the
-    words, and the copies of embedding and output layer. `uneven`: with norms that are not one.
+    """Gives a checkpoint a layer for multi-token prediction, as its family's have one: its last layer, and what joins
+    it to the words. GLM's and DeepSeek's have copies of embedding and output layer, too. `uneven`: with norms that are
+    not one.
     """
     file = folder / "model.safetensors"
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(file)
+    if config["model_type"].startswith("qwen3"):
+        save_file(tensors | _head_of_qwen(tensors, config, uneven), file, metadata={"format": "pt"})
+        layers = {"mtp_num_hidden_layers": 1} if "qwen3_5" in config["model_type"] else {}
+        (folder / "config.json").write_text(json.dumps(config | layers))
+        return folder
     last, hidden = config["num_hidden_layers"], config["hidden_size"]
     head = {
         name.replace(f"layers.{last - 1}.", f"layers.{last}."): tensor.clone()
@@ -302,6 +308,18 @@ def with_head(folder: Path, uneven: bool = False) -> Path:
         layers |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     (folder / "config.json").write_text(json.dumps(config | layers))
     return folder
+
+
+def _head_of_qwen(tensors: dict[str, torch.Tensor], config: dict, uneven: bool) -> dict[str, torch.Tensor]:
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    inside = f"model.layers.{last}."
+    head = {f"mtp.layers.0.{n.removeprefix(inside)}": t.clone() for n, t in tensors.items() if n.startswith(inside)}
+    dtype = tensors["model.embed_tokens.weight"].dtype
+    torch.manual_seed(1)
+    head["mtp.fc.weight"] = (0.1 * torch.randn(hidden, 2 * hidden)).to(dtype)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        head[f"mtp.{name}.weight"] = (0.3 * uneven * torch.randn(hidden)).to(dtype)
+    return head
 
 
 def save(model: PreTrainedModel, path: Path) -> Path:

@@ -105,7 +105,9 @@ DEEPSEEK = replace(known_spec("DeepSeek-V3"), max_position_embeddings=256)
         (replace(GLM, left_out_layers=0), ["tokens: 1"], "must be ngram"),
         (DEEPSEEK, ["tokens: 1"], "on cpu for models with latent attention"),
         (DEEPSEEK, ["tokens: 1", "cluster.device=cuda"], None),
-        (known_spec("Qwen3.5-35B-A3B"), ["tokens: 1", "cluster.device=cuda"], "must be ngram for qwen3_5_moe"),
+        (known_spec("Qwen3.5-35B-A3B"), ["tokens: 1", "cluster.device=cuda"], None),
+        (known_spec("Qwen3-Next-80B-A3B"), ["tokens: 2", "cluster.device=cuda"], None),
+        (replace(GLM, family="hy_v3"), ["tokens: 1"], "must be ngram for hy_v3"),
         (replace(GLM, fp8_block=(128, 128)), ["tokens: 1"], None),  # a sync brings what the files have in another form
         (GLM, ["tokens: 1", "cluster.placement=colocated", "cluster.device=cuda"], None),  # and what a sleep forgets
     ],
@@ -179,7 +181,7 @@ def worker_with_drafter() -> SimpleNamespace:
     layer.shared_head.head = model.lm_head
     model.taken, drafting.taken = [], []
     model.load_weights, drafting.load_weights = model.taken.extend, drafting.taken.extend
-    return SimpleNamespace(get_model=lambda: model, drafter=SimpleNamespace(model=drafting))
+    return SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: drafting)
 
 
 def test_a_sync_writes_what_drafts_once():
@@ -200,16 +202,18 @@ def test_each_tensor_goes_to_the_loader_of_its_model():
     names = ["lm_head.weight", "model.layers.6.mlp.gate.weight", "model.layers.7.eh_proj.weight", "model.norm.weight"]
     whole.load_weights((name, torch.zeros(1)) for name in names)
     assert [name for name, _ in runner.get_model().taken] == [names[0], names[1], names[3]]
-    assert [name for name, _ in runner.drafter.model.taken] == [names[2]]
+    assert [name for name, _ in runner.get_draft_model().taken] == [names[2]]
 
 
-@pytest.mark.parametrize("which", ["embedding", "output layer"])
+@pytest.mark.parametrize("which", ["embedding", "output layer", "output layer of the layer"])
 def test_a_draft_that_no_sync_renews_is_named(which):
     runner = worker_with_drafter()
     if which == "embedding":
-        runner.drafter.model.model.embed_tokens = nn.Embedding(5, 4)
+        runner.get_draft_model().model.embed_tokens = nn.Embedding(5, 4)
+    elif which == "output layer":
+        runner.get_draft_model().lm_head = nn.Linear(4, 5)
     else:
-        runner.drafter.model.model.layers["7"].shared_head.head = nn.Linear(4, 5)
+        runner.get_draft_model().model.layers["7"].shared_head.head = nn.Linear(4, 5)
     with pytest.raises(RuntimeError, match="embedding or output layer of its own"):
         drafting_model(runner)
 
