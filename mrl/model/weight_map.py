@@ -154,9 +154,9 @@ class PredictingNames:
     layer: str
     embedding_norm: str
     hidden_norm: str
-    join: str
+    join: str  # the projection of both
     last_norm: str
-    # (name of an own weight), and the prefix of the others, in what mrl/engine/drafter.py shows of vLLM's drafting model
+    # (name of an own weight), and the prefix of the others, in vLLM's drafting model as mrl/engine/drafter.py shows it
     own_in_vllm: Callable[[str], str]
     layer_in_vllm: str
     join_in_vllm: Split  # how workers of vLLM divide the projection

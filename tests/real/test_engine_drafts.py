@@ -13,7 +13,17 @@ import torch
 from deadlines import END_S, RUN_S
 from engine_driver import run_engine
 from predicting_oracle import Oracle
-from tiny_models import save, tiny_glm, tiny_kinds, tiny_kinds_moe, tiny_latent, tiny_moe, tiny_next, with_head
+from tiny_models import (
+    eagle_head,
+    save,
+    tiny_glm,
+    tiny_kinds,
+    tiny_kinds_moe,
+    tiny_latent,
+    tiny_moe,
+    tiny_next,
+    with_head,
+)
 
 pytestmark = pytest.mark.real
 
@@ -35,11 +45,13 @@ def config(path, method: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
+@pytest.mark.parametrize("method", ["ngram", "mtp", pytest.param("head", marks=pytest.mark.long)])
 def test_with_drafts_log_probs_are_transformers_and_a_seed_repeats_in_any_order(tmp_path, method):
-    if method == "ngram":
+    if method != "mtp":
         model = tiny_moe(vocab_size=WORDS)
         path = save(model, tmp_path / "model")
+        if method == "head":
+            method = str(eagle_head(tmp_path / "head", model.config, WORDS // 2))
     else:
         model = tiny_glm(vocab_size=WORDS)
         path = with_head(save(model, tmp_path / "model"))

@@ -30,7 +30,9 @@ CASES = {
     "tensor and expert ranks": (tiny_glm, 2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
     "stages": (tiny_glm, 2, {"pipeline_model_parallel_size": 2, "pipeline_layers": [4, 0]}),
     "tensor and expert ranks, Qwen3-Next": (
-        tiny_next, 2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+        tiny_next,
+        2,
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
     ),
     "stages, tied": (tiny_kinds, 2, {"pipeline_model_parallel_size": 2}),
     "replicas": (tiny_latent, 2, {}),

@@ -322,6 +322,44 @@ def _head_of_qwen(tensors: dict[str, torch.Tensor], config: dict, uneven: bool) 
     return head
 
 
+def eagle_head(folder: Path, config, words: int) -> Path:
+    """A random EAGLE-3 head for a model of this configuration, as published ones lie in their folders: it drafts every
+    second word, `words` of them, and reads the states behind the first three layers.
+    """
+    torch.manual_seed(2)
+    hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_dim
+    of_keys = config.num_key_value_heads * size
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj.weight": (heads * size, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (of_keys, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (of_keys, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads * size),
+        "midlayer.mlp.gate_proj.weight": (96, hidden),
+        "midlayer.mlp.up_proj.weight": (96, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, 96),
+        "lm_head.weight": (words, hidden),
+    }
+    tensors = {name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}
+    for norm in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
+        tensors[f"{norm}.weight"] = 1 + 0.1 * torch.randn(hidden)
+    drafted = 2 * torch.arange(words)
+    tensors["d2t"] = drafted - torch.arange(words)
+    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, drafted, True)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": hidden,
+        "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": size, "intermediate_size": 96, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "vocab_size": config.vocab_size, "draft_vocab_size": words, "tie_word_embeddings": False,
+        "max_position_embeddings": config.max_position_embeddings, "attention_bias": False, "mlp_bias": False,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(own))
+    return folder
+
+
 def save(model: PreTrainedModel, path: Path) -> Path:
     model.save_pretrained(path)
     return path
