@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from deadlines import END_S, RUN_S
+from deadlines import RUN_S
 from engine_driver import run_engine
 from predicting_oracle import Oracle
 from tiny_models import (
@@ -75,7 +75,7 @@ def told(program: str, *arguments: str) -> dict:
     here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": str(here.parents[1]), "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(here / program), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=END_S)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
