@@ -14,7 +14,7 @@ from mrl.platforms.hosting import get_hosting
 
 _KEY = "rollout.speculation"
 _METHODS = (NGRAM, MTP)
-TRIED_WITH_HEADS = ("qwen3_moe", "qwen3")
+TRIED_WITH_HEADS = ("qwen3_moe",)
 # Families whose drafting model took weights by a sync, held them, and drafted what transformers' layers say of them.
 # DeepSeek's does not draft on CPUs.
 TRIED = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
