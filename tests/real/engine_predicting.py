@@ -42,7 +42,7 @@ def main(folder: Path, other: Path, asked: str) -> dict:
     llm = LLM(
         str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, skip_tokenizer_init=True,
         generation_config="vllm", logprobs_mode="processed_logprobs", disable_log_stats=False,
-        worker_cls="mrl.engine.cpu_worker.CpuWorker",
+        worker_cls="mrl.engine.cpu_worker.CpuWorker", enable_prefix_caching=asked != "firsts",
         speculative_config={"method": "mtp", "num_speculative_tokens": DRAFTED},
     )  # fmt: skip
     worker = worker_of(llm)
