@@ -17,7 +17,7 @@ _METHODS = (NGRAM, MTP)
 TRIED_WITH_HEADS = ("qwen3_moe",)
 # Families whose drafting model took weights by a sync, held them, and drafted what transformers' layers say of them.
 # DeepSeek's does not draft on CPUs.
-TRIED = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+TRIED = ("glm4_moe", "deepseek_v3")
 
 
 def _where_drafted(
