@@ -15,7 +15,7 @@ _PHASES = (
 )  # fmt: skip
 _TERMS = (
     "kv_cache", "optimizer", "sync_staging", "engine_weights", "activations", "parameters", "gradients",
-    "log_prob", "temporaries", "other", "teacher", "reference", "critic",
+    "log_prob", "temporaries", "other", "teacher", "reference", "critic", "engine_working_set",
 )  # fmt: skip
 
 
