@@ -177,7 +177,7 @@ def from_verl() -> str:
         }
         said = here.get(row.kind) or _targets(HANDLERS[key])
         if row.said:
-            said = "only " + " or ".join(f"`{value}`" for value in dict.fromkeys(map(str, row.said)))
+            said = "only " + " or ".join(f"`{value}`" for value in dict.fromkeys(row.said))
         if (
             row.kind == "to"
             and row.to not in keys()

@@ -287,6 +287,9 @@ def _positions(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if model.is_wrapped:
         why = "engines would read it from the configuration inside that of the text model"
         yield Violation(key, "must be left out for the text model of one that also reads images", why)
+    if config.rollout.drafts_with_model:
+        why = "vLLM makes the predicting layer's table of angles by the checkpoint's own number"
+        yield Violation(key, "must be left out with rollout.speculation.method mtp", why)
     if config.rollout.vllm_kwargs.get("hf_overrides"):
         yield Violation(f"{_VLLM}.hf_overrides", f"must be left out beside {key}", "mrl itself sets the number there")
     if not (Path(config.model.path) / "config.json").is_file():

@@ -61,6 +61,18 @@ def test_more_positions_that_would_turn_heads_otherwise_are_refused(stretch):
     assert f"rope_type {stretch.kind}" in only(*small, model=model).rule
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("rollout.speculation={method: mtp, tokens: 1}", "method mtp"),
+        ("rollout.engine_kwargs={vllm: {hf_overrides: {rope_theta: 1}}}", "beside model.max_position_embeddings"),
+    ],
+)
+def test_more_positions_that_not_all_of_an_engine_would_know_are_refused(given, words):
+    assert words in " ".join(map(str, broken("model.max_position_embeddings=256", given)))
+    assert words not in " ".join(map(str, broken(given)))
+
+
 @pytest.mark.parametrize(("uses", "allowed"), [({}, False), ({"use_sliding_window": False}, True)])
 def test_more_positions_than_a_window_that_none_of_its_own_left_are_refused(tmp_path, uses, allowed):
     config = {"sliding_window": 128, "max_position_embeddings": 128, "model_type": "qwen2"} | uses

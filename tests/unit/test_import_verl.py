@@ -1338,7 +1338,7 @@ def test_below_a_free_mapping_of_verls_any_name_is_one(key):
         (("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=1023",), "unsupported"),
         (("reward_model.reward_manager=prime",), "renamed"),
         (("actor_rollout_ref.model.override_config.max_position_embeddings=null",), "implied"),
-        (("+actor_rollout_ref.model.override_config.model_config.max_position_embeddings=32768",), "renamed"),
+        (("+actor_rollout_ref.model.override_config.model_config.max_position_embeddings=65536",), "renamed"),
         (
             (
                 "actor_rollout_ref.model.override_config.max_position_embeddings=40960",
@@ -1356,6 +1356,20 @@ def test_below_a_free_mapping_of_verls_any_name_is_one(key):
         (("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",), "carried"),
         (("actor_rollout_ref.model.custom_chat_template='{{ messages }}'",), "renamed"),
         (("actor_rollout_ref.model.custom_chat_template=null",), "implied"),
+        (
+            (
+                "actor_rollout_ref.model.override_config.max_position_embeddings=8192",
+                "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+            ),
+            "implied",
+        ),
+        (
+            (
+                "actor_rollout_ref.model.override_config.max_position_embeddings=1023",
+                "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+            ),
+            "renamed",
+        ),
         (("actor_rollout_ref.model.exclude_modules='.*visual.*'", "actor_rollout_ref.model.lora_rank=8"), "implied"),
         (("actor_rollout_ref.model.exclude_modules='.*proj.*'", "actor_rollout_ref.model.lora_rank=8"), "unsupported"),
         (("actor_rollout_ref.model.exclude_modules=[q_proj]", "actor_rollout_ref.model.lora_rank=8"), "unsupported"),

@@ -197,6 +197,13 @@ def _positions(o: Override, out: Import, settings: VerlSettings) -> None:
     model = settings.model
     if o.value is None or (model is not None and model.max_position_embeddings == o.value):
         out.leave("implied", o.key, o.value, "it is the checkpoint's own", o.line)
+    elif (
+        model is not None
+        and model.rotation.kind in FREE_OF_LENGTH
+        and isinstance(o.value, int)
+        and settings.longest <= o.value < model.max_position_embeddings
+    ):
+        out.leave("implied", o.key, o.value, "no sample is longer, and the checkpoint has more", o.line)
     elif model is not None and (model.rotation.kind not in FREE_OF_LENGTH or model.is_wrapped):
         why = f"this model's angles depend on it (rope_type {model.rotation.kind}): write it into its config.json"
         if model.is_wrapped:

@@ -380,15 +380,12 @@ ROWS: dict[str, KeyRow] = {
     },
     "distillation.distillation_loss.topk": _SPECIAL,
     "distillation.distillation_loss.log_prob_min_clamp": _SPECIAL,
-    "distillation.distillation_loss.kd_temperature": _missing(
-        "the teacher scores at the temperature of the samples", 1.0, 1
-    ),
     "distillation.distillation_loss.": _nothing(
         "rewards and teacher go through one policy loss (algorithm.policy_loss)"
     ),
     "distillation.teacher_models.": _SPECIAL,
     "distillation.teacher_model.": _SPECIAL,
-    "distillation.teacher_key": _missing("a run has one teacher", "data_source", "default"),
+    "distillation.teacher_key": _implied("a run has one teacher, to whom verl sends every sample whatever it says"),
     "distillation.": _nothing("the teacher computes on the actor's ranks"),
     "async_training.": _SPECIAL,
     "rollout.nnodes": _SPECIAL,
