@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from mrl.config.load import load_config
 from mrl.config.places import image_store
 from mrl.config.schema import RunConfig, with_values
-from mrl.driver.replay_views import KEPT, Weights, compared_views, viewed, weights_of
+from mrl.driver.replay_views import KEPT, SHOWN_ROWS, Weights, compared_views, fitting, viewed, weights_of
 from mrl.driver.step_batch import StepBatch
 from mrl.driver.stored_step import stored_rollouts
 from mrl.driver.update import gradient_norms
@@ -62,6 +62,10 @@ class OwnRank:
         self._step = RankStep(self._actor, rows)
         scored, returns = self._step.score(own, samples, handed)
         return [scored] * len(arguments), [returns] * len(arguments)
+
+    def shown(self, rows: np.ndarray) -> np.ndarray | None:
+        """Returns this rank's log-probs of the tokens of those of `rows` that it answers for; None: of none."""
+        return self._step.shown(rows, False)
 
     def each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str) -> list[Any]:
         return [getattr(self._step, method)(*arguments[self._actor.rank])] * len(arguments)
@@ -124,8 +128,8 @@ class Snapshot:
         torch.set_rng_state(self._random)
 
 
-def built(config: RunConfig, rank: int, port: int, checkpoint: str | None) -> Any:
-    """Builds this rank's part of the actor as ActorWorker.start does, and loads it."""
+def built(config: RunConfig, rank: int, port: int, checkpoint: str | None, any_dtype: bool = False) -> Any:
+    """Builds this rank's part of the actor as ActorWorker.start does, and loads it. `any_dtype`: of load_rank."""
     layout = config.actor.layout
     cuts = layout.tensor_model_parallel_size * layout.context_parallel_size > 1
     set_communicator_defaults()
@@ -137,14 +141,20 @@ def built(config: RunConfig, rank: int, port: int, checkpoint: str | None) -> An
 
     actor = MegatronActor(config, rank, layout.world_size, "127.0.0.1", port)
     if checkpoint is not None:
-        load_rank(actor, Path(checkpoint))
+        load_rank(actor, Path(checkpoint), any_dtype=any_dtype)
     return actor
 
 
 def one_step(
-    actor: Any, step: int, rollouts: Rollouts, kl_coef: float | None, left_out: np.ndarray | None = None
+    actor: Any,
+    step: int,
+    rollouts: Rollouts,
+    kl_coef: float | None,
+    left_out: np.ndarray | None = None,
+    see: Callable[[StepBatch], None] = lambda batch: None,
 ) -> dict[str, float]:
-    """Scores a step and updates the weights. `left_out`, bool [rows], marks rows that do not count.
+    """Scores a step and updates the weights. `left_out`, bool [rows], marks rows that do not count. `see(batch)` is
+    called in between.
 
     `kl_coef` is the weight of a KL in the step's rewards; None: that of the configuration.
 
@@ -158,6 +168,7 @@ def one_step(
         counted = counted & ~left_out
     parts = {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys}
     scored = batch.score(rollouts.rewards, counted, parts, algorithm.needs_reference, kl_coef)
+    see(batch)
     answers, metrics = batch._actor.each("update", [()] * actor.layout.world_size, "update")[0]
     own = json.dumps([dict(scored.metrics) | metrics, [dict(part) for part in answers]])
     told = [json.loads(data) for data in actor.gather_bytes(own.encode())]
@@ -262,10 +273,12 @@ def main(rank: int, port: int, folder: Path) -> None:
     run = Path(order["run"])
     config = load_config(folder / "config.yaml").config
     config = with_values(config, {"trainer.total_training_steps": order["total_steps"]} | order["settings"])
-    actor = built(config, rank, port, order["checkpoint"])
+    actor = built(config, rank, port, order["checkpoint"], "model.dtype" in order["settings"])
     actor.see_images(image_store(config, run))
     clock = Time(actor, begun + order["seconds"])
-    answer: dict[str, Any] = {"steps": {}, "differences": {}, "views": [], "experiments": {}, "file": None}
+    answer: dict[str, Any] = {
+        "steps": {}, "differences": {}, "views": [], "experiments": {}, "file": None, "served": None, "log_probs": {}
+    }  # fmt: skip
     older: dict[int, Weights] = {}  # by version
     control = config.algorithm.kl_ctrl
     kl_coef: float | None = order["kl_coef"]
@@ -279,7 +292,11 @@ def main(rank: int, port: int, folder: Path) -> None:
         if order["views"] and is_last:
             answer["views"] = _views(actor, step, rollouts, older, clock, order["floor"])
             start.restore()
-        metrics = one_step(actor, step, rollouts, kl_coef)
+        see = lambda batch: None  # noqa: E731
+        if order["served"] and is_last and not fitting(answer["views"]):
+            answer["served"] = _weights_written(actor, Path(order["served"]))
+            see = lambda batch, rank=rank: answer["log_probs"].update(_log_probs(batch, rank))  # noqa: E731
+        metrics = one_step(actor, step, rollouts, kl_coef, see=see)
         answer["steps"][step] = metrics
         found = unlike(order["stored"][str(step)], metrics)
         if found:
@@ -311,6 +328,40 @@ def _views(
         return ranks.row_gaps
 
     return compared_views(actor, older, gaps, lambda: clock.is_left(VIEWS_UNTIL), floor)
+
+
+def _log_probs(batch: StepBatch, rank: int) -> dict[int, list[float]]:
+    """Returns the log-probs that this rank answers for, of the rows that differ most from generation, by sample id."""
+    gap, tokens = batch._actor.row_gaps
+    rows = np.sort(np.argsort(-gap / np.maximum(tokens, 1))[:SHOWN_ROWS])
+    told = batch._actor.shown(rows)
+    if told is None:
+        return {}
+    own = batch._own_among(rows, batch._replica_of[rank])
+    ends = np.cumsum(batch.rows.response_lengths[own])
+    return dict(
+        zip(batch.rows.sample_id[own].tolist(), (part.tolist() for part in np.split(told, ends)[:-1]), strict=True)
+    )
+
+
+def _weights_written(actor: Any, folder: Path) -> dict[str, Any]:
+    """Writes this rank's weights as a checkpoint of weights alone has them. Returns their description."""
+    from mrl.checkpoint.manifest import RankFiles, StoredTensor, described
+    from mrl.checkpoint.open_checkpoint import weight_role
+    from mrl.rank.rank_parameters import rank_parameters
+    from mrl.rank.rank_save import rank_file, write_tensors
+
+    file = rank_file(actor.rank)
+    entries, tensors = [], {}
+    for each in rank_parameters(actor):
+        shard = each.shard
+        if shard.primary == actor.rank:
+            role = weight_role(shard)
+            entries.append(StoredTensor(file, f"{role}/{each.key}", role, shard.local_shape, None, shard.pieces))
+            tensors[entries[-1].key] = each.parameter.detach().cpu().contiguous()
+    nothing = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
+    part = RankFiles(tuple(entries), {file: write_tensors(folder / file, tensors)}, nothing)
+    return described(folder, actor.rank, part).to_json()
 
 
 def _written(actor: Any, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ the differences are gone, engines had that. Views are plain data, `{"kind": ...,
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ from mrl.model.rotation import Linear, Yarn
 View = Mapping[str, Any]
 Weights = dict[str, Any]  # tensor by a rank's name of the parameter
 KEPT = 3  # earlier versions of the weights that a replay keeps
+SHOWN_ROWS = 32  # whose log-probs a replay returns
 MOST_EXPERTS = 128  # of all layers, up to which each one is tried
 _EXPERT = re.compile(r"layers\.(\d+)\..*experts\.(\d+)\.")
 _FACTORS = (2.0, 4.0, 8.0)
@@ -235,6 +236,16 @@ def compared_views(
     if not is_found():
         answers += map(tried, experts_of(actor, older))
     return answers
+
+
+def fitting(views: Sequence[View]) -> list[View]:
+    """Returns the views that leave at most half of the difference of the step's own model, which is the first of them,
+    the best first.
+    """
+    if not views or "gap" not in views[0]:
+        return []
+    best = sorted((view for view in views[1:] if "fits" in view), key=lambda view: view["fits"])
+    return [view for view in best if view["fits"] <= views[0]["gap"] / 2]
 
 
 def _searched(kind: str, low: float, high: float, tried: Callable[[View], dict[str, Any]]) -> dict[str, Any]:

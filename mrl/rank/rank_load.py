@@ -99,11 +99,12 @@ class BytesRead:
     loaded: int
 
 
-def load_rank(actor, folder: Path, kind: str = ACTOR) -> BytesRead:
+def load_rank(actor, folder: Path, kind: str = ACTOR, any_dtype: bool = False) -> BytesRead:
     """Loads a checkpoint into a freshly built actor of the same or another layout. All ranks call it together.
 
-    `kind`: CRITIC if `actor` is a critic, which is loaded after the actor. Random states are restored only at the
-    layout that wrote them. A checkpoint converted from weights alone gives a fresh start. Raises EnvironmentFault for
+    `kind`: CRITIC if `actor` is a critic, which is loaded after the actor. `any_dtype`: also one of another number
+    format, whose rounded weights become the master weights. Random states are restored only at the layout that wrote
+    them. A checkpoint converted from weights alone gives a fresh start. Raises EnvironmentFault for
     one that is damaged or of another model. Only the rank that detects it raises, while others may wait.
     """
     whole = read_manifest(folder)
@@ -112,7 +113,7 @@ def load_rank(actor, folder: Path, kind: str = ACTOR) -> BytesRead:
         manifest = whole.of_critic
     if not manifest.ranks:
         raise EnvironmentFault(f"{folder}: a checkpoint without a critic, and algorithm.adv_estimator needs one")
-    _check_model(actor, manifest, folder)
+    _check_model(actor, manifest, folder, any_dtype)
     checked = share_of_files(manifest.files_of_ranks(), actor.rank, actor.layout.world_size)
     check_files(folder, checked, THREADS)
     dist.barrier()  # no rank reads a file that another rank has not compared yet
@@ -204,7 +205,7 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _check_model(actor, manifest: Manifest, folder: Path) -> None:
+def _check_model(actor, manifest: Manifest, folder: Path, any_dtype: bool) -> None:
     if not _is_same_model(manifest.model, actor.trained):
         raise EnvironmentFault(f"{folder}: not a checkpoint of the model in model.path {actor.config.model.path}")
     if bool(manifest.adapters) != (actor.lora is not None):
@@ -212,7 +213,7 @@ def _check_model(actor, manifest: Manifest, folder: Path) -> None:
         raise EnvironmentFault(
             f"{folder}: a checkpoint of {kind}, and actor.lora.rank is {actor.config.actor.lora.rank}"
         )
-    if manifest.dtype != actor.config.model.dtype:
+    if manifest.dtype != actor.config.model.dtype and not any_dtype:
         raise EnvironmentFault(
             f"{folder}: weights are {manifest.dtype}, model.dtype is {actor.config.model.dtype}; "
             "set model.dtype to match"

@@ -22,6 +22,7 @@ from world import PRESET, ROOT, mrl, overrides
 PLANTED = ROOT / "tests" / "real" / "planted"
 RESPONSES = 64  # of a step
 AFTER = 4  # steps from the first broken one to the end
+HEALTHY = 14  # steps of a run without a fault: six of them are judged by a band
 SOURCES = ("tiny/first", "tiny/second")
 USUAL = {
     "trainer__save_freq": 5, "trainer__test_freq": -1, "trainer__val_before_train": False,
@@ -154,7 +155,7 @@ def _train(
 
 def judged(world: Path, folder: Path, cause: Cause | None, seed: int) -> dict[str, Any]:
     """Runs a cause (None: a healthy run), lets it be explained, and says whether the first verdict names it."""
-    first = first_step(cause, seed) if cause else 15
+    first = first_step(cause, seed) if cause else HEALTHY - AFTER
     run_dir = folder / f"{cause.name if cause else 'healthy'}-{seed}"
     began = time.monotonic()
     trained(world, run_dir, cause, seed, first)
@@ -169,6 +170,7 @@ def judged(world: Path, folder: Path, cause: Cause | None, seed: int) -> dict[st
         "seed": seed,
         "planted": first if cause else None,
         "found": found["step"],
+        "repeats": found["repeats"],
         "kind": told["kind"],
         "verdict": told["cause"],
         "right": _is_right(cause, told) if cause else not verdicts,

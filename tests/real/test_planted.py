@@ -7,12 +7,6 @@ from pathlib import Path
 import pytest
 from planted_causes import CAUSES, judged, warm_world
 
-# named in a whole run; `python tests/real/planted_causes.py` plants the others, too
-NAMED = (
-    "stale_expert", "router", "routes", "softmax", "gradients", "learning_rate", "pays_length", "flipped",
-    "temperature", "clip", "adam_lost", "old_weights", "not_a_number", "kl_sign", "truths",
-)  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
@@ -21,7 +15,15 @@ def world(tmp_path_factory) -> Path:
 
 @pytest.mark.real
 @pytest.mark.long
-@pytest.mark.parametrize("cause", [each for each in CAUSES if each.name in NAMED], ids=lambda cause: cause.name)
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
 def test_the_first_verdict_names_what_was_planted(world, tmp_path, cause):
     line = judged(world, tmp_path, cause, int(os.environ.get("MRL_PLANTED_SEED", "0")))
     assert line["right"], json.dumps(line)
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_of_twenty_healthy_runs_at_most_one_is_called_broken_and_all_repeat(world, tmp_path):
+    lines = [judged(world, tmp_path, None, seed) for seed in range(int(os.environ.get("MRL_HEALTHY_RUNS", "20")))]
+    assert all(line["repeats"] for line in lines), lines
+    assert sum(not line["right"] for line in lines) <= 1, lines

@@ -37,8 +37,9 @@ from mrl.tools.explain.band import (
     usual,
 )
 from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
-from mrl.tools.explain.experiments import effects, experiments_of, guesses_of, likeness
+from mrl.tools.explain.experiments import effects, experiments_of, guesses_of, likeness, other_ways
 from mrl.tools.explain.explain import Explanation, LikelyCause, explain, lines, of_views
+from mrl.tools.explain.layers import AgainstTransformers, StoredRow, first_difference, in_words, verdict
 from mrl.tools.explain.replay import Replay, StoredRun, replay
 from mrl.tools.explain.rewards import Rescorer, ScoredResponses, of_rewards, of_sources, rescorer
 from mrl.tools.explain.signs import drift, signs
@@ -761,3 +762,98 @@ def test_signs_say_what_drifts():
     longer = rise + noise
     (pays,) = signs(steps_of(critic__score__mean=longer, response_length__mean=10 * longer))
     assert "as far as responses become longer" in pays.words
+
+
+# ---------------------------------------------------------------- engines against transformers
+
+LAYERS, TOKENS, EXPERTS = 3, 40, 8
+
+
+def states(seed: int = 0) -> dict[str, np.ndarray]:
+    """Hidden states of some tokens; each has two of the experts."""
+    rng = np.random.default_rng(seed)
+    names = [f"{part}.{layer}" for layer in range(LAYERS) for part in ("attention", "layer")]
+    found = {name: rng.normal(size=(TOKENS, 16)) for name in ("embedded", *names)}
+    return found | {f"router.{layer}": rng.normal(size=(TOKENS, EXPERTS)) for layer in range(LAYERS)}
+
+
+def from_layer(layer: int, where=slice(None), attention: bool = False) -> dict[str, np.ndarray]:
+    """The same states, but those of a layer's tokens `where`, and of all tokens after it."""
+    found = states()
+    for later in range(layer, LAYERS):
+        rows = where if later == layer else slice(None)
+        for part in ("attention", "layer") if later > layer or attention else ("layer",):
+            found[f"{part}.{later}"][rows] *= 1.5
+    return found
+
+
+def test_the_first_layer_token_and_expert_that_differ_are_named():
+    theirs = states()
+    chosen = np.argsort(-theirs["router.1"], axis=-1)[:, :2]
+    of_third = (chosen == 3).any(axis=-1)
+    assert 0 < of_third.sum() < TOKENS
+    other_choice = from_layer(1, np.arange(TOKENS) >= 5)
+    other_choice["router.1"][5:] *= -1
+    rows = [
+        StoredRow(7, list(range(30)), 4, np.zeros(26), np.zeros(26)),
+        StoredRow(9, list(range(10)), 4, *[np.zeros(6)] * 2),
+    ]
+    for one, part, layer, token, words in (
+        (
+            from_layer(1, attention=True),
+            "attention",
+            1,
+            0,
+            "layer 1 is the first that differs, at token 0 of response 7",
+        ),
+        (
+            from_layer(1, of_third),
+            "experts",
+            1,
+            int(np.flatnonzero(of_third)[0]),
+            "its expert 3, whose tokens all differ",
+        ),
+        (from_layer(0, np.arange(TOKENS) >= 35), "experts", 0, 35, "at token 5 of response 9"),
+        (other_choice, "router", 1, 5, "its router, which chose experts"),
+        (states() | {"embedded": 2 * theirs["embedded"]}, "embedding", -1, 0, "the embedding is the first"),
+        (states(), "output", LAYERS, 0, "all layers agree"),
+    ):
+        place = first_difference(one, theirs, LAYERS, 2, 1e-3)
+        assert (place.part, place.layer, place.token) == (part, layer, token)
+        assert words in in_words(place, LAYERS, rows)
+    dense = {name: value for name, value in from_layer(2).items() if not name.startswith("router")}
+    assert "feed-forward" in in_words(first_difference(dense, theirs, LAYERS, 0, 1e-3), LAYERS, rows)
+
+
+def test_transformers_says_whether_engines_or_ranks_are_wrong():
+    for (engines, ranks, fresh, place), kind, words in (
+        (
+            (0.1, 1e-6, 0.1, "layer 1 is the first"),
+            "engines",
+            "engines compute other probabilities than transformers; layer 1",
+        ),
+        ((0.1, 1e-6, 1e-7, ""), "engines", "and a fresh engine with these weights does not"),
+        ((1e-6, 0.1, 1e-7, ""), "ranks", "the ranks compute other probabilities"),
+        ((0.1, 0.12, 0.1, "layer 0"), "engines", "engines and ranks compute"),
+    ):
+        told = verdict(AgainstTransformers(engines, ranks, fresh, 32, place))
+        assert told[0] == kind and words in told[1] and "32 responses" in told[2]
+
+
+def test_other_layouts_and_numbers_come_last(tmp_path, monkeypatch):
+    """Nothing removes the break, but one tensor rank for two."""
+    ways = [way.order["settings"] for way in other_ways(config_of(tmp_path, "model.dtype=bfloat16"))]
+    tensor = {"actor.layout.tensor_model_parallel_size": 1, "actor.layout.sequence_parallel": False}
+    expert = {"actor.layout.expert_model_parallel_size": 1}
+    assert ways == [{"model.dtype": "float32"}, tensor | expert, tensor, expert]
+    run = a_run(tmp_path / "run", monkeypatch)
+    usual = explaining.replay
+
+    def replayed(stored_run, step, *orders, settings=None, **further):
+        if not settings:
+            return usual(stored_run, step, *orders, **further)
+        return Replay(6, step, {"actor/grad_norm": 1.0}, 0, {12: [("actor/grad_norm", 8.0, 1.0)]}, None, {}, {}, 1.0)
+
+    monkeypatch.setattr(explaining, "replay", replayed)
+    first = explain(run.path).verdicts[0]
+    assert first.kind == "ranks" and "tensor_model_parallel_size 1" in first.cause and first.removes > 0.9

@@ -138,12 +138,15 @@ def of_length(now: StepSamples, before: Sequence[StepSamples]) -> str:
 
 
 EVERYWHERE = "it is the same in all responses and places: weights or arithmetic of a whole engine"
+NOT_KEPT = "where, the samples do not say"
 
 
 def of_mismatch(samples: StepSamples) -> list[str]:
-    """Says where generation and training differ, the most telling first; empty where they agree or nothing is known."""
+    """Says where generation and training differ, the most telling first; empty where they agree."""
     known = samples.gaps[np.isfinite(samples.gaps)]
-    if not len(known) or known.mean() < _LEAST_GAP:
+    if not len(known):
+        return [NOT_KEPT]
+    if known.mean() < _LEAST_GAP:
         return []
     found = []
     rows = np.flatnonzero(stands_out(samples.gaps) & (samples.gaps > known.mean()))

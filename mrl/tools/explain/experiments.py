@@ -1,7 +1,7 @@
 """Experiments with a step: what is changed, one thing at a time, and how much of the break each removes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,16 @@ REMOVES = 0.5  # share of a break that an experiment must remove to be a verdict
 
 @dataclass(frozen=True)
 class Experiment:
-    """One change. `order`: what a rank is told. `cause`: the verdict if it removes the break, `cure`: what to do."""
+    """One change. `order`: what a rank is told. If it removes the break, the verdict is `cause`, of `kind`.
+
+    `cure`: what to do.
+    """
 
     name: str
     order: Mapping[str, Any]
     cause: str
     cure: str
+    kind: str = "recipe"
 
 
 def experiments_of(config: RunConfig, samples: StepSamples) -> list[Experiment]:
@@ -85,8 +89,61 @@ def experiments_of(config: RunConfig, samples: StepSamples) -> list[Experiment]:
                 "look at algorithm.rollout_correction and rollout_corr/*",
             )
         )
+    if config.actor.use_dynamic_bsz or config.actor.ppo_micro_batch_size_per_gpu > 1:
+        one = dict.fromkeys(("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"), 1)
+        found.append(
+            replace(
+                _of_settings(
+                    "with one response in each micro-batch",
+                    {f"actor.{name}": value for name, value in ({"use_dynamic_bsz": False} | one).items()},
+                    "the cut of the batch into micro-batches changes the step, which it must not",
+                    "compare actor.use_dynamic_bsz, use_remove_padding and micro-batches with what the ranks compute",
+                ),
+                kind="ranks",
+            )
+        )
     found += _of_rows(samples)
     return found
+
+
+_DEGREES = {
+    "tensor_model_parallel_size": {"sequence_parallel": False},
+    "context_parallel_size": {},
+    "expert_model_parallel_size": {"expert_tensor_parallel_size": None},
+}
+
+
+def other_ways(config: RunConfig) -> list[Experiment]:
+    """Returns experiments for which ranks start anew: another number format, and other layouts, all degrees at 1 first.
+
+    Their steps are those from the checkpoint on, so the weights before the last one are nearly the run's.
+    """
+    found = []
+    if config.model.dtype == "bfloat16":
+        found.append(
+            _of_settings(
+                "in float32",
+                {"model.dtype": "float32"},
+                "the ranks' numbers in bfloat16",
+                "look at actor/grad_norm and the logits; model.dtype: float32, or routers and heads in float32",
+            )
+        )
+    layout = config.actor.layout
+    cut = [name for name in _DEGREES if getattr(layout, name) > 1]
+    for names in [cut, *([name] for name in cut if len(cut) > 1)] if cut else []:
+        settings = dict.fromkeys(names, 1)
+        for name in names:
+            settings |= {key: value for key, value in _DEGREES[name].items() if getattr(layout, key) != value}
+        words = ", ".join(f"{name} 1" for name in names)
+        found.append(
+            _of_settings(
+                f"with {words}",
+                {f"actor.layout.{name}": value for name, value in settings.items()},
+                f"the layout: with {words} the step is another one",
+                "look at links and devices of these groups (mrl doctor), and at logs/actor-rank-N.log",
+            )
+        )
+    return [replace(each, kind="ranks") for each in found]
 
 
 def guesses_of(config: RunConfig, replicas: int) -> list[Experiment]:
@@ -206,6 +263,7 @@ def _of_rows(samples: StepSamples) -> list[Experiment]:
                     {"rows": rows.tolist()},
                     f"{len(rows)} responses whose {what} is an outlier (ids {ids})",
                     cure,
+                    "data",
                 )
             )
     groups = np.unique(samples.group_id)
@@ -219,6 +277,7 @@ def _of_rows(samples: StepSamples) -> list[Experiment]:
                     {"rows": rows.tolist()},
                     f"some of the groups of prompts {', '.join(map(str, prompts[:8]))}",
                     "read their responses (mrl samples RUN --prompt ID)",
+                    "data",
                 )
             )
     return found

@@ -15,6 +15,7 @@ a step may leave it by chance, or by what a fault did before.
 """
 
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mrl.driver.replay_views import fitting
 from mrl.errors import ConfigError, DataError, MrlError
 from mrl.record.attempts import read_attempts
 from mrl.record.sample_files import DAMAGED, StepFile, steps_with_responses
@@ -31,6 +33,7 @@ from mrl.tools.explain.asked_tools import ToolAsker, of_tools, tool_asker
 from mrl.tools.explain.band import FALSE_ALARM, LEAST, MEASURED, WATCHED, Break, beyond, breaks, judged_step, usual
 from mrl.tools.explain.evidence import (
     EVERYWHERE,
+    NOT_KEPT,
     StepSamples,
     of_cut_off,
     of_groups,
@@ -38,7 +41,8 @@ from mrl.tools.explain.evidence import (
     of_mismatch,
     of_versions,
 )
-from mrl.tools.explain.experiments import REMOVES, Experiment, effects, experiments_of, guesses_of, likeness
+from mrl.tools.explain.experiments import REMOVES, Experiment, effects, experiments_of, guesses_of, likeness, other_ways
+from mrl.tools.explain.layers import RANKS, against_transformers, folder_of_weights, stored_rows, verdict, why_not
 from mrl.tools.explain.replay import MORE_STEPS, TIME_S, Replay, StoredRun, replay, replayed_faults
 from mrl.tools.explain.rewards import Rescorer, of_rewards, of_sources, rescorer
 
@@ -175,36 +179,54 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
     differs = any(_MISMATCH.match(each.name) for each in found)
     if faults := replayed_faults(run.config):
         told = _of_routes(run, step, limits.left) if differs else []
-        verdicts = [
-            *facts,
-            *(told or _of_engines(found, samples, "of which it is not known whether they repeat")),
-            *hints,
-        ]
-        verdicts = verdicts or _of_unknown(found, samples)
+        told = told or _of_transformers(run, step, found, limits, notes)
+        told = told or _of_engines(found, samples, "of which it is not known whether they repeat")
+        verdicts = [*facts, *told, *hints] or _of_unknown(found, samples)
         notes.insert(0, f"not replayed: {'; '.join(faults)}")
         return Explanation(str(run.folder.path), step, list(found), verdicts, replayed="; ".join(notes))
     tried = experiments_of(run.config, samples)
     guesses = guesses_of(run.config, run.replicas)
-    try:
-        again = replay(run, step, _orders(tried), _orders(guesses), limits.left, views=differs)
-    except MrlError as error:
-        if not facts and not hints:
-            raise
-        notes.insert(0, f"not replayed: {str(error).splitlines()[0]}")
-        return Explanation(str(run.folder.path), step, list(found), [*facts, *hints], replayed="; ".join(notes))
+    with tempfile.TemporaryDirectory(prefix="mrl-served-") as made:
+        of_ranks = Path(made) / RANKS
+        of_ranks.mkdir()
+        is_compared = bool(_surely_of_engines(found)) and not why_not(run.config)
+        try:
+            again = replay(
+                run, step, _orders(tried), _orders(guesses), limits.left, views=differs,
+                served=of_ranks if is_compared else None,
+            )  # fmt: skip
+        except MrlError as error:
+            if not facts and not hints:
+                raise
+            notes.insert(0, f"not replayed: {str(error).splitlines()[0]}")
+            return Explanation(str(run.folder.path), step, list(found), [*facts, *hints], replayed="; ".join(notes))
+        told = []
+        if differs and again.repeats:
+            told = of_views(run, step, again.views)
+            told = told or _of_transformers(run, step, found, limits, notes, Path(made), again)
+            told = told or _of_engines(found, samples, "which repeat")
     said = _replayed(again, notes)
     if not again.repeats:
         verdicts = [*_of_process(run, again, guesses), *facts, *hints]
         return Explanation(str(run.folder.path), step, list(found), verdicts, False, said, seconds=again.seconds)
-    verdicts = facts
-    if differs:
-        told = of_views(run, step, again.views) or _of_engines(found, samples, "which repeat")
-        verdicts = [*facts, *told]
+    verdicts = [*facts, *told]
     shares = effects(found, _LOGS, again.experiments)
     verdicts += hints
-    verdicts += [
+    verdicts += _of_experiments(tried, shares)
+    if not verdicts:
+        ways = other_ways(run.config)
+        notes.clear()
+        shares |= _other_ways(run, step, found, ways, limits, notes)
+        verdicts = _of_experiments(ways, shares) or _of_unknown(found, samples)
+        said = "; ".join([said, *notes])
+    return Explanation(str(run.folder.path), step, list(found), verdicts, True, said, shares, again.seconds)
+
+
+def _of_experiments(tried: Sequence[Experiment], shares: Mapping[str, float]) -> list[LikelyCause]:
+    """Returns verdicts of experiments that remove enough of the break, those that remove most of it first."""
+    return [
         LikelyCause(
-            "recipe" if "rows" not in each.order else "data",
+            each.kind,
             each.cause,
             f"computed {each.name}, {shares[each.name]:.0%} of the break is gone",
             each.cure,
@@ -213,9 +235,21 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
         for each in sorted(tried, key=lambda each: -shares.get(each.name, 0.0))
         if shares.get(each.name, 0.0) >= REMOVES
     ]
-    if not verdicts:
-        verdicts = _of_unknown(found, samples)
-    return Explanation(str(run.folder.path), step, list(found), verdicts, True, said, shares, again.seconds)
+
+
+def _other_ways(
+    run: StoredRun, step: int, found: Sequence[Break], ways: Sequence[Experiment], limits: Limits, notes: list[str]
+) -> dict[str, float]:
+    """Computes a step in other number formats and layouts. Returns the share of the break that each removes."""
+    shares: dict[str, float] = {}
+    for way in ways:
+        try:
+            again = replay(run, step, (), (), limits.left, settings=way.order["settings"])
+        except MrlError as error:
+            notes.append(f"{way.name} could not be computed: {str(error).splitlines()[0]}")
+        else:
+            shares |= effects(found, _LOGS, {way.name: again.metrics})
+    return shares
 
 
 def _replayed(again: Replay, notes: Sequence[str]) -> str:
@@ -485,13 +519,9 @@ def of_views(run: StoredRun, step: int, views: Sequence[Mapping[str, Any]]) -> l
     """
     if run.config.trainer.schedule != "sync":
         return []
-    if not views or "gap" not in views[0]:
-        return []
-    own = views[0]["gap"]
-    named = sorted((view for view in views[1:] if "fits" in view), key=lambda view: view["fits"])
-    best = [view for view in named if view["fits"] <= (1 - REMOVES) * own]
     found = []
-    for view in best[:3]:
+    for view in fitting(views)[:3]:
+        own = views[0]["gap"]
         share = 1 - view["fits"] / own
         found.append(
             LikelyCause(
@@ -541,14 +571,48 @@ def _in_words(run: StoredRun, step: int, view: Mapping[str, Any]) -> str:
     return f"generation turned positions by {name} with factor {given['factor']:g}, of which the ranks know nothing"
 
 
+def _surely_of_engines(found: Sequence[Break]) -> list[Break]:
+    """Returns the breaks of a mismatch of engines and ranks that is none of chance."""
+    return [each for each in found if _MISMATCH.match(each.name) and each.chance < _SURE]
+
+
+def _of_transformers(
+    run: StoredRun,
+    step: int,
+    found: Sequence[Break],
+    limits: Limits,
+    notes: list[str],
+    work: Path | None = None,
+    again: Replay | None = None,
+) -> list[LikelyCause]:
+    """Says whose log-probs are those of transformers with the weights that were served, and where an engine begins to
+    differ. `work`, `again`: where ranks of a replay wrote these weights.
+    """
+    if not _surely_of_engines(found):
+        return []
+    if fault := why_not(run.config):
+        notes.append(fault)
+        return []
+    with tempfile.TemporaryDirectory(prefix="mrl-served-") as made:
+        try:
+            rows = stored_rows(run.folder.samples, step, again.log_probs if again else {})
+            served = folder_of_weights(run, step, work or Path(made), again.served if again else ()) if rows else None
+            if served is None:
+                return []
+            return [LikelyCause(*verdict(against_transformers(run.config, served, rows, limits.left)))]
+        except (MrlError, OSError) as error:
+            said = str(error).strip().splitlines() or ["no reason"]
+            notes.append(f"engines were not compared with transformers': {said[-1]}")
+            return []
+
+
 def _of_engines(found: Sequence[Break], samples: StepSamples | None, ranks: str) -> list[LikelyCause]:
     """Says what generation did otherwise, where its log-probs left the band and the samples say how. `ranks`: whether
     the ranks' repeat. That all tokens differ alike says nothing of a break that may be one of chance.
     """
-    of_engines = [each for each in found if _MISMATCH.match(each.name)]
-    if samples is None or not of_engines:
+    if samples is None or not any(_MISMATCH.match(each.name) for each in found):
         return []
-    is_sure = min(each.chance for each in of_engines) < _SURE
+    is_sure = bool(_surely_of_engines(found))
     return [
         LikelyCause(
             "engines",
@@ -557,7 +621,7 @@ def _of_engines(found: Sequence[Break], samples: StepSamples | None, ranks: str)
             _COMPARE,
         )
         for told in of_mismatch(samples)
-        if is_sure or told != EVERYWHERE
+        if is_sure or told not in (EVERYWHERE, NOT_KEPT)
     ]
 
 

@@ -135,8 +135,10 @@ class Replay:
     `weights`: whether the weights and optimizer states after the last step are those of its checkpoint; None where
     there is none. `experiments`: metrics of the last step with one thing changed, by name; `failed`: those that could
     not be computed, with the reason. `views`: other ways in which generation may have computed the last step's
-    log-probs, the model's own first (mrl.driver.replay_views). With guesses `step` is the first that does not repeat,
-    and `experiments` are they.
+    log-probs, the model's own first (mrl.driver.replay_views). `served`: what each rank wrote of the weights that the
+    step was generated with, and `log_probs` what ranks compute of the responses that differ most, by sample id; both
+    empty where they were not asked for. With guesses `step` is the first that does not repeat, and `experiments` are
+    they.
     """
 
     first: int
@@ -149,6 +151,8 @@ class Replay:
     failed: dict[str, str]
     seconds: float
     views: list[dict[str, Any]] = field(default_factory=list)
+    served: list[dict[str, Any]] = field(default_factory=list)
+    log_probs: dict[int, list[float]] = field(default_factory=dict)
 
     @property
     def repeats(self) -> bool:
@@ -184,13 +188,15 @@ def replay(
     floor: float = 0.0,
     earlier: int = 0,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    served: Path | None = None,
 ) -> Replay:
     """Computes a step again, and experiments with it. Raises ConfigError for a run that does not allow it.
 
     `guesses`: experiments with the first step that does not repeat, if there is one; later steps are not computed then.
     `views`: also computes how generation may have come to its log-probs, if the mean difference is above `floor`, nats
     a token. `earlier`: steps that are computed again before this one, if a checkpoint allows it. `settings` replace
-    those of the run by path.
+    those of the run by path; then nothing is compared with checkpoints. `served`: an empty folder for the weights that
+    the step was generated with, which ranks write where no view says what generation had.
     Raises EnvironmentFault where a rank fails, or all are not done after `seconds`.
     """
     if step not in run.rows or step < 1:
@@ -203,7 +209,7 @@ def replay(
             _ = StepFile(run.folder.samples, number).scores  # damaged files are told before ranks start
     begun = time.perf_counter()
     kept = run.folder.checkpoints / f"step-{step}"
-    has_weights = (kept / "manifest.json").is_file()
+    has_weights = not settings and (kept / "manifest.json").is_file()
     stored = {
         number: {name: value for name, value in run.rows[number].items() if _is_replayed(name)}
         for number in range(first + 1, step + 1)
@@ -215,11 +221,12 @@ def replay(
             "checkpoint": None if checkpoint is None else str(checkpoint.resolve()), "stored": stored,
             "total_steps": _total_steps(run.config), "experiments": list(experiments), "guesses": list(guesses),
             "views": views, "floor": floor, "settings": dict(settings), "seconds": seconds,
+            "served": None if served is None else str(served.resolve()),
             "kl_coef": first_kl_coef(run, checkpoint),
         }  # fmt: skip
         (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
         (folder / "config.yaml").write_text(run.folder.config.read_text(encoding="utf-8"), encoding="utf-8")
-        answers = _ranks(run.config, folder, seconds)
+        answers = _ranks(with_values(run.config, settings), folder, seconds)
     again = {int(number): metrics for number, metrics in answers[0]["steps"].items()}
     found = _experiments(answers)
     return Replay(
@@ -233,6 +240,8 @@ def replay(
         {name: why for name, why in found.items() if isinstance(why, str)},
         time.perf_counter() - begun,
         answers[0]["views"],
+        [answer["served"] for answer in answers if answer["served"] is not None],
+        {int(number): values for answer in answers for number, values in answer["log_probs"].items()},
     )
 
 

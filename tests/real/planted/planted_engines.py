@@ -41,16 +41,6 @@ def temperature(module, first, responses):
     _of_requests(module, first, responses, colder)
 
 
-def truncated(module, first, responses):
-    """Responses of one batch are cut off early."""
-
-    def cut(parameters, sampling, step):
-        if step == first:
-            parameters.max_tokens = max(1, sampling.max_tokens // 2)
-
-    _of_requests(module, first, responses, cut)
-
-
 def _weights(model, layer):
     """The experts' two weights of a layer."""
     named = dict(model.model.layers[layer].mlp.named_parameters())

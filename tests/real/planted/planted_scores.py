@@ -91,3 +91,21 @@ def lone(module, first, responses):
         return renumbered(self, sample_id if planted else group_id, sample_id)
 
     kind.renumbered = alone
+
+
+def truncated(module, first, responses):
+    """Responses of one batch are cut off early: the driver asks for half of them, and takes that for the whole."""
+    request, answered = module.Request, module.Dispatcher.answered
+    state = {"asked": 0}
+
+    def asked(number, ids, seed, prompt, group, most, *rest):
+        planted = state["asked"] // responses + 1 == first
+        state["asked"] += 1
+        return request(number, ids, seed, prompt, group, max(1, most // 2) if planted else most, *rest)
+
+    def taken(self, number, tokens, stopped, context=0):
+        sent = self.under_way.get(number)
+        is_cut = sent is not None and tokens == max(1, sent.max_tokens // 2) and not stopped
+        return answered(self, number, tokens, stopped or is_cut, context)
+
+    module.Request, module.Dispatcher.answered = asked, taken

@@ -24,7 +24,7 @@ PLANTS = {
     "routes": ("mrl.rank.rank_batch", "planted_ranks"),
     "old_weights": ("mrl.rank.rank_worker", "planted_ranks"),
     "temperature": ("mrl.engine.completions", "planted_engines"),
-    "truncated": ("mrl.engine.completions", "planted_engines"),
+    "truncated": ("mrl.generate.generation", "planted_scores"),
     "lone": ("mrl.store.response_store", "planted_scores"),
     "tool": ("mrl.engine.conversations", "planted_engines"),
     "yarn": ("vllm.model_executor.models.qwen3_moe", "planted_engines"),
