@@ -128,8 +128,8 @@ class Snapshot:
         torch.set_rng_state(self._random)
 
 
-def built(config: RunConfig, rank: int, port: int, checkpoint: str | None, any_dtype: bool = False) -> Any:
-    """Builds this rank's part of the actor as ActorWorker.start does, and loads it. `any_dtype`: of load_rank."""
+def built(config: RunConfig, rank: int, port: int) -> Any:
+    """Builds this rank's part of the actor as ActorWorker.start does, with the model's weights."""
     layout = config.actor.layout
     cuts = layout.tensor_model_parallel_size * layout.context_parallel_size > 1
     set_communicator_defaults()
@@ -137,12 +137,8 @@ def built(config: RunConfig, rank: int, port: int, checkpoint: str | None, any_d
     own = prepare_process(config.cluster.device, layout.model_dump(), config.model.override_transformer_config)
     config = config.model_copy(update={"model": config.model.model_copy(update={"override_transformer_config": own})})
     from mrl.rank.actor import MegatronActor
-    from mrl.rank.rank_load import load_rank
 
-    actor = MegatronActor(config, rank, layout.world_size, "127.0.0.1", port)
-    if checkpoint is not None:
-        load_rank(actor, Path(checkpoint), any_dtype=any_dtype)
-    return actor
+    return MegatronActor(config, rank, layout.world_size, "127.0.0.1", port)
 
 
 def one_step(
@@ -273,13 +269,19 @@ def main(rank: int, port: int, folder: Path) -> None:
     run = Path(order["run"])
     config = load_config(folder / "config.yaml").config
     config = with_values(config, {"trainer.total_training_steps": order["total_steps"]} | order["settings"])
-    actor = built(config, rank, port, order["checkpoint"], "model.dtype" in order["settings"])
+    actor = built(config, rank, port)
+    older: dict[int, Weights] = {}  # by version
+    if order["checkpoint"] is not None:
+        from mrl.rank.rank_load import load_rank
+
+        if order["views"]:
+            older[0] = weights_of(actor)  # the model's, which engines have where a resume forgets them
+        load_rank(actor, Path(order["checkpoint"]), any_dtype="model.dtype" in order["settings"])
     actor.see_images(image_store(config, run))
     clock = Time(actor, begun + order["seconds"])
     answer: dict[str, Any] = {
         "steps": {}, "differences": {}, "views": [], "experiments": {}, "file": None, "served": None, "log_probs": {}
     }  # fmt: skip
-    older: dict[int, Weights] = {}  # by version
     control = config.algorithm.kl_ctrl
     kl_coef: float | None = order["kl_coef"]
     for step in range(order["first"], order["step"] + 1):

@@ -5,7 +5,7 @@ the differences are gone, engines had that. Views are plain data, `{"kind": ...,
 
     own          nothing is changed
     temperature  `value` in place of rollout.temperature
-    version      weights of an earlier version `value`
+    version      weights of an earlier version `value`; 0 are the model's
     expert       one expert (`layer`, `expert`) of an earlier version `value`
     router       routers round to bfloat16
     rounded      all weights are rounded to bfloat16
@@ -67,7 +67,7 @@ def experts_of(actor: Any, older: Mapping[int, Weights]) -> list[View]:
         return []
     return [
         {"kind": "expert", "layer": layer, "expert": expert, "value": version}
-        for version in sorted(older, reverse=True)
+        for version in sorted(older, reverse=True)[:KEPT]
         for layer in model.moe_layers
         for expert in range(model.num_experts)
     ]

@@ -555,7 +555,8 @@ def _in_words(run: StoredRun, step: int, view: Mapping[str, Any]) -> str:
             f"{run.config.rollout.temperature:g}"
         )
     if kind == "version":
-        return f"generation had the weights of version {view['value']}, and not of {step - 1}"
+        model = " (the model's own, before any step)" if view["value"] == 0 else ""
+        return f"generation had the weights of version {view['value']}{model}, and not of {step - 1}"
     if kind == "expert":
         return (
             f"expert {view['expert']} of layer {view['layer']} was stale in generation: it had the weights of version "
