@@ -94,7 +94,7 @@ def _logits(answer: Any, experts: int) -> Tensor | None:
     return next((each for each in of_all if isinstance(each, Tensor) and each.shape[-1] == experts), None)
 
 
-class WorkerExtension:
+class LayersExtension:
     """What workers of the engine are told by name."""
 
     def keep_states(self, experts: int) -> None:
@@ -142,7 +142,7 @@ def of_engine(job: Mapping[str, Any], folder: Path) -> dict[str, np.ndarray]:
 
     states = folder / "states.npz"
     os.environ[_FILE] = str(states)
-    engine = LLM(**job["arguments"], worker_extension_cls=f"{__spec__.name}.WorkerExtension")
+    engine = LLM(**job["arguments"], worker_extension_cls=f"{__spec__.name}.LayersExtension")
     asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
 
     def log_probs(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:

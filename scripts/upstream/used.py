@@ -27,7 +27,7 @@ ONLY = {
     "mrl/engine/cpu_fp8.py": "vllm 0.32.0",
     "mrl/engine/cpu_delta.py": "vllm 0.32.0", "mrl/engine/cpu_drafts.py": "vllm 0.32.0",
     "mrl/engine/inner_texts.py": "vllm 0.32.0",
-    "mrl/engine/loader_check.py": "vllm 0.32.0",
+    "mrl/engine/loader_check.py": "vllm 0.32.0", "mrl/engine/layer_states.py": "vllm 0.32.0",
     "mrl/engine/image_inputs.py": "vllm 0.32.0", "mrl/engine/seeing_models.py": "vllm 0.32.0",
 }  # fmt: skip
 VLLM = ("vllm 0.32.0", "vllm 0.23.0")

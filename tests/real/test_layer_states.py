@@ -11,7 +11,8 @@ from world import PRESET, make_world
 
 from mrl.config.load import load_config
 from mrl.config.schema import with_values
-from mrl.tools.explain.layers import StoredRow, against_transformers
+from mrl.tools.explain import by_transformers
+from mrl.tools.explain.by_transformers import StoredRow, against_transformers
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -31,8 +32,13 @@ def rows_of(words: int) -> list[StoredRow]:
 @pytest.mark.real
 @pytest.mark.long
 @pytest.mark.parametrize("wrong", ["nothing", "positions", "expert"])
-def test_the_first_layer_token_and_expert_of_an_engine_that_differ_from_transformers_are_named(world, tmp_path, wrong):
+def test_the_first_layer_token_and_expert_of_an_engine_that_differ_from_transformers_are_named(
+    world, tmp_path, wrong, monkeypatch
+):
     """The engine is given YaRN, or loads a folder in which one expert is another one."""
+    monkeypatch.setattr(
+        by_transformers, "AGREES", 1e-4
+    )  # of the difference from log-probs of 0, which is that of no engine
     settings = {"model.path": str(world / "model"), "data.max_prompt_length": 16}
     if wrong == "positions":
         settings["rollout.engine_kwargs"] = {"vllm": {"hf_overrides": {"rope_parameters": YARN}}}

@@ -36,10 +36,10 @@ from mrl.tools.explain.band import (
     two_sided,
     usual,
 )
+from mrl.tools.explain.by_transformers import AgainstTransformers, StoredRow, first_difference, in_words, verdict
 from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
 from mrl.tools.explain.experiments import effects, experiments_of, guesses_of, likeness, other_ways
 from mrl.tools.explain.explain import Explanation, LikelyCause, explain, lines, of_views
-from mrl.tools.explain.layers import AgainstTransformers, StoredRow, first_difference, in_words, verdict
 from mrl.tools.explain.replay import Replay, StoredRun, replay
 from mrl.tools.explain.rewards import Rescorer, ScoredResponses, of_rewards, of_sources, rescorer
 from mrl.tools.explain.signs import drift, signs

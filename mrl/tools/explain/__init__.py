@@ -5,5 +5,6 @@ evidence.py     what the step's stored samples say by themselves
 replay.py       checkpoint before it --> ranks compute the steps again, without Ray and engines; equal bits or not.
                 One rank's process is driver/replay_rank.py
 experiments.py  what is changed, one thing at a time, and how much of the break each change removes
+by_transformers.py  engines and ranks against transformers, and where a fresh engine's layers begin to differ
 explain.py      all of it, as ordered verdicts
 """

@@ -31,6 +31,14 @@ from mrl.record.attempts import read_attempts
 from mrl.record.sample_files import DAMAGED, StepFile, steps_with_responses
 from mrl.tools.explain.asked_tools import ToolAsker, of_tools, tool_asker
 from mrl.tools.explain.band import FALSE_ALARM, LEAST, MEASURED, WATCHED, Break, beyond, breaks, judged_step, usual
+from mrl.tools.explain.by_transformers import (
+    RANKS,
+    against_transformers,
+    folder_of_weights,
+    stored_rows,
+    verdict,
+    why_not,
+)
 from mrl.tools.explain.evidence import (
     EVERYWHERE,
     NOT_KEPT,
@@ -42,7 +50,6 @@ from mrl.tools.explain.evidence import (
     of_versions,
 )
 from mrl.tools.explain.experiments import REMOVES, Experiment, effects, experiments_of, guesses_of, likeness, other_ways
-from mrl.tools.explain.layers import RANKS, against_transformers, folder_of_weights, stored_rows, verdict, why_not
 from mrl.tools.explain.replay import MORE_STEPS, TIME_S, Replay, StoredRun, replay, replayed_faults
 from mrl.tools.explain.rewards import Rescorer, of_rewards, of_sources, rescorer
 

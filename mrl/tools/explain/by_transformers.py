@@ -59,7 +59,7 @@ class StoredRow:
 
 
 @dataclass(frozen=True)
-class Place:
+class FirstDifference:
     """Where two passes over the same rows begin to differ. `layer` is -1 before the first, and the number of layers
     after the last one. `part`: embedding, attention, router, experts, feed-forward, layer or output. `token`: the first
     that differs there, counted over all rows. `experts`: those that hold the difference, where known.
@@ -181,7 +181,6 @@ def _run(config: RunConfig, folder: Path, seconds: float) -> None:
     hosting = get_hosting(config.cluster.device)
     workers = config.rollout.tensor_model_parallel_size
     environment = os.environ | hosting.engine_environment(0, 1, workers, config.rollout.cpu_kvcache_gib)
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in this process, or its workers below it
     log = folder / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -215,7 +214,7 @@ def _far(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.linalg.norm(one.astype(np.float64) - other, axis=-1) / np.maximum(size, 1e-30)
 
 
-def first_difference(one: States, other: States, layers: int, chosen: int, rounding: float) -> Place:
+def first_difference(one: States, other: States, layers: int, chosen: int, rounding: float) -> FirstDifference:
     """Returns where the states of an engine, `one`, first differ from transformers', `other`, by more than `rounding`.
 
     `chosen`: experts of a token.
@@ -231,29 +230,29 @@ def first_difference(one: States, other: States, layers: int, chosen: int, round
         if not len(tokens):
             continue
         token = int(tokens[0])
-        place = Place(layer, part, token, float(far[token]))
+        place = FirstDifference(layer, part, token, float(far[token]))
         if part == "layer" and f"attention.{layer}" in one:
             return _in_experts(place, far > rounding, one, other, chosen)
         return place
-    return Place(layers, "output", 0, 0.0)
+    return FirstDifference(layers, "output", 0, 0.0)
 
 
-def _in_experts(place: Place, is_far: np.ndarray, one: States, other: States, chosen: int) -> Place:
+def _in_experts(place: FirstDifference, is_far: np.ndarray, one: States, other: States, chosen: int) -> FirstDifference:
     """Says of a layer whose attention agrees what differs after it: the choice of experts, or single ones."""
     key = f"router.{place.layer}"
     if key not in one or key not in other or not chosen:
-        return Place(place.layer, "feed-forward", place.token, place.by)
+        return FirstDifference(place.layer, "feed-forward", place.token, place.by)
     ours, theirs = (np.sort(np.argsort(-each[key], axis=-1)[:, :chosen], axis=-1) for each in (one, other))
     both = tuple(ours[place.token].tolist()), tuple(theirs[place.token].tolist())
     if (ours[is_far] != theirs[is_far]).any(axis=-1).mean() > 0.5:
-        return Place(place.layer, "router", place.token, place.by, chosen=both)
+        return FirstDifference(place.layer, "router", place.token, place.by, chosen=both)
     of_expert = np.array([(theirs == expert).any(axis=-1) for expert in range(other[key].shape[-1])])
     # an expert holds the difference if no token that it got agrees
     holds = [
         expert for expert, got in enumerate(of_expert) if got.any() and is_far[got].all() and not is_far[~got].all()
     ]
     least = _fewest(of_expert, holds, is_far)
-    return Place(place.layer, "experts", place.token, place.by, least, both)
+    return FirstDifference(place.layer, "experts", place.token, place.by, least, both)
 
 
 def _fewest(of_expert: np.ndarray, holds: Sequence[int], is_far: np.ndarray) -> tuple[int, ...]:
@@ -268,7 +267,7 @@ def _fewest(of_expert: np.ndarray, holds: Sequence[int], is_far: np.ndarray) -> 
     return () if left.any() else tuple(sorted(found))
 
 
-def in_words(place: Place, layers: int, rows: Sequence[StoredRow]) -> str:
+def in_words(place: FirstDifference, layers: int, rows: Sequence[StoredRow]) -> str:
     """Says where two passes over rows begin to differ."""
     if place.layer >= layers:
         return "all layers agree: what comes after the last one differs (norm, output layer, logits)"
