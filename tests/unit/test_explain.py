@@ -349,7 +349,7 @@ def test_rows_that_stand_out_and_parts_of_the_groups_are_left_out_in_turn(tmp_pa
     scores[5] = 40.0
     tried = experiments_of(config_of(tmp_path), samples(64, scores=scores + np.linspace(0, 1, 64)))
     rows = {each.name: each.order["rows"] for each in tried if "rows" in each.order}
-    assert rows["without the 1 responses whose reward stands out"] == [5]
+    assert rows["without the 1 responses whose reward is an outlier"] == [5]
     quarters = [found for name, found in rows.items() if name.startswith("without quarter")]
     assert len(quarters) == 4 and sorted(row for rows in quarters for row in rows) == list(range(64))
 
