@@ -118,12 +118,13 @@ def write_hf(
         return copied | {name: facts_of(data) for name, data in made.items()}
 
     predicting = source.model.predicting_layers > 0
+    lacks_named = not predicts and any(key in own_config(source.hf_config) for key in MTP_KEYS)
     reopen = partial(open_hf, predicting=predicting, vision=source.model.trained_part)
     report = run_conversion(source, Target(files, container, False, finish, reopen), Path(output), options)
     return replace(
         report,
         left_out=tuple(name for name in report.left_out if name not in {*drafts.names, *map(scale_of, drafts.scales)}),
-        left_out_layers=0 if predicts else source.model.left_out_layers,
+        left_out_layers=source.model.left_out_layers if lacks_named else 0,
         of_vision_tower=len(whole.tower) if whole else 0,
         drafting=0 if source.model.predicting_layers else len(drafts.names),
         other_copies=drafts.differing,

@@ -107,7 +107,7 @@ def _look_at_weights(config, model, check_paths: bool) -> list[str]:
     bare = []
     for key, folder in folders_of_weights(config).items():
         if check_paths or has_weights(folder):
-            check_checkpoint(folder, model_in(key, folder, model), key)
+            check_checkpoint(folder, model_in(key, folder, model, config.rollout), key)
         elif folder.is_dir():
             bare.append(f"{key}: {folder} has no weights, and mrl train wants them")
     return bare

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from mrl.config.schema import DistillationConfig, RunConfig
+from mrl.config.schema import DistillationConfig, RolloutConfig, RunConfig
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.hub import hub_name, local_folder
 
+POLICY = "model.path"
 TEACHER = "distillation.teacher_model.model_path"
 
 
@@ -44,7 +45,7 @@ def folders_of_weights(config: RunConfig) -> dict[str, Path]:
 
     These are the model, a reference and a teacher where they are used, and a critic's start.
     """
-    named = {"model.path": config.model.path}
+    named = {POLICY: config.model.path}
     if config.algorithm.needs_reference and config.ref.path is not None:
         named["ref.path"] = config.ref.path
     if config.distillation.enabled and config.distillation.teacher_model.model_path is not None:
@@ -54,8 +55,10 @@ def folders_of_weights(config: RunConfig) -> dict[str, Path]:
     return {key: Path(path) for key, path in named.items() if hub_name(path) is None}
 
 
-def model_in(key: str, folder: Path, model: ModelSpec) -> ModelSpec:
-    """Returns the model that the weights in `folder` must belong to. It is `model`, except for a teacher's folder."""
+def model_in(key: str, folder: Path, model: ModelSpec, rollout: RolloutConfig) -> ModelSpec:
+    """Returns the model that the weights in `folder` must belong to. It is `model`, except for a teacher's folder, with
+    its predicting layers in the folder of the policy if they draft.
+    """
     if key == TEACHER:
         return load_model_spec(folder)
-    return model
+    return model.holding(key == POLICY and rollout.drafts_with_model)

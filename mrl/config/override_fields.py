@@ -1,8 +1,7 @@
-"""States what each field of Megatron's configuration classes does, and which values a user may set.
+"""Lists the fields of Megatron's configuration classes, and MindSpeed's, that a user may set, with their values.
 
-All fields of classes in upstream_fields.py that `override_*` reaches stand here, and MindSpeed's too. A release with a
-new field fails tests/unit/test_override_fields.py. Engines compute the model as its config.json describes it. So a
-field that changes the actor's function may only have the model's own value.
+Any other field is refused. Engines compute the model as its config.json describes it. So a field that changes the
+actor's function may only have the model's own value.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -42,10 +41,9 @@ Values = tuple[Any, ...] | Callable[[ModelSpec], tuple[Any, ...]]
 class Effect(Enum):
     """The effect of another value of a field, and whether such a value is accepted."""
 
-    SPEED = "speed, memory, what is logged, or nothing: taken"
+    FREE = "speed, memory, what is logged, or how gradients change weights: taken"
     ROUNDING = "how numbers are rounded: taken, and noted"
     LOSS = "a term of the training loss alone: taken, and noted"
-    OPTIMISATION = "how gradients change weights: taken"
     FUNCTION = "what the actor computes: taken with the model's own value"
     BARRED = "what mrl cannot run: taken with the value that switches it off"
     OURS = "what a key of mrl's says, or mrl itself: refused"
@@ -101,8 +99,6 @@ _SHARDED = "mrl itself, which always shards the optimizer"
 _ENGINE = "engines compute the model as its config.json describes it, and the actor would compute another"
 _DROPPED = "engines have no dropout, and the actor would be trained as another model than the one that generated"
 _ROUTES = "engines route as the checkpoint says, by constants that stay as they are"
-_OTHER_LAYERS = "layers of that kind are in no model that mrl trains; engines and checkpoints have no weights for them"
-_OF_OTHERS = "it belongs to layers that no model has that mrl trains"
 _GROUPED = (
     "checkpoints and the weight sync name the weights of experts as grouped layers have them; Megatron's other experts "
     "have other names and shapes"
@@ -118,32 +114,16 @@ _SHAPES = (
     "cuda_graphs.py), and a micro-batch has as many tokens as its samples have; graphs of Transformer Engine also "
     "refuse packed sequences (core/transformer/transformer_layer.py)"
 )
-_OLD_NAME = "it is an old name of another key, which plan and rules read"
-_INFERENCE = "it belongs to Megatron's own inference; here engines generate"
-_NO_MTP = "layers for multi-token prediction are neither built nor trained"
-_FORMATS = "log-probs and pipeline stages take activations in the model's own format"
-_EIGHT_BIT_WEIGHTS = "checkpoints, the weight sync and offloading read weights in the model's own format"
-_FOUR_BIT = "Megatron 0.16.1 has it for pretraining on Blackwell alone; no row of mrl's can build it"
-_SCHEDULE = "mrl's forward step and its head of log-probs take no part in it, and an update would fail"
-_GROUPS = "mrl makes the process groups, and none for it"
-_BUFFERS = "mrl does not make Transformer Engine's user buffers, which it needs in the first forward"
-_NO_TORCH = "no row's torch is built with torch.distributed.ring_exchange"
-_ONLY_FLOAT16 = "it is made for float16, and Transformer Engine refuses it unless its environment says so too"
-_ONE_SIDED = "what it compares of norms of queries and keys has a bias, which no model has that mrl trains"
-_MICRO_BATCHES = "a rank has multiples of the pipeline's size of micro-batches; Megatron refuses others in the update"
-_KITCHEN = "its package is in no row"
-_INITIAL = "weights come from the checkpoint"
-_MUON = "mrl trains with Adam, and it would be ignored"
 _ALIGNED = "the pipeline schedule would have to start the gathers, and mrl does not tell it to"
 _WHOLE = (
     "checkpoints and the weight sync read parameters and optimizer shards as the plain "
     "distributed optimizer lays them out"
 )
+_NOT_RUN = "mrl runs no other: the schedule, checkpoints or engines would not fit it"
 _STATES = "Megatron's Adam, on the device and on the host, keeps gradients and states in float32"
 _GATHER = "Megatron reads it from actor.override_ddp_config, which has a key of the same name"
 _GATHER_IN_STEP = "Megatron's own optimizer step starts its gathers; mrl's step skips updates that are not finite"
 _SCALE = "gradients would be divided by a scale that the loss was never multiplied with"
-_FLOAT16 = "it scales losses in float16, which mrl does not train in, and would be ignored"
 
 _LOW_ROUTER = "a router below fp32 picks other experts than the engine's in about one token of ten"
 _FP8 = "products in 8 bits: log-probs differ from the engine's by more than those of bfloat16 do"
@@ -209,27 +189,14 @@ _MODEL = (
 
 _NEVER = (
     _with(
-        Effect.BARRED, _OTHER_LAYERS,
+        Effect.BARRED, _NOT_RUN,
         multi_latent_attention=lambda m: (m.is_latent,),
         experimental_attention_variant=lambda m: ("gated_delta_net" if m.is_hybrid else None,),
         linear_attention_freq=_linear_layers,
-        heterogeneous_block_specs=False, hetereogenous_dist_checkpoint=False, is_hybrid_model=False,
-        moe_latent_size=None, use_fused_weighted_squared_relu=False,
-    )
-    | _with(
-        Effect.BARRED, _OF_OTHERS,
-        dsa_indexer_n_heads=None, dsa_indexer_head_dim=None, dsa_indexer_topk=None, dsa_indexer_loss_coeff=None,
-        dsa_indexer_use_sparse_loss=False,
-        linear_conv_kernel_dim=lambda m: (m.linear_conv_kernel_dim or 4,),
-        linear_key_head_dim=lambda m: (m.linear_key_head_dim or 128,),
-        linear_value_head_dim=lambda m: (m.linear_value_head_dim or 128,),
-        linear_num_key_heads=lambda m: (m.linear_num_key_heads or 16,),
-        linear_num_value_heads=lambda m: (m.linear_num_value_heads or 32,),
-        mamba_state_dim=128, mamba_head_dim=64, mamba_num_groups=8, mamba_num_heads=None, use_mamba_mem_eff_path=True,
-        qk_clip_alpha=0.5, qk_clip_threshold=100,
-    )
-    | _with(
-        Effect.BARRED, _NO_MTP, mtp_num_layers=(None, 0), mtp_loss_scaling_factor=0.1, mtp_standalone=False,
+        transformer_impl="transformer_engine", mtp_num_layers=(None, 0), variable_seq_lengths=True,
+        cpu_offloading=False,
+        fp32_residual_connection=False, enable_autocast=False, fp8_param=False, fp4=None, tp_comm_overlap=False,
+        moe_layer_recompute=False, moe_enable_routing_replay=False,
     )
     | _with(Effect.BARRED, _GROUPED, moe_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
     | _with(
@@ -249,51 +216,6 @@ _NEVER = (
         Effect.BARRED, _SHAPES,
         cuda_graph_impl="none", enable_cuda_graph=False, external_cuda_graph=False, cuda_graph_scope=(None, [], "full"),
     )
-    | _with(Effect.BARRED, _OLD_NAME + ": recompute_modules [moe]", moe_layer_recompute=False)
-    | _with(Effect.BARRED, "mrl replays routes itself, as actor.router_replay says", moe_enable_routing_replay=False)
-    | _with(
-        Effect.BARRED, _INFERENCE,
-        flash_decode=False, mlp_chunks_for_prefill=1, inference_fuse_tp_communication=False,
-        inference_rng_tracker=False, inference_sampling_seed=42, use_inference_optimized_layers=False,
-    )
-    | _with(
-        Effect.BARRED, _FORMATS,
-        fp32_residual_connection=False, enable_autocast=False, autocast_dtype=None, quant_recipe=None,
-    )
-    | _with(Effect.BARRED, _EIGHT_BIT_WEIGHTS, fp8_param=False)
-    | _with(
-        Effect.BARRED, _FOUR_BIT, fp4=None, fp4_param=False, fp4_recipe="nvfp4", fp4_quantizer_factory=None,
-    )
-    | _with(
-        Effect.BARRED, _SCHEDULE,
-        defer_embedding_wgrad_compute=False, wgrad_deferral_limit=0,
-        num_microbatches_with_partial_activation_checkpoints=None, variable_seq_lengths=True,
-    )
-    | _with(
-        Effect.BARRED, "it keeps activations by layers of a chunk without a pipeline; recompute_* and "
-        "fine_grained_activation_offloading are the ways that mrl plans with",
-        cpu_offloading=False, cpu_offloading_num_layers=0, cpu_offloading_activations=True,
-        cpu_offloading_weights=False, cpu_offloading_double_buffering=False,
-    )
-    | _with(
-        Effect.BARRED, _GROUPS,
-        hierarchical_context_parallel_sizes=None, hybrid_context_parallel=False, max_seqlen_per_dp_cp_rank=None,
-        pipeline_model_parallel_comm_backend=None,
-    )
-    | _with(Effect.BARRED, _BUFFERS, tp_comm_overlap=False)
-    | _with(Effect.BARRED, _NO_TORCH, use_ring_exchange_p2p=False)
-    | _with(Effect.BARRED, _ONLY_FLOAT16, apply_query_key_layer_scaling=False)
-    | _with(Effect.BARRED, _ONE_SIDED, test_mode=False)
-    | _with(Effect.BARRED, _MICRO_BATCHES, microbatch_group_size_per_vp_stage=None)
-    | _with(
-        Effect.BARRED, _KITCHEN,
-        use_kitchen=False, use_kitchen_attention=False, kitchen_attention_backend="sdpa",
-    )
-    | _with(
-        Effect.BARRED, _INITIAL,
-        init_method=None, output_layer_init_method=None, embedding_init_method=None, init_model_with_meta_device=False,
-    )
-    | _with(Effect.BARRED, "layers are those of the device's row", transformer_impl="transformer_engine")
 )  # fmt: skip
 
 _ROUNDED = (
@@ -340,7 +262,7 @@ TRANSFORMER: Mapping[str, Field] = (
     | _ROUNDED
     | _each(Effect.LOSS, "moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type")
     | _each(
-        Effect.SPEED,
+        Effect.FREE,
         """
         apply_rope_fusion async_tensor_model_parallel_allreduce attention_backend barrier_with_L1_time batch_p2p_comm
         batch_p2p_sync bias_activation_fusion bias_dropout_fusion clone_scatter_output_in_embedding config_logger_dir
@@ -360,7 +282,7 @@ TRANSFORMER: Mapping[str, Field] = (
         use_te_rng_tracker
         """,
     )
-    | {name: Field(Effect.SPEED) for name in MINDSPEED_FIELDS}
+    | {name: Field(Effect.FREE) for name in MINDSPEED_FIELDS}
 )  # fmt: skip
 
 OPTIMIZER: Mapping[str, Field] = (
@@ -371,7 +293,7 @@ OPTIMIZER: Mapping[str, Field] = (
     | _ours("mrl itself, which trains with Adam", "optimizer")
     | _ours(_SHARDED, "use_distributed_optimizer")
     | _ours(_ITSELF, "timers")
-    | _each(Effect.OPTIMISATION, "apply_wd_to_qk_layernorm decoupled_lr decoupled_min_lr decoupled_weight_decay")
+    | _each(Effect.FREE, "apply_wd_to_qk_layernorm decoupled_lr decoupled_min_lr decoupled_weight_decay")
     | _with(
         Effect.BARRED,
         _STATES,
@@ -382,23 +304,8 @@ OPTIMIZER: Mapping[str, Field] = (
     | _with(Effect.BARRED, _GATHER, overlap_param_gather=False)
     | _with(Effect.BARRED, _GATHER_IN_STEP, overlap_param_gather_with_optimizer_step=False)
     | _with(Effect.BARRED, _SCALE, loss_scale=None)
-    | _with(Effect.BARRED, _FLOAT16, initial_loss_scale=2**32, min_loss_scale=1.0, loss_scale_window=1000, hysteresis=2)
-    | _with(
-        Effect.BARRED,
-        _MUON,
-        sgd_momentum=0.9,
-        muon_momentum=0.95,
-        muon_split_qkv=True,
-        muon_use_nesterov=False,
-        muon_scale_mode="spectral",
-        muon_fp32_matmul_prec="medium",
-        muon_num_ns_steps=5,
-        muon_tp_mode="blockwise",
-        muon_extra_scale_factor=1.0,
-    )
-    | _with(Effect.BARRED, _EIGHT_BIT_WEIGHTS, reuse_grad_buf_for_mxfp8_param_ag=False)
     | _each(
-        Effect.SPEED,
+        Effect.FREE,
         """
         barrier_with_L1_time config_logger_dir fp8_recipe log_num_zeros_in_grad optimizer_cpu_offload
         optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params store_param_remainders
@@ -422,9 +329,8 @@ DDP: Mapping[str, Field] = (
         outer_dp_sharding_strategy="no_shard",
     )
     | _with(Effect.BARRED, _DELAYED, delay_wgrad_compute=False)
-    | _with(Effect.BARRED, _EIGHT_BIT_WEIGHTS, fp8_param_gather=False, reuse_grad_buf_for_mxfp8_param_ag=False)
     | _each(
-        Effect.SPEED,
+        Effect.FREE,
         """
         bucket_size check_for_large_grads check_for_nan_in_grad disable_symmetric_registration fsdp_double_buffer
         fsdp_manual_registration gradient_reduce_div_fusion keep_fp8_transpose_cache nccl_ub overlap_grad_reduce

@@ -15,6 +15,7 @@ from mrl.config.upstream_fields import UPSTREAM_FIELDS, UpstreamClass
 from mrl.errors import UnknownValue, Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
+from mrl.platforms.versions import MEGATRON
 
 _SYNC = "mrl itself, for the weight transfer"
 
@@ -68,7 +69,7 @@ _VLLM = {
     "calculate_kv_scales": Field(Effect.BARRED, _SCALES, (False,)),
 }
 
-# key, upstream class, known fields: all of Megatron's, and those of vLLM's that mrl decides
+# key, upstream class, fields: Megatron's that may be set or that mrl decides, and vLLM's that mrl decides
 _TARGETS: tuple[tuple[str, str, Mapping[str, Field]], ...] = (
     ("model.override_transformer_config", "TransformerConfig", TRANSFORMER),
     ("actor.optim.override_optimizer_config", "OptimizerConfig", OPTIMIZER),
@@ -165,6 +166,14 @@ def decided_by(key: str, name: str) -> str | None:
     return None
 
 
+def _settable(upstream: str, fields: Mapping[str, Field], device: str | None) -> UpstreamClass:
+    """Returns the class with the fields that a user may set."""
+    if upstream in UPSTREAM_FIELDS:
+        return upstream_class(upstream, device)
+    names = (name for name, field in fields.items() if field.effect is not Effect.OURS)
+    return UpstreamClass("megatron-core", MEGATRON, frozenset(names))
+
+
 def upstream_class(name: str, device: str | None) -> UpstreamClass:
     """Returns the class as the row of `device` has it, because vllm-ascend needs a vLLM of its own.
 
@@ -211,7 +220,7 @@ def _text(value: Any) -> str:
 def _names(
     key: str, upstream: str, fields: Mapping[str, Field], given: Mapping[str, Any], device: str | None
 ) -> Iterator[Violation]:
-    known = upstream_class(upstream, device)
+    known = _settable(upstream, fields, device)
     for name in given:
         if name in fields and fields[name].effect is Effect.OURS:
             rule = f"is decided by {fields[name].why}"
@@ -226,5 +235,5 @@ def _names(
         elif name not in known.fields:
             closest = did_you_mean(name, sorted(known.fields))
             closest = closest if closest.startswith("did") else "no name is close to it"
-            rule = f"is no field of {upstream} in {known.package} {known.version}; {closest}"
-            yield Violation(f"{key}.{name}", rule, "it would only be found when that class is built, on the cluster")
+            rule = f"is no field of {upstream} in {known.package} {known.version} that may be set; {closest}"
+            yield Violation(f"{key}.{name}", rule, "it is not there, or mrl cannot run another value of it")

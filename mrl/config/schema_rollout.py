@@ -1,5 +1,6 @@
 """Keys of the rollout engines."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from mrl.config.schema_actor import Dtype
@@ -197,7 +198,7 @@ class TurnsConfig(Section):
         return PYTHON in self.tools or VERL_TOOLS in self.environments
 
 
-MTP = "mtp"  # rollout.speculation.method
+NGRAM, MTP = "ngram", "mtp"  # rollout.speculation.method; any other word is a head's folder
 AUTO = "auto"  # rollout.speculation.tokens
 MOST_AUTO = 6  # tokens among which a plan finds the best number
 
@@ -211,9 +212,10 @@ class SpeculationConfig(Section):
     method: str = key(
         ...,
         "What drafts. ngram: the tokens that followed an earlier occurrence of the newest ones. mtp: the checkpoint's "
-        "layer for multi-token prediction, which every weight sync brings; actor.mtp.train trains it along.",
-        advice="ngram pays where answers repeat their prompt or themselves, as edits of code do. With mtp watch "
-        "drafts/acceptance, which falls as the policy moves away from a layer that is not trained along.",
+        "layer for multi-token prediction, which every weight sync brings; actor.mtp.train trains it along. Any other "
+        "word is the folder of an EAGLE-3 head for this model, in safetensors; it stays as it is.",
+        advice="ngram pays where answers repeat their prompt or themselves, as edits of code do. Else watch "
+        "drafts/acceptance, which falls as the policy moves away from a head that is not trained along.",
     )
     tokens: int | Literal["auto"] = key(
         ...,
@@ -246,6 +248,11 @@ class SpeculationConfig(Section):
         unit="tokens",
         advice="2 to 5. Fewer draft more often, and more drafts are wrong.",
     )
+
+    @property
+    def head(self) -> Path | None:
+        """Folder of the head that drafts; None where none does."""
+        return None if self.method in (NGRAM, MTP) else Path(self.method)
 
     @property
     def most(self) -> int:

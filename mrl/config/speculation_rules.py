@@ -5,15 +5,18 @@ from pathlib import Path
 
 from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RolloutConfig, RunConfig
-from mrl.config.schema_rollout import AUTO, MTP
+from mrl.config.schema_rollout import AUTO, MTP, NGRAM
 from mrl.errors import Violation
 from mrl.model import ModelSpec, read_hf_config
+from mrl.model.eagle_head import head_faults
 from mrl.model.registry import family_of
 from mrl.platforms.hosting import get_hosting
 
 _KEY = "rollout.speculation"
-_METHODS = ("ngram", MTP)
-# families whose drafting model took weights by a sync and held them; the first was compared with transformers, too
+_METHODS = (NGRAM, MTP)
+TRIED_WITH_HEADS = ("qwen3_moe",)
+# Families whose drafting model took weights by a sync, held them, and drafted what transformers' layers say of them.
+# DeepSeek's does not draft on CPUs.
 TRIED = ("glm4_moe", "deepseek_v3")
 
 
@@ -30,10 +33,15 @@ def _where_drafted(
 
 def _method(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     speculation = config.rollout.speculation
-    if speculation is None or speculation.method in _METHODS:
+    if speculation is None or speculation.head is None:
         return
-    why = "a separate drafting model is neither trained nor synced, so its drafts would be stale"
-    yield Violation(f"{_KEY}.method", f"{speculation.method!r} is not supported", why, _METHODS)
+    rule = "must be ngram, mtp or the folder of an EAGLE-3 head that fits the model"
+    if model.family not in TRIED_WITH_HEADS:
+        why = f"heads were never seen to draft for {model.family}"
+        yield Violation(f"{_KEY}.method", rule, why, _METHODS)
+        return
+    for why in head_faults(speculation.head, model):
+        yield Violation(f"{_KEY}.method", rule, why, _METHODS)
 
 
 def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -74,6 +82,13 @@ def _uses_layers(config: RunConfig, model: ModelSpec) -> bool:
     return speculation is not None and speculation.method == MTP and is_tried
 
 
+def _uses_a_model(config: RunConfig, model: ModelSpec) -> bool:
+    """Tells whether layers or a head that were tried draft."""
+    speculation = config.rollout.speculation
+    has_head = speculation is not None and speculation.head is not None
+    return _uses_layers(config, model) or (has_head and model.family in TRIED_WITH_HEADS)
+
+
 def room(rollout: RolloutConfig) -> int:
     """Returns the positions behind the longest sample that an engine needs: of tokens that are checked, and of those
     drafted meanwhile.
@@ -108,8 +123,8 @@ SPECULATION_RULES = (
     _where_drafted(
         f"{_KEY}.tokens",
         lambda c, m: c.rollout.speculation.tokens == AUTO and c.rollout.speculation.method != MTP,
-        "must be a number with method ngram",
-        "how often a look-up finds the right tokens depends on the text, and no plan knows it",
+        "must be a number with another method than mtp",
+        "how often a look-up or a head finds the right tokens is known to no plan",
         (2, 3, 4),
     ),
     _where_drafted(
@@ -127,17 +142,24 @@ SPECULATION_RULES = (
     ),
     RuleRow(
         f"{_KEY}.method",
-        lambda c, m: _uses_layers(c, m) and c.cluster.device == "cpu" and c.rollout_dtype != "float32",
+        lambda c, m: _uses_a_model(c, m) and c.cluster.device == "cpu" and c.rollout_dtype != "float32",
         "must be ngram on cpu in 16 bits",
         "bits of drafts, and so of tokens, would depend on the other responses of a step",
         ("ngram",),
     ),
     RuleRow(
         f"{_KEY}.method",
-        lambda c, m: _uses_layers(c, m) and c.rollout.fp8_block > 0,
+        lambda c, m: _uses_a_model(c, m) and c.rollout.fp8_block > 0,
         "must be ngram with rollout.quantization",
-        "predicting layers have no form in FP8 here",
+        "predicting layers and heads have no form in FP8 here",
         ("ngram",),
+    ),
+    _where_drafted(
+        f"{_KEY}.method",
+        lambda c, m: c.rollout.speculation.head is not None and c.cluster.placement == "colocated",
+        "must be ngram or mtp with cluster.placement: colocated",
+        "a sleeping engine forgets its weights, and no weight sync brings those of a head",
+        _METHODS,
     ),
     RuleRow(
         "reshard.path",
@@ -155,7 +177,7 @@ SPECULATION_RULES = (
     ),
     _where_drafted(
         f"{_KEY}.draft_sample_method",
-        lambda c, m: c.rollout.speculation.method != MTP and c.rollout.speculation.draft_sample_method != "greedy",
+        lambda c, m: c.rollout.speculation.method == NGRAM and c.rollout.speculation.draft_sample_method != "greedy",
         "must be greedy with method ngram",
         "a look-up finds tokens, and no distribution to sample them from",
         ("greedy",),

@@ -106,7 +106,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> RunInputs:
     folder = run_dir_path(config.trainer, resume)
     find_resume_point(config.trainer, RunIdentity.of(config), folder, resume)
     for key, path in folders_of_weights(config).items():
-        check_checkpoint(path, model_in(key, path, model), key)
+        check_checkpoint(path, model_in(key, path, model, config.rollout), key)
     check_disk_space(folder, _bytes_of_a_checkpoint(config, model))
     _check_cluster(Deployment.of(config))
     if config.cluster.port is not None:

@@ -3,7 +3,7 @@
 vLLM's own CPU worker ignores `sleep`. Here storages are emptied under their tensors, so that every view stays valid.
 Linears that oneDNN packed live in closures, which are dropped and made again. Memory comes back full of NaN, in every
 form that kernels read. These are parameters, experts (packed in place), packed linears, and the output layer, which has
-both. The KV cache comes back as zeros.
+both. The KV cache comes back as zeros. What sleeps is the worker extension's `computing_model` (sleeping.py).
 
 Private in vLLM, and why it is touched:
 
@@ -103,7 +103,7 @@ class CpuWorker(CPUWorker):
                 f"a CPU worker sleeps at level 2, not {level}: a copy of its weights on the host would free nothing"
             )
         if WEIGHTS not in self.memory_asleep:
-            text = text_of(self.model_runner.get_model())  # a vision tower stays: no sync would bring it back
+            text = text_of(self.computing_model())  # a vision tower stays: no sync would bring it back
             self.unpacked_layers = drop_packed(text)
             loosen(text.parameters())
             self.memory_asleep[WEIGHTS] = empty(text.parameters())
@@ -118,7 +118,7 @@ class CpuWorker(CPUWorker):
             for emptied in self.memory_asleep.pop(part, ()):
                 emptied.take()
             if part == WEIGHTS:
-                poison(text_of(self.model_runner.get_model()).parameters())
+                poison(text_of(self.computing_model()).parameters())
                 pack_nan(self.unpacked_layers)
                 self.unpacked_layers = []
             else:

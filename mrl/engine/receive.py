@@ -45,7 +45,8 @@ from mrl.reshard.execute import Receiver
 from mrl.reshard.setup import SyncSetup
 
 BACKEND = "mrl"
-_BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")  # text models in one file with image models
+# text models in one file with image models, and models that draft for them
+_BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MTP", "Qwen3_5MoeMTP")
 # mrl's own names, by module
 _OWN_MODELS = {
     "inner_texts": ("Qwen2InsideVL", "Qwen3InsideVL", "Qwen3MoeInsideVL"),

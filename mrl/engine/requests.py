@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mrl.acting.tool import ToolsSpec, TurnsSpec
 from mrl.config.places import image_store, rollout_layout
 from mrl.config.schema import ActorConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
-from mrl.config.schema_rollout import MTP, AgentConfig, SpeculationConfig, TurnsConfig
+from mrl.config.schema_rollout import MTP, NGRAM, AgentConfig, SpeculationConfig, TurnsConfig
 from mrl.config.speculation_rules import room
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
@@ -331,6 +331,9 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
     return arguments | rollout.engine_kwargs.get("vllm", {})
 
 
+EAGLE = "eagle3"  # vLLM's name of the method by which heads draft
+
+
 def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Hosting) -> dict[str, Any]:
     """Returns vLLM's argument speculative_config. For ngram the longest earlier occurrence counts, up to five tokens.
 
@@ -343,9 +346,12 @@ def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Host
     if hosting.checks_batch_order or drafting < most_sequences:
         sizes = [(1, drafting, speculation.tokens), (drafting + 1, most_sequences, 0)]
         schedule = {"num_speculative_tokens_per_batch_size": sizes[: 1 + (drafting < most_sequences)]}
-    if speculation.method == MTP:
-        sampling = {"draft_sample_method": speculation.draft_sample_method}
-        return schedule | sampling | {"method": MTP, "num_speculative_tokens": speculation.tokens}
+    if speculation.method != NGRAM:
+        drafting = {"method": speculation.method, "draft_sample_method": speculation.draft_sample_method}
+        if speculation.head is not None:  # no sync brings it, and no pickled file is read
+            loading = {"draft_load_config": {"load_format": "safetensors"}}
+            drafting |= {"method": EAGLE, "model": str(speculation.head)} | loading
+        return schedule | drafting | {"num_speculative_tokens": speculation.tokens}
     return schedule | {
         "method": speculation.method,
         "num_speculative_tokens": speculation.tokens,

@@ -3,7 +3,7 @@
 A worker of vLLM gives memory back by `sleep(level=2)`, which keeps no weights, and takes it again by `wake_up(tags)`.
 On the CPU, mrl.engine.cpu_worker adds this. The weights come back as NaN. So a generation from them shows in its first
 log-prob, and never looks like an answer. The KV cache comes back as zeros. A vision tower, which no sync brings, waits
-in host memory; the CPU's stays where it is.
+in host memory; the CPU's stays where it is. A model that drafts (drafter.py) sleeps and comes back beside the model.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mrl.engine.constants import Constants, loose_constants
+from mrl.engine.drafter import ModelThatDrafts
 from mrl.engine.engine_state import CACHE, WEIGHTS
 from mrl.engine.tower import text_of, tower_of
 from mrl.platforms.process_memory import process_memory
@@ -39,6 +40,7 @@ class SleepingExtension:
     layout_awake: Layout
     constants_awake: dict[str, Tensor]
     tower_awake: dict[str, Tensor]
+    drafted: ModelThatDrafts | None = None  # where layers of the model draft
 
     def give_memory(self) -> None:
         """Gives the memory of weights and KV cache back. Nothing may be running: the caller has paused vLLM.
@@ -52,7 +54,7 @@ class SleepingExtension:
             )
         self.abandon_update()  # an unfinished update holds memory of its own, and parameters without data
         self.wait_for_device()
-        model = self.model_runner.get_model()
+        model = self.computing_model()
         self.layout_awake = layout_of(model)
         Constants.of(model)  # noted before the first sleep
         self.constants_awake = {name: tensor.cpu().clone() for name, tensor in loose_constants(model).items()}
@@ -70,7 +72,7 @@ class SleepingExtension:
             return
         self.restore_part(part)
         if part == WEIGHTS:
-            check_layout(self.layout_awake, layout_of(self.model_runner.get_model()))
+            check_layout(self.layout_awake, layout_of(self.computing_model()))
             self.restore_constants()
         if self.device.type != "cpu":
             self.overwrite(part)
@@ -80,10 +82,16 @@ class SleepingExtension:
         self.wait_for_device()
         self.parts_asleep -= {part}
 
+    def computing_model(self) -> nn.Module:
+        """Returns the worker's model, together with the one that drafts where there is one."""
+        if self.drafted is not None:
+            return self.drafted
+        return self.model_runner.get_model()
+
     def overwrite(self, part: str) -> None:
         """Writes NaN into the weights, or zeros into the cache, because an accelerator's memory holds old data."""
         if part == WEIGHTS:
-            poison(text_of(self.model_runner.get_model()).parameters())
+            poison(text_of(self.computing_model()).parameters())
         else:
             clear(self.model_runner.kv_caches)
 
@@ -97,7 +105,7 @@ class SleepingExtension:
     @torch.no_grad()
     def restore_constants(self) -> None:
         """Restores what generation reads and vLLM's own sleep does not save: tensors that are no buffers."""
-        now = loose_constants(self.model_runner.get_model())
+        now = loose_constants(self.computing_model())
         for name, saved in self.constants_awake.items():
             if name in now:
                 now[name].copy_(saved)
@@ -124,14 +132,14 @@ class SleepingExtension:
 
     def known_tensors(self) -> Iterator[Tensor]:
         """Yields weights, buffers and KV cache. vLLM hides old objects from the garbage collector."""
-        model = self.model_runner.get_model()
+        model = self.computing_model()
         yield from (*model.parameters(), *model.buffers(), *_tensors(self.model_runner.kv_caches))
 
     def packed_bytes(self) -> int:
         """Returns the bytes of weights that kernels hold out of Python's sight."""
         if WEIGHTS in self.parts_asleep:
             return 0
-        return self.adapter.packed_bytes(self.model_runner.get_model())
+        return self.adapter.packed_bytes(self.computing_model())
 
     def absent_bytes(self) -> int:
         """Returns the bytes of vLLM's sleeping pool that are not mapped, but that torch still counts."""

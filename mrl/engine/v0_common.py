@@ -370,7 +370,7 @@ class CommonWorkerExtension(SleepingExtension):
         vLLM's own `compute_weight_checksums` reads only parameters, and on CPU the parameter of a packed linear is
         empty.
         """
-        model = self.model_runner.get_model()
+        model = self.computing_model()
         plain = {name: sha256_of(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         packed = {f"{name}.<packed>": sha256_of(weight) for name, weight in packed_linears(model)}
         return {f"rank{position_of(self.parallel_config)}.{name}": digest for name, digest in (plain | packed).items()}
@@ -387,11 +387,10 @@ class CommonWorkerExtension(SleepingExtension):
         return report
 
     def note_drafter(self) -> None:
-        """Makes the drafting model a part of what fast syncs write and read back."""
-        drafting = drafting_model(self.model_runner)
-        drafted = ModelThatDrafts(self.model_runner.get_model(), drafting)
-        Constants.of(drafted)  # noted before the first sleep
-        self.weight_transfer_engine.drafted = drafted
+        """Makes the drafting model a part of what sleeps, and of what fast syncs write and read back."""
+        self.drafted = ModelThatDrafts(self.model_runner.get_model(), drafting_model(self.model_runner))
+        Constants.of(self.drafted)  # noted before the first sleep
+        self.weight_transfer_engine.drafted = self.drafted
 
     def note_tower(self) -> None:
         """Notes the vision tower as it was loaded. Each update that is read back compares it from here on."""

@@ -23,7 +23,7 @@ from mrl.model.hf_config import (
     required,
 )
 from mrl.model.latent_attention import VLLM_LATENT_ATTENTION
-from mrl.model.weight_map import VLLM_NORMS, Family
+from mrl.model.weight_map import DEEPSEEK_NAMES, VLLM_NORMS, Family
 
 VLLM_ORDER = (*VLLM_LATENT_ATTENTION, "mlp.gate.", "mlp.shared_experts.", "mlp.", *VLLM_NORMS)
 _PLAIN = {
@@ -148,7 +148,7 @@ FAMILY = Family(
     dense_layer,
     lambda m: with_shared_experts(m, router_in_vllm=None),
     vllm_order=VLLM_ORDER,
-    predicts=True,
+    predicting=DEEPSEEK_NAMES,
     is_left_out=is_left_out,
     engine_keys=engine_keys,
     has_code_beside=True,

@@ -19,7 +19,7 @@ from mrl.model.hf_config import (
     refuse_unless,
     required,
 )
-from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
+from mrl.model.weight_map import DEEPSEEK_NAMES, VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
 
 _PLAIN = {
     "n_group": 1,
@@ -93,6 +93,6 @@ FAMILY = Family(
     dense_layer,
     with_shared_experts,
     vllm_order=(*VLLM_ATTENTION, "mlp.gate.", "mlp.shared_experts.", "mlp.", *VLLM_NORMS),
-    predicts=True,
+    predicting=DEEPSEEK_NAMES,
     is_left_out=is_left_out,
 )

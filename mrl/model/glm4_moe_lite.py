@@ -3,7 +3,7 @@
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.deepseek_v3 import VLLM_ORDER, engine_keys, read
 from mrl.model.glm4_moe import is_left_out, with_shared_experts
-from mrl.model.weight_map import Family
+from mrl.model.weight_map import DEEPSEEK_NAMES, Family
 
 FAMILY = Family(
     "Glm4MoeLiteForCausalLM",
@@ -12,7 +12,7 @@ FAMILY = Family(
     dense_layer,
     with_shared_experts,
     vllm_order=VLLM_ORDER,
-    predicts=True,
+    predicting=DEEPSEEK_NAMES,
     is_left_out=is_left_out,
     engine_keys=engine_keys,
 )

@@ -11,7 +11,8 @@ from typing import Any
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.delta_attention import MEGATRON_DELTA_ATTENTION, VLLM_DELTA_ATTENTION
 from mrl.model.hf_config import ANY, HfConfig, ModelSpec, refuse_unless
-from mrl.model.qwen3_next import hybrid
+from mrl.model.qwen3_next import PREDICTING_NAMES, hybrid
+from mrl.model.qwen3_next import is_left_out as is_of_unheld_layer
 from mrl.model.weight_map import MEGATRON_ORDER, VLLM_ATTENTION, VLLM_NORMS, Family
 from mrl.model.wrapped import VISION_TOWER, inner_tensors
 
@@ -39,8 +40,10 @@ def of_kinds(config: HfConfig, model_type: str) -> dict[str, Any]:
 
 
 def is_left_out(name: str, m: ModelSpec) -> bool:
-    """Tells whether a tensor belongs to the vision tower or the layer for multi-token prediction."""
-    return name.startswith((*VISION_TOWER, "mtp."))
+    """Tells whether a tensor belongs to the vision tower, or to the layer for multi-token prediction where ranks do not
+    hold it.
+    """
+    return name.startswith(VISION_TOWER) or is_of_unheld_layer(name, m)
 
 
 def engines_of(architecture: str) -> Callable[[ModelSpec], dict[str, Any]]:
@@ -59,6 +62,7 @@ FAMILY = Family(
     linear_layer=lambda m: dense_layer(m, is_linear=True),
     megatron_order=("input_layernorm.", *MEGATRON_DELTA_ATTENTION, *MEGATRON_ORDER),
     vllm_order=(*VLLM_DELTA_ATTENTION, *VLLM_ATTENTION, "mlp.", *VLLM_NORMS),
+    predicting=PREDICTING_NAMES,
     is_left_out=is_left_out,
     engine_keys=engines_of(_ARCHITECTURE),
     wrapper="Qwen3_5ForConditionalGeneration",

@@ -7,6 +7,7 @@ from mrl.model.hf_config import HfConfig, ModelSpec, experts, refuse_unless, req
 from mrl.model.qwen2_moe import shared_size, with_shared_expert
 from mrl.model.qwen3_5 import PRECISE, engines_of, is_left_out, of_kinds
 from mrl.model.qwen3_next import FAMILY as QWEN3_NEXT
+from mrl.model.qwen3_next import PREDICTING_NAMES
 from mrl.model.weight_map import Family
 from mrl.model.wrapped import inner_tensors
 
@@ -38,6 +39,7 @@ FAMILY = Family(
     lambda m: with_shared_expert(m, is_linear=True),
     megatron_order=QWEN3_NEXT.megatron_order,
     vllm_order=QWEN3_NEXT.vllm_order,
+    predicting=PREDICTING_NAMES,
     is_left_out=is_left_out,
     engine_keys=engines_of(_ARCHITECTURE),
     wrapper="Qwen3_5MoeForConditionalGeneration",

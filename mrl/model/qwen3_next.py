@@ -2,7 +2,8 @@
 a gated shared one.
 
 Norms are zero-centred: they multiply by 1 + weight. A quarter of each head is rotated. Checkpoints also have a layer
-for multi-token prediction (`mtp.`), which transformers, vLLM's model and training leave out.
+for multi-token prediction (`mtp.`), which transformers and vLLM's model leave out. It has gated attention. Its class in
+vLLM takes one such layer where config.json has no number of them, as official ones have none.
 """
 
 from typing import Any
@@ -23,7 +24,13 @@ from mrl.model.hf_config import (
     required,
 )
 from mrl.model.qwen2_moe import shared_size, with_shared_expert
-from mrl.model.weight_map import MEGATRON_ORDER, VLLM_ATTENTION, VLLM_NORMS, Family
+from mrl.model.weight_map import (
+    MEGATRON_ORDER,
+    VLLM_ATTENTION,
+    VLLM_NORMS,
+    Family,
+    PredictingNames,
+)
 
 _SIZES = (
     "linear_num_key_heads",
@@ -33,6 +40,7 @@ _SIZES = (
     "linear_conv_kernel_dim",
 )
 _LINEAR = "linear_attention"
+_HEAD = "mtp."
 # settings that vLLM or transformers would compute differently, with their plain values
 _PLAIN = {
     "attn_output_gate": True,
@@ -53,6 +61,7 @@ def read(config: HfConfig) -> ModelSpec:
         **hybrid(config),
         **experts({"norm_topk_prob": True, **config}),
         shared_expert_intermediate_size=shared_size(config),
+        left_out_layers=or_default(config, "num_nextn_predict_layers", 1),
     )
 
 
@@ -99,10 +108,26 @@ def _linear_layers(config: HfConfig) -> tuple[int, ...]:
 
 
 def is_left_out(name: str, m: ModelSpec) -> bool:
-    """Tells whether a tensor belongs to the layer for multi-token prediction."""
-    return name.startswith("mtp.")
+    """Tells whether a tensor belongs to the layer for multi-token prediction, where ranks do not hold it."""
+    return name.startswith(_HEAD) and not m.predicting_layers
 
 
+def _in_vllm(name: str) -> str:
+    return name.removeprefix(_HEAD)
+
+
+# of one layer: its number is no part of the names of its norms
+PREDICTING_NAMES = PredictingNames(
+    _HEAD + "layers.0.",
+    _HEAD + "pre_fc_norm_embedding.weight",
+    _HEAD + "pre_fc_norm_hidden.weight",
+    _HEAD + "fc.weight",
+    _HEAD + "norm.weight",
+    _in_vllm,
+    "layers.0.",
+    "rows",
+    forgets_second_token=False,
+)
 FAMILY = Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
@@ -119,5 +144,6 @@ FAMILY = Family(
         "mlp.",
         *VLLM_NORMS,
     ),
+    predicting=PREDICTING_NAMES,
     is_left_out=is_left_out,
 )

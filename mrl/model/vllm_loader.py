@@ -37,11 +37,12 @@ _COLUMN_PARALLEL = (
     "in_proj_z",
     "in_proj_b",
     "in_proj_a",
+    "fc",  # of Qwen's predicting layers
 )
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
-# family -> module of a layer with the experts, and their gate, up and down projection
-_PLAIN_EXPERTS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
-_EXPERTS = dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2")))
+# family -> gate, up and down projection of experts
+_PLAIN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = dict.fromkeys(("mixtral", "minimax_m2"), ("w1", "w3", "w2"))
 # family -> words of names that its class has others for
 _RENAMED = {"gpt_oss": {"self_attn": "attn", "embed_tokens": "embedding"}}
 _TOWER = ["model", "visual"]
@@ -78,21 +79,22 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
     parameters = {}
     for name, parts in slices.items():
         parameters[name] = np.concatenate([parts[place] for place in sorted(parts)])
-    module, names = _EXPERTS.get(model.family, _PLAIN_EXPERTS)
-    for layer in (*model.moe_layers, *(range(model.num_layers, model.all_layers) if model.is_moe else ())):
+    names = _EXPERTS.get(model.family, _PLAIN_EXPERTS)
+    for prefix in sorted({name.split(".experts.")[0] + ".experts." for name in hf if ".experts." in name}):
         if model.family == "gpt_oss":
-            parameters |= _biased_experts(hf, f"model.layers.{layer}.mlp.experts.", model.num_experts, rollout, worker)
-            continue
-        prefix = f"model.layers.{layer}.{module}.experts."
-        parameters |= _experts(hf, prefix, names, model.num_experts, rollout, worker, transposed)
+            parameters |= _biased_experts(hf, prefix, model.num_experts, rollout, worker)
+        else:
+            parameters |= _experts(hf, prefix, names, model.num_experts, rollout, worker, transposed)
     return {_in_drafting_model(name, model): array for name, array in parameters.items()}
 
 
 def _in_drafting_model(name: str, model: ModelSpec) -> str:
     """Returns a parameter's name, which vLLM changes in predicting layers (deepseek_mtp.py: _rewrite_spec_layer_name).
 
-    They are in another model beside it.
+    They are in another model beside it (Qwen's: qwen3_next_mtp.py, `remap_weight_names`).
     """
+    if name.startswith("mtp."):
+        return DRAFTING + name.removeprefix("mtp.")
     words = name.split(".")
     if words[1] != "layers" or int(words[2]) < model.num_layers:
         return name

@@ -148,6 +148,40 @@ LayerOf = Callable[[ModelSpec], tuple[Weight, ...]]  # weights of one layer, in 
 
 
 @dataclass(frozen=True)
+class PredictingNames:
+    """Names of a predicting layer's weights: of its own, and the prefix of those that ordinary layers have, too."""
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    join: str  # the projection of both
+    last_norm: str
+    # (name of an own weight), and the prefix of the others, in vLLM's drafting model as mrl/engine/drafter.py shows it
+    own_in_vllm: Callable[[str], str]
+    layer_in_vllm: str
+    join_in_vllm: Split  # how workers of vLLM divide the projection
+    # vLLM's class joins the first token of a sequence with zeros, in place of its successor's embedding
+    forgets_second_token: bool
+
+
+def _of_deepseek(name: str) -> str:
+    return name
+
+
+DEEPSEEK_NAMES = PredictingNames(
+    HF_LAYER,
+    HF_LAYER + "enorm.weight",
+    HF_LAYER + "hnorm.weight",
+    HF_LAYER + "eh_proj.weight",
+    HF_LAYER + "shared_head.norm.weight",
+    _of_deepseek,
+    VLLM_LAYER + "mtp_block.",
+    "copied",
+    forgets_second_token=True,
+)
+
+
+@dataclass(frozen=True)
 class Family:
     """The content of a family's file."""
 
@@ -161,8 +195,8 @@ class Family:
     # checkpoint's order among equal prefixes.
     megatron_order: tuple[str, ...] = MEGATRON_ORDER
     vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
-    # Ranks can hold the layer that predicts a further token. Checkpoint and vLLM name it as those of DeepSeek-V3.
-    predicts: bool = False
+    # of the layer that predicts a further token, where ranks can hold it
+    predicting: PredictingNames | None = None
     # tells whether a tensor of the family's checkpoints is not part of the model
     is_left_out: Callable[[str, ModelSpec], bool] = _nothing
     # keys of config.json that vLLM reads but transformers does not write, so that no engine uses another default
@@ -317,30 +351,34 @@ def _layer_weights(family: Family, weights: tuple[Weight, ...]) -> LayerWeights:
 
 def _predicting_layer(model: ModelSpec, family: Family) -> LayerWeights:
     """Returns the weights of a predicting layer: two norms, the projection that joins what they give, those of an
-    ordinary layer, and the norm before the output layer.
+    ordinary layer with keys and values, and the norm before the output layer.
 
-    Megatron's names are those of its MultiTokenPredictionLayer. Every worker in vLLM has the whole projection.
+    Megatron's names are those of its MultiTokenPredictionLayer.
     """
-    if not model.predicting_layers:
+    names = family.predicting
+    if not model.predicting_layers or names is None:
         return LayerWeights((), (), ())
     hidden = model.hidden_size
-    in_vllm = DRAFTING + VLLM_LAYER
 
     def norm(name: str, megatron: str) -> Weight:
-        part = Part(HF_LAYER + name, (hidden,), matmul=False)
-        return Weight((part,), PREDICTING + megatron, in_vllm + name, "copied")
+        part = Part(name, (hidden,), matmul=False)
+        return Weight((part,), PREDICTING + megatron, DRAFTING + names.own_in_vllm(name), "copied")
 
-    join = Part(HF_LAYER + "eh_proj.weight", (hidden, 2 * hidden))
-    first = (
-        norm("enorm.weight", "enorm.weight"),
-        norm("hnorm.weight", "hnorm.weight"),
-        Weight((join,), PREDICTING + "eh_proj.weight", in_vllm + "eh_proj.weight", "rows", vllm_split="copied"),
+    join = Weight(
+        (Part(names.join, (hidden, 2 * hidden)),),
+        PREDICTING + "eh_proj.weight",
+        DRAFTING + names.own_in_vllm(names.join),
+        "rows",
+        vllm_split=names.join_in_vllm,
     )
-    last = norm("shared_head.norm.weight", "final_layernorm.weight")
+    first = (norm(names.embedding_norm, "enorm.weight"), norm(names.hidden_norm, "hnorm.weight"), join)
+    last = norm(names.last_norm, "final_layernorm.weight")
 
     def inside(weight: Weight) -> Weight:
+        parts = tuple(replace(part, name=part.name.replace(HF_LAYER, names.layer, 1)) for part in weight.parts)
         megatron = weight.megatron.replace(MEGATRON_LAYER, PREDICTING + "transformer_layer.", 1)
-        return replace(weight, megatron=megatron, vllm=weight.vllm.replace(VLLM_LAYER, in_vllm + "mtp_block.", 1))
+        vllm = weight.vllm.replace(VLLM_LAYER, DRAFTING + names.layer_in_vllm, 1)
+        return replace(weight, parts=parts, megatron=megatron, vllm=vllm)
 
     layer_of = family.expert_layer if model.is_moe else family.dense_layer
     layer = _layer_weights(family, layer_of(model))

@@ -45,7 +45,7 @@ _OF_WHOLE = (*_TOKENS, "vision_end_token_id", "vision_token_id", "vision_config"
 _DTYPES = ("dtype", "torch_dtype")
 _ROTATIONS = ("rope_parameters", "rope_scaling")
 _SECTIONS = ("mrope_section", "mrope_interleaved")  # by them the positions of an image turn some pairs of a head
-_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj")
+_EXPERTS = re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj")
 
 
 def text_config(

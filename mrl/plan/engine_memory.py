@@ -35,7 +35,7 @@ class EngineMemory:
     cache_tokens: int  # of the whole engine: its tensor workers share a sequence, its data-parallel ranks do not
     largest_module: int  # a weight sync holds it beside its staging buffers
     buffers: int  # stay when the engine sleeps: the table of rotary factors, which layers share
-    draft: int = 0  # weights of the predicting layer, for engines that draft with it
+    draft: int = 0  # weights of the predicting layer, or of the head, in engines that draft with one
     tower: int = 0  # weights of the vision tower, for engines that see images
 
     @property
@@ -77,18 +77,17 @@ def engine_memory(
     batched_tokens: int = 8192,
     max_num_seqs: int = 256,
     fp8_block: int = 0,
-    drafts: bool = False,
+    draft: int = 0,
     tower: int = 0,
 ) -> EngineMemory:
     """Computes the memory of a worker with `share` bytes of the device (memory x gpu_memory_utilization).
 
-    `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. `drafts`: it also
-    holds the layer that predicts further tokens, with a cache of its own. `tower`: bytes of a vision tower. An engine
-    that does not fit has a cache of no token.
+    `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. `draft`: bytes of a
+    layer or head that drafts, which has a cache of its own. `tower`: bytes of a vision tower. An engine that does not
+    fit has a cache of no token.
     """
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     working = _working_set(model, rollout, dtype_bytes, batched_tokens, max_num_seqs)
-    draft = draft_weight_bytes(model, rollout, dtype_bytes) if drafts else 0
     cache = max(0, share - weights - draft - tower - working)
     found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs, fp8_block, draft)
     return replace(found, tower=tower)
@@ -101,14 +100,13 @@ def engine_memory_with_cache(
     *,
     dtype_bytes: int,
     fp8_block: int = 0,
-    drafts: bool = False,
+    draft: int = 0,
     tower: int = 0,
     **passes: int,
 ) -> EngineMemory:
     """Computes the memory of a worker whose cache has a given number of bytes, as on a CPU."""
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
-    draft = draft_weight_bytes(model, rollout, dtype_bytes) if drafts else 0
     most = passes["max_num_seqs"]
     found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, most, fp8_block, draft)
     return replace(found, tower=tower)

@@ -9,6 +9,9 @@ from mrl.config.schema import RunConfig
 from mrl.model.adapters import MERGED_BYTES
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import padded_vocab_size
+from mrl.model.megatron_shards import megatron_slice
+from mrl.model.registry import weight_map
+from mrl.model.weight_map import Weight
 from mrl.plan.activations import Activations, Kernels, MicroBatchShape
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token, captured_graphs
 from mrl.plan.host_memory import host_section
@@ -152,10 +155,18 @@ def _drafting_bytes(inputs: PlanInputs, pp: int, precision: Precision) -> int:
     if config.actor.mtp.train:
         rows = padded_vocab_size(inputs.model.vocab_size, inputs.train.tensor) // inputs.train.tensor
         return rows * inputs.model.hidden_size * precision.parameters * (inputs.train.pipeline > 1)
-    held, plain = (
-        stage_state(model, inputs.train, pp, precision) for model in (inputs.model.holding(True), inputs.model)
-    )
-    return held.parameters - plain.parameters
+    own = weight_map(inputs.model.holding(True)).predicting_layer.megatron
+    return sum(_shard_bytes(inputs, weight, precision) for weight in own)
+
+
+def _shard_bytes(inputs: PlanInputs, weight: Weight, precision: Precision) -> int:
+    """Returns the bytes of a rank's parameters of one row of the weight map, outside of Megatron's buffers."""
+    train = inputs.train
+    count = inputs.model.num_experts // train.expert if weight.is_expert else 1
+    width = precision.parameters
+    if weight.dtype == "float32":
+        width = 4
+    return count * megatron_slice(weight, train.tensor, train.expert_tensor).numel * width
 
 
 def _reference_pass(inputs: PlanInputs, pp: int) -> ScoringBytes | None:

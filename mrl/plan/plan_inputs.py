@@ -13,6 +13,7 @@ from mrl.errors import ConfigError, MrlError
 from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.adapters import Lora
 from mrl.model.device_grid import Place, actor_places, engine_places
+from mrl.model.eagle_head import head_bytes
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
 from mrl.model.tower_sizes import VisionTower
@@ -28,7 +29,13 @@ from mrl.plan.devices import (
     devices_of,
     find_device,
 )
-from mrl.plan.engine_memory import EngineMemory, engine_memory, engine_memory_with_cache, engine_share
+from mrl.plan.engine_memory import (
+    EngineMemory,
+    draft_weight_bytes,
+    engine_memory,
+    engine_memory_with_cache,
+    engine_share,
+)
 from mrl.platforms.hosting import MemoryReach, get_hosting
 from mrl.reshard.setup import pair_route
 from mrl.units import GIB, MIB, round_up
@@ -287,13 +294,25 @@ def engine_passes(config: RunConfig) -> dict[str, int]:
     }
 
 
+def _draft_bytes(inputs: PlanInputs) -> int:
+    """Returns the bytes of what drafts on the worker with most. A head counts as whole, which vLLM cuts."""
+    speculation = inputs.config.rollout.speculation
+    if speculation is None:
+        return 0
+    if speculation.head is not None:
+        return head_bytes(speculation.head)
+    if speculation.method == MTP:
+        return draft_weight_bytes(inputs.model, inputs.rollout, inputs.engine_element_bytes)
+    return 0
+
+
 def engine_of(inputs: PlanInputs) -> EngineMemory:
     """Returns one engine worker on the device, with the cache that its share of the memory leaves."""
     rollout = inputs.config.rollout
     passes = engine_passes(inputs.config)
     bytes_of_a_number = inputs.engine_element_bytes
     beside = {
-        "drafts": rollout.speculation is not None and rollout.speculation.method == MTP,
+        "draft": _draft_bytes(inputs),
         "tower": inputs.tower.parameters * bytes_of_a_number if inputs.tower else 0,
     }
     if inputs.device.platform == "cpu":

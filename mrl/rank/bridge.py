@@ -65,7 +65,7 @@ class Bridge(Protocol):
     def build_predicting_layer(self) -> MultiTokenPredictionLayer:
         """Returns the layer that predicts a further token, without weights, on a rank of the last pipeline stage.
 
-        Chunks must be built. It is as the last of their layers.
+        Chunks must be built. It is as the last of their layers with keys and values.
         """
 
     def load_hf(self, path: str) -> None:
@@ -179,7 +179,9 @@ class MBridge:
         last = unwrap_model(self._chunks[-1])
         block = self._all_layers()
         norm = block.layer_norm
-        parts = MultiTokenPredictionLayerSubmodules(norm, norm, _column_parallel(), block.layer_specs[-1], norm)
+        attending = max(set(range(self.model.num_layers)) - set(self.model.linear_layers))
+        inner = block.layer_specs[attending]
+        parts = MultiTokenPredictionLayerSubmodules(norm, norm, _column_parallel(), inner, norm)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         layer = MultiTokenPredictionLayer(config, parts, vp_stage=getattr(last, "vp_stage", None), pg_collection=groups)
         layer = layer.to(next(last.parameters()).device, self.dtype)

@@ -29,6 +29,7 @@ from mrl.exercised import exercised
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Shard
+from mrl.model.registry import family_of
 from mrl.platforms import Platform
 from mrl.rank.forward import head_weight, packing_of, with_all_tokens
 from mrl.rank.local_parameters import plain_name
@@ -49,7 +50,8 @@ class PredictingLayer:
 
     h is the policy's output after its last norm, E its embedding and O its output layer. No gradient reaches any of
     them. N counts the tokens of the whole mini-batch, over all replicas, so the gradient does not depend on how it is
-    cut. As in vLLM's classes (deepseek_mtp.py, glm4_moe_mtp.py), E t[1] counts as zero at the first token.
+    cut. As in vLLM's classes, E t[1] counts as zero at the first token for DeepSeek and GLM (deepseek_mtp.py,
+    glm4_moe_mtp.py), and not for Qwen (qwen3_next_mtp.py, qwen3_5_mtp.py).
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class PredictingLayer:
         self._layer = layer
         self._core = unwrap_model(policy[-1])
         self._model = model
+        self._forgets_second_token = family_of(model).predicting.forgets_second_token
         self._platform = platform
         self.chunk = _wrapped(module, layer.config)
         self._embedding: Tensor | None = None  # of the first stage, where that is another rank
@@ -126,7 +129,8 @@ class PredictingLayer:
         layer = self._layer
         config = layer.config
         followed = self._embedded(inputs.drafted.next_ids)
-        followed = followed.masked_fill((inputs.position_ids == 0)[..., None], 0)
+        if self._forgets_second_token:
+            followed = followed.masked_fill((inputs.position_ids == 0)[..., None], 0)
         pair = [states.transpose(0, 1).contiguous() for states in (followed, hidden)]
         if config.sequence_parallel:
             pair = [scatter_to_sequence_parallel_region(states) for states in pair]

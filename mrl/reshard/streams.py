@@ -28,7 +28,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, WORD: 1}
 SAME_DEVICE, SAME_NODE, REMOTE = TIERS = (0, 1, 2)  # lower is nearer
 MAX_CANDIDATES = 16  # replicas that one worker may ask for the same grain
 _SHARE_UNITS = 1 << 40  # shares of a module are compared as integers, so that every process gets the same order
-_LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
+# Qwen's predicting layer, `mtp.layers.0.` in checkpoints and `drafts.layers.0.` in engines, is not among the numbered
+_LAYER_NUMBER = re.compile(r"((?<=\bmodel\.layers\.)|(?<=\bdecoder\.layers\.))\d+(?=\.)")
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,11 @@ class SearchProblem:
         """The ways of recomputation that are tried, the cheapest first."""
         return self.ways or recomputes(self.model)
 
+    def state(self, layout: TrainLayout, pp: int) -> StateBytes:
+        """Returns the bytes of a rank of pipeline stage `pp`, with a predicting layer that is trained along."""
+        trained = replace(self.model, predicting_layers=self.work.predicting)
+        return stage_state(trained, layout, pp, self.precision, lora=self.lora)
+
     def device_in(self, layout: TrainLayout) -> Device:
         """Returns the device with the communicators of a layout's process groups."""
         return _with_communicators(self.device, actor_groups(layout, self.model))
@@ -267,10 +272,7 @@ def best_fit(
 ) -> Candidate | Phase:
     """Returns the layout with the first recomputation that fits, or the phase that is too large in every case."""
     problem = replace(problem, device=problem.device_in(layout), work=problem.work_in(layout), micro_of=None)
-    states = {
-        pp: stage_state(problem.model, layout, pp, problem.precision, lora=problem.lora)
-        for pp in unlike_stages(problem.model, layout)
-    }
+    states = {pp: problem.state(layout, pp) for pp in unlike_stages(problem.model, layout)}
     heaviest = heaviest_stage(states.values())
     on_device = {"parameters": heaviest.parameters, "gradients": heaviest.gradients, "optimizer": heaviest.optimizer}
     fullest = Phase("train", on_device, problem.device.usable)
@@ -341,6 +343,7 @@ def _phases(
         lora=problem.lora,
         dropout=problem.dropout,
         gated_delta=work.gated_delta,
+        predicting=work.predicting,
     ).beside(problem.activations)
     count = micro_batch_count(work, layout)
     for pp, state in states.items():

@@ -32,7 +32,6 @@ from mrl.plan.devices import Device
 from mrl.plan.engine_memory import engine_memory, engine_share
 from mrl.plan.memory import memory_section, offload_of
 from mrl.plan.memory_phases import Phase
-from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, engine_passes, precision_of, sync_budget, update_micro_batch
 from mrl.plan.suggest_fixes import HOST_ADAM
 from mrl.plan.times import overlap_of, sample_work
@@ -80,8 +79,9 @@ def search_problem(
     assumed = assumptions_of(config.cluster.calibration, device)
     micro_of = partial(update_micro_batch, config)
     micro = micro_of(TrainLayout.build({"world_size": devices}, model))
+    work = sample_work(config, model, micro, config.actor.ppo_mini_batch_size * config.rollout.n, assumed)
     return SearchProblem(
-        work=sample_work(config, model, micro, config.actor.ppo_mini_batch_size * config.rollout.n, assumed),
+        work=replace(work, predicting=model.holding(config.actor.mtp.train).predicting_layers),
         assumptions=assumed,
         device=device,
         devices=devices,
@@ -187,7 +187,7 @@ def _fits_host(problem: SearchProblem, candidate: Candidate | None) -> bool:
     if candidate is None:
         return False
     stages = unlike_stages(problem.model, candidate.layout)
-    states = [stage_state(problem.model, candidate.layout, pp, problem.precision, lora=problem.lora) for pp in stages]
+    states = [problem.state(candidate.layout, pp) for pp in stages]
     of_a_node = problem.per_node * max(state.optimizer_host for state in states)
     return of_a_node <= problem.device.host_memory
 
@@ -339,10 +339,7 @@ def _planned(config: RunConfig, problem: SearchProblem, candidate: Candidate) ->
 
 def _with_recompute(problem: SearchProblem, candidate: Candidate, recompute: Recompute) -> Candidate:
     """Returns the candidate's layout with this recomputation."""
-    states = [
-        stage_state(problem.model, candidate.layout, pp, problem.precision, lora=problem.lora)
-        for pp in unlike_stages(problem.model, candidate.layout)
-    ]
+    states = [problem.state(candidate.layout, pp) for pp in unlike_stages(problem.model, candidate.layout)]
     return candidate_of(
         problem, candidate.degrees, candidate.layout, recompute, candidate.phase, heaviest_stage(states)
     )

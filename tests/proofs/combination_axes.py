@@ -31,6 +31,7 @@ DAPO = {
 }
 PPO = {"algorithm.adv_estimator": "gae", "algorithm.policy_loss.loss_mode": "vanilla"}
 CRITIC_APART = "critic apart"
+DRAFTING = "GLM, drafting"
 # none of the actor's degrees
 ONE_RANK = {
     f"{cut}_parallel_size": 1 for cut in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
@@ -76,6 +77,9 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "GLM": {},
         "latent": {"rollout.enable_prefix_caching": False},
         "gated delta": {"rollout.enable_prefix_caching": False},
+        "Qwen3-MoE, ngram": {"rollout.speculation": {"method": "ngram", "tokens": 2, "lookup": 1}},
+        # by its layer for multi-token prediction, which is trained along
+        DRAFTING: {"rollout.speculation": {"method": "mtp", "tokens": 2}, "actor.mtp": {"train": True}},
     },
     "adapters": {"none": {}, "LoRA": {"actor.lora.rank": 4, "actor.lora.alpha": 8}},
     "turns": {"one": {}, "calculator": {"rollout.turns.tools": ["calculator"], "rollout.turns.max_turns": 3}},
@@ -119,7 +123,7 @@ def settings(row: Row, world: Path, steps: int = STEPS) -> dict[str, Any]:
     """Values by key of the run that a row is, on the models and data of `world`."""
     data = world / "data"
     found = {
-        "model.path": str(world / row["family"].replace(",", "").replace(" ", "-")),
+        "model.path": str(world / folder_of(row["family"])),
         "data.train_files": str(data / "train.parquet"),
         "data.val_files": str(data / "val.parquet"),
         "data.train_batch_size": 8,
@@ -148,6 +152,11 @@ def settings(row: Row, world: Path, steps: int = STEPS) -> dict[str, Any]:
     found["cluster.cpus_per_actor"] = 0.25
     found["cluster.cpus_per_engine"] = 0.25
     return found
+
+
+def folder_of(family: str) -> str:
+    """The folder of a family's model in the world."""
+    return family.removesuffix(", ngram").replace(",", "").replace(" ", "-")
 
 
 def _of_tools(world: Path) -> dict[str, Any]:
@@ -180,7 +189,7 @@ def as_overrides(found: Mapping[str, Any]) -> list[str]:
 
 def refusal(row: Row, world: Path) -> str | None:
     """What `mrl validate` has against a row, or against the layout that its run goes on with."""
-    if row["turns"] != "one" and row["family"] != "Qwen3-MoE":
+    if row["turns"] != "one" and folder_of(row["family"]) != "Qwen3-MoE":
         return "the model that calls a tool is a Qwen3-MoE"
     rows = [row, other_layout(row)] if row["then"] == "other layout" else [row]
     for one in rows:

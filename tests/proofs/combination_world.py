@@ -3,6 +3,7 @@ combinations.py.
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,9 +24,11 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("scripts", "tests/real")]
 import make_tool_world
+from combination_axes import DRAFTING, folder_of
 from make_tiny_world import data_rows, make_model, make_tokenizer, save_model, split_problems
+from tiny_models import with_head
 
 MADE = "made"  # written last
 PROMPTS = 64
@@ -81,10 +84,17 @@ def make_world(folder: Path, calling: make_tool_world.Calling = CALLING) -> Path
         torch.manual_seed(0)
         architecture(config).to(torch.float32).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    _add_head(folder / "GLM", folder / folder_of(DRAFTING))
     _write_data(folder / "data", data_rows, *split_problems(seed=0))
     _make_tools(folder / "tools", calling)
     (folder / MADE).touch()
     return folder
+
+
+def _add_head(model: Path, folder: Path) -> None:
+    """Copies a model, and gives it a layer that predicts a further token."""
+    shutil.copytree(model, folder)
+    with_head(folder)
 
 
 def _make_tools(folder: Path, calling: make_tool_world.Calling) -> None:

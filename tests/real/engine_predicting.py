@@ -1,5 +1,6 @@
 """An engine that drafts gets an update as a plan describes it: `python engine_predicting.py FOLDER OTHER answers`.
-See test_engine_drafts. With another third word it answers nothing.
+See test_engine_drafts. With `firsts` as the third word only the first draft of each request is told, and with any other
+it answers nothing.
 
 OTHER has the weights of the update. Prints JSON: parameters whose digests differ from the sent ones, what an update
 without the predicting layer says, and answers, with what was drafted for them.
@@ -35,13 +36,13 @@ from mrl.rank.rank_load import fill
 DRAFTED = 2
 
 
-def main(folder: Path, other: Path, answering: bool) -> dict:
+def main(folder: Path, other: Path, asked: str) -> dict:
     register()
     model = load_model_spec(folder).holding(True)
     llm = LLM(
         str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, skip_tokenizer_init=True,
         generation_config="vllm", logprobs_mode="processed_logprobs", disable_log_stats=False,
-        worker_cls="mrl.engine.cpu_worker.CpuWorker",
+        worker_cls="mrl.engine.cpu_worker.CpuWorker", enable_prefix_caching=asked != "firsts",
         speculative_config={"method": "mtp", "num_speculative_tokens": DRAFTED},
     )  # fmt: skip
     worker = worker_of(llm)
@@ -70,7 +71,9 @@ def main(folder: Path, other: Path, answering: bool) -> dict:
         except RuntimeError as error:
             report["unplanned"] = str(error)
         update(LayerwiseWriter(whole, worker.model_config, targets, ADAPTER), targets, tensors)
-    return report | (answers(llm) if answering else {})
+    if asked == "firsts":
+        return report | {"firsts": first_of_requests(llm)}
+    return report | (answers(llm) if asked == "answers" else {})
 
 
 def by_identity(whole, targets) -> frozenset[str]:
@@ -119,6 +122,18 @@ def answers(llm: LLM) -> dict:
     return {"answers": found, "drafted": drafted, "accepted": accepted, "firsts": firsts}
 
 
+def first_of_requests(llm: LLM) -> list[tuple[list[int], int]]:
+    """As `first_drafts`, behind the prompts and the first sampled token alone: on CPUs states of gated delta attention
+    keep what a rejected token has changed.
+    """
+    firsts = first_drafts(llm)
+    prompts = [{"prompt_token_ids": [(5 + 3 * n + k * k) % 24 for k in range(2 + n)]} for n in range(24)]
+    sampling = SamplingParams(max_tokens=4, temperature=1.0, seed=1, detokenize=False, ignore_eos=True)
+    llm.generate(prompts, sampling, use_tqdm=False)
+    lengths = {len(prompt["prompt_token_ids"]) + 1: prompt["prompt_token_ids"] for prompt in prompts}
+    return [(known, drafted) for known, drafted in firsts if known[:-1] == lengths.get(len(known))]
+
+
 def first_drafts(llm: LLM) -> list[tuple[list[int], int]]:
     """A list that gets, for each request and step from here on, the tokens known and the first one drafted behind them.
 
@@ -148,4 +163,4 @@ def worker_of(llm: LLM):
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "answers")))
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])))

@@ -68,7 +68,7 @@ class WorkerExtension(SlicesExtension):
 
     def holds_nan(self) -> dict[str, bool]:
         """By everything that kernels read: whether all its numbers are NaN."""
-        model = self.model_runner.get_model()
+        model = self.computing_model()
         from mrl.engine.v0_common import packed_linears
 
         named = [*model.named_parameters(), *((f"{name}.<packed>", weight) for name, weight in packed_linears(model))]
@@ -241,6 +241,22 @@ async def walk_flight(engine: SleepingEngine, job: dict, found: dict) -> None:
     found["answers"] += [await before, await during]
 
 
+async def drafting(engine: SleepingEngine, job: dict) -> dict:
+    """An engine that drafts: there and back, and a wake without a sync."""
+    found: dict = {"answers": [await engine.answers()], "prints": [await engine.fingerprints()]}
+    awake = [vars(one) for one in await engine.memory()]
+    await engine.lay_wire(job["setup"])
+    for version, folder in enumerate((job["other"], job["model"]), 1):
+        found["memory"] = (await engine.sleep_and_sync(folder, version)) | {"awake": awake}
+        await note(engine, found)
+    await engine.sleep()
+    await engine.wake_weights()
+    found["nan"] = await engine.workers("holds_nan")
+    await engine.wake_cache()
+    found["cache_is_zero"] = await engine.workers("cache_is_zero")
+    return found
+
+
 async def cycles(engine: SleepingEngine, job: dict) -> dict:
     """Many sleeps and syncs, as many of them as there is time for; what each left behind."""
     began = time.monotonic()
@@ -283,7 +299,7 @@ async def main(job: dict) -> dict:
     engine = SleepingEngine(settings_of(job))
     try:
         await engine.start()
-        return await {"walk": walk, "cycles": cycles}[job["what"]](engine, job)
+        return await {"walk": walk, "cycles": cycles, "drafting": drafting}[job["what"]](engine, job)
     finally:
         await engine.stop()
 

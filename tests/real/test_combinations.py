@@ -6,15 +6,17 @@ response in one step, staleness, verified syncs, log-probs of transformers, noth
 """
 
 import datetime
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from world import make_world
+from tiny_models import tiny_glm, with_head
+from world import make_world, put_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "proofs"))
 
-from combination_axes import AXES, SETTINGS, refusal
+from combination_axes import AXES, DRAFTING, SETTINGS, folder_of, refusal
 from combination_run import GONE_S, RUN_S, THEN, RowRun
 from combinations import row_of
 from own_memory import is_possible
@@ -34,6 +36,10 @@ ROWS = {
     "float32 | waits | SIGKILL | other layout": ("eval",),
     "ready first | separate | TP2 | TP2 | Qwen3-MoE | none | one | DAPO with filtering | off | off | none | off | "
     "float32 | meanwhile | rank lost | other schedule": (),
+    "sync | colocated | TP2 | CP2 | GLM, drafting | none | one | GSPO | off | off | none | on | float32 | waits | "
+    "SIGKILL | resume": ("convert",),
+    "in order, partial | separate | two | PP2 | GLM, drafting | none | one | GSPO | token | off | none | off | "
+    "float32 | meanwhile | SIGTERM | other layout": (),
 }
 
 
@@ -41,6 +47,12 @@ ROWS = {
 def world(tmp_path_factory) -> Path:
     folder = make_world(tmp_path_factory.mktemp("world"), prompts=64)
     (folder / "Qwen3-MoE").symlink_to(folder / "model")
+    drafting = folder / folder_of(DRAFTING)
+    shutil.copytree(folder / "model", drafting / "model")
+    put_model(drafting, tiny_glm)
+    with_head(drafting / "model")
+    for file in (drafting / "model").iterdir():
+        file.rename(drafting / file.name)
     return folder
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import tiny_glm, with_head
+from tiny_models import eagle_head, tiny_glm, with_head
+from transformers import AutoConfig
 from world import PRESET, make_world, metrics, overrides, put_model, succeeded
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
@@ -60,6 +61,19 @@ def test_steps_draft_sync_and_export_the_layer(world, tmp_path, trained):
     assert {torch.equal(before[name], after[name]) for name in (learns if trained else head)} == {not trained}
     for copy, original in COPIES.items():
         assert torch.equal(after[copy], after[original]) and not torch.equal(after[copy], before[copy])
+
+
+def test_a_head_of_its_own_drafts_behind_every_sync(tmp_path):
+    world = make_world(tmp_path / "world")
+    head = eagle_head(tmp_path / "head", AutoConfig.from_pretrained(world / "model"), 24)
+    before = (head / "model.safetensors").read_bytes()
+    run_dir = tmp_path / "run"
+    given = settings(False, 2) | {"rollout__speculation": {"method": str(head), "tokens": 2}}
+    succeeded("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **given))
+    rows = [row for row in metrics(run_dir) if row["training/global_step"]]
+    assert all(row["reshard/verified"] == 1 and row["drafts/tokens"] > 0 for row in rows)
+    assert all(row["training/rollout_log_probs_abs_diff_max"] < 1e-3 for row in rows)
+    assert (head / "model.safetensors").read_bytes() == before
 
 
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(world, tmp_path):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from engine_driver import run_engine
 from test_engine_slices import ONE_RANK, checkpoints, setup_of
-from tiny_models import save, tiny_moe, wide_moe
+from tiny_models import save, tiny_glm, tiny_moe, wide_moe, with_head
 
 from mrl.config.schema_run import ReshardConfig
-from mrl.model import load_model_spec, tensor_specs
+from mrl.model import load_model_spec, tensor_specs, with_predicting
 from mrl.platforms.hosting import get_hosting
 from mrl.units import KIB, MIB
 
@@ -28,6 +28,7 @@ def start(
     tensor: int,
     limit_s: float = 400,
     budget_bytes: int = 64 * KIB,
+    speculation: dict | None = None,
     **more,
 ) -> dict:
     """What came of one engine's job. `budget_bytes`: of a round; as it is, a tiny model takes many."""
@@ -41,6 +42,9 @@ def start(
     }  # fmt: skip
     setup = setup_of(model, "float32", ONE_RANK, tensor, 1) | {"transport": {"kind": "shm", "name": "none"}}
     setup["budget_bytes"] = budget_bytes
+    if speculation is not None:
+        arguments["speculative_config"] = speculation
+        setup["hf_config"] = with_predicting(setup["hf_config"], True)
     job = {
         "what": what, "model": str(model), "other": str(other), "arguments": arguments, "vocab_size": spec.vocab_size,
         "expected": [[t.name, t.shape] for t in tensor_specs(spec)], "setup": setup, **more,
@@ -116,6 +120,25 @@ def test_requests_in_flight_are_aborted_by_a_sleep_and_reported(walked):
 def test_requests_in_flight_and_new_ones_outlast_a_pause_bit_for_bit(walked):
     assert walked["done_in_pause"] == [False, False]
     assert walked["answers"][6] == walked["answers"][0] and walked["answers"][7] == walked["answers"][0]
+
+
+@pytest.mark.long
+def test_a_model_that_drafts_sleeps_and_is_synced_with_the_other(tmp_path):
+    """Without a sync all that drafts is NaN, too; with one it holds and says the bits of before."""
+    model, other = (with_head(folder) for folder in checkpoints(tmp_path, tiny_glm(), torch.float32))
+    speculation = {"method": "mtp", "num_speculative_tokens": 2}
+    found = start(tmp_path, "drafting", model, other, 1, speculation=speculation)
+    before, there, back = found["prints"]
+    assert back == before and found["answers"][0] == found["answers"][2] != found["answers"][1]
+    drafting = {name for name in before if ".drafts." in name}
+    changed = {name for name in before if there[name] != before[name]}
+    assert len(drafting) > 15 and len(changed & drafting) > 10
+    (worker,) = found["nan"]
+    assert sum(name.startswith("drafts.") for name in worker) > 10
+    assert [name for name, is_nan in worker.items() if not is_nan] == []
+    assert all(found["cache_is_zero"])
+    (asleep,), (awake,) = found["memory"]["asleep"], found["memory"]["awake"]
+    assert asleep["live_bytes"] < 0.05 * awake["live_bytes"]
 
 
 SLOPE_MIB = 0.5  # a cycle; a leak of any tensor of these models' layers is more

@@ -1,7 +1,9 @@
 """A run learns to mend repositories from their tests, and controls do not; credit by turn learns what a response's
-cannot; and a model that sees learns to count and name what is in pictures, and not from pictures of others.
+cannot; a model that sees learns to count and name what is in pictures, and not from pictures of others; and a run whose
+engines draft learns as one without.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from world import ROOT, metrics, mrl
+from drafting_world import LENGTH
+from drafting_world import make as make_drafting_world
+from world import PRESET, ROOT, metrics, mrl
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(3 * 3600)]
 CALLING, SEEING = (ROOT / "parallel_configs" / name / "cpu.yaml" for name in ("tool-moe", "tiny-vision"))
@@ -98,3 +102,55 @@ def test_what_is_in_pictures_is_not_learned_from_pictures_of_others_or_a_coin(ma
         "random": f"reward.custom_reward_function.path={world}/random_reward.py",
     }[kind]
     assert gains(SEEING, world, tmp_path / "run", "acc", given)["tiny/shapes"] <= 0.05
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory) -> Path:
+    return make_drafting_world(tmp_path_factory.mktemp("drafting"))
+
+
+DRAFTED = 2
+WAYS = {
+    "without": {},
+    "synced": {"rollout.speculation": {"method": "mtp", "tokens": DRAFTED}},
+    "trained along": {"rollout.speculation": {"method": "mtp", "tokens": DRAFTED}, "actor.mtp": {"train": True}},
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_drafts_change_nothing_that_is_learned_and_a_head_that_is_trained_keeps_up(drafting, tmp_path, seed):
+    """Every way ends at the same score, within 2 points. Of drafts at the end as many are accepted as at the start, or
+    more, where the head is trained; else a tenth at most. A decode step gives the tokens that acceptance says.
+    """
+    last = {}
+    for way, given in WAYS.items():
+        rows = steps_in(drafting, tmp_path / way, seed, given)
+        last[way] = sum(row["critic/score/mean"] for row in rows[-5:]) / 5
+        if way == "without":
+            assert rows[0]["critic/score/mean"] < 0.5 and last[way] > 0.95
+            continue
+        assert last[way] == pytest.approx(last["without"], abs=0.02)
+        before, after = rows[0]["drafts/acceptance"], sum(row["drafts/acceptance"] for row in rows[-5:]) / 5
+        assert before > 0.4
+        assert after >= 0.9 * before if way == "trained along" else after <= 0.1 * before
+        for row in rows:
+            by_place = sum(row[f"drafts/acceptance_at/{place}"] for place in range(1, DRAFTED + 1))
+            assert row["drafts/tokens_per_step"] == pytest.approx(1 + by_place, rel=1e-3)
+
+
+def steps_in(world: Path, run_dir: Path, seed: int, given: dict) -> list[dict]:
+    """The metrics of 60 steps."""
+    values = given | {
+        "model.path": str(world / "model"), "model.dtype": "float32", "trainer.seed": seed,
+        "data.train_files": str(world / "data" / "train.parquet"),
+        "data.val_files": str(world / "data" / "val.parquet"),
+        "data.train_batch_size": 16, "data.max_prompt_length": 16, "data.max_response_length": LENGTH,
+        "actor.ppo_mini_batch_size": 8, "actor.optim.lr": 1e-3, "actor.optim.lr_warmup_steps": 2,
+        "reward.custom_reward_function.path": str(ROOT / "tests" / "real" / "repeating_reward.py"),
+        "trainer.total_training_steps": 60, "trainer.save_freq": -1, "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
+    }  # fmt: skip
+    settings = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    done = mrl("train", str(PRESET), "--run-dir", str(run_dir), *settings, seconds=RUN_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [row for row in metrics(run_dir) if row["training/global_step"]]

@@ -12,7 +12,7 @@ import torch
 from padded import collate
 from predicting_oracle import Oracle
 from ranks import ROOT, run_ranks
-from tiny_models import save, tiny_glm, tiny_latent, with_head
+from tiny_models import save, tiny_glm, tiny_kinds, tiny_kinds_moe, tiny_latent, tiny_next, with_head
 
 from mrl.data.samples import Sample
 from mrl.rank.predicting import PredictingLayer
@@ -24,8 +24,17 @@ WEIGHT = 0.3
 CASES = {
     "GLM-4.5": (tiny_glm, 1, {}),
     "DeepSeek-V3": (tiny_latent, 1, {}),
+    "Qwen3-Next": (tiny_next, 1, {}),
+    "Qwen3.5": (tiny_kinds, 1, {}),
+    "Qwen3.5-MoE": (tiny_kinds_moe, 1, {}),
     "tensor and expert ranks": (tiny_glm, 2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
     "stages": (tiny_glm, 2, {"pipeline_model_parallel_size": 2, "pipeline_layers": [4, 0]}),
+    "tensor and expert ranks, Qwen3-Next": (
+        tiny_next,
+        2,
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    ),
+    "stages, tied": (tiny_kinds, 2, {"pipeline_model_parallel_size": 2}),
     "replicas": (tiny_latent, 2, {}),
     "context": (tiny_glm, 2, {"context_parallel_size": 2}),
     "all": (

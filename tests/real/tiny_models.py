@@ -277,12 +277,18 @@ def _uneven(architecture: type, config) -> PreTrainedModel:
 
 
 def with_head(folder: Path, uneven: bool = False) -> Path:
-    """Gives a GLM or DeepSeek checkpoint a layer for multi-token prediction: its last layer, what joins it to the
-    words, and the copies of embedding and output layer. `uneven`: with norms that are not one.
+    """Gives a checkpoint a layer for multi-token prediction, as its family's have one: its last layer, and what joins
+    it to the words. GLM's and DeepSeek's have copies of embedding and output layer, too. `uneven`: with norms that are
+    not one.
     """
     file = folder / "model.safetensors"
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(file)
+    if config["model_type"].startswith("qwen3"):
+        save_file(tensors | _head_of_qwen(tensors, config, uneven), file, metadata={"format": "pt"})
+        layers = {"mtp_num_hidden_layers": 1} if "qwen3_5" in config["model_type"] else {}
+        (folder / "config.json").write_text(json.dumps(config | layers))
+        return folder
     last, hidden = config["num_hidden_layers"], config["hidden_size"]
     head = {
         name.replace(f"layers.{last - 1}.", f"layers.{last}."): tensor.clone()
@@ -301,6 +307,56 @@ def with_head(folder: Path, uneven: bool = False) -> Path:
     if config["model_type"] == "deepseek_v3":  # keys of its official config.json, which transformers does not write
         layers |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     (folder / "config.json").write_text(json.dumps(config | layers))
+    return folder
+
+
+def _head_of_qwen(tensors: dict[str, torch.Tensor], config: dict, uneven: bool) -> dict[str, torch.Tensor]:
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    inside = f"model.layers.{last}."
+    head = {f"mtp.layers.0.{n.removeprefix(inside)}": t.clone() for n, t in tensors.items() if n.startswith(inside)}
+    dtype = tensors["model.embed_tokens.weight"].dtype
+    torch.manual_seed(1)
+    head["mtp.fc.weight"] = (0.1 * torch.randn(hidden, 2 * hidden)).to(dtype)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        head[f"mtp.{name}.weight"] = (0.3 * uneven * torch.randn(hidden)).to(dtype)
+    return head
+
+
+def eagle_head(folder: Path, config, words: int) -> Path:
+    """A random EAGLE-3 head for a model of this configuration, as published ones lie in their folders: it drafts every
+    second word, `words` of them, and reads the states behind the first three layers.
+    """
+    torch.manual_seed(2)
+    hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_dim
+    of_keys = config.num_key_value_heads * size
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj.weight": (heads * size, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (of_keys, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (of_keys, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads * size),
+        "midlayer.mlp.gate_proj.weight": (96, hidden),
+        "midlayer.mlp.up_proj.weight": (96, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, 96),
+        "lm_head.weight": (words, hidden),
+    }
+    tensors = {name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}
+    for norm in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
+        tensors[f"{norm}.weight"] = 1 + 0.1 * torch.randn(hidden)
+    drafted = 2 * torch.arange(words)
+    tensors["d2t"] = drafted - torch.arange(words)
+    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, drafted, True)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": hidden,
+        "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": size, "intermediate_size": 96, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "vocab_size": config.vocab_size, "draft_vocab_size": words, "tie_word_embeddings": False,
+        "max_position_embeddings": config.max_position_embeddings, "attention_bias": False, "mlp_bias": False,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(own))
     return folder
 
 

@@ -255,29 +255,28 @@ def others(key: str, config: RunConfig, model: ModelSpec) -> Iterator[tuple[RunC
 def lost(broken: list[Rule], config: RunConfig, model: ModelSpec) -> list[str]:
     """Of each key in turn what these rules would say no more where it is refused."""
     found = []
+    said = [(rule, list(rule(config, model))) for rule in broken]
     for key in PATHS:
         if parent_of(key, config) is None:
             continue
         unknown = rules._UnknownModel() if key in ("model", "model.path") else model
         lacking = without(config, key)
-        for rule in broken:
+        for rule, now in said:
             still = {same_words(violation) for violation in told(rule, lacking, unknown)}
-            found += [f"{key} is refused, and lost is: {v}" for v in lost_violations(rule, config, model, key, still)]
+            gone = [violation for violation in now if same_words(violation) not in still]
+            lost_here = lost_violations(gone, rule, config, model, key)
+            found += [f"{key} is refused, and lost is: {violation}" for violation in lost_here]
     return found
 
 
 def lost_violations(
-    rule: Rule, config: RunConfig, model: ModelSpec, key: str, still: set[tuple[str, str, str]]
+    gone: list[Violation], rule: Rule, config: RunConfig, model: ModelSpec, key: str
 ) -> Iterator[Violation]:
-    """Violations of a rule that are not among those told where a key is refused, although they are told under each of
-    its values.
+    """Violations of a rule that are not told where a key is refused, `gone`, although they are under each of its
+    values.
     """
-    for violation in rule(config, model):
-        if (
-            same_words(violation) in still
-            or f"{violation.field}.".startswith(f"{key}.")
-            or (key, violation.field) in READ_UNSEEN
-        ):
+    for violation in gone:
+        if f"{violation.field}.".startswith(f"{key}.") or (key, violation.field) in READ_UNSEEN:
             continue
         if all(violation in told(rule, *other) for other in others(key, config, model)):
             yield violation

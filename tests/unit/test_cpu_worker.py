@@ -59,6 +59,10 @@ class CPUWorker:
 
     execute_dummy_batch = start_weight_update = execute_model
 
+    def computing_model(self):
+        """The worker extension's."""
+        return self.model_runner.model
+
 
 def dispatch(layer, remove_weight):
     """As vLLM's: the packed copy lives in a closure, and its parameter is emptied."""

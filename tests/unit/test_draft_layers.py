@@ -24,6 +24,12 @@ from mrl.cli.main import main
 from mrl.errors import EnvironmentFault
 from mrl.model import load_model_spec, model_spec, tensor_specs
 from mrl.model.hf_files import EMBEDDING, HEAD, read_index
+from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.vllm_parameters import target_parameters
+from mrl.model.weight_map import DRAFTING
+from mrl.reshard.plan import plan_reshard
+from mrl.reshard.proof import simulated_faults
+from mrl.units import KIB
 
 COPIES = {".embed_tokens.weight": EMBEDDING, ".shared_head.head.weight": HEAD}
 FAMILIES = {
@@ -49,6 +55,7 @@ def head_of(config: dict, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     else:
         prefix = "mtp."
         own = {"fc.weight": joined, "norm.weight": joined[0, :hidden], "pre_fc_norm_hidden.weight": joined[1, :hidden]}
+        own |= {"pre_fc_norm_embedding.weight": joined[2, :hidden]}
         copies = {}
     layer = prefix if prefix != "mtp." else "mtp.layers.0."
     made = {name.replace(f"model.layers.{last}.", layer): torch.randn_like(t) for name, t in block.items()}
@@ -117,7 +124,23 @@ def test_copies_are_written_from_the_trained_tensors_and_all_else_stays(tmp_path
     assert not torch.equal(before[EMBEDDING], weights[EMBEDDING]) and len(after) > 8
 
 
-@pytest.mark.parametrize("family", ["GLM-4.5", "DeepSeek-V3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sync_brings_each_worker_what_vllms_loaders_would(family):
+    held = model_spec(FAMILIES[family]).holding(True)
+    assert held.predicting_layers == 1
+    degrees = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    degrees["num_layers_in_last_pipeline_stage"] = 1
+    train = TrainLayout.build({"world_size": 8} | degrees, held)
+    for rollout in (RolloutLayout(1, 1), RolloutLayout(2, 2), RolloutLayout(1, 2, 1, 2)):
+        plan = plan_reshard(
+            held, train, rollout, dialect="cuda", dtype="bfloat16", topology=None, budget_bytes=64 * KIB
+        )
+        assert list(simulated_faults(plan)) == []
+        drafting = [t for t in target_parameters(held, rollout, 0, "cuda", "bfloat16") if t.name.startswith(DRAFTING)]
+        assert len(drafting) > 8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_that_ranks_hold_is_cut_joined_and_exported_with_the_rest(tmp_path, family):
     """As a run with rollout.speculation.method: mtp saves it: through two layouts, and back to the same files."""
     config = FAMILIES[family]
@@ -126,11 +149,13 @@ def test_a_layer_that_ranks_hold_is_cut_joined_and_exported_with_the_rest(tmp_pa
     manifest = read_manifest(tmp_path / "ours")
     check_digests(tmp_path / "ours", manifest)
     assert model_spec(manifest.hf_config).predicting_layers == 1
-    last = config["num_hidden_layers"]
     stored = {piece.hf_name for entry in manifest.read_entries(tmp_path / "ours") for piece in entry.pieces}
-    assert f"model.layers.{last}.eh_proj.weight" in stored and f"model.layers.{last}.embed_tokens.weight" not in stored
-    with safe_open(tmp_path / "ours" / "hf" / FILE, "pt") as kept:
-        assert not list(kept.keys())  # names of copies alone
+    head = head_of(config, all_of(model)).keys()
+    copies = {name for name in head if name.endswith(tuple(COPIES))}
+    assert head & stored == head - copies
+    if copies:
+        with safe_open(tmp_path / "ours" / "hf" / FILE, "pt") as kept:
+            assert not list(kept.keys())  # names of copies alone
     write_layout(open_saved(tmp_path / "ours"), tmp_path / "again", parse_layout("tp=1"))
     main(["convert", "megatron-to-hf", str(tmp_path / "again"), "-o", str(tmp_path / "hf"), "--verify"])
     assert same(all_of(model), all_of(tmp_path / "hf"))

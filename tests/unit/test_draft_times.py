@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mrl.cli.plan import plan_lines
 from mrl.config.schema_rollout import SpeculationConfig
 from mrl.engine.requests import engine_settings
 from mrl.model.layout import RolloutLayout
+from mrl.model.megatron_shards import source_shards
 from mrl.plan.devices import USUAL, Measured, MeasuredLengths
 from mrl.plan.draft_times import tokens_per_step, with_drafts
 from mrl.plan.engine_memory import draft_weight_bytes
@@ -27,6 +29,8 @@ from mrl.plan.memory import actor_bytes
 from mrl.plan.plan_inputs import batch_plan, engine_of
 from mrl.plan.run_plan import make_plan
 from mrl.plan.times import actor_seconds
+from mrl.tools.search import candidate_of, fullest_phase
+from mrl.tools.search_report import search_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -120,6 +124,42 @@ def test_a_layer_that_is_trained_along_takes_the_last_stages_time_and_memory():
     assert update.compute < update_along.compute < update.compute * (1 + 3 / most)
     assert kept_along[:-1] == kept[:-1] and kept_along[-1] > kept[-1]
     assert not inputs.config.critic.as_actor(inputs.config.actor).mtp.train
+
+
+def test_a_search_counts_a_layer_that_is_trained_along():
+    found = {}
+    for train in (False, True):
+        inputs = inputs_of(GLM, "rollout.speculation={method: mtp, tokens: 1}", f"actor.mtp={{train: {train}}}")
+        layout = inputs.train
+        problem = search_problem(inputs.config, inputs.model, inputs.device, layout.world_size, 8, "0.16.1")
+        recompute = problem.recomputes[0]
+        last = problem.state(layout, layout.pipeline - 1)
+        fullest = fullest_phase(problem, layout, recompute, {layout.pipeline - 1: last})
+        seconds = candidate_of(problem, {}, layout, recompute, fullest, last).seconds.compute
+        found[train] = last.parameters, fullest.total, seconds
+    more = [trained - plain for plain, trained in zip(*found.values(), strict=True)]
+    own = sum(prod(shard.local_shape) for shard in predicting_shards(inputs))
+    assert more[0] == pytest.approx(2 * own, rel=1e-4)
+    assert more[1] > more[0] and more[2] > 0
+
+
+def predicting_shards(inputs) -> list:
+    """Of the last rank."""
+    shards = source_shards(inputs.model.holding(True), inputs.train, inputs.train.world_size - 1)
+    return [shard for shard in shards if shard.megatron_name.startswith("mtp.")]
+
+
+def test_a_layer_that_stays_as_it_came_takes_its_weights_on_the_last_stage_alone():
+    without = inputs_of(GLM)
+    inputs = inputs_of(GLM, "rollout.speculation={method: mtp, tokens: 1}")
+    batch = batch_plan(inputs.config, inputs.train)
+    more = [
+        actor_bytes(inputs, batch, pp).parameters - actor_bytes(without, batch, pp).parameters
+        for pp in range(inputs.train.pipeline)
+    ]
+    widths = [4 if shard.megatron_name.endswith("expert_bias") else 2 for shard in predicting_shards(inputs)]
+    own = [prod(shard.local_shape) for shard in predicting_shards(inputs)]
+    assert more == [0] * (inputs.train.pipeline - 1) + [sum(w * n for w, n in zip(widths, own, strict=True))]
 
 
 def test_a_predicting_layer_is_counted_in_the_memory_of_engines():

@@ -1,5 +1,6 @@
 """Speculative decoding: what is refused, what vLLM is told, what is counted, and what an engine's start finds wrong."""
 
+import json
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_config_rules import TINY, TINY_MODEL
 from torch import nn
 
@@ -58,7 +60,8 @@ def test_ngram_is_legal_and_vllm_is_told():
     ("overrides", "field"),
     [
         (["rollout.speculation={method: mtp, tokens: 1}"], "rollout.speculation.method"),
-        (["rollout.speculation={method: some/eagle3-folder, tokens: 1}"], "rollout.speculation.method"),
+        (["rollout.speculation={method: some/eagle3-folder, tokens: 1}", "rollout.dtype=float32"],
+         "rollout.speculation.method"),
         ([NGRAM, "data.max_response_length=3"], "rollout.speculation.tokens"),
         ([NGRAM, "rollout.max_num_seqs=2000"], "rollout.max_num_seqs"),
         ([NGRAM, f"data.max_response_length={TINY_MODEL.max_position_embeddings - 30}", "data.max_prompt_length=24"],
@@ -106,6 +109,8 @@ DEEPSEEK = replace(known_spec("DeepSeek-V3"), max_position_embeddings=256)
         (DEEPSEEK, ["tokens: 1"], "on cpu for models with latent attention"),
         (DEEPSEEK, ["tokens: 1", "cluster.device=cuda"], None),
         (known_spec("Qwen3.5-35B-A3B"), ["tokens: 1", "cluster.device=cuda"], "must be ngram for qwen3_5_moe"),
+        (known_spec("Qwen3-Next-80B-A3B"), ["tokens: 2", "cluster.device=cuda"], "must be ngram for qwen3_next"),
+        (replace(GLM, family="hy_v3"), ["tokens: 1"], "must be ngram for hy_v3"),
         (replace(GLM, fp8_block=(128, 128)), ["tokens: 1"], None),  # a sync brings what the files have in another form
         (GLM, ["tokens: 1", "cluster.placement=colocated", "cluster.device=cuda"], None),  # and what a sleep forgets
     ],
@@ -127,6 +132,60 @@ def test_a_models_own_layers_draft_where_it_has_some_that_were_tried(model, over
 def test_layers_that_draft_are_moved_shard_to_shard_and_trained_whole(overrides, field):
     found, _ = resolved("rollout.speculation={method: mtp, tokens: 2}", *overrides)
     assert field in [each.field for each in violations(found, GLM)]
+
+
+# the shapes of a published head, with this model's sizes (yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, and later ones)
+HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": TINY_MODEL.hidden_size,
+    "vocab_size": TINY_MODEL.vocab_size, "draft_vocab_size": 32, "num_hidden_layers": 1,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+}  # fmt: skip
+
+
+def head_in(folder, changes: dict, dropped: str = ""):
+    """A head's folder, of whose files one tensor may be missing."""
+    config = {name: value for name, value in (HEAD | changes).items() if value is not None}
+    hidden, words = config["hidden_size"], config.get("draft_vocab_size", TINY_MODEL.vocab_size)
+    tensors = {
+        "fc.weight": torch.zeros(hidden, 3 * TINY_MODEL.hidden_size),
+        "lm_head.weight": torch.zeros(words, hidden),
+        "d2t": torch.zeros(words, dtype=torch.int64),
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor for name, tensor in tensors.items() if name != dropped}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "dropped", "settings", "why"),
+    [
+        ({}, "", [], None),
+        ({"draft_vocab_size": None}, "d2t", [], None),
+        ({"hidden_size": 32, "target_hidden_size": TINY_MODEL.hidden_size}, "", [], None),
+        ({"vocab_size": 151936}, "", [], "its vocab_size is 151936, and the model's is"),
+        ({"hidden_size": 48}, "", [], "its target_hidden_size is 48"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "", [], "were seen to draft"),
+        # as speculators writes it
+        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "", [], "were seen to draft"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 90]}}, "", [], "layers [1, 2, 90]"),
+        ({}, "d2t", [], "d2t is missing"),
+        ({}, "fc.weight", [], "fc.weight is missing, and must have"),
+        ({}, "", ["cluster.placement=colocated"], "a sleeping engine forgets its weights"),
+        ({}, "", ["rollout.dtype=bfloat16"], "bits of drafts"),
+        ({}, "", ["actor.mtp={train: true}"], "ranks hold the predicting layer only where engines draft with it"),
+    ],
+)
+def test_a_head_of_its_own_drafts_where_it_fits_the_model(tmp_path, changes, dropped, settings, why):
+    folder = head_in(tmp_path / "head", changes, dropped)
+    dtype = [] if any("dtype" in each for each in settings) else ["rollout.dtype=float32"]
+    found, model = resolved(f"rollout.speculation={{method: {folder}, tokens: 2}}", *dtype, *settings)
+    whys = [each.why for each in violations(found, model)]
+    assert len(whys) == (why is not None) and all(why in each for each in whys)
+    if why is None:
+        given = engine_settings(found.config, model, 0, LOGS, by_sync=True).arguments["speculative_config"]
+        assert given["method"] == "eagle3" and given["model"] == str(folder)
+        assert given["draft_load_config"] == {"load_format": "safetensors"}
 
 
 def test_the_layer_is_trained_only_where_it_drafts():
@@ -179,7 +238,7 @@ def worker_with_drafter() -> SimpleNamespace:
     layer.shared_head.head = model.lm_head
     model.taken, drafting.taken = [], []
     model.load_weights, drafting.load_weights = model.taken.extend, drafting.taken.extend
-    return SimpleNamespace(get_model=lambda: model, drafter=SimpleNamespace(model=drafting))
+    return SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: drafting)
 
 
 def test_a_sync_writes_what_drafts_once():
@@ -200,16 +259,18 @@ def test_each_tensor_goes_to_the_loader_of_its_model():
     names = ["lm_head.weight", "model.layers.6.mlp.gate.weight", "model.layers.7.eh_proj.weight", "model.norm.weight"]
     whole.load_weights((name, torch.zeros(1)) for name in names)
     assert [name for name, _ in runner.get_model().taken] == [names[0], names[1], names[3]]
-    assert [name for name, _ in runner.drafter.model.taken] == [names[2]]
+    assert [name for name, _ in runner.get_draft_model().taken] == [names[2]]
 
 
-@pytest.mark.parametrize("which", ["embedding", "output layer"])
+@pytest.mark.parametrize("which", ["embedding", "output layer", "output layer of the layer"])
 def test_a_draft_that_no_sync_renews_is_named(which):
     runner = worker_with_drafter()
     if which == "embedding":
-        runner.drafter.model.model.embed_tokens = nn.Embedding(5, 4)
+        runner.get_draft_model().model.embed_tokens = nn.Embedding(5, 4)
+    elif which == "output layer":
+        runner.get_draft_model().lm_head = nn.Linear(4, 5)
     else:
-        runner.drafter.model.model.layers["7"].shared_head.head = nn.Linear(4, 5)
+        runner.get_draft_model().model.layers["7"].shared_head.head = nn.Linear(4, 5)
     with pytest.raises(RuntimeError, match="embedding or output layer of its own"):
         drafting_model(runner)
 

@@ -1,19 +1,22 @@
-"""The table of Megatron's fields: it has every field, what it calls the model's own is what the actor is built with,
+"""The table of Megatron's fields: all of them are there, what it calls the model's own is what the actor is built with,
 and what it takes of public scripts is what it took before.
 """
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
 
 from mrl.config.load import load_config
 from mrl.config.override_fields import DDP, OPTIMIZER, TRANSFORMER, Effect
 from mrl.config.override_rules import override_faults
 from mrl.config.rules import notes, violations
 from mrl.config.schema import ActorConfig, ModelConfig
-from mrl.config.upstream_fields import UPSTREAM_FIELDS
 from mrl.model import known_spec, model_spec
 from mrl.model.layout import TrainLayout
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
@@ -53,16 +56,22 @@ def faults(key: str, model=QWEN, device: str = "cuda", **given) -> dict[str, str
     return {v.field.rpartition(".")[2]: v.rule for v in override_faults(key, given, device, model)}
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_every_field_of_the_tested_release_has_an_effect(name):
-    more = MINDSPEED_FIELDS if name == "TransformerConfig" else frozenset()
-    assert set(TABLES[name][1]) == UPSTREAM_FIELDS[name].fields | more
+@pytest.mark.parametrize("upstream", [TransformerConfig, OptimizerConfig, DistributedDataParallelConfig])
+def test_every_field_of_the_table_is_one_of_the_tested_release_and_any_other_is_refused(upstream):
+    key, listed_fields = TABLES[upstream.__name__]
+    more = MINDSPEED_FIELDS if upstream is TransformerConfig else frozenset()
+    theirs = {field.name: field.default for field in fields(upstream)}
+    assert set(listed_fields) <= theirs.keys() | more
+    others = {name: value for name, value in theirs.items() if name not in listed_fields}
+    found = faults(key, **others)
+    assert found.keys() == others.keys() and len(others) > 1
+    assert all(rule.startswith("is no field of ") and " that may be set; " in rule for rule in found.values())
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_what_is_not_free_says_why_and_passes_with_what_goes_without_saying(name):
-    key, fields = TABLES[name]
-    told = {field: known for field, known in fields.items() if known.effect in (Effect.FUNCTION, Effect.BARRED)}
+    key, table = TABLES[name]
+    told = {field: known for field, known in table.items() if known.effect in (Effect.FUNCTION, Effect.BARRED)}
     assert all(known.why and known.values for known in told.values())
     for model in (QWEN, GLM):
         for field, known in told.items():
@@ -135,11 +144,10 @@ ANOTHER_MODEL = {
     "attention_output_gate": True, "qk_clip": True, "moe_token_dropping": True,
 }  # fmt: skip
 DIES_LATE = {
-    "mtp_num_layers": 1, "moe_latent_size": 64, "moe_pad_expert_input_to_capacity": True, "fp4": "e2m1",
-    "heterogeneous_block_specs": True, "cpu_offloading": True, "fp8_param": True, "moe_grouped_gemm": False,
-    "fp32_residual_connection": True, "enable_autocast": True, "tp_comm_overlap": True, "moe_layer_recompute": True,
-    "multi_latent_attention": True, "test_mode": True, "variable_seq_lengths": False, "use_kitchen": True,
-    "num_microbatches_with_partial_activation_checkpoints": 1, "microbatch_group_size_per_vp_stage": 1,
+    "mtp_num_layers": 1, "moe_pad_expert_input_to_capacity": True, "fp4": "e2m1", "cpu_offloading": True,
+    "fp8_param": True, "moe_grouped_gemm": False, "fp32_residual_connection": True, "enable_autocast": True,
+    "tp_comm_overlap": True, "moe_layer_recompute": True, "multi_latent_attention": True,
+    "variable_seq_lengths": False,
 }  # fmt: skip
 
 

@@ -44,11 +44,16 @@ def ours(tmp_path_factory):
 # ---------------------------------------------------------------- checkpoint
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen3-8B", "GLM-4.5-Air"])
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen3-8B", "GLM-4.5-Air", "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"],
+)
 def test_the_checkpoint_is_what_its_config_promises(name, tmp_path):
     assert name in known_models()
     config = small_hf_config(known_hf_config(name), 4, 320, 256)
-    check_checkpoint(tmp_path, write_checkpoint(tmp_path, config, (7,), 128))
+    model = write_checkpoint(tmp_path, config, (7,), 128)
+    for drafts in (False, True):
+        check_checkpoint(tmp_path, model.holding(drafts))
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path):

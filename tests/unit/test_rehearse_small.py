@@ -14,6 +14,7 @@ from mrl.config.family_rules import NOT_ON_CPU
 from mrl.config.load import RECIPES, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import leaf, schema_keys
+from mrl.config.speculation_rules import room
 from mrl.errors import ConfigError
 from mrl.model import FAMILIES, ModelSpec, known_models, known_name, model_spec, parameter_count, tensor_specs
 from mrl.model.layout import TrainLayout
@@ -318,6 +319,24 @@ def test_keys_of_accelerators_are_taken_out_and_named(tmp_path):
         "moe_token_dispatcher_type": "alltoall",
     }
     assert rehearsal.config.rollout.engine_kwargs == {} and rehearsal.config.cluster.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("preset", "stays"),
+    [("glm-4.6/h200-16x8", True), ("qwen3-next-80b-a3b/h100-4x8", False), ("deepseek-v3/h200-32x8", False)],
+)
+def test_drafts_are_rehearsed_where_a_cpu_can_draft_and_named_where_it_cannot(preset, stays, tmp_path):
+    given = "rollout.speculation={method: mtp, tokens: auto, draft_sample_method: probabilistic}"
+    path = FOLDER / f"{preset}.yaml"
+    apart = ("rollout.data_parallel_size=1", "rollout.expert_parallel_size=1")
+    rehearsal = rehearsal_of(path, tmp_path, given, "actor.mtp.train=true", *apart)
+    assert "rollout.speculation" in {entry.switch for entry in rehearsal.out_of_reach}
+    assert rehearsal.config.actor.mtp.train == rehearsal.config.rollout.drafts_with_model == stays
+    (tmp_path / "rehearsal.yaml").write_text(rehearsal.to_yaml())
+    data = rehearsal.config.data
+    positions = data.max_sample_length + room(rehearsal.config.rollout)
+    model = model_spec(small_hf_config(hf_config_of(path), rehearsal.layout.layers, 320, positions))
+    assert [v.field for v in violations(load_config(tmp_path / "rehearsal.yaml"), model)] == []
 
 
 def test_a_run_that_begins_from_a_checkpoint_is_rehearsed_from_the_small_model(tmp_path):

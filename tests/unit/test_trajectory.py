@@ -235,10 +235,22 @@ STEPS = [
 BY_NAME = pytest.mark.parametrize("overrides", STEPS, ids=lambda case: case[0].rpartition(".")[2])
 
 
+@cache
+def undisturbed(*overrides: str) -> tuple[dict, dict]:
+    """`measured` of the trajectories as they are."""
+    return measured(trajectories(), list(overrides))
+
+
+@cache
+def beside_failures(*overrides: str) -> dict:
+    """Gradients of the trajectories where some environments failed."""
+    return measured(trajectories(), list(overrides), change=with_failures(0.0))[1]
+
+
 @BY_NAME
 @pytest.mark.parametrize("value", [None, math.nan], ids=["noise", "nan"])
 def test_what_stands_at_context_changes_no_bit_of_gradients_and_metrics(overrides, value):
-    metrics, gradients = measured(trajectories(), overrides)
+    metrics, gradients = undisturbed(*overrides)
     context = 7.0 if value is None else value
     spoilt, others = measured(filled(trajectories(), value), overrides, context=context)
     assert spoilt == metrics and all(math.isfinite(v) for v in metrics.values())
@@ -257,7 +269,7 @@ def test_without_the_context_all_numbers_of_tokens_are_the_same(overrides):
         pytest.skip("places differ")
     if any(each.removeprefix("algorithm.adv_estimator=") in BY_TURN for each in overrides):
         pytest.skip("turns differ")
-    metrics, gradients = measured(trajectories(), overrides)
+    metrics, gradients = undisturbed(*overrides)
     alone, others = measured(cut_out(trajectories()), overrides)
     assert free_of_context(alone).keys() == free_of_context(metrics).keys()
     assert free_of_context(alone) == pytest.approx(free_of_context(metrics), rel=1e-9, abs=1e-12)
@@ -269,7 +281,7 @@ def everything() -> dict[str, float]:
     """Metrics of steps that have all of them together."""
     found: dict[str, float] = {}
     for overrides in STEPS:
-        found |= measured(trajectories(), overrides)[0]
+        found |= undisturbed(*overrides)[0]
     return found
 
 
@@ -424,7 +436,7 @@ def test_a_response_whose_environment_failed_is_in_nobodys_number(overrides):
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_response_with_log_probs_that_are_no_numbers_is_in_nobodys_number(overrides, bad):
     """The others have the gradients that they have beside responses of failed environments, and metrics are numbers."""
-    expected = measured(trajectories(), overrides, change=with_failures(0.0))[1]
+    expected = beside_failures(*overrides)
     samples = trajectories()
     for row in FAILED:
         log_probs = np.array(samples[row].rollout_log_probs)

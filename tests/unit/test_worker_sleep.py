@@ -13,6 +13,7 @@ from torch import nn
 
 from mrl.engine import ascend_wake
 from mrl.engine.constants import Constants
+from mrl.engine.drafter import ModelThatDrafts
 from mrl.engine.engine_state import CACHE, WEIGHTS
 from mrl.engine.sleeping import NEEDS_WEIGHTS, SleepingExtension, check_layout, layout_of
 
@@ -134,6 +135,29 @@ def test_a_vision_tower_which_no_sync_brings_comes_back_as_it_was():
     worker.take_memory(WEIGHTS)
     assert all(torch.equal(parameter, stored[name]) for name, parameter in worker.model.visual.named_parameters())
     assert bool(worker.model.w13_weight.isnan().all()) and not worker.tower_awake
+
+
+def test_a_model_that_drafts_sleeps_with_the_other_and_waits_for_a_sync_as_it_does():
+    worker = Ascend()
+    worker.model.lm_head = nn.Linear(2, 2).requires_grad_(False)
+    worker.model.load_weights = None
+    drafting = nn.Module()
+    drafting.model = nn.Module()
+    drafting.model.layers = nn.ModuleDict({"7": nn.Linear(2, 2)})
+    drafting.model.layers["7"]._k_scale = torch.tensor(0.5)
+    drafting.load_weights = None
+    worker.drafted = ModelThatDrafts(worker.model, drafting)
+    own = set(drafting.parameters())
+    assert own <= {tensor for tensor in worker.known_tensors() if isinstance(tensor, nn.Parameter)}
+    worker.give_memory()
+    drafting.model.layers["7"]._k_scale.fill_(-5)  # what is found in the pages that come back
+    worker.take_memory(WEIGHTS)
+    assert all(bool(parameter.isnan().all()) for parameter in (worker.model.lm_head.weight, *own))
+    assert drafting.model.layers["7"]._k_scale == 0.5
+    worker.give_memory()
+    drafting.model.layers["7"].weight = nn.Parameter(torch.zeros(1, 2))
+    with pytest.raises(RuntimeError, match=r"drafts\.model\.layers\.7\.weight is .* after the wake"):
+        worker.take_memory(WEIGHTS)
 
 
 def test_tensors_that_are_no_buffers_come_back_too(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 from mrl.config.override_rules import MINDSPEED_FIELDS
 from mrl.config.schema import RunConfig, leaf
+from mrl.config.schema_rollout import AUTO, MTP
 from mrl.errors import MrlError
 from mrl.model import ModelSpec, planning_model_spec
 from mrl.tools.rehearse.notes import Change, OutOfReach
@@ -16,6 +17,7 @@ _TRANSFORMER = "model.override_transformer_config"
 _ADAM = "actor.optim.override_optimizer_config"
 _DDP = "actor.override_ddp_config"
 _VLLM = "rollout.engine_kwargs"
+_DRAFTED = 2  # tokens, where a plan was to find the number
 _TE = "a kernel of Transformer Engine or of the device"
 _GRAPHS = "graphs are captured on accelerators only"
 _FP8 = "8-bit kernels are the accelerator's"
@@ -131,6 +133,7 @@ def _engine_switches(config: RunConfig) -> Iterator[tuple[Change, str]]:
     if rollout.enable_prefix_caching and model is not None and model.is_latent:
         change = Change("rollout.enable_prefix_caching", True, False, "on a CPU")
         yield change, "vLLM's CPU kernel of latent attention has no prefix cache"
+    yield from _draft_switches(config, model)
     if config.rollout_dtype != "float32" and model is not None and model.is_hybrid:
         change = Change("rollout.dtype", rollout.dtype, "float32", "on a CPU")
         yield change, "engines on a CPU compute gated delta attention in float32 alone"
@@ -138,6 +141,28 @@ def _engine_switches(config: RunConfig) -> Iterator[tuple[Change, str]]:
         kept = tuple(name for name in config.trainer.logger if name in LOGGERS)
         change = Change("trainer.logger", config.trainer.logger, kept, "no account is written to")
         yield change, f"{', '.join(hosted)}: a rehearsal writes to no account of yours"
+
+
+def _draft_switches(config: RunConfig, model: ModelSpec | None) -> Iterator[tuple[Change, str]]:
+    """Yields what becomes of drafts on a CPU, where whether a response is drafted may not depend on the others."""
+    speculation = config.rollout.speculation
+    if speculation is None or model is None:
+        return
+    key, was = "rollout.speculation", speculation.model_dump()
+    latent_layer = model.is_latent and speculation.method == MTP
+    if speculation.head is not None or model.is_hybrid or latent_layer:
+        why = "a head fits no small model" if speculation.head is not None else "vLLM's CPU build cannot draft for it"
+        yield Change(key, was, None, "on a CPU"), why
+        if config.actor.mtp.train:
+            yield Change("actor.mtp.train", True, False, "nothing drafts"), why
+        return
+    tokens = _DRAFTED if speculation.tokens == AUTO else speculation.tokens
+    alike = was | {"tokens": tokens, "max_num_seqs": None, "draft_sample_method": "greedy"}
+    if alike != was:
+        yield Change(key, was, alike, "on a CPU"), "drafts on a CPU depend on no batch and are not sampled"
+    if speculation.method == MTP and config.rollout_dtype != "float32":
+        change = Change("rollout.dtype", config.rollout.dtype, "float32", "on a CPU")
+        yield change, "layers draft on a CPU in float32 alone"
 
 
 def _model(path: str) -> ModelSpec | None:

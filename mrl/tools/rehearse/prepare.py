@@ -11,6 +11,7 @@ from mrl.acting.offer import ENVIRONMENT, Offer
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
+from mrl.config.speculation_rules import room
 from mrl.data.dataset import ChatTokenizer, PromptParameters, load_chat_tokenizer
 from mrl.data.row_files import BadRow
 from mrl.driver.assemble_data import offer_of, rule_in
@@ -118,7 +119,7 @@ def _checkpoint(
     if has_tokenizer(source):
         ends = tuple(i for i in stop_token_ids(source) if i < len(tokenizer))
     ends = ends or (tokenizer.eos_token_id,)
-    positions = -(-data.max_sample_length // 64) * 64
+    positions = -(-(data.max_sample_length + room(rehearsal.config.rollout)) // 64) * 64
     small = small_hf_config(hf_config, rehearsal.layout.layers, vocabulary_size(tokenizer), positions)
     small |= {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
     turns = rehearsal.config.rollout.turns

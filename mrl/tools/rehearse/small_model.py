@@ -20,7 +20,7 @@ from mrl.errors import ConfigError
 from mrl.model import ModelSpec, TensorSpec, model_spec, tensor_specs
 from mrl.model.hf_config import HfConfig
 from mrl.model.hf_files import HF_FILES
-from mrl.model.registry import own_config
+from mrl.model.registry import family_of, own_config
 from mrl.model.rotation import settings as rotary_settings
 from mrl.model.tensors import as_stored
 
@@ -312,9 +312,11 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     model = model_spec(config)
     rng = np.random.default_rng(seed)
-    tensors = {spec.name: _random(spec, rng, model.zero_centered_norm) for spec in tensor_specs(model)}
+    drafts = family_of(model).predicting is not None and model.left_out_layers == 1
+    specs = tensor_specs(model.holding(drafts))
+    tensors = {spec.name: _random(spec, rng, model.zero_centered_norm) for spec in specs}
     _make_ends_likely(tensors, model, ends, response)
-    save_file(as_stored(model, tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(as_stored(model.holding(drafts), tensors), folder / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
