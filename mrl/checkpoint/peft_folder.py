@@ -12,7 +12,7 @@ from mrl.checkpoint.safetensors_file import ITEM_BYTES, safetensors_header, writ
 from mrl.checkpoint.step_folders import write_atomically
 from mrl.errors import EnvironmentFault
 from mrl.model.adapters import adapter_shapes
-from mrl.model.peft_files import BASE_DIGEST, CONFIG, PREFIX, WEIGHTS, peft_config
+from mrl.model.peft_files import BASE_DIGEST, CONFIG, WEIGHTS, name_in_file, peft_config
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ def write_peft(checkpoint: Path, output: Path) -> PeftReport:
     refuse_in_the_way(output, folder)
     adapters, manifest = open_adapters(folder)
     base = manifest.adapters["base"]
-    config = json.dumps(peft_config(adapters.lora, base["path"], manifest.adapters.get("dropout", 0.0)), indent=2)
+    dropout = manifest.adapters.get("dropout", 0.0)
+    described = peft_config(adapters.lora, base["path"], dropout, adapters.model.is_wrapped)
+    config = json.dumps(described, indent=2)
 
     def write(work: Path) -> None:
         write_blocks(work / WEIGHTS, _blocks(adapters, base["digest"]), digest=False, durable=True)
@@ -50,7 +52,9 @@ def write_peft(checkpoint: Path, output: Path) -> PeftReport:
 def _blocks(adapters: StoredAdapters, base_digest: str) -> Iterator[bytes | memoryview]:
     shapes = adapter_shapes(adapters.model, adapters.lora)
     code = CODES[adapters.dtype]
-    described = ((f"{PREFIX}{n}", code, (r, c), r * c * ITEM_BYTES[code]) for n, (r, c) in shapes.items())
+    described = (
+        (name_in_file(name, adapters.model), code, (r, c), r * c * ITEM_BYTES[code]) for name, (r, c) in shapes.items()
+    )
     yield safetensors_header(described, {"format": "pt", BASE_DIGEST: base_digest})
     reader = adapters.reader()
     try:

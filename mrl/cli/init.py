@@ -1,10 +1,13 @@
 """Implements `mrl init`: asks for model, devices and data, or reads flags, writes a configuration that is planned."""
 
 import argparse
+import os
 import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ _QUESTIONS = {
     "devices": "devices (how many of which kind, such as 8 x h100-80g, 4x8 a3 for nodes of 8, or 2 x cpu): ",
     "data": "training prompts (a .parquet or .jsonl file in verl's schema; mrl data makes one): ",
 }
+_COLUMNS = ("prompt", "data_source", "images")  # of rows in verl's schema
+_ROWS = 100  # of a file that are looked at
 _REWARD = "reward"  # asked for where no rule is known for the rows
 _REWARD_QUESTION = "reward (a built-in rule, or a .py file with a compute_score; see docs/rewards.md): "
 
@@ -117,20 +122,36 @@ def _source_of(name: str) -> str | None:
     """Returns data_source of the file's first usable row, or None for a missing file. Raises DataError for no usable
     row.
     """
-    from mrl.data.row_files import BadRow, parse_row, read_rows
+    from mrl.data.row_files import BadRow, parse_row
     from mrl.errors import DataError
 
+    why = "it is empty"
     if not Path(name).is_file():
         return None
-    why = "it is empty"
-    for raw in read_rows([name], "prompt"):
+    for raw in _first_rows(name):
         try:
-            return parse_row(raw, "prompt")[1]["data_source"]
+            return parse_row(raw, *_COLUMNS)[1]["data_source"]
         except BadRow as problem:
             why = str(problem)
-        if raw.row >= 100:
-            break
     raise DataError(f"{name}: no row in verl's schema at its beginning ({why}); mrl data converts public data sets")
+
+
+def _first_rows(name: str) -> Iterator[Any]:
+    from mrl.data.row_files import read_rows
+
+    return islice(read_rows([name], *_COLUMNS), _ROWS)
+
+
+def _shows_images(files: list[str]) -> bool:
+    """Tells whether one of the first rows of the files that are here has an image."""
+    from mrl.data.row_files import BadRow, images_of
+
+    for name in filter(os.path.isfile, files):
+        for raw in _first_rows(name):
+            with suppress(BadRow):
+                if raw.problem is None and images_of(raw, _COLUMNS[-1]):
+                    return True
+    return False
 
 
 # ---------------------------------------------------------------- the file
@@ -145,6 +166,7 @@ def _first(path: str, count, train: list[str], val: list[str], reward: dict[str,
     from mrl.config.yaml_tree import nested
     from mrl.model import planning_model_spec
     from mrl.model.hub import cached_folder
+    from mrl.model.trained_tower import FROZEN
     from mrl.tools.first_config import first_config, usual_lengths, usual_prompts
     from mrl.tools.measured_data import measured
 
@@ -153,8 +175,11 @@ def _first(path: str, count, train: list[str], val: list[str], reward: dict[str,
     if val:
         data |= {"data.val_files": val, "trainer.test_freq": 20}
     data |= reward
+    sees = model.tower is not None and _shows_images([*train, *val])
+    if sees:
+        data["model.vision"] = FROZEN
     read = DataConfig(train_batch_size=1, train_files=train, val_files=val)
-    found = measured(cached_folder(path), read, RewardConfig.model_validate(nested(reward).get("reward", {})))
+    found = measured(cached_folder(path), read, RewardConfig.model_validate(nested(reward).get("reward", {})), sees)
     if found is not None:
         prompt, response = found.lengths(model.longest_sample, usual_lengths(model)[1])
         step, mini = found.batch(prompt, *usual_prompts(count))

@@ -125,13 +125,6 @@ LORA_RULES = (
     ),
     RuleRow(
         _RANK,
-        _with(lambda c, m: m.is_wrapped),
-        "must be 0 for a model that is more than its text",
-        "peft names modules by their place in the whole model, and adapters are built for text models alone",
-        (0,),
-    ),
-    RuleRow(
-        _RANK,
         _with(lambda c, m: m.is_quantised),
         "must be 0 for a checkpoint in FP8 or 4-bit integers",
         "adapters are merged with the files of their base, which are read as they are: convert it to bfloat16 first "

@@ -12,6 +12,7 @@ from mrl.config.distillation_rules import DISTILLATION_PATH_RULES
 from mrl.config.lora_rules import LORA_PATH_RULES
 from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.schema import RunConfig, TrainerConfig
+from mrl.config.vision_rules import VISION_PATH_RULES
 from mrl.errors import MrlError, Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.model.hf_files import other_architecture
@@ -417,9 +418,6 @@ def _same_architecture(field: str) -> Rule:
     return judge
 
 
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-
-
 def _ends(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Refuses what ends no response."""
     if os.path.isdir(config.model.path):
@@ -441,21 +439,12 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 _HERE = (
     _ends,
-    RuleRow(
-        "model.path",
-        lambda c, m: (
-            c.model.vision is not None
-            and os.path.isdir(c.model.path)
-            and not any(os.path.isfile(os.path.join(c.model.path, name)) for name in _PROCESSORS)
-        ),
-        f"has no image processor ({', '.join(_PROCESSORS)})",
-        "put it there, as it came with the model: model.vision reads images by it",
-    ),
     _registered_loss,
     _registered_advantage,
     *map(_same_architecture, ("ref.path", "critic.path")),
     *LORA_PATH_RULES,
     *DISTILLATION_PATH_RULES,
+    *VISION_PATH_RULES,
     _writable,
 )
 # Rules of files and folders that a configuration names: PATH_RULES hold where the run is to start, SEEN_RULES on any

@@ -1,19 +1,27 @@
 """Rules of images (model.vision): which models and layouts can have them, and what does not go with them."""
 
 from collections.abc import Callable, Iterator
+from os.path import isdir
+from pathlib import Path
+from typing import Any
 
-from mrl.config.rule_row import RuleRow
+from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.schema import RunConfig
 from mrl.errors import MrlError, Violation
-from mrl.model import ModelSpec
+from mrl.model import ModelSpec, read_hf_config
 from mrl.model.layout import TrainLayout
-from mrl.model.trained_tower import PROJECTOR, TRAINED
+from mrl.model.peft_files import tower_digest
+from mrl.model.trained_tower import FROZEN, PROJECTOR, TRAINED
+from mrl.plain_files import TEXT_BYTES, read_settings
 
 _VISION = "model.vision"
 _OF_IMAGES = {
     "language_model_only", "limit_mm_per_prompt", "mm_device_do_normalize", "mm_encoder_only", "mm_encoder_tp_mode",
     "mm_processor_cache_gb", "mm_processor_kwargs", "skip_mm_profiling",
 }  # fmt: skip
+_PROCESSOR = "preprocessor_config.json"
+_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")  # of config.json's vision_config
+_NUMBERS = ("image_mean", "image_std", "rescale_factor", "do_rescale", "do_normalize")  # of an image processor
 _BLIND = "is not computed with images yet"
 
 
@@ -42,6 +50,59 @@ def _training(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunCo
     return lambda config, model: config.model.vision in (TRAINED, PROJECTOR) and broken(config, model)
 
 
+def _eyes(folder: str) -> dict[str, Any]:
+    """Returns what decides which numbers a model is given of an image, and where they go."""
+    config = read_hf_config(folder)
+    found = {key: config.get(key) for key in ("image_token_id", "vision_start_token_id")}
+    found |= {key: (config.get("vision_config") or {}).get(key) for key in _SIZES}
+    file = Path(folder) / _PROCESSOR
+    if file.is_file():
+        processor = read_settings(file, TEXT_BYTES)
+        found |= {f"{_PROCESSOR}: {key}": processor[key] for key in _NUMBERS if key in processor}
+    return found
+
+
+def _sees_the_same(field: str, folder: Callable[[RunConfig], str | None]) -> Rule:
+    """Builds the rule that a second model takes the pixels and the tokens that the actor is given of an image."""
+
+    def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+        path = folder(config)
+        if config.model.vision is None or path is None or not (isdir(path) and isdir(config.model.path)):
+            return
+        try:
+            own, other = _eyes(config.model.path), _eyes(path)
+        except MrlError as error:
+            yield Violation(field, f"cannot be used: {error}")
+            return
+        if odd := [key for key in own if key in other and own[key] != other[key]]:
+            shown = ", ".join(f"{key} = {other[key]} instead of {own[key]}" for key in odd[:3])
+            yield Violation(
+                field,
+                f"sees otherwise than model.path: {shown}",
+                "it is given the pixels that model.path's processor makes",
+            )
+
+    return judge
+
+
+def _reference_tower(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """A reference looks through the actor's frozen tower."""
+    path = config.ref.path
+    if config.model.vision != FROZEN or path is None or not (isdir(path) and isdir(config.model.path)):
+        return
+    try:
+        same = tower_digest(path) == tower_digest(config.model.path)
+    except MrlError as error:
+        yield Violation("ref.path", f"cannot be used: {error}")
+        return
+    if not same:
+        yield Violation(
+            "ref.path",
+            "has another vision tower than model.path",
+            "the reference model sees through the actor's, which is frozen (model.vision)",
+        )
+
+
 _OF_TRAINED = "with model.vision: trained or projector"
 TRAINED_RULES = (
     RuleRow(
@@ -66,11 +127,10 @@ TRAINED_RULES = (
         ("sync",),
     ),
     RuleRow(
-        "cluster.placement",
-        _training(lambda c, m: c.cluster.placement == "colocated"),
-        f"must be separate {_OF_TRAINED}",
-        "a tower that sleeps and then comes with a sync has not been tried",
-        ("separate",),
+        "algorithm.adv_estimator",
+        _training(lambda c, m: c.algorithm.needs_critic),
+        f"must be one without a critic {_OF_TRAINED}",
+        "a critic looks through a tower that stays as it is",
     ),
     RuleRow(
         "actor.override_ddp_config.overlap_grad_reduce",
@@ -92,17 +152,10 @@ VISION_RULES = (
     *TRAINED_RULES,
     _first_layers,
     RuleRow(
-        "rollout.turns",
-        _seeing(lambda c, m: c.rollout.turns is not None),
+        "rollout.agent",
+        _seeing(lambda c, m: c.rollout.agent is not None),
         "must be null with model.vision",
-        "engines do not carry images from turn to turn yet",
-        (None,),
-    ),
-    RuleRow(
-        "rollout.quantization",
-        _seeing(lambda c, m: c.rollout.quantization is not None),
-        "must be null with model.vision",
-        "vLLM would quantise the vision tower with the text model",
+        "the endpoint reads no images in an agent's messages yet",
         (None,),
     ),
     RuleRow(
@@ -110,26 +163,6 @@ VISION_RULES = (
         _seeing(lambda c, m: c.rollout.speculation is not None),
         "must be null with model.vision",
         f"drafting behind images {_BLIND}",
-        (None,),
-    ),
-    RuleRow(
-        "algorithm.adv_estimator",
-        _seeing(lambda c, m: c.algorithm.needs_critic),
-        "must be one without a critic with model.vision",
-        f"a critic {_BLIND}",
-    ),
-    RuleRow(
-        "distillation.enabled",
-        _seeing(lambda c, m: c.distillation.enabled),
-        "must be false with model.vision",
-        f"a teacher {_BLIND}",
-        (False,),
-    ),
-    RuleRow(
-        "ref.path",
-        _seeing(lambda c, m: c.ref.path not in (None, c.model.path)),
-        "must be left out with model.vision",
-        "the reference model would see through the actor's vision tower",
         (None,),
     ),
     RuleRow(
@@ -145,4 +178,14 @@ VISION_RULES = (
         "Megatron's fused kernel turns by one position a token, and those of images have three",
         (False,),
     ),
+)
+
+VISION_PATH_RULES = (
+    _sees_the_same("critic.path", lambda c: c.critic.path if c.algorithm.needs_critic else None),
+    _sees_the_same("ref.path", lambda c: c.ref.path if c.algorithm.needs_reference else None),
+    _sees_the_same(
+        "distillation.teacher_model.model_path",
+        lambda c: c.distillation.teacher_model.model_path if c.distillation.enabled else None,
+    ),
+    _reference_tower,
 )

@@ -325,10 +325,10 @@ class _Loader:
             acts = self.parameters.tools is not None and self.parameters.tools.needs_row(rest["extra_info"])
             images: list[KnownImage] = []
             if look is not None:
-                messages, images = self._seen(raw, messages, acts, look)
+                messages, images = self._seen(raw, messages, look)
             identity = [messages, self.rows] if acts else messages
             if images:
-                identity = [messages, [image.name for image in images]]
+                identity = [identity, [image.name for image in images]]
             if self.parameters.drop_duplicates and not self.seen.add(json.dumps(identity)):
                 self.duplicates += 1
                 return
@@ -375,15 +375,13 @@ class _Loader:
         )
 
     def _seen(
-        self, raw: RawRow, messages: list[dict[str, Any]], acts: bool, look: "Look"
+        self, raw: RawRow, messages: list[dict[str, Any]], look: "Look"
     ) -> tuple[list[dict[str, Any]], list["KnownImage"]]:
         """Returns the messages with parts for the row's images, and the images."""
         entries = images_of(raw, self.parameters.image_key)
         marked = any(not isinstance(each["content"], str) or MARK in each["content"] for each in messages)
         if not entries and not marked:
             return messages, []
-        if entries and acts:
-            raise BadRow("a row whose responses act has images, which engines do not see between turns yet")
         return with_images(messages, len(entries)), look()
 
     def _expanded(self, ids: list[int], images: list["KnownImage"]) -> tuple[list[int], tuple[RowImage, ...]]:

@@ -37,6 +37,8 @@ from mrl.whole_file import appears_whole
 FEW = 256  # rows with images that are looked at in the process itself, before others are started for them
 _PROCESSES = 16  # at most
 _AHEAD = 4  # rows a process
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_CHANNELS = 3  # of RGB
 _SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")  # of config.json's vision_config
 
 
@@ -223,6 +225,11 @@ class ImageReader:
         """
         return self._processor(open_image(self._encoded(name), 1, self._most_pixels))["pixel_values"]
 
+    @property
+    def patch_numbers(self) -> int:
+        """The length of a patch in `pixels`."""
+        return _CHANNELS * self._processor.temporal_patch_size * self._processor.patch_size**2
+
     def _encoded(self, name: str) -> bytes:
         path = path_in(self._store, name)
         try:
@@ -260,6 +267,11 @@ class ImageReader:
 
 def _load_processor(folder: str) -> Any:
     """Loads the image processor of a checkpoint folder, on PIL. Code that a checkpoint brings is never run."""
+    if not any((Path(folder) / name).is_file() for name in _PROCESSORS):
+        raise ConfigError(
+            f"model.path {folder}: has no image processor ({', '.join(_PROCESSORS)}); put it there, as it came with "
+            "the model: model.vision reads images by it"
+        )
     from transformers import AutoImageProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -269,7 +281,7 @@ def _load_processor(folder: str) -> Any:
         )
     except Exception as error:  # transformers raises what it likes
         raise ConfigError(
-            f"model.path {folder}: its image processor (preprocessor_config.json) cannot be read: {error}"
+            f"model.path {folder}: its image processor ({', '.join(_PROCESSORS)}) cannot be read: {error}"
         ) from None
     if type(processor) is not Qwen2VLImageProcessorPil:
         raise ConfigError(f"model.path {folder}: its image processor is {type(processor).__name__}, which is not read")

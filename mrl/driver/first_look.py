@@ -3,7 +3,7 @@ loss takes as long as torch in a process of its own.
 
 First it reads columns and rows of each file, and asks the user's reward about one row. Then it reads all rows of small
 data with their tokens, as the run itself does. It uses the quick tokenizer if there is one, else a process with
-transformers and without torch. Of images it asks for the model's processor alone.
+transformers and without torch. So it does with images. Of larger data it asks for the model's image processor alone.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,6 +48,9 @@ from mrl.reward.process import PACKAGE_ROOT
 from mrl.reward.truths import right_responses
 from mrl.units import MIB
 
+if TYPE_CHECKING:
+    from mrl.data.image_reader import ImageReader
+
 ROWS_TRIED = 100  # in each file, until one is usable
 READ_WHOLE_BYTES = 4 * MIB  # of all files together
 PATIENCE_S = 60.0
@@ -73,8 +76,8 @@ def look(config: RunConfig) -> str | None:
     check_goes_on(offer, config.trainer)
     here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
     sees = config.model.vision is not None  # the run reads the images
-    small = _bytes(here) <= READ_WHOLE_BYTES and not sees
-    if small:
+    small = _bytes(here) <= READ_WHOLE_BYTES
+    if small and not sees:
         _read_untokenised(here, rule_in(config.reward))
     firsts = [
         _first_row(file, data, rule_in(config.reward), data.image_key if sees else "")
@@ -152,12 +155,13 @@ def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
 
     Raises DataError, and ConfigError for a model that cannot call tools, or see.
     """
+    images = None
     if asked.sees:
-        image_reader(asked.model_path, asked.data)
+        images = image_reader(asked.model_path, asked.data)
     if asked.offer is not None and asked.template_arguments is not None:
         checked_dialect(asked.template_arguments, asked.offer, asked.model_path, tokenizer)
     if asked.reads:
-        return _read(tokenizer, asked.data, asked.seed, asked.offer, asked.rule)
+        return _read(tokenizer, asked.data, asked.seed, asked.offer, asked.rule, images)
     return None
 
 
@@ -266,10 +270,17 @@ def _answered_apart(question: _Asked) -> str | None:
     return found.get("fingerprint")
 
 
-def _read(tokenizer: ChatTokenizer, data: DataConfig, seed: int, offer: Offer | None, rule: str | None = None) -> str:
+def _read(
+    tokenizer: ChatTokenizer,
+    data: DataConfig,
+    seed: int,
+    offer: Offer | None,
+    rule: str | None = None,
+    images: "ImageReader | None" = None,
+) -> str:
     with contextlib.redirect_stdout(io.StringIO()):  # the run prints it, once
-        fingerprint = load_training(data, seed, tokenizer, offer, rule).prompts.fingerprint
-        load_validation(data, tokenizer, offer, rule)
+        fingerprint = load_training(data, seed, tokenizer, offer, rule, images).prompts.fingerprint
+        load_validation(data, tokenizer, offer, rule, images)
     return fingerprint
 
 

@@ -30,7 +30,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from mrl.engine import cpu_batch_invariance
 from mrl.engine.engine_state import CACHE, WEIGHTS
 from mrl.engine.sleeping import NAN, clear, poison
-from mrl.engine.tower import text_of
+from mrl.engine.tower import synced_part
 from mrl.platforms import gloo_device
 from mrl.platforms.process_memory import give_back_heap, note_baseline
 
@@ -103,10 +103,11 @@ class CpuWorker(CPUWorker):
                 f"a CPU worker sleeps at level 2, not {level}: a copy of its weights on the host would free nothing"
             )
         if WEIGHTS not in self.memory_asleep:
-            text = text_of(self.computing_model())  # a vision tower stays: no sync would bring it back
-            self.unpacked_layers = drop_packed(text)
-            loosen(text.parameters())
-            self.memory_asleep[WEIGHTS] = empty(text.parameters())
+            # a frozen vision tower stays: no sync would bring it back
+            synced = synced_part(self.computing_model(), self.model_config)
+            self.unpacked_layers = drop_packed(synced)
+            loosen(synced.parameters())
+            self.memory_asleep[WEIGHTS] = empty(synced.parameters())
         if CACHE not in self.memory_asleep:
             self.memory_asleep[CACHE] = empty(self.model_runner.kv_caches)
         give_back_heap()
@@ -118,7 +119,7 @@ class CpuWorker(CPUWorker):
             for emptied in self.memory_asleep.pop(part, ()):
                 emptied.take()
             if part == WEIGHTS:
-                poison(text_of(self.computing_model()).parameters())
+                poison(synced_part(self.computing_model(), self.model_config).parameters())
                 pack_nan(self.unpacked_layers)
                 self.unpacked_layers = []
             else:

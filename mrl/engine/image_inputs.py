@@ -4,7 +4,8 @@ process holds pixels but for the step of an engine that computes their features.
     front end   names of images and their grids --> vLLM's front end --> scheduler: by name, an image that many requests
                 have is computed once and stays in the cache of features. Each file is compared with its name first:
                 an error here ends a request, and in a worker it ends the engine
-    workers     names --> encoded bytes in the run directory --> pixels, on several threads --> tower
+    workers     names --> encoded bytes in the run directory --> pixels, on several threads --> tower. Tensor-parallel
+                workers share images out, and each reads those that its own tower computes
 """
 
 import os
@@ -21,6 +22,7 @@ from mrl.engine.requests import Request
 
 NAMES = "image_names"  # of an input: UTF-8 of a name, uint8 [images, characters]
 _KIND = "image"  # vLLM's word for the modality
+NAN = float("nan")
 _THREADS = 8  # that decode images of one step, at most: Pillow and numpy leave the interpreter's lock meanwhile
 
 
@@ -63,10 +65,15 @@ class WorkerImages:
         self._reader = ImageReader.of(model, store)
         self._threads = ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "images")
 
-    def of(self, names: Tensor) -> Tensor:
-        """Returns the pixels of images, [patches of all, numbers of a patch]. `names`: as in an input.
+    def of(self, names: Tensor, patches: Sequence[int], own: Sequence[int]) -> Tensor:
+        """Returns the pixels of images, [patches of all, numbers of a patch]: NaN for those that are not this worker's.
 
-        Raises EnvironmentFault for an image that cannot be read.
+        `names`: as in an input. `patches`: of each image. `own`: numbers of those that this worker computes. Raises
+        EnvironmentFault for an image that cannot be read.
         """
-        words: Sequence[str] = [bytes(name).decode() for name in names.tolist()]
-        return torch.cat([torch.from_numpy(pixels) for pixels in self._threads.map(self._reader.pixels, words)])
+        found = torch.full((sum(patches), self._reader.patch_numbers), NAN)
+        places = found.split(list(patches))
+        words = [bytes(names[number].tolist()).decode() for number in own]
+        for number, pixels in zip(own, self._threads.map(self._reader.pixels, words), strict=True):
+            places[number].copy_(torch.from_numpy(pixels))
+        return found

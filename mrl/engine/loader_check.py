@@ -10,8 +10,8 @@ that the map says, and zeros where it says padding. Only the process groups are 
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,11 @@ from typing import Any
 
 import torch
 
+from mrl.checkpoint.manifest import WEIGHT
+from mrl.checkpoint.open_checkpoint import Checkpoint, open_hf
+from mrl.checkpoint.stored_boxes import BoxReader
 from mrl.model import ModelSpec, model_spec, tensor_specs
+from mrl.model.boxes import Box
 from mrl.model.layout import RolloutLayout
 from mrl.model.registry import family_of
 from mrl.model.tensors import as_stored
@@ -124,7 +128,7 @@ def numbered(spec: ModelSpec) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def described(target: TargetParameter, checkpoint: dict[str, torch.Tensor]) -> torch.Tensor:
+def described(target: TargetParameter, checkpoint: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Returns what a parameter holds if its description is right."""
     tensor = torch.zeros(target.local_shape)
     for piece in target.pieces:
@@ -132,6 +136,52 @@ def described(target: TargetParameter, checkpoint: dict[str, torch.Tensor]) -> t
         others = [axis for axis in range(tensor.dim()) if axis not in piece.axes]
         tensor[piece.local_box.slices].permute(*others, *piece.axes).copy_(block)
     return tensor
+
+
+class _Files(Mapping[str, torch.Tensor]):
+    """A checkpoint's tensors by their HF names, each read when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, reader: BoxReader):
+        self._shapes = {spec.name: spec.shape for spec in tensor_specs(checkpoint.model)}
+        self._dtype = getattr(torch, checkpoint.dtype)
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = torch.empty(self._shapes[name], dtype=self._dtype)
+        words = tensor.view(getattr(torch, f"int{8 * self._dtype.itemsize}"))
+        self._reader.fill(WEIGHT, name, Box.whole(tensor.shape), words.numpy())
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def parallel_of_worker() -> Any:
+    """Returns vLLM's ParallelConfig of this worker, while it loads its model."""
+    from vllm.config import get_current_vllm_config
+
+    return get_current_vllm_config().parallel_config
+
+
+def unlike_files(model: torch.nn.Module, folder: Path, layout: RolloutLayout, worker: int) -> list[str]:
+    """Returns the names of parameters that are not what the checkpoint in `folder` has of them.
+
+    `model`: of the worker, before vLLM processes what it has loaded.
+    """
+    checkpoint = open_hf(folder)
+    held = {name: parameter.data for name, parameter in model.named_parameters()}
+    wanted = {one.name: one for one in target_parameters(checkpoint.model, layout, worker, "cpu", checkpoint.dtype)}
+    with closing(checkpoint.reader()) as reader:
+        files = _Files(checkpoint, reader)
+        same = {
+            name
+            for name in held.keys() & wanted.keys()
+            if torch.equal(held[name].cpu(), described(wanted[name], files).to(held[name].dtype))
+        }
+    return sorted((held.keys() | wanted.keys()) - same)
 
 
 def as_loaded(loaded: torch.Tensor, name: str) -> torch.Tensor:

@@ -377,7 +377,7 @@ def _of_model(model: ModelSpec, device: str, fp8_block: int = 0, sees: bool = Fa
     if model.is_quantised:
         keys = keys | {QUANTIZATION: None}
     if fp8_block:
-        keys = keys | {QUANTIZATION: engine_quantisation(model, fp8_block)}
+        keys = keys | {QUANTIZATION: engine_quantisation(model, fp8_block, sees)}
     arguments: dict[str, Any] = {"hf_overrides": keys} if keys else {}
     if model.loads_by_sync or fp8_block:
         arguments["load_format"] = AWAITED

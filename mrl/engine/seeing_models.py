@@ -6,9 +6,11 @@ tokenizer counts tokens again, and torchvision need not be installed. The tower 
 files (tower.py), and weight syncs bring the text model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.models.vision import get_load_balance_assignment
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
@@ -69,8 +71,17 @@ class _Seeing:
 
     def embed_multimodal(self, **given: Any) -> Any:
         """Returns the features of images, as the class does that is given pixels."""
-        pixels = self.images.of(given.pop(NAMES)).to(self.visual.device)
+        patches = given["image_grid_thw"].prod(-1).tolist()
+        pixels = self.images.of(given.pop(NAMES), patches, _own_share(patches)).to(self.visual.device)
         return super().embed_multimodal(pixel_values=pixels, **given)
+
+
+def _own_share(patches: Sequence[int]) -> list[int]:
+    """Returns the numbers of the images that vLLM gives to this worker's tower, with `mm_encoder_tp_mode: data`."""
+    workers = get_tensor_model_parallel_world_size()
+    order, counts, _ = get_load_balance_assignment(list(patches), workers)
+    begin = sum(counts[: get_tensor_model_parallel_rank()])
+    return order[begin : begin + counts[get_tensor_model_parallel_rank()]]
 
 
 _processed = MULTIMODAL_REGISTRY.register_processor(_Processor, info=_Info, dummy_inputs=_Dummy)

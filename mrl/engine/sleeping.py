@@ -2,8 +2,8 @@
 
 A worker of vLLM gives memory back by `sleep(level=2)`, which keeps no weights, and takes it again by `wake_up(tags)`.
 On the CPU, mrl.engine.cpu_worker adds this. The weights come back as NaN. So a generation from them shows in its first
-log-prob, and never looks like an answer. The KV cache comes back as zeros. A vision tower, which no sync brings, waits
-in host memory; the CPU's stays where it is. A model that drafts (drafter.py) sleeps and comes back beside the model.
+log-prob, and never looks like an answer. The KV cache comes back as zeros. A vision tower that no sync brings waits in
+host memory; the CPU's stays where it is. A model that drafts (drafter.py) sleeps and comes back beside the model.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mrl.engine.constants import Constants, loose_constants
 from mrl.engine.drafter import ModelThatDrafts
 from mrl.engine.engine_state import CACHE, WEIGHTS
-from mrl.engine.tower import text_of, tower_of
+from mrl.engine.tower import synced_part, syncs_tower, tower_of
 from mrl.platforms.process_memory import process_memory
 
 # methods that would read or write missing memory; vLLM itself refuses none of them
@@ -91,14 +91,14 @@ class SleepingExtension:
     def overwrite(self, part: str) -> None:
         """Writes NaN into the weights, or zeros into the cache, because an accelerator's memory holds old data."""
         if part == WEIGHTS:
-            poison(text_of(self.computing_model()).parameters())
+            poison(synced_part(self.computing_model(), self.model_config).parameters())
         else:
             clear(self.model_runner.kv_caches)
 
     def tower_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters of a vision tower that sleep."""
+        """Returns the parameters of a vision tower that sleep, and that no sync brings back."""
         tower = tower_of(self.model_runner.get_model())
-        if tower is None or self.device.type == "cpu":
+        if tower is None or self.device.type == "cpu" or syncs_tower(self.model_config):
             return {}
         return dict(tower.named_parameters())
 

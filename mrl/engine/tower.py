@@ -12,12 +12,14 @@ Each worker holds the whole tower (vLLM's `mm_encoder_tp_mode: data`). vLLM itse
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from mrl.engine.constants import loose_constants, sha256_of
+from mrl.engine.engine_state import SYNCS_TOWER
 from mrl.errors import EnvironmentFault
 from mrl.model.hf_files import in_tower, tower_tensors
 from mrl.model.trained_tower import MODULE, NAMES
@@ -65,9 +67,17 @@ class TextAndTower(nn.Module):
         return written | (set(text_of(whole).load_weights(of_text)) if of_text else set())
 
 
-def synced_part(model: nn.Module, syncs_tower: bool) -> nn.Module:
-    """Returns what weight syncs write: the text model, and the tower with it if `syncs_tower`."""
-    if syncs_tower:
+def syncs_tower(model_config: Any) -> bool:
+    """Tells whether weight syncs bring the vision tower, too. `model_config`: vLLM's ModelConfig."""
+    return bool(getattr(model_config.hf_config, SYNCS_TOWER, False))
+
+
+def synced_part(model: nn.Module, model_config: Any) -> nn.Module:
+    """Returns what weight syncs write: the text model, and the tower with it if it is trained.
+
+    `model_config`: vLLM's ModelConfig.
+    """
+    if tower_of(model) is not None and syncs_tower(model_config):
         return TextAndTower(model)
     return text_of(model)
 

@@ -33,16 +33,25 @@ from mrl.data.samples import ImageStore
 from mrl.engine.awaited_weights import fill
 from mrl.engine.constants import Constants, sha256_of
 from mrl.engine.drafter import ModelThatDrafts, drafting_model
-from mrl.engine.engine_state import AWAITED, SYNCS_TOWER, TEXT_FOLDER
+from mrl.engine.engine_state import AWAITED, TEXT_FOLDER
 from mrl.engine.handshake import EngineDegrees
 from mrl.engine.load_layout import leaf_of, weight_bytes
 from mrl.engine.read_back import through_identity, unpacked, what_reading_shows
 from mrl.engine.receive import InitInfo, UpdateInfo, UpdatePath
 from mrl.engine.sleeping import SleepingExtension
-from mrl.engine.tower import SHOWN, check_tower, load_tower, synced_part, text_of, tower_digests, tower_of
+from mrl.engine.tower import (
+    SHOWN,
+    check_tower,
+    load_tower,
+    synced_part,
+    text_of,
+    tower_digests,
+    tower_of,
+)
 from mrl.errors import EnvironmentFault, described
 from mrl.model.hf_config import QUANTIZATION
 from mrl.model.hf_files import weight_files
+from mrl.model.layout import RolloutLayout
 from mrl.model.registry import for_loader
 from mrl.model.vllm_parameters import TargetParameter
 
@@ -233,7 +242,7 @@ class AwaitedWeights(BaseModelLoader):
     """vLLM's loader of a model whose weights a sync will bring. Buffers stay as they were made.
 
     No file is read, except for what no sync brings: those of a vision tower, and, of an engine that evaluates, those of
-    a text model in a folder of its own (TEXT_FOLDER).
+    a text model in a folder of its own (TEXT_FOLDER). Both are compared with the files, element by element.
     """
 
     def download_model(self, model_config: ModelConfig) -> None:
@@ -257,19 +266,31 @@ class AwaitedWeights(BaseModelLoader):
             rows = getattr(layer, "shard_indices", None)
             if rows is not None and not rows.num_added_elements:
                 layer.weight.data[rows.num_org_elements :] = 0
+        if folder is not None:
+            _check_text(text_of(model), Path(folder))
 
 
 def _load_text(text: nn.Module, folder: Path) -> None:
-    """Loads a text model by its own loader. Raises EnvironmentFault for a parameter that the files do not have."""
-    loaded: set[str] = set()
+    """Loads a text model by its own loader."""
     for file in weight_files(folder):
         with safe_open(file, "pt") as tensors:
             names = tensors.keys()
-            loaded |= text.load_weights(
-                for_loader(type(text).__name__, name, tensors.get_tensor(name)) for name in names
-            )
-    if missing := sorted({name for name, _ in text.named_parameters()} - loaded):
-        raise EnvironmentFault(f"{folder}: its files lack {', '.join(missing[:SHOWN])}, which vLLM's model has")
+            text.load_weights(for_loader(type(text).__name__, name, tensors.get_tensor(name)) for name in names)
+
+
+def _check_text(text: nn.Module, folder: Path) -> None:
+    """Raises EnvironmentFault unless every parameter, not processed yet, is what the files in `folder` have of it."""
+    # here: it reads checkpoints, which engines that train do not
+    from mrl.engine.loader_check import parallel_of_worker, unlike_files
+
+    degrees = degrees_of(parallel_of_worker(), None, torch.float32)
+    workers = degrees.tensor * degrees.data
+    layout = RolloutLayout(1, degrees.tensor, degrees.data, workers if degrees.spreads_experts else 1)
+    if wrong := unlike_files(text, folder, layout, degrees.position):
+        raise EnvironmentFault(
+            f"{folder}: vLLM's text model does not hold what the files have of {', '.join(wrong[:SHOWN])}"
+            f"{' and more' * (len(wrong) > SHOWN)}"
+        )
 
 
 class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -287,7 +308,7 @@ class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if self.drafted is not None:
             return self.drafted
-        return synced_part(self.model, _syncs_tower(self.model_config))
+        return synced_part(self.model, self.model_config)
 
     def abandon(self) -> None:
         """Drops an update that failed at any point, so that another can start."""
@@ -299,11 +320,6 @@ class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.path is not None:
             self.path.close()
             self.path = None
-
-
-def _syncs_tower(model_config: ModelConfig) -> bool:
-    """Tells whether weight syncs bring the vision tower, too."""
-    return bool(getattr(model_config.hf_config, SYNCS_TOWER, False))
 
 
 def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> EngineDegrees:

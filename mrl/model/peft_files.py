@@ -2,6 +2,10 @@
 
 An adapter is a folder with adapter_config.json and adapter_model.safetensors. Its tensors are
 base_model.model.MODULE.lora_A.weight and ...lora_B.weight.
+
+MODULE is a module's place in transformers' class of the checkpoint. In that of a model which also reads images the text
+model is model.language_model, whatever names the checkpoint's files have. No adapter is on its vision tower, some of
+whose modules have the text model's names (Qwen2.5-VL's gate_proj).
 """
 
 import hashlib
@@ -17,13 +21,14 @@ from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.adapters import Lora, adapter_shapes
 from mrl.model.hf_config import ModelSpec
 from mrl.model.hf_files import TensorBytes, read_safetensors_header, safetensors_metadata, weight_files
-from mrl.model.wrapped import VISION_TOWER
+from mrl.model.wrapped import INSIDE, VISION_TOWER
 from mrl.plain_files import TEXT_BYTES, open_regular, read_json, reason
 from mrl.units import MIB
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+_TEXT = "model."  # begins names of a text model
 BASE_DIGEST = "mrl_base_digest"  # a key in the metadata of the weights' file
 _NAME_INSIDE = re.compile(r"\.lora_[AB]\..+\.weight$")
 _READ_OF_EACH = 4096  # bytes of each tensor that go into the model's digest
@@ -97,11 +102,30 @@ def _first_bytes(file: Path, place: TensorBytes) -> bytes:
         os.close(handle)
 
 
-def peft_config(lora: Lora, base: str, dropout: float = 0.0) -> dict[str, Any]:
+def name_in_file(name: str, model: ModelSpec) -> str:
+    """Returns the name of a factor in PEFT's file, given mrl's."""
+    if model.is_wrapped:
+        name = INSIDE + name.removeprefix(_TEXT)
+    return PREFIX + name
+
+
+def _own_name(name: str, model: ModelSpec) -> str:
+    """Undoes `name_in_file`. A name that is not the text model's stays as it is."""
+    name = name.removeprefix(PREFIX)
+    if model.is_wrapped and name.startswith(INSIDE):
+        return _TEXT + name.removeprefix(INSIDE)
+    return name
+
+
+def peft_config(lora: Lora, base: str, dropout: float = 0.0, is_wrapped: bool = False) -> dict[str, Any]:
     """Returns the content of adapter_config.json for adapters on the model in `base`.
 
-    `dropout`: the dropout that the adapters were trained with.
+    `dropout`: the dropout that the adapters were trained with. `is_wrapped`: as in ModelSpec; modules of the text model
+    alone are then named, by a regular expression.
     """
+    targets: Any = list(lora.targets)
+    if is_wrapped:
+        targets = rf"{re.escape(INSIDE)}.*\.({'|'.join(lora.targets)})"
     alpha = lora.alpha
     if alpha.is_integer():
         alpha = int(alpha)
@@ -111,7 +135,7 @@ def peft_config(lora: Lora, base: str, dropout: float = 0.0) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": alpha,
-        "target_modules": list(lora.targets),
+        "target_modules": targets,
         "lora_dropout": dropout,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -131,7 +155,7 @@ def read_peft(folder: str | Path, model: ModelSpec, lora: Lora) -> dict[str, Ten
     folder = Path(folder)
     _check_config(folder / CONFIG, lora)
     stored = read_safetensors_header(folder / WEIGHTS)
-    found = {name.removeprefix(PREFIX): place for name, place in stored.items()}
+    found = {_own_name(name, model): place for name, place in stored.items()}
     wanted = adapter_shapes(model, lora)
     _refuse_names_inside(folder / WEIGHTS, found)
     odd = sorted(found.keys() ^ wanted.keys())

@@ -23,6 +23,7 @@ from mrl.model.boxes import Box
 from mrl.model.hf_config import ModelSpec
 from mrl.model.registry import weight_map
 from mrl.model.tensors import TensorSpec, tensor_specs
+from mrl.model.trained_tower import MODULE, TRAINED, TrainedTower
 from mrl.model.weight_map import Slice, Weight, per_expert
 
 FP8 = "fp8"  # the name that vLLM and verl use
@@ -30,6 +31,8 @@ WORD = "float8_e4m3fn"
 SCALE = "float32"
 SCALES = "_scale_inv"  # the suffix after the weight's name in the checkpoint, in vLLM and on mrl's ranks
 BLOCK = 128  # rows and columns of a block in official checkpoints and the devices' kernels
+OF_TEXT = "language_model."  # prefix of the text model's modules in vLLM's whole model
+_MATRIX = 2  # dimensions
 _CUT = ("heads", "rows", "columns")  # splits of linear layers and experts; routers and gates are never split
 
 
@@ -72,16 +75,20 @@ def with_scales(model: ModelSpec, block: int) -> tuple[TensorSpec, ...]:
     return (*specs, *scales)
 
 
-def engine_quantisation(model: ModelSpec, block: int) -> dict[str, Any]:
+def engine_quantisation(model: ModelSpec, block: int, sees: bool = False) -> dict[str, Any]:
     """Returns the `quantization_config` that vLLM reads for such a checkpoint. It names linear layers that are not
-    quantised.
+    quantised: with `sees`, in the whole model, all of the vision tower's.
     """
+    inside = OF_TEXT if sees else ""
     kept = [
-        weight.vllm.format(layer=layer).removesuffix(".weight")
+        inside + weight.vllm.format(layer=layer).removesuffix(".weight")
         for layer in range(model.num_layers)
         for weight in weight_map(model).layer(layer).vllm
         if weight.parts[0].matmul and not is_quantised(weight)
     ]
+    if sees:
+        shapes = TrainedTower(TRAINED, model.tower).shapes()
+        kept += [MODULE + name.removesuffix(".weight") for name, shape in shapes if len(shape) == _MATRIX]
     return {
         "quant_method": FP8,
         "fmt": "e4m3",

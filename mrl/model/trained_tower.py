@@ -14,6 +14,7 @@ from mrl.model.tower_sizes import VisionTower
 
 NAMES = "model.visual."  # prefix of the tower's tensors in the weight map
 MODULE = "visual."  # of its parameters in the first model chunk, and in an engine's model
+FROZEN = "frozen"  # values of model.vision
 TRAINED = "trained"
 PROJECTOR = "projector"
 _PROJECTOR = ("merger.", "deepstack_merger_list.")

@@ -38,7 +38,7 @@ from mrl.model.hf_config import (
 from mrl.model.weight_map import Inner
 
 VISION_TOWER = ("model.visual.", "visual.")  # prefixes of its tensors' names
-_INSIDE = "model.language_model."
+INSIDE = "model.language_model."  # prefix of the text model's tensors in files, and of its modules in transformers
 # of the whole; its class in transformers takes numbers alone
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _OF_WHOLE = (*_TOKENS, "vision_end_token_id", "vision_token_id", "vision_config")
@@ -115,8 +115,8 @@ def inner_tensors(key: str, shape: tuple[int, ...], hidden_size: int | None = No
     `hidden_size`: the model's, which tells experts that are turned; None: they are not.
     """
     name = key
-    if key.startswith(_INSIDE):
-        name = "model." + key.removeprefix(_INSIDE)
+    if key.startswith(INSIDE):
+        name = "model." + key.removeprefix(INSIDE)
     for prefix in VISION_TOWER:
         if key.startswith(prefix):
             name = VISION_TOWER[0] + key.removeprefix(prefix)

@@ -203,7 +203,7 @@ def _worker_terms(inputs: PlanInputs, engine: EngineMemory, place: Place, ranks:
     staged = 0
     if _receives_through_host(inputs, place, ranks):
         staged = 2 * sync_budget(inputs.config)
-    if inputs.colocated and inputs.device.platform != "cpu":
+    if inputs.colocated and inputs.device.platform != "cpu" and inputs.model.trained_tower is None:
         asleep += engine.tower  # which no sync would bring back
     return {"engine_weights": asleep, "staging": staged}
 

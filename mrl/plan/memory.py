@@ -291,6 +291,11 @@ def _actor_staging(inputs: PlanInputs, pp: int) -> int:
 # ---------------------------------------------------------------- an engine
 
 
+def _keeps_tower(inputs: PlanInputs) -> bool:
+    """Tells whether a worker that sleeps keeps the vision tower: a CPU's does, unless syncs bring it."""
+    return inputs.device.platform == "cpu" and inputs.model.trained_tower is None
+
+
 def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
     """Returns the terms of one engine worker. A sync stages two rounds and, at its peak, two modules in load layout."""
     staging = 2 * sync_budget(inputs.config) if inputs.config.reshard.path == "fast" else BUCKET_BYTES
@@ -303,6 +308,6 @@ def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
         working_set=engine.working_set + graphs,
         cache=engine.cache,
         sync_staging=staging + 2 * engine.largest_module,
-        asleep=kept + graphs + engine.tower * (inputs.device.platform == "cpu"),  # whose worker keeps it
+        asleep=kept + graphs + engine.tower * _keeps_tower(inputs),
         outside=always + worker_outside(inputs),
     )

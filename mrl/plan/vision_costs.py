@@ -19,6 +19,7 @@ from mrl.config.schema import RunConfig
 from mrl.model.tower_sizes import VisionTower
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, engine_passes
 from mrl.plan.step_work import mean_lengths
+from mrl.plan.teacher_costs import teacher_inputs
 
 _GRADIENT = 4  # bytes of a feature's gradient
 _ENCODER_STEPS = 2  # longest samples of which vLLM's cache has all features (mrl/engine/seeing_models.py)
@@ -51,8 +52,11 @@ def rank_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     features.
     """
     tower = inputs.tower
-    if tower is None or pp:
+    if tower is None:
         return 0
+    seconds = _second_towers(inputs, pp) * inputs.element_bytes
+    if pp:
+        return seconds
     micro = max(batch.micro.rows, batch.log_prob_micro.rows)
     tokens = micro * inputs.config.data.max_prompt_length
     largest = inputs.config.data.max_prompt_length
@@ -61,7 +65,18 @@ def rank_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
         numbers += tower.parameters
     else:
         numbers += _graph_numbers(inputs, tower)
-    return numbers * inputs.element_bytes + _pass_bytes(tower, largest, inputs.element_bytes)
+    return seconds + numbers * inputs.element_bytes + _pass_bytes(tower, largest, inputs.element_bytes)
+
+
+def _second_towers(inputs: PlanInputs, pp: int) -> int:
+    """Returns the weights of the towers of a critic and of a teacher, of whose stages any may be on a rank."""
+    numbers = 0
+    if inputs.config.algorithm.needs_critic and (not pp or inputs.config.critic.layout is not None):
+        numbers += inputs.tower.parameters
+    teacher = teacher_inputs(inputs)
+    if teacher is not None and teacher.model.tower is not None:
+        numbers += teacher.model.tower.parameters
+    return numbers
 
 
 def host_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
@@ -71,10 +86,12 @@ def host_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
         return 0
     tokens = _replica_prompts(inputs, batch) * inputs.config.data.max_prompt_length
     features = tokens * tower.feature_numbers() * inputs.element_bytes
+    models = 1 + inputs.config.algorithm.needs_critic + inputs.config.distillation.enabled
     if inputs.model.trained_tower is None:
-        return features
+        return models * features
     of_reference = 1 + inputs.config.algorithm.needs_reference
     mini_batches = 1 if inputs.config.actor.shuffles else batch.mini_batches
+    of_reference += models - 1
     return round(of_reference * features + tokens * tower.feature_numbers() * _GRADIENT / mini_batches)
 
 
@@ -115,9 +132,10 @@ def looks(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
     if inputs.tower is None:
         return {}
     algorithm = inputs.config.algorithm
+    seconds = _looks_of_second_models(inputs)
     if inputs.model.trained_tower is None:
         first = "ref" if algorithm.needs_reference else "update"
-        return {first if algorithm.on_policy else "log_prob": 1.0}
+        return seconds | {first if algorithm.on_policy else "log_prob": 1.0}
     of_an_epoch = 4.0  # for features, then with a graph and backward
     if inputs.config.actor.shuffles:  # responses to one prompt are in several mini-batches
         of_an_epoch *= min(batch.mini_batches, batch.responses_per_prompt)
@@ -126,7 +144,16 @@ def looks(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
         passes = {"log_prob": 1.0, "update": passes["update"] - 1.0 / batch.mini_batches}
     if algorithm.needs_reference:
         passes["ref"] = 1.0
-    return passes
+    return seconds | passes
+
+
+def _looks_of_second_models(inputs: PlanInputs) -> dict[str, float]:
+    """Returns the looks of a critic and of a teacher through towers of their own, in looks through the actor's."""
+    found = {"values": 1.0} if inputs.config.algorithm.needs_critic else {}
+    teacher = teacher_inputs(inputs)
+    if teacher is not None and teacher.model.tower is not None:
+        found["teacher"] = teacher.model.tower.parameters / inputs.tower.parameters
+    return found
 
 
 def rank_looking_flops(inputs: PlanInputs, batch: BatchPlan) -> float:

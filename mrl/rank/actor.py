@@ -195,7 +195,7 @@ class MegatronActor:
         """Replaces the initial adapters with those in PEFT's form in `path`, if it is given."""
         if self.adapters is not None and path is not None:
             read_peft(path, self.model, self.lora)
-            self.adapters.read(path)
+            self.adapters.read(path, self.model)
 
     def _build_predicting(self) -> PredictingLayer | None:
         """Builds the predicting layer and loads it, on ranks of the last stage of a run whose engines draft with it.
@@ -255,6 +255,9 @@ class MegatronActor:
         if not self.model.is_wrapped:
             raise ConfigError(f"model.path {path}: the model has no vision tower, and rows have images")
         self.vision = Vision(self.chunks, path, DTYPES[self.config.model.dtype], self.platform.device, pixels)
+        for second in (self.critic, self.teacher):
+            if second is not None:
+                second.see(pixels)
 
     def see_images(self, store: ImageStore | None) -> None:
         """Loads the vision tower if the run has images, which are read from `store`. Raises the errors of `see`."""
@@ -272,8 +275,7 @@ class MegatronActor:
         """
         if self.vision is None:
             return batch
-        self.vision.begin_step()
-        return self.vision.with_positions(batch)
+        return self.vision.prepared(batch)
 
     def kernels(self) -> str:
         """Names the kernels that this rank computes with."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from mrl.platforms import Platform
 from mrl.rank import parallel
 from mrl.rank.batching import MicroRows, Splitter, check_batch
 from mrl.rank.bridge import DTYPES, Bridge, MBridge
-from mrl.rank.forward import evaluating, laid_out, nothing_around, run_pass, whole_sequences
+from mrl.rank.forward import Around, evaluating, laid_out, nothing_around, run_pass, whole_sequences
 from mrl.rank.offload import Residence, needs, switched
 from mrl.rank.optimizer import (
     StepResult,
@@ -45,6 +46,9 @@ from mrl.rank.optimizer import (
 )
 from mrl.rank.overlap import gather_weights, set_gradient_reduction
 from mrl.rank.packing import MicroBatch, MicroBatches
+
+if TYPE_CHECKING:
+    from mrl.rank.vision import Pixels, Vision
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class MegatronCritic:
 
     lora = None  # the critic is always trained completely
     trained_beside = None
+    vision: "Vision | None" = None  # after `see`
 
     def __init__(
         self, config: RunConfig, rank: int, platform: Platform, model: ModelSpec, of_actor: TrainLayout
@@ -116,6 +121,27 @@ class MegatronCritic:
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates, "critic")
 
+    def see(self, pixels: "Pixels") -> None:
+        """Loads the vision tower of its checkpoint, so that rows may have images. `pixels`: as in Vision.
+
+        Raises EnvironmentFault for files with other weights.
+        """
+        from mrl.rank.vision import Vision
+
+        model = self.config.model
+        with self.in_place():
+            self.vision = Vision(self.chunks, model.path, DTYPES[model.dtype], self.platform.device, pixels)
+
+    def prepared(self, batch: TrainBatch) -> TrainBatch:
+        """Sets the positions of tokens where rows have images, before any pass of a step."""
+        return batch if self.vision is None else self.vision.prepared(batch)
+
+    def _around(self, batch: TrainBatch, training: bool = False, micros: Sequence[MicroRows] | None = None) -> Around:
+        """Returns the context of each forward, in which a chunk sees images."""
+        if self.vision is None:
+            return nothing_around
+        return self.vision.around(batch, nothing_around, training, micros)
+
     @property
     def optimizers(self) -> tuple[MegatronOptimizer, ...]:
         """Its optimizer, as those of an actor."""
@@ -162,7 +188,7 @@ class MegatronCritic:
     @needs(PARAMETERS)
     def _values(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> list[CriticOutputs]:
         check_batch(batch, self.model, 0)
-        return value_pass(self.chunks, self._inputs(batch, micros))
+        return value_pass(self.chunks, self._inputs(batch, micros), self._around(batch))
 
     def update_replica(
         self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroRows]], counts: Sequence[Denominators]
@@ -193,7 +219,8 @@ class MegatronCritic:
         losses: list[MetricParts] = []
         result = StepResult(False, math.nan, current_lr(self.optimizer))
         if count.tokens:  # counted over all replicas, so all of them skip together
-            losses = value_loss_pass(self.chunks, self._inputs(batch, micros), self.parameters, count)
+            around = self._around(batch, training=True, micros=micros)
+            losses = value_loss_pass(self.chunks, self._inputs(batch, micros), self.parameters, count, around)
             result = step(self.optimizer, self.scheduler)
         self.num_updates += result.applied
         self._count_skipped(result)
@@ -224,14 +251,16 @@ def _for_critic(batch: TrainBatch) -> TrainBatch:
     return replace(batch, **dict.fromkeys([*others, *of_teacher]))
 
 
-def value_pass(chunks: list[torch.nn.Module], micro_batches: MicroBatches) -> list[CriticOutputs]:
+def value_pass(
+    chunks: list[torch.nn.Module], micro_batches: MicroBatches, around: Around = nothing_around
+) -> list[CriticOutputs]:
     """Runs the forward only. Returns the values of each micro-batch on the last stage, an empty list elsewhere."""
 
     def keep(inputs: MicroBatch, values: Tensor) -> tuple[Tensor, CriticOutputs]:
         return values.new_zeros(()), CriticOutputs(values, inputs.has_log_probs)
 
     with torch.no_grad(), evaluating(chunks):
-        return run_pass(chunks, micro_batches, _token_values, keep, nothing_around, forward_only=True)
+        return run_pass(chunks, micro_batches, _token_values, keep, around, forward_only=True)
 
 
 def value_loss_pass(
@@ -239,6 +268,7 @@ def value_loss_pass(
     micro_batches: MicroBatches,
     parameters: ValueLossParameters,
     denominators: Denominators,
+    around: Around = nothing_around,
 ) -> list[MetricParts]:
     """Runs forward and backward of a mini-batch on this rank. Sums gradients as the actor's `loss_pass` does."""
     undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
@@ -249,7 +279,7 @@ def value_loss_pass(
         result = value_loss(parameters, given, denominators)
         return result.loss * undo_means, result.metrics
 
-    return run_pass(chunks, micro_batches, _token_values, loss, nothing_around, forward_only=False)
+    return run_pass(chunks, micro_batches, _token_values, loss, around, forward_only=False)
 
 
 def _token_values(given: Tensor, _: torch.nn.Module, inputs: MicroBatch) -> Tensor:

@@ -46,8 +46,9 @@ from torch.nn import Module, Parameter
 from mrl.exercised import exercised
 from mrl.model.adapters import ADAPTER, FACTORS, FIRST, SECOND, Adapted, AdaptedLayer, Lora, add_factors, tiles
 from mrl.model.boxes import Box
+from mrl.model.hf_config import ModelSpec
 from mrl.model.megatron_shards import Shard
-from mrl.model.peft_files import PREFIX, WEIGHTS
+from mrl.model.peft_files import WEIGHTS, name_in_file
 from mrl.rank.grouped_linear import grouped_linear
 from mrl.rank.local_parameters import LocalParameters
 from mrl.rank.torch_spec import normed
@@ -370,13 +371,13 @@ class Adapters:
         return iter(())
 
     @torch.no_grad()
-    def read(self, folder: str | Path) -> None:
-        """Reads the initial adapters from a folder in PEFT's form, which was checked before."""
+    def read(self, folder: str | Path, model: ModelSpec) -> None:
+        """Reads the initial adapters of `model` from a folder in PEFT's form, which was checked before."""
         with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
             for shard in self.described:
                 parameter = self._shards(shard.megatron_name, shard.vp_chunk)
                 for piece in shard.pieces:
-                    values = stored.get_slice(f"{PREFIX}{piece.hf_name}")[piece.hf_box.slices]
+                    values = stored.get_slice(name_in_file(piece.hf_name, model))[piece.hf_box.slices]
                     parameter[piece.local_box.slices].copy_(values)
 
     def adapts(self, hf_name: str) -> bool:

@@ -27,7 +27,7 @@ class SecondRows:
         self._trains = name == CRITIC
         self._own = own
         self._samples = as_counted(stored, stored.read())
-        self._batch = TrainBatch.of(self._samples, actor.config.rollout.temperature)
+        self._batch = self._model.prepared(TrainBatch.of(self._samples, actor.config.rollout.temperature))
 
     def columns(self) -> HandedRows | None:
         """Computes what the model says of the rows. One rank of each replica returns it, the others None.

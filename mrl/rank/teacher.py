@@ -1,6 +1,7 @@
 """The teacher of a distillation on one rank: a second model, in process groups and a layout of its own."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,14 +16,19 @@ from mrl.model import load_model_spec
 from mrl.platforms import Platform
 from mrl.rank import parallel
 from mrl.rank.batching import MicroRows, Splitter, check_batch
-from mrl.rank.bridge import MBridge
-from mrl.rank.forward import Likeliest, log_prob_pass, of_rows, on_device, return_hidden_states
+from mrl.rank.bridge import DTYPES, MBridge
+from mrl.rank.forward import Likeliest, log_prob_pass, nothing_around, of_rows, on_device, return_hidden_states
 from mrl.rank.offload import Residence
 from mrl.rank.packing import MicroBatch, MicroBatches, micro_batch
+
+if TYPE_CHECKING:
+    from mrl.rank.vision import Pixels, Vision
 
 
 class Teacher:
     """This rank's part of the teacher. Every method is collective, like those of MegatronActor."""
+
+    vision: "Vision | None" = None  # after `see`
 
     def __init__(self, config: RunConfig, platform: Platform) -> None:
         """Builds and loads the teacher. The ranks must have met. Raises ConfigError for an illegal layout or override,
@@ -60,6 +66,22 @@ class Teacher:
         self._residence = Residence(platform, self._chunks, None, moved, "distillation.teacher_model")
         self._residence.offload()
 
+    def see(self, pixels: "Pixels") -> None:
+        """Loads the vision tower of its checkpoint, so that rows may have images. `pixels`: as in Vision.
+
+        Raises EnvironmentFault for files with other weights.
+        """
+        from mrl.rank.vision import Vision
+
+        folder = self._config.distillation.teacher_model.model_path
+        with self._groups.in_place():
+            dtype = DTYPES[self._config.model.dtype]
+            self.vision = Vision(self._chunks, folder, dtype, self._platform.device, pixels)
+
+    def prepared(self, batch: TrainBatch) -> TrainBatch:
+        """Sets the positions of tokens where rows have images, before any pass of a step."""
+        return batch if self.vision is None else self.vision.prepared(batch)
+
     @property
     def on_host(self) -> Iterator[torch.Tensor]:
         """Yields the host buffers of parameters that leave the device."""
@@ -79,7 +101,8 @@ class Teacher:
         with self._groups.in_place():
             with self._residence.using(PARAMETERS):
                 inputs = self._inputs(batch, micros)
-                outputs = log_prob_pass(self._chunks, inputs, self.model.vocab_size, likeliest=self._likeliest)
+                around = nothing_around if self.vision is None else self.vision.around(batch, nothing_around)
+                outputs = log_prob_pass(self._chunks, inputs, self.model.vocab_size, around, self._likeliest)
             self.holds_result = parallel.holds_result()
             parallel.release_scratch()  # no plan counts it outside the pass, wherever the weights are
         self._residence.offload()

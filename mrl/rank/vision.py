@@ -156,10 +156,11 @@ class Vision:
             layers[number].register_forward_hook(added)
             self._added.append(added)
 
-    def begin_step(self) -> None:
-        """Forgets the features of the previous step."""
+    def prepared(self, batch: TrainBatch) -> TrainBatch:
+        """Begins a step: forgets the features of the previous one, and sets the positions of all tokens."""
         self._features.clear()
         self._forget_recomputed()
+        return self.with_positions(batch)
 
     def weights_changed(self) -> None:
         """Forgets the features that a tower computed before it was trained by an update."""

@@ -117,7 +117,7 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
     against = _Against()
     for adam in _places_of_adam(count):
         ways = [_usual(path, model, count, tensor) | adam for tensor in sizes]
-        ways = [values | missing_switches(RunConfig.model_validate(nested(values)), model) for values in ways]
+        ways = [values | missing_switches(RunConfig.model_validate(nested(values | data)), model) for values in ways]
         configs = [RunConfig.model_validate(nested(values | data)) for values in ways]
         # of the actor alone: the same for engines of every size
         problem = search_problem(configs[0], model, count.device, count.total, count.per_node, MEGATRON)

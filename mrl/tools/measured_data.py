@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import DataConfig, RewardConfig
-from mrl.data.dataset import THINKING, ChatTokenizer, PromptDataset
-from mrl.driver.assemble_data import prompt_parameters, prompt_tokenizer, rule_in
+from mrl.data.dataset import THINKING, ChatTokenizer, PromptDataset, PromptParameters
+from mrl.driver.assemble_data import image_reader, prompt_parameters, prompt_tokenizer, rule_in
 from mrl.errors import ConfigError
 from mrl.reward.truths import right_responses
 from mrl.units import MIB, round_up
@@ -58,11 +58,11 @@ class MeasuredData:
         return step, min(step, 1 << (mini.bit_length() - 1))
 
 
-def measured(model_path: str, data: DataConfig, reward: RewardConfig) -> MeasuredData | None:
-    """Measures the files of `data` with the model's tokenizer.
+def measured(model_path: str, data: DataConfig, reward: RewardConfig, sees: bool = False) -> MeasuredData | None:
+    """Measures the files of `data` with the model's tokenizer. `sees`: with the tokens of their images, too.
 
     Returns None where the tokenizer or a file is not on this host, and where files are too large. Raises DataError as
-    the run would.
+    the run would, and ConfigError for a model without an image processor where it sees.
     """
     files = [Path(file) for file in (*data.train_files, *data.val_files)]
     here = Path(model_path).is_dir() and all(file.is_file() for file in files)
@@ -72,8 +72,10 @@ def measured(model_path: str, data: DataConfig, reward: RewardConfig) -> Measure
         return None
     tokenizer = prompt_tokenizer(model_path, data)
     unlimited = data.model_copy(update={"max_prompt_length": _NO_LIMIT})
-    train = _prompts(data.train_files, tokenizer, unlimited, reward, False)
-    val = _prompts(data.val_files, tokenizer, unlimited, reward, True)
+    images = image_reader(model_path, data) if sees else None
+    parameters = prompt_parameters(unlimited, rule=rule_in(reward), images=images)
+    train = _prompts(data.train_files, tokenizer, parameters, False)
+    val = _prompts(data.val_files, tokenizer, parameters, True)
     answers = {text for prompts in (train, val) for text in _answers(prompts, reward)}
     longest = sorted(answers, key=len)[-ANSWERS_MEASURED:]
     return MeasuredData(
@@ -84,11 +86,11 @@ def measured(model_path: str, data: DataConfig, reward: RewardConfig) -> Measure
 
 
 def _prompts(
-    files: Sequence[str], tokenizer: ChatTokenizer, data: DataConfig, reward: RewardConfig, apart: bool
+    files: Sequence[str], tokenizer: ChatTokenizer, parameters: PromptParameters, apart: bool
 ) -> Sequence[Any]:
     if not files:
         return ()
-    return PromptDataset.load(files, tokenizer, prompt_parameters(data, rule=rule_in(reward)), files_apart=apart)
+    return PromptDataset.load(files, tokenizer, parameters, files_apart=apart)
 
 
 def _answers(prompts: Sequence[Any], reward: RewardConfig) -> set[str]:

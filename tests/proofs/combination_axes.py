@@ -83,6 +83,7 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "adapters": {"none": {}, "LoRA": {"actor.lora.rank": 4, "actor.lora.alpha": 8}},
     "turns": {"one": {}, "calculator": {"rollout.turns.tools": ["calculator"], "rollout.turns.max_turns": 3}},
+    "images": {"none": {}, "frozen tower": {"model.vision": "frozen"}, "trained tower": {"model.vision": "trained"}},
     "loss": {
         "GSPO": {},
         "GRPO": {"algorithm.policy_loss.loss_mode": "vanilla"},
@@ -143,6 +144,8 @@ def settings(row: Row, world: Path, steps: int = STEPS) -> dict[str, Any]:
         found |= SETTINGS[axis][value]
     if row["turns"] != "one":
         found |= _of_tools(world / "tools")
+    if row["images"] != "none":
+        found |= _of_images(world / "images")
     if row["loss"] == CRITIC_APART and row["actor"] == "TP2":  # where the critic would lie as the actor does
         found["critic.layout"] = ONE_RANK | {"pipeline_model_parallel_size": 2}
     if row["reference"] == "teacher":  # of the actor's tokenizer
@@ -170,6 +173,17 @@ def _of_tools(world: Path) -> dict[str, Any]:
     }
 
 
+def _of_images(world: Path) -> dict[str, Any]:
+    return {
+        "model.path": str(world / "model"),
+        "data.train_files": str(world / "data" / "train.parquet"),
+        "data.val_files": str(world / "data" / "val.parquet"),
+        "data.max_prompt_length": 96,
+        "data.max_response_length": 96,
+        "reward.custom_reward_function.path": str(world / "reward.py"),
+    }
+
+
 def other_layout(row: Row) -> Row:
     """The same run on another layout of the actor."""
     return {**row, "actor": "PP2" if row["actor"] != "PP2" else "TP2"}
@@ -191,6 +205,8 @@ def refusal(row: Row, world: Path) -> str | None:
     """What `mrl validate` has against a row, or against the layout that its run goes on with."""
     if row["turns"] != "one" and folder_of(row["family"]) != "Qwen3-MoE":
         return "the model that calls a tool is a Qwen3-MoE"
+    if row["images"] != "none" and row["family"] != "Qwen3-MoE":
+        return "the model that sees is a Qwen3-VL-MoE, whose text model is a Qwen3-MoE"
     rows = [row, other_layout(row)] if row["then"] == "other layout" else [row]
     for one in rows:
         try:

@@ -221,13 +221,24 @@ class RowRun:
         dtypes = list(dict.fromkeys(["float32", self.row["dtype"].split(",")[0]]))
         bound = LOG_PROB_BOUND[self.row["dtype"]]
         some = samples[:: max(1, len(samples) // 8)]
-        worst = largest_difference(out if version else start, some, version, dtypes, bound)
+        if self.row["images"] != "none":
+            some = [sample for sample in some if self._is_read_by_transformers(sample, start)]
+        worst = largest_difference(out if version else start, some, version, dtypes, bound, self.run / "images")
         self.must(worst <= bound, f"log-probs of version {version} are {worst:.2g} off transformers'")
+
+    def _is_read_by_transformers(self, sample: Mapping[str, Any], model: Path) -> bool:
+        """It takes every token of an image for one, where the model said it, too."""
+        config = json.loads((model / "config.json").read_text())
+        return not {config["image_token_id"], config["video_token_id"]} & set(sample["response_ids"])
 
     def _exported(self, step: int) -> Path | None:
         """A step's checkpoint in Hugging Face form, or None where `mrl convert` failed."""
         out = self.folder / f"hf-{step}"
-        code = self._mrl("convert", "megatron-to-hf", str(self.run / "checkpoints" / f"step-{step}"), "-o", str(out))
+        whole = []
+        if self.row["images"] != "none":
+            whole = ["--vision-from", settings(self.row, self.world)["model.path"]]
+        words = [str(self.run / "checkpoints" / f"step-{step}"), "-o", str(out), *whole]
+        code = self._mrl("convert", "megatron-to-hf", *words)
         self.must(code == 0, f"mrl convert of step {step}: exit code {code}")
         return out if code == 0 else None
 
@@ -280,18 +291,27 @@ THEN: Mapping[str, Callable[[RowRun], None]] = {
 
 
 def largest_difference(
-    model: Path, samples: Sequence[Mapping[str, Any]], version: int, dtypes: Sequence[str], bound: float
+    model: Path,
+    samples: Sequence[Mapping[str, Any]],
+    version: int,
+    dtypes: Sequence[str],
+    bound: float,
+    images: Path | None = None,
 ) -> float:
     """Returns how far an engine's log-probs of its own tokens of that version are from transformers', in nats.
 
     The nearest of the dtypes counts for each token; infinity for what is no number. In 16 bits a rounding can turn a
     router's choice between two experts. So a response that is further off than `bound` is read again with weights a
-    little off, and the nearest reading of it counts.
+    little off, and the nearest reading of it counts. `images`: the run's, for samples that show some.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    readers = {name: AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, name)).eval() for name in dtypes}
+    kind = AutoModelForCausalLM
+    if any(sample.get("images") for sample in samples):
+        kind = AutoModelForImageTextToText
+        samples = [sample | {"shown": shown(sample, model, images)} for sample in samples]
+    readers = {name: kind.from_pretrained(model, dtype=getattr(torch, name)).eval() for name in dtypes}
     worst = 0.0
     for sample in samples:
         own = torch.tensor([made == version for made in token_versions(sample)])
@@ -329,9 +349,28 @@ def log_probs(reader: Any, sample: Mapping[str, Any]) -> Any:
     import torch
 
     prompt, response = sample["prompt_ids"], sample["response_ids"]
+    seen = sample.get("shown") or {}
     with torch.no_grad():
-        logits = reader(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+        logits = reader(torch.tensor([prompt + response]), **seen).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def shown(sample: Mapping[str, Any], model: Path, images: Path) -> dict[str, Any]:
+    """What transformers is given of a response's images."""
+    import torch
+
+    from mrl.data.image_reader import ImageReader
+    from mrl.data.samples import ImageStore
+
+    reader = ImageReader.of(str(model), ImageStore(str(images), 1 << 24))
+    kinds = torch.zeros(1, len(sample["prompt_ids"]) + len(sample["response_ids"]), dtype=torch.long)
+    for image in sample["images"]:
+        kinds[0, image["first_token"] : image["first_token"] + image["tokens"]] = 1
+    if not sample["images"]:
+        return {"mm_token_type_ids": kinds}
+    pixels = torch.cat([torch.from_numpy(reader.pixels(image["name"])) for image in sample["images"]])
+    grids = torch.tensor([image["grid"] for image in sample["images"]])
+    return {"mm_token_type_ids": kinds, "pixel_values": pixels, "image_grid_thw": grids}
 
 
 def token_versions(sample: Mapping[str, Any]) -> list[int | None]:

@@ -1,5 +1,5 @@
-"""The tiny world with an untrained model of each family under its tokenizer, and the world of a tool: for
-combinations.py.
+"""The tiny world with an untrained model of each family under its tokenizer, the world of a tool, and one of images:
+for combinations.py.
 """
 
 import json
@@ -28,6 +28,7 @@ sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("s
 import make_tool_world
 from combination_axes import DRAFTING, folder_of
 from make_tiny_world import data_rows, make_model, make_tokenizer, save_model, split_problems
+from seeing_world import make_seeing_world
 from tiny_models import with_head
 
 MADE = "made"  # written last
@@ -87,6 +88,7 @@ def make_world(folder: Path, calling: make_tool_world.Calling = CALLING) -> Path
     _add_head(folder / "GLM", folder / folder_of(DRAFTING))
     _write_data(folder / "data", data_rows, *split_problems(seed=0))
     _make_tools(folder / "tools", calling)
+    make_seeing_world(folder / "images", experts=8, calls=True)
     (folder / MADE).touch()
     return folder
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -45,6 +46,7 @@ ONE_RANK = [
 # pixels of each image of a prompt, width and height
 PROMPTS = (((64, 64),), (), ((96, 64), (64, 128)), ((64, 64),), ((128, 128),), ((40, 150), (96, 64)))
 RESPONSES = 3  # to each prompt
+TOLD = (21, 22, 23)  # what the model reads between two turns
 
 
 def drawn(size: tuple[int, int]) -> bytes:
@@ -91,7 +93,7 @@ class Engine:
         worker = self.engine.model_executor.driver_worker
         self.model = getattr(worker, "worker", worker).model_runner.get_model()
         self.adapter = adapter.ADAPTER
-        self.synced = synced_part(self.model, spec.trained_tower is not None)
+        self.synced = synced_part(self.model, self.engine.model_config)
         text = {name: tensor for name, tensor in own_names(folder).items() if not name.startswith(VISION_TOWER)}
         if spec.trained_tower is not None:
             text = own_names(folder)
@@ -107,9 +109,9 @@ class Engine:
         self.model.images = self
         self._of = images.of
 
-    def of(self, names: torch.Tensor) -> torch.Tensor:
-        self.looked.append(len(names))
-        return self._of(names)
+    def of(self, names: torch.Tensor, patches: list[int], own: list[int]) -> torch.Tensor:
+        self.looked.append(len(own))
+        return self._of(names, patches, own)
 
     def sync(self, weights: dict[str, torch.Tensor]) -> bool:
         """Writes all weights as a fast sync does. Returns whether the engine's kernels then hold what was written."""
@@ -163,7 +165,7 @@ def furthest(
     """Returns the largest difference of a response's log-probs from transformers', which takes every token of an image
     for a place of one: a word that occurs nowhere stands for those that were sampled, with their embedding.
     """
-    ids, scores = answer
+    ids, scores = answer  # of the last tokens there are scores
     token = reader.image_token
     twin = next(word for word in range(20, 100) if word not in (*request.prompt_ids, *ids))
     table = model.get_input_embeddings()
@@ -183,7 +185,8 @@ def furthest(
         others = torch.ones(logits.shape[-1], dtype=torch.bool)
         others[words] = False
         logits[:, others] = -torch.inf
-    expected = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    of_last = torch.tensor(ids[-len(scores) :])[:, None]
+    expected = logits.log_softmax(-1)[-len(scores) - 1 : -1].gather(-1, of_last)[:, 0]
     return float((expected - torch.tensor(scores)).abs().max())
 
 
@@ -239,12 +242,15 @@ def main(folder: Path, out: Path, vision: str = "frozen") -> None:
     for request in requests:
         alone |= engine.responses([request], 1)
     sampled = engine.responses(requests, 1, of_images)
+    behind = {name: [*ids, *TOLD] for name, (ids, _) in sampled.items()}
+    turns = [replace(r, prompt_ids=(*r.prompt_ids, *behind[f"{r.sample_id}:0"])) for r in requests]
+    later = {name: ([*behind[name], *ids], scores) for name, (ids, scores) in engine.responses(turns, 1).items()}
     reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     table = reference.get_input_embeddings()
     table.weight = torch.nn.Parameter(table.weight.detach().clone())  # the output layer's may be the same
     own_table = table.weight.detach().clone()
     gaps = []
-    for answers, words in ((together, None), (sampled, of_images)):
+    for answers, words in ((together, None), (sampled, of_images), (later, None)):
         for name, answer in answers.items():
             table.weight.data.copy_(own_table)
             gaps.append(furthest(reference, reader, requests[int(name.split(":")[0])], answer, words))

@@ -11,18 +11,23 @@ from pathlib import Path
 import numpy as np
 import torch
 from checkpoint_worker import _save
+from critic_worker import _set_heads
 from ranks import agree_on_port
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 from mrl.config.schema import RunConfig
+from mrl.data.batch import TrainBatch
 from mrl.data.row_columns import positions
 from mrl.errors import DataError
 from mrl.model.trained_tower import NAMES
 from mrl.rank import vision
 from mrl.rank.actor import MegatronActor
+from mrl.rank.batching import MicroRows
 from mrl.rank.family_ranks import compared
-from mrl.rank.family_reference import IMAGES, batch_of, beside, pixels_of
+from mrl.rank.family_reference import IMAGES, _seen, batch_of, beside, pixels_of
 from mrl.rank.rank_load import load_rank
+from mrl.rank.vision import Pixels
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
@@ -38,6 +43,8 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
             found = sampled(actor, whole, case["words"], case["twin"])
         elif case["name"].startswith("looked at"):
             found = looked_at(actor, whole, case["words"])
+        elif case["name"].startswith("second models"):
+            found = second_models(actor, folder, whole, case["words"])
         elif "checkpoint" in case:
             found = updated(actor, folder, whole, case)
         else:
@@ -107,6 +114,42 @@ def looked_at(actor: MegatronActor, whole: dict, words: int) -> dict:
         for _ in range(3):
             actor.policy_log_probs(batch, micros)
     return {"steps": steps}
+
+
+def second_models(actor: MegatronActor, folder: Path, whole: dict, words: int) -> dict:
+    """Largest differences of a critic's values under a drawn head, and of a teacher's log-probs, from transformers'."""
+    pixels = pixels_of(whole)
+    actor.see(pixels)
+    head = 0.1 * torch.randn(1, actor.model.hidden_size, generator=torch.Generator().manual_seed(3))
+    _set_heads(actor, head)
+    batch, found = batch_of(words, whole), {}
+    expected = {"critic": torch.cat(values_under(head, folder, batch, pixels)).numpy()}
+    expected["teacher"] = np.load(beside(folder) / "log_probs.npy")
+    for name, (column, wanted) in {
+        "critic": ("critic_values", expected["critic"]),
+        "teacher": ("teacher_log_probs", expected["teacher"]),
+    }.items():
+        model = getattr(actor, name)
+        own = [MicroRows(np.arange(len(batch)))]
+        columns = model.columns(model.prepared(batch), own)
+        if columns is not None:
+            rows, values = columns
+            off = values[column] - wanted[positions(batch.response_lengths, rows)]
+            found[name] = float(np.abs(off).max())
+    return found
+
+
+@torch.no_grad()
+def values_under(head: torch.Tensor, folder: Path, batch: TrainBatch, pixels: Pixels) -> list[torch.Tensor]:
+    """What a head makes of transformers' states before each token of a response, of each row."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval().model
+    ends, found = np.cumsum(batch.lengths), []
+    for row, end in enumerate(ends):
+        ids = torch.from_numpy(batch.token_ids[end - batch.lengths[row] : end].astype(np.int64))
+        seen = _seen(batch.rows(np.array([row])), pixels)
+        states = model(input_ids=ids[None], **seen).last_hidden_state[0, int(batch.prompt_lengths[row]) - 1 : -1]
+        found.append((states @ head.T)[:, 0])
+    return found
 
 
 def updated(actor: MegatronActor, folder: Path, whole: dict, case: dict) -> dict:

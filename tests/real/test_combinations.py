@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from seeing_world import make_seeing_world
 from tiny_models import tiny_glm, with_head
 from world import make_world, put_model
 
@@ -28,18 +29,22 @@ EARLY = 1  # the number of a row whose end comes 0.13 s behind the line of step 
 UNDISTURBED = "undisturbed"  # equals the run that finishes
 # each with what follows beside its own
 ROWS = {
-    "sync | separate | TP2 | TP2 EP2 | Qwen3-MoE | none | one | GRPO | off | R2 | KL | off | float32 | meanwhile | "
-    "engine lost | report": (UNDISTURBED, "other schedule"),
-    "in order, partial | separate | two | PP2 | Qwen3-MoE | none | one | GSPO | token | R3 | none | off | float32 | "
-    "meanwhile | SIGTERM | resume": ("convert",),
-    "one step off | separate | TP2 | DP2 | Qwen3-MoE | LoRA | one | GRPO | off | off | none | on | "
+    "sync | separate | TP2 | TP2 EP2 | Qwen3-MoE | none | one | none | GRPO | off | R2 | KL | off | float32 | "
+    "meanwhile | engine lost | report": (UNDISTURBED, "other schedule"),
+    "in order, partial | separate | two | PP2 | Qwen3-MoE | none | one | none | GSPO | token | R3 | none | off | "
+    "float32 | meanwhile | SIGTERM | resume": ("convert",),
+    "one step off | separate | TP2 | DP2 | Qwen3-MoE | LoRA | one | none | GRPO | off | off | none | on | "
     "float32 | waits | SIGKILL | other layout": ("eval",),
-    "ready first | separate | TP2 | TP2 | Qwen3-MoE | none | one | DAPO with filtering | off | off | none | off | "
-    "float32 | meanwhile | rank lost | other schedule": (),
-    "sync | colocated | TP2 | CP2 | GLM, drafting | none | one | GSPO | off | off | none | on | float32 | waits | "
-    "SIGKILL | resume": ("convert",),
-    "in order, partial | separate | two | PP2 | GLM, drafting | none | one | GSPO | token | off | none | off | "
-    "float32 | meanwhile | SIGTERM | other layout": (),
+    "ready first | separate | TP2 | TP2 | Qwen3-MoE | none | one | none | DAPO with filtering | off | off | none | "
+    "off | float32 | meanwhile | rank lost | other schedule": (),
+    "sync | colocated | TP2 | CP2 | GLM, drafting | none | one | none | GSPO | off | off | none | on | float32 | "
+    "waits | SIGKILL | resume": ("convert",),
+    "in order, partial | separate | two | PP2 | GLM, drafting | none | one | none | GSPO | token | off | none | "
+    "off | float32 | meanwhile | SIGTERM | other layout": (),
+    "one step off | separate | DP2 EP2 | PP2 | Qwen3-MoE | LoRA | calculator | frozen tower | GRPO | token | R3 | KL | "
+    "on | float32 | meanwhile | SIGKILL | resume": ("convert", "eval"),
+    "sync | colocated | TP2 | TP2 EP2 | Qwen3-MoE | none | one | trained tower | GSPO | off | R2 | KL | on | float32 | "
+    "waits | SIGTERM | resume": ("convert", "eval", "other layout"),
 }
 
 
@@ -79,6 +84,8 @@ def name_of(text: str) -> str:
 )
 def test_a_row_holds(world, tmp_path, text):
     row = row_of(text)
+    if row["images"] != "none" and not (world / "images").exists():
+        make_seeing_world(world / "images", experts=8, calls=True)
     assert refusal(row, world) is None
     run = RowRun(EARLY, row, world, tmp_path / "row", tmp_path / "wholes", has_own_memory=is_possible())
     run.do()

@@ -200,6 +200,36 @@ def test_an_update_is_adams_by_one_norm_and_goes_on_from_a_checkpoint_with_the_s
         assert [each["bits"] for each in saved] == [each["bits"] for each in resumed], name
 
 
+SECOND = {
+    "moe": ("vl-moe", 1, {}),
+    "2.5": ("2.5-vl", 1, {}),
+    "moe-pp2": ("vl-moe", 2, {PP: 2}),
+    "moe-tp2": ("vl-moe", 2, {TP: 2}),
+    "moe-cp2": ("vl-moe", 2, {CP: 2}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_critic_and_a_teacher_see_what_transformers_sees(ranks, world):
+    """In the actor's layout and, of two ranks, in one of their own: tensor parallelism, or none of it."""
+    cases = []
+    for name, (model, size, degrees) in SECOND.items():
+        if size != world:
+            continue
+        case = ranks.case(f"second models {name}", model, size, degrees, {}, {})
+        other = {"world_size": size} | ({} if TP in degrees else {TP: size})
+        case["config"]["algorithm"] |= {"adv_estimator": "gae", "policy_loss": {"loss_mode": "vanilla"}}
+        case["config"]["critic"] = {"layout": other if size > 1 else None}
+        teacher = {"model_path": case["config"]["model"]["path"], "layout": other if size > 1 else None}
+        case["config"]["distillation"] = {"enabled": True, "teacher_model": teacher}
+        cases.append(case)
+    for name, of_ranks in ranks.found(world, cases).items():
+        for part in ("critic", "teacher"):
+            gaps = [each[part] for each in of_ranks if part in each]
+            assert gaps and max(gaps) < LOG_PROBS, (name, part, gaps)
+
+
 def test_an_image_token_that_the_model_has_said_is_a_word(ranks):
     """A second word with the same embedding and output row, for which nobody could look, has the same log-prob."""
     folder, twin = with_twin(ranks.model("vl-moe"), ranks.work / "twin", ranks.wholes["vl-moe"])

@@ -155,6 +155,9 @@ class ReplicaCritic:
         self.value, self.updates = value, []
         self.on_last_stage, self.holds_result = last, holds_result
 
+    def prepared(self, batch):
+        return batch
+
     def columns(self, batch, micros):
         if not self.on_last_stage:
             return None

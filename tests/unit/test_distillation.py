@@ -233,6 +233,9 @@ class Opinionated:
         self.holds_result = place.tp == place.cp == 0 and place.pp == layout.pipeline - 1
         self.asked = asked
 
+    def prepared(self, batch):
+        return batch
+
     def columns(self, batch, micros):
         rows = np.concatenate([np.zeros(0, np.int64), *(m.rows for m in micros if not m.is_filler)])
         if not self.holds_result:

@@ -13,6 +13,7 @@ from small_model import SIZES, write_model
 
 from mrl.cli import init as init_command
 from mrl.cli.completion import script
+from mrl.cli.init import _first
 from mrl.cli.main import GROUPS, main, make_parser
 from mrl.cli.validate import check_config
 from mrl.cli.versions import version_lines
@@ -166,6 +167,15 @@ def test_a_small_model_of_ones_own_gets_one_for_cpus(mrl):
     assert switches_of(config) == {}
     assert config.reward.function == "exact_match"
     assert config.data.max_prompt_length + config.data.max_response_length <= SIZES["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(("model", "vision"), [("Qwen/Qwen3-VL-8B-Instruct", "frozen"), ("Qwen/Qwen3-8B", None)])
+@pytest.mark.parametrize("images", [["a.png"], []])
+def test_a_model_that_reads_images_is_shown_those_of_the_rows(mrl, monkeypatch, model, vision, images):
+    Path("rows.jsonl").write_text(json.dumps(ROW | {"images": images}) + "\n")
+    monkeypatch.setattr(planned, "first_config", lambda path, spec, count, data: data)
+    data, _ = _first(model, parse_devices("8 x h100"), ["rows.jsonl"], [], {})
+    assert data.get("model.vision") == (vision if images else None)
 
 
 def test_a_person_is_asked_for_a_reward_where_no_rule_is_known(mrl, monkeypatch):

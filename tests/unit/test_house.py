@@ -335,11 +335,20 @@ DOORS = {
     "mrl.engine.spoken": ("mrl.engine.agents",),
     "mrl.engine.endpoint": ("mrl.engine.agents",),
     "mrl.engine.ascend_wake": ("mrl.engine.v0_23",),
-    "mrl.rank.vision": ("mrl.rank.actor",),
+    "mrl.rank.vision": ("mrl.rank.actor", "mrl.rank.critic", "mrl.rank.teacher"),
     "mrl.engine.seeing_models": (),
     "mrl.engine.image_inputs": ("mrl.engine.seeing_models", "mrl.engine.v0_common", "mrl.engine.vllm_engine"),
     "mrl.data.image_reader": (
-        *(f"mrl.{part}" for part in ("engine.image_inputs", "data.dataset", "driver.assemble_data", "rank.actor")),
+        *(
+            f"mrl.{part}"
+            for part in (
+                "engine.image_inputs",
+                "data.dataset",
+                "driver.assemble_data",
+                "driver.first_look",
+                "rank.actor",
+            )
+        ),
     ),
     "mrl.tools.report.pictures": ("mrl.tools.report.sections",),
     "mrl.platforms.cpu_patches": ("mrl.platforms.torch_platforms",),

@@ -1463,6 +1463,18 @@ def test_a_script_that_shows_images_to_a_model_that_reads_them_is_imported_and_s
     assert bool(told) == ("freeze_vision_tower=True" not in words[0])
 
 
+@pytest.mark.parametrize(
+    ("excluded", "lost"),
+    [("'.*visual.*'", False), ("[visual,merger]", False), ("'.*mlp.*'", True), ("[q_proj]", True), ("'['", True)],
+)
+def test_modules_that_have_no_adapters_here_may_be_excluded(excluded, lost):
+    """verl's own LoRA script of Qwen2.5-VL excludes the tower's, whose names all-linear would reach (verl#2182)."""
+    model = "actor_rollout_ref.model."
+    words = [f"{model}path=Qwen/Qwen2.5-VL-7B-Instruct", f"{model}lora_rank=64", f"{model}target_modules=all-linear"]
+    out = import_overrides([*words, f"{model}exclude_modules={excluded}"])
+    assert {entry.key for entry in out.losses} == ({f"{model}exclude_modules"} if lost else set())
+
+
 def test_a_script_of_text_to_a_model_that_reads_images_trains_the_text_model():
     out = import_overrides(["actor_rollout_ref.model.path=Qwen/Qwen3.5-35B-A3B", "data.train_files=/data/math.parquet"])
     assert "model.vision" not in out.values

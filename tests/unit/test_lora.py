@@ -570,8 +570,6 @@ def _of_rules(model: ModelSpec, *overrides: str) -> list:
     [
         (known_spec("Mixtral-8x7B"), "mixtral family"),
         (replace(known_spec("DeepSeek-V3"), fp8_block=(128, 128)), "a checkpoint in FP8"),
-        (replace(known_spec("Qwen2.5-7B"), is_wrapped=True), "more than its text"),
-        (known_spec("Qwen3.5-35B-A3B"), "more than its text"),
     ],
 )
 def test_families_whose_layers_have_no_adapters_are_refused_by_name(model, words):

@@ -332,8 +332,41 @@ def test_workers_of_an_engine_see_the_images_that_a_request_names_in_its_order(
         model_config=SimpleNamespace(model=engine_folder), model_runner=SimpleNamespace(get_model=lambda: seeing)
     )
     CommonWorkerExtension.see_images(worker, *astuple(store))
-    pixels = np.concatenate([processor(images[i])["pixel_values"] for i in order])
-    assert np.array_equal(seeing.images.of(names).numpy(), pixels)
+    each = [processor(images[i])["pixel_values"] for i in order]
+    patches = [len(pixels) for pixels in each]
+    assert np.array_equal(seeing.images.of(names, patches, [1, 0]).numpy(), np.concatenate(each))
+    own = seeing.images.of(names, patches, [1]).split(patches)
+    assert torch.isnan(own[0]).all() and np.array_equal(own[1].numpy(), each[1])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_worker_reads_the_images_that_its_tower_computes(monkeypatch, workers):
+    """What vLLM's own sharding takes of pixels in which all others are not there."""
+    from vllm.model_executor.models import vision
+
+    from mrl.engine import seeing_models
+
+    monkeypatch.setattr(vision, "get_tensor_model_parallel_world_size", lambda: workers)
+    monkeypatch.setattr(vision, "tensor_model_parallel_all_gather", lambda tensor, dim: tensor.repeat(workers, 1))
+    monkeypatch.setattr(seeing_models, "get_tensor_model_parallel_world_size", lambda: workers)
+    grids = [[1, 2, 2], [1, 4, 2], [1, 2, 6], [1, 4, 4], [1, 2, 2]]
+    patches = [a * b * c for a, b, c in grids]
+    tower = torch.nn.Linear(3, 3)
+    shown = []
+    tower.forward = lambda pixels, sizes: shown.append(pixels) or pixels[::4]
+    tower.spatial_merge_size, tower.out_hidden_size = 2, 3
+    read = []
+    for rank in range(workers):
+        for module in (vision, seeing_models):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        own = seeing_models._own_share(patches)
+        pixels = torch.full((sum(patches), 3), float("nan"))
+        for number in own:
+            pixels.split(patches)[number].fill_(number)
+        vision.run_dp_sharded_mrope_vision_model(tower, pixels, grids, rope_type="rope_3d")
+        assert sorted(shown[-1].unique().tolist()) == sorted(own)
+        read += own
+    assert sorted(read) == list(range(len(grids)))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "other", "missing"])
@@ -407,6 +440,9 @@ def test_a_tower_whose_sizes_are_not_written_is_not_taken_for_the_processors(mod
 
 
 def test_a_folder_without_a_processor_or_with_another_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="has no image processor"):
+        ImageReader(CONFIG, str(tmp_path), tmp_path, MOST)
+    (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"image processor .* cannot be read"):
         ImageReader(CONFIG, str(tmp_path), tmp_path, MOST)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))

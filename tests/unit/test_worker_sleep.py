@@ -14,7 +14,7 @@ from torch import nn
 from mrl.engine import ascend_wake
 from mrl.engine.constants import Constants
 from mrl.engine.drafter import ModelThatDrafts
-from mrl.engine.engine_state import CACHE, WEIGHTS
+from mrl.engine.engine_state import CACHE, SYNCS_TOWER, WEIGHTS
 from mrl.engine.sleeping import NEEDS_WEIGHTS, SleepingExtension, check_layout, layout_of
 
 
@@ -54,7 +54,7 @@ class NPUWorker:
         )
         self.vllm_config = SimpleNamespace(additional_config={"weight_nz_mode": 0})
         self.device = SimpleNamespace(type="npu")
-        self.model_config = SimpleNamespace(enable_sleep_mode=True)
+        self.model_config = SimpleNamespace(enable_sleep_mode=True, hf_config=SimpleNamespace())
 
     def sleep(self, level=1):
         assert level == 2
@@ -122,18 +122,23 @@ def test_weights_come_back_as_nan_in_the_layout_of_before_and_buffers_as_they_we
     assert pool.said == [[WEIGHTS], [CACHE]] and worker.parts_asleep == frozenset()
 
 
-def test_a_vision_tower_which_no_sync_brings_comes_back_as_it_was():
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_vision_tower_comes_back_as_it_was_unless_a_sync_brings_it(trained):
     worker = Ascend()
+    setattr(worker.model_config.hf_config, SYNCS_TOWER, trained)
     worker.model.visual = nn.Linear(2, 2).requires_grad_(False)
     worker.model.language_model = nn.Module()
-    worker.model.language_model.w13_weight = worker.model.w13_weight
+    worker.model.language_model.layer = nn.Module()
+    worker.model.language_model.layer.w13_weight = worker.model.w13_weight
     stored = {name: parameter.clone() for name, parameter in worker.model.visual.named_parameters()}
     worker.give_memory()
     for parameter in worker.model.parameters():
         if parameter.is_floating_point():
             parameter.fill_(7)  # what others write there
     worker.take_memory(WEIGHTS)
-    assert all(torch.equal(parameter, stored[name]) for name, parameter in worker.model.visual.named_parameters())
+    found = dict(worker.model.visual.named_parameters())
+    same = [torch.equal(parameter, stored[name]) for name, parameter in found.items()]
+    assert all(parameter.isnan().all() for parameter in found.values()) if trained else all(same)
     assert bool(worker.model.w13_weight.isnan().all()) and not worker.tower_awake
 
 

@@ -19,8 +19,7 @@ _UNKNOWN = (
 )
 _TRAINED = (
     "the vision tower stays as it is (model.vision: frozen), and verl would train it with the text model, unless "
-    f"{_FREEZE} is true; --set model.vision=trained does so, with engines on devices of their own "
-    "(cluster.placement: separate)"
+    f"{_FREEZE} is true; --set model.vision=trained does so"
 )
 
 

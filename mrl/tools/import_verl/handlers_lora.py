@@ -40,6 +40,14 @@ _UNLIKE = {
     "normalize_moe_lora": "experts have the rank that all modules have here",
     "share_expert_adapters": "every expert has a pair of its own here, as PEFT's form has it",
 }
+# modules of a text model that have adapters, by itself and inside of one that reads images: modules of a vision tower,
+# which verl has to leave out, have none here
+_OF_TEXT = tuple(
+    f"{begins}.layers.0.{part}.{target}"
+    for begins in ("model", "model.language_model")
+    for part in ("self_attn", "mlp")
+    for target in TARGETS
+)
 _PLAIN_TYPES = (None, "lora", "canonical_lora")
 
 
@@ -129,7 +137,19 @@ def _is_plain(name: str, value: Any) -> bool:
         return value in _PLAIN_TYPES
     if name == "dropout_position":
         return value in (None, "pre")
+    if name == "exclude_modules":
+        return not any(_excludes(value, module) for module in _OF_TEXT)
     return name in _UNLIKE and not value
+
+
+def _excludes(given: Any, module: str) -> bool:
+    """Tells whether PEFT leaves out a module: by a regular expression for its name, or by ends of names in a list."""
+    if isinstance(given, str):
+        try:
+            return re.fullmatch(given, module) is not None
+        except re.error:
+            return True
+    return any(module == name or module.endswith(f".{name}") for name in given or ())
 
 
 LORA_HANDLERS: dict[str, Handler] = {
