@@ -16,8 +16,8 @@ _KEY = "rollout.speculation"
 _METHODS = (NGRAM, MTP)
 TRIED_WITH_HEADS = ("qwen3_moe",)
 # Families whose drafting model took weights by a sync, held them, and drafted what transformers' layers say of them.
-# DeepSeek's does not draft on CPUs.
-TRIED = ("glm4_moe", "deepseek_v3")
+# DeepSeek's does not draft on CPUs, and Qwen3-Next's was seen to draft behind prompts alone.
+TRIED = ("glm4_moe", "deepseek_v3", "qwen3_next")
 
 
 def _where_drafted(

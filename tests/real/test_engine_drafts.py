@@ -17,8 +17,6 @@ from tiny_models import (
     eagle_head,
     save,
     tiny_glm,
-    tiny_kinds,
-    tiny_kinds_moe,
     tiny_latent,
     tiny_moe,
     tiny_next,
@@ -85,7 +83,7 @@ def told(program: str, *arguments: str) -> dict:
     [
         (tiny_glm, "answers"),
         pytest.param(tiny_latent, "", marks=pytest.mark.long),
-        *(pytest.param(build, "firsts", marks=pytest.mark.long) for build in (tiny_next, tiny_kinds, tiny_kinds_moe)),
+        pytest.param(tiny_next, "firsts", marks=pytest.mark.long),
     ],
 )
 def test_a_sync_brings_what_drafts_and_proves_it(tmp_path, build, asked):
