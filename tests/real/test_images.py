@@ -218,7 +218,8 @@ def test_a_critic_and_a_teacher_see_what_transformers_sees(ranks, world):
         if size != world:
             continue
         case = ranks.case(f"second models {name}", model, size, degrees, {}, {})
-        other = {"world_size": size} | ({} if TP in degrees else {TP: size})
+        other = {"world_size": size} | dict.fromkeys((TP, PP, CP, EP), 1)  # what is left out is the actor's
+        other |= {} if TP in degrees else {TP: size}
         case["config"]["algorithm"] |= {"adv_estimator": "gae", "policy_loss": {"loss_mode": "vanilla"}}
         case["config"]["critic"] = {"layout": other if size > 1 else None}
         teacher = {"model_path": case["config"]["model"]["path"], "layout": other if size > 1 else None}
