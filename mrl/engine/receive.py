@@ -45,8 +45,7 @@ from mrl.reshard.execute import Receiver
 from mrl.reshard.setup import SyncSetup
 
 BACKEND = "mrl"
-# text models in one file with image models, and models that draft for them
-_BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MTP", "Qwen3_5MoeMTP")
+_BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")  # text models in one file with image models
 # mrl's own names, by module
 _OWN_MODELS = {
     "inner_texts": ("Qwen2InsideVL", "Qwen3InsideVL", "Qwen3MoeInsideVL"),

@@ -1,5 +1,4 @@
-"""Imports vLLM's text models of Qwen3.5, and those that draft for them, where torchvision is not installed, as in the
-versions for CPUs.
+"""Imports vLLM's text models of Qwen3.5 where torchvision is not installed, as in the versions for CPUs.
 
 They stand in one file with the models that read images. The processors of those import torchvision for functions that
 neither text models nor those of seeing_models.py call. vLLM imports the text models from here. Meanwhile empty modules
@@ -37,6 +36,5 @@ def empty_torchvision() -> Iterator[None]:
 
 with empty_torchvision():
     from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
-    from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MoeMTP, Qwen3_5MTP
 
-__all__ = ["Qwen3_5ForCausalLM", "Qwen3_5MTP", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeMTP"]
+__all__ = ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
