@@ -167,12 +167,7 @@ class Violation:
         allowed = ""
         if self.allowed:
             allowed = f"; allowed: {', '.join(map(shown, self.allowed))}"
-        text = f"{self.field}{value}{where}: {self.rule}{why}"
-        if len(text) + len(allowed) <= LONGEST or verbose():
-            return f"{text}{allowed}"
-        room = LONGEST - len(_MORE)
-        some = _cut(allowed, room // 3)
-        return f"{_cut(text, room - len(some))}{some}{_MORE}"
+        return shortened(f"{self.field}{value}{where}: {self.rule}{why}", allowed)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data. An absent or unknown value is null."""
@@ -184,6 +179,18 @@ class Violation:
             "why": self.why,
             "allowed": [_plain(v) for v in self.allowed],
         }
+
+
+def shortened(text: str, allowed: str = "") -> str:
+    """Returns a text and what would be allowed as one, of at most LONGEST characters without --verbose.
+
+    A third of them is kept for `allowed`, such as a list of names, where both are long.
+    """
+    if len(text) + len(allowed) <= LONGEST or verbose():
+        return f"{text}{allowed}"
+    room = LONGEST - len(_MORE)
+    some = _cut(allowed, room // 3)
+    return f"{_cut(text, room - len(some))}{some}{_MORE}"
 
 
 def _cut(text: str, most: int) -> str:

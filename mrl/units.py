@@ -12,6 +12,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns `1 row`, or `2 rows`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def plain_number(number: Decimal) -> str:
     """Returns a finite decimal without an exponent, and without zeros at the end of its fraction."""
     text = format(number, "f")

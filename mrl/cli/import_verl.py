@@ -325,20 +325,26 @@ def _loaded(text: str, file: Path | None = None):
 
 
 def _report(out, violations: list, remarks: list[str], verdict: str, stream) -> None:
+    from mrl.tools.import_verl.keys import M
     from mrl.tools.import_verl.report import KINDS
+    from mrl.units import counted
 
     counts = ", ".join(f"{len(out.of(kind))} {kind.replace('_', ' ')}" for kind in KINDS if out.of(kind))
     print(f"{out.name}: {len(out.keys)} keys: {counts}", file=stream)
     for kind in ("unsupported", "unknown", "chosen", "not_applicable"):
         for entry in out.of(kind):
             print(f"  {kind.replace('_', ' ')}: {entry}", file=stream)
-    for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in violations), *remarks]:
+    told = ["model.path"] if any(entry.key == M + "path" for entry in out.of("unsupported")) else []  # once is enough
+    broken = [violation for violation in violations if violation.field not in told]
+    for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in broken), *remarks]:
         print(f"  {line}", file=stream)
-    unread = ""
-    if out.faults:
-        unread = f"{out.faults[0]}; {len(out.faults)} places that cannot be read, "
+    why = [
+        *told,
+        *([counted(len(out.faults), "place") + " that cannot be read"] if out.faults else []),
+        *([counted(len(broken), "violation")] if broken else []),
+    ]
     said = {
-        "refused": f": {unread}{len(violations)} violations",
+        "refused": f": {', '.join(why)}",
         "carried with losses": f": {', '.join(entry.key for entry in out.losses)}; --accept-losses takes it as it is",
     }
     print(f"  {verdict}{said.get(verdict, '')}", file=stream)

@@ -3,42 +3,47 @@
 Exit codes are those of mrl.errors. An unexpected error keeps its traceback and ends with 1.
 """
 
-import argparse
-import os
-import signal
 import sys
-import textwrap
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from types import ModuleType
-from typing import Any, TextIO
 
-from mrl.cli import (
-    compare,
-    completion,
-    convert,
-    data,
-    doctor,
-    eval,
-    explain,
-    family,
-    import_verl,
-    init,
-    plan,
-    rehearse,
-    report,
-    samples,
-    submit,
-    train,
-    validate,
-    verify,
-    watch,
-)
-from mrl.cli.config_arguments import refuse_leftovers
-from mrl.errors import VERBOSE, ConfigError, Interrupted, MrlError, printable
-from mrl.record.lossy_output import lossy
-from mrl.tools.own_command import DEFECT, SUPERVISED
+try:
+    import argparse
+    import os
+    import signal
+    import textwrap
+    import traceback
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+    from types import ModuleType
+    from typing import Any, TextIO
+
+    from mrl.cli import (
+        compare,
+        completion,
+        convert,
+        data,
+        doctor,
+        eval,
+        explain,
+        family,
+        import_verl,
+        init,
+        plan,
+        rehearse,
+        report,
+        samples,
+        submit,
+        train,
+        validate,
+        verify,
+        watch,
+    )
+    from mrl.cli.config_arguments import refuse_leftovers
+    from mrl.errors import VERBOSE, ConfigError, Interrupted, MrlError, printable
+    from mrl.record.lossy_output import lossy
+    from mrl.tools.own_command import DEFECT, SUPERVISED
+except KeyboardInterrupt:  # these take half a second, in which a user may change his mind
+    print("mrl: interrupted", file=sys.stderr)
+    raise SystemExit(5) from None  # mrl.errors.Interrupted.exit_code
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "begin": (init, import_verl, data, doctor),
@@ -59,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `mrl`."""
     try:
         _main(arguments)
+    except KeyboardInterrupt:
+        print("mrl: interrupted", file=sys.stderr)
+        raise SystemExit(Interrupted.exit_code) from None
     except Exception:
         if SUPERVISED not in os.environ:
             raise

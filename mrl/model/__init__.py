@@ -8,6 +8,8 @@ is one file, listed in registry.py. Imports nothing of mrl except `errors`, and 
 from mrl.model.hf_config import ModelSpec
 from mrl.model.registry import (
     FAMILIES,
+    is_size_of_known,
+    known_like,
     known_models,
     known_name,
     known_spec,
@@ -36,6 +38,8 @@ __all__ = [
     "expert_share",
     "forward_flops",
     "forward_flops_per_token",
+    "is_size_of_known",
+    "known_like",
     "known_models",
     "known_name",
     "known_spec",

@@ -26,7 +26,7 @@ def head_faults(folder: Path, model: ModelSpec) -> Iterator[str]:
     try:
         config = read_hf_config(folder)
     except EnvironmentFault as fault:
-        yield f"{fault}".replace("model.path must be a Hugging Face checkpoint directory", "it is no folder of a head")
+        yield f"{fault}".replace("a model must be a Hugging Face checkpoint directory", "it is no folder of a head")
         return
     faults = list(_config_faults(config, model))
     yield from faults or _file_faults(folder, config, model)

@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import ConfigError, EnvironmentFault, MrlError
+from mrl.errors import ConfigError, EnvironmentFault, MrlError, shortened
 from mrl.model import (
     deepseek_v3,
     glm4_moe,
@@ -95,10 +95,11 @@ _LIKE = (
 # keys of models that take more than text, inside of which their text model's configuration lies
 _AROUND = ("text_config", "thinker_config", "llm_config", "language_config")
 _NEW = (
-    "Supported are Qwen2 to Qwen3.6, GLM-4.5 to 4.7, DeepSeek-V3 and R1, Moonlight and Kimi-K2, Llama, Mistral, "
-    "Mixtral, Phi-3 and 4, Seed-OSS, OLMoE, MiniMax-M2, gpt-oss and Hy3; what another family needs is in "
-    "docs/adding_a_family.md"
+    "What another family needs is in docs/adding_a_family.md. Supported are Qwen2 to Qwen3.6, GLM-4.5 to 4.7, "
+    "DeepSeek-V3 and R1, Moonlight and Kimi-K2, Llama, Mistral, Mixtral, Phi-3 and 4, Seed-OSS, OLMoE, MiniMax-M2, "
+    "gpt-oss and Hy3"
 )
+_NO_FOLDER = "a model must be a Hugging Face checkpoint directory"
 TOKENIZER_BYTES = 64 * MIB  # of tokenizer_config.json, which may list thousands of special tokens
 _KNOWN = Path(__file__).parent / "known"
 # Words after a name that mean other weights: models that read images, no language models, quantised ones.
@@ -165,13 +166,13 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     try:
         config = read_json(file, TEXT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
+        if os.path.exists(path) and not os.path.isdir(path):
+            raise EnvironmentFault(f"{path} is a file: {_NO_FOLDER}") from None
         begins = "" if os.path.isabs(path) else f"; a relative path starts at the current directory, {os.getcwd()}"
         hint = f" (no such directory{begins}; a name on the Hugging Face hub is written hf://ORG/NAME)"
         if os.path.isdir(path):
             hint = ""
-        raise EnvironmentFault(
-            f"{file} does not exist{hint}: model.path must be a Hugging Face checkpoint directory"
-        ) from None
+        raise EnvironmentFault(f"{file} does not exist{hint}: {_NO_FOLDER}") from None
     except (OSError, ValueError) as error:
         raise EnvironmentFault(f"{file} cannot be read as JSON: {reason(error)}") from None
     if not isinstance(config, dict):
@@ -289,7 +290,7 @@ def load_model_spec(path: str | Path, vision: str | None = None) -> ModelSpec:
     try:
         return model_spec(config, vision)
     except ConfigError as error:
-        raise ConfigError(f"model.path {path}: {error}") from None
+        raise ConfigError(shortened(f"model.path {path}: {error}")) from None
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -393,10 +394,12 @@ def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
         try:
             return load_model_spec(path), ""
         except MrlError as error:
-            here = ""
-            if not os.path.isdir(path):
-                here = f"; {_like(path)}"
-            raise type(error)(f"{error}{here}") from None
+            here = (
+                ""
+                if os.path.isdir(path)
+                else f"; known by name for planning are {len(known_models())} models, {known_like(path)}"
+            )
+            raise type(error)(shortened(f"{error}", here)) from None
     spec = known_spec(name)
     longer = next(
         (positions for release, positions in _MORE_POSITIONS.items() if release in Path(path).name),
@@ -410,9 +413,18 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _like(path: str | Path) -> str:
-    """Returns the known names that are most like a path's."""
+def is_size_of_known(path: str | Path) -> bool:
+    """Whether a path's name is a known model's but for its size: Qwen2.5-VL-32B-Instruct beside Qwen2.5-VL-7B."""
+    return _before_size(Path(path).name) in {_before_size(name) for name in known_models()}
+
+
+def _before_size(name: str) -> str:
+    """Returns a model's name up to its number of parameters, or all of it where there is none."""
+    return _plain(re.split(r"[-_]\d+(\.\d+)?b\b", name, maxsplit=1, flags=re.IGNORECASE)[0])
+
+
+def known_like(path: str | Path) -> str:
+    """Returns the known names that are most like a path's, or an example of one."""
     names = {_plain(name): name for name in known_models()}
     close = get_close_matches(_plain(Path(path).name), names, n=3, cutoff=0.6)
-    like = ", ".join(names[name] for name in close) or "such as Qwen3-30B-A3B"
-    return f"known by name for planning are {len(names)} models, {like}"
+    return ", ".join(names[name] for name in close) or "such as Qwen3-30B-A3B"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from mrl.cli.config_arguments import resolved_config
 from mrl.cli.main import main
 from mrl.cli.train import _command as train_command
 from mrl.driver.resume import what_is_left
+from mrl.errors import Interrupted
 from mrl.model import model_spec, tensor_specs
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
@@ -132,6 +134,20 @@ def test_mistakes_of_the_schema_and_of_the_rules_come_in_one_answer(mrl):
 def test_what_cannot_be_judged_at_all_is_one_row_and_the_errors_own_exit_code(mrl, arguments, code, words):
     found, rows = verdict(mrl(*arguments))
     assert found == code and len(rows) == 1 and words in rows[0]["rule"]
+
+
+def test_a_stop_while_commands_are_imported_is_told_in_one_line(monkeypatch, capsys):
+    class Stops:
+        def find_spec(self, name, *_):
+            if name == "mrl.cli.watch":
+                raise KeyboardInterrupt
+
+    monkeypatch.delattr("mrl.cli.watch")
+    monkeypatch.delitem(sys.modules, "mrl.cli.watch")
+    monkeypatch.setattr(sys, "meta_path", [Stops(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("mrl.cli.main")
+    assert stopped.value.code == Interrupted.exit_code and capsys.readouterr().err == "mrl: interrupted\n"
 
 
 def test_a_command_whose_reader_has_gone_ends_as_any_other_does():

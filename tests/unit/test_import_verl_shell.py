@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.errors import ConfigError
-from mrl.tools.import_verl.expansion import calculate
+from mrl.tools.import_verl.expansion import calculate, why_unknown
 from mrl.tools.import_verl.shell import read_script
 from mrl.tools.import_verl.shell_syntax import parse_text
 
@@ -90,6 +90,46 @@ def test_a_script_is_read_as_bash_runs_it(name):
     shown = [c for c in read.commands if c.words[0].text == "show"]
     assert [[w.text for w in c.words[1:]] for c in shown] == by_bash(SCRIPTS[name])
     assert all(w.known for c in shown for w in c.words)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        '$(cd "$(dirname "$0")" && pwd)',
+        '$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd )',
+        '$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." && pwd -P)/..',
+        '$(dirname "$(readlink -f "$0")")/$(basename -- "$0" .sh)',
+        '$(realpath "$(dirname "$BASH_SOURCE")/..")',
+        "${0%/*}",
+    ],
+)
+def test_the_folder_of_a_script_is_read_as_bash_gives_it(tmp_path, monkeypatch, folder):
+    text = f'D="{folder}"\necho "$D/x"\n'
+    monkeypatch.chdir(tmp_path)
+    Path("a/b").mkdir(parents=True)
+    for script in ("a/b/run.sh", str(tmp_path / "a/b/run.sh")):
+        Path(script).write_text(text)
+        by_shell = subprocess.run(["bash", script], capture_output=True, text=True, check=True).stdout.strip()
+        (told,) = read_script(text.replace("echo", "show"), script, {"PWD": str(tmp_path)}).commands
+        assert told.words[1].known and told.words[1].text == by_shell
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("show $HERE/x", "HERE, which the script does not set"),
+        ("N=$(date +%s)\nshow a_$N", "N, which is set by a command that is not run"),
+        (
+            "N=$(date +%s)\nshow $M/a_$N",
+            "M, which the script does not set and N, which is set by a command that is not run",
+        ),
+        ("show $(date)", "$(date), a command that is not run"),
+        ("show $((2 * N))", "N, which the script does not set"),
+    ],
+)
+def test_what_is_unknown_says_whether_a_command_would_give_it(text, said):
+    word = only_command(text).words[1]
+    assert why_unknown(word.text, word.missing) == f"depends on {said}"
 
 
 def only_command(text: str, **given: str):

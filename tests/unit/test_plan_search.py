@@ -16,6 +16,7 @@ from mrl.cli.main import main
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import with_values
+from mrl.errors import LONGEST
 from mrl.model import forward_flops_per_token, known_spec, planning_model_spec
 from mrl.model.layout import TrainLayout, check_train_layout, is_legal_layout
 from mrl.model.precision import BF16
@@ -327,7 +328,20 @@ def test_a_bad_request_is_refused(capsys, arguments, said):
     with pytest.raises(SystemExit) as stopped:
         main(["plan", *arguments])
     assert stopped.value.code in (2, 4)
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert said in told
+    assert all(len(line) <= LONGEST + len("mrl plan: ") for line in told.splitlines())
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama4ForConditionalGeneration", "Gemma3ForCausalLM", "KimiK25ForConditionalGeneration"]
+)
+def test_a_model_of_another_family_is_refused_in_few_words(capsys, tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "vision_config": {}}))
+    with pytest.raises(SystemExit):
+        main(["plan", "--search", "--model", str(tmp_path), "--devices", "8", "--device", "h100-80g"])
+    told = capsys.readouterr().err.removeprefix("mrl plan: ").strip()
+    assert name in told and "is not supported" in told and len(told) <= LONGEST
 
 
 def test_of_what_is_computed_again_the_least_that_fits_is_taken():

@@ -6,8 +6,9 @@ calculated from its syntax tree. Nothing is evaluated as code.
 """
 
 import ast
+import os.path
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -142,6 +143,7 @@ class Expander:
         self.variables = variables
         self.positional = tuple(positional)
         self.name = name
+        self.folder: Value | None = None  # where the command substitution that is read has gone by `cd`
         self.counts_arguments = False  # whether $# is known; mostly not, as a script that reads it expects arguments
 
     def fields(self, words: Sequence[Word]) -> list[Value]:
@@ -229,6 +231,8 @@ class Expander:
 
     def item(self, name: str, index: str | None) -> Value:
         """Returns a variable, a positional argument, or an element of an array. `@` and `*` join all elements."""
+        if name == "0" or (name == "BASH_SOURCE" and name not in self.variables and index in (None, "0")):
+            return Value(self.name)
         if name.isdigit():
             number = int(name) - 1
             if 0 <= number < len(self.positional):
@@ -350,7 +354,9 @@ class Expander:
             return unknown
         if script.faults:
             return unknown
+        before, self.folder = self.folder, None
         printed = self.printed(script.block)
+        self.folder = before
         if printed is None:
             return unknown
         output, _ = printed
@@ -391,13 +397,50 @@ class Expander:
         probe = probe_status([name, *arguments])
         if probe is not None:
             return EMPTY, probe  # what a probe writes goes to /dev/null
-        if name.text == "pwd" and not arguments:
-            return self.item("PWD", None), True
+        plain = [argument for argument in arguments if not _IS_OPTION.fullmatch(argument.text)]
+        if name.text == "pwd" and not plain:
+            return self.folder or self.item("PWD", None), True
+        if name.text == "cd" and len(plain) == 1 and plain[0].text not in ("", "-"):
+            self.folder = self.absolute(plain[0])
+            return EMPTY, True
+        if (name.text == "realpath" or (name.text == "readlink" and len(plain) < len(arguments))) and len(plain) == 1:
+            path = self.absolute(plain[0])
+            return (replace(path, text=os.path.realpath(path.text)) if path.known else path), True
         shape = _TEXT_COMMANDS.get(name.text)
+        if name.text in ("basename", "dirname") and arguments and arguments[0].text.startswith("-"):
+            if arguments[0].text != "--":
+                return None
+            arguments = arguments[1:]
         if shape is None or not arguments:
             return None
         missing = frozenset().union(*(a.missing for a in arguments))
         return Value(shape([a.text for a in arguments]), missing), True
+
+    def absolute(self, path: Value) -> Value:
+        """Returns a path from the root, as `cd` goes there."""
+        if os.path.isabs(path.text) or not path.known:
+            whole = path
+        else:
+            whole = (self.folder or self.item("PWD", None)) + Value(f"/{path.text}")
+        return replace(whole, text=os.path.normpath(whole.text)) if whole.known else whole
+
+
+def why_unknown(text: str, missing: Iterable[str]) -> str:
+    """Says what a text with placeholders depends on. `missing` are the names of what is unknown in it.
+
+    A variable whose own sign is not in the text got the output of the command that is there.
+    """
+    runs = re.search(r"\$\((?!\()", text) is not None
+    names = sorted(missing)
+    commands = [name for name in names if name.startswith("$(")]
+    given = [n for n in names if n not in commands and runs and not re.search(rf"\$\{{?{re.escape(n)}\b", text)]
+    unset_ones = [name for name in names if name not in commands and name not in given]
+    parts = [
+        (unset_ones, "which the script does not set"),
+        (given, "which is set by a command that is not run"),
+        (commands, "a command that is not run"),
+    ]
+    return "depends on " + " and ".join(f"{', '.join(some)}, {what}" for some, what in parts if some)
 
 
 def probe_status(fields: Sequence[Value]) -> bool | None:
@@ -441,6 +484,7 @@ def _basename(arguments: list[str]) -> str:
     return name
 
 
+_IS_OPTION = re.compile(r"-[A-Za-z]|--")
 _PROBES = frozenset(("npu-smi", "nvidia-smi"))
 _LOOKS_UP = frozenset(("command", "which", "type", "hash"))
 _ASKS_FOR_NPUS = re.compile(r"\bnpu-smi\b|\b(import|find_spec\W+)\s*torch_npu\b")

@@ -519,6 +519,7 @@ HANDLERS: dict[str, Handler] = (
         "actor_rollout_ref.hybrid_engine": _separate,
         "reward_model.reward_manager": _reward_manager,
         "reward.reward_manager.name": _reward_manager,
+        "reward_manager.name": _reward_manager,
         "reward_model.overlong_buffer.": _overlong,
         "reward_model.reward_kwargs.": _overlong,
         "reward.reward_kwargs.": _overlong,

@@ -317,6 +317,7 @@ ROWS: dict[str, KeyRow] = {
     # --- reward
     "reward_model.reward_manager": _SPECIAL,
     "reward.reward_manager.name": _SPECIAL,
+    "reward_manager.name": _SPECIAL,
     "reward_model.overlong_buffer.": _SPECIAL,
     "reward_model.reward_kwargs.": _SPECIAL,
     "reward.reward_kwargs.": _SPECIAL,
@@ -329,8 +330,11 @@ ROWS: dict[str, KeyRow] = {
     **{
         key: _missing("reward managers here are naive and dapo; a reward is a function of its own file", *neutral)
         for key, neutral in {
-            "reward.reward_manager.source": ("register",),
-            "reward.reward_manager.module.path": (None,),
+            **{
+                f"{section}reward_manager.{name}": neutral
+                for section in ("", "reward.")
+                for name, neutral in (("source", ("register",)), ("module.path", (None,)))
+            },
             "reward_model.reward_loop_source": (None, "register"),
             "reward_model.reward_loop_module_path": (None,),
             "reward_model.reward_loop_class_name": (None,),

@@ -10,10 +10,11 @@ from typing import Any
 from mrl.config.load import load_config
 from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.errors import ConfigError
-from mrl.model import FAMILIES, known_models, known_name
+from mrl.model import is_size_of_known, known_like, known_name
 from mrl.model.layout import LayoutDegrees
 from mrl.platforms.source import PRESETS, preset_folder
 
+_SHOWN = 60  # characters of a model's name
 _DEFAULT = LayoutConfig(world_size=1).model_dump()
 # Families in launch scripts that mrl does not have: (pattern of the model's name, what it is). The first match counts.
 _OTHERS = (
@@ -68,13 +69,12 @@ def unknown_family(path: str, is_there: bool) -> str | None:
     if is_there:
         return None
     name = Path(path).name
+    short = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
     other = next((what for pattern, what in _OTHERS if re.search(pattern, name.lower())), None)
-    if other is not None:
-        return f"{name} is {other}, a family that is not here; families: {', '.join(FAMILIES)}"
-    return (
-        f"{name} is not on this machine and not a known name, so nothing can be checked against it; families: "
-        f"{', '.join(FAMILIES)}; known by name: {', '.join(known_models())}"
-    )
+    if other is not None and not is_size_of_known(path):
+        return f"{short} is {other}, a family that is not here; README.md lists those that are"
+    near = known_like(path)
+    return f"not on this machine, and not a known name, {near}; give --set model.path=FOLDER, or a name that is known"
 
 
 def _candidates(model: str, device: str, devices: int, with_adapters: bool) -> Iterator[tuple[tuple[Any, ...], Chosen]]:

@@ -5,6 +5,7 @@ chosen where the script has none.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from mrl.config.schema_rollout import RolloutConfig
 from mrl.errors import ConfigError, MrlError
 from mrl.model import ModelSpec, planning_model_spec
-from mrl.tools.import_verl.expansion import Value, known_part
+from mrl.tools.import_verl.expansion import Value, known_part, why_unknown
 from mrl.tools.import_verl.handlers import HANDLERS
 from mrl.tools.import_verl.handlers_algorithm import SEQUENCE_MEANS
 from mrl.tools.import_verl.handlers_critic import critic_defaults, critic_layout, epoch_defaults, needs_value
@@ -73,6 +74,7 @@ _FILES = {
     "data.val_files",
     "reward.custom_reward_function.path",
 }
+_NO_LINE = re.compile(r"^line 0: | (?:in|from) line 0\b")  # what overrides without a script are said to be in
 _NAMES = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir", "trainer.resume_from_path"}
 _NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size"}
 
@@ -140,6 +142,8 @@ def translate(
     carry_images(out, settings)
     if "model.path" not in own:
         _family(out, settings)
+    out.warnings = [_NO_LINE.sub("", warning) for warning in out.warnings]
+    out.faults = tuple(_NO_LINE.sub("", fault) for fault in out.faults)
     return out
 
 
@@ -226,7 +230,7 @@ def _no_row(key: str) -> str:
 def _unknown(o: Override, out: Import, to: str) -> None:
     names = ", ".join(sorted(o.missing))
     hint = " ".join(f"--set {name}=..." for name in sorted(o.missing) if not name.startswith("$"))
-    why = f"depends on {names}, which the script does not set; give {hint or 'the value as an override'}"
+    why = f"{why_unknown(str(o.value), o.missing)}; give {hint or 'the value as an override'}"
     if to in _FILES:
         out.put("unknown", o.key, to, o.value, why, o.line)
         return
@@ -419,4 +423,3 @@ def _family(out: Import, settings: VerlSettings) -> None:
         return
     if (family := unknown_family(settings.model_path, os.path.isdir(settings.model_path))) is not None:
         out.leave("unsupported", M + "path", settings.model_path, family, line)
-        out.warnings.append(f"line {line}: {family}")

@@ -13,16 +13,17 @@ from typing import Any
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.layout import LayoutDegrees
-from mrl.tools.import_verl.expansion import Value
+from mrl.tools.import_verl.expansion import Value, why_unknown
 from mrl.tools.import_verl.hydra_values import hydra_value, leaves, read_value
 from mrl.tools.import_verl.keys import MEGATRON, TRANSFORMER, A, M, R
 from mrl.tools.import_verl.named_config import named_config
 from mrl.tools.import_verl.shell import Launch, Script, read_script
 from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
 
-# Modules that train with reinforcement learning. `recipe.dapo.main_dapo` adds dynamic sampling to the same keys.
+# Modules that train with reinforcement learning. `recipe.dapo.main_dapo` adds dynamic sampling to the same keys; a copy
+# of that recipe may lie in any folder.
 _ENTRY = re.compile(
-    r"(verl\.trainer\.main_ppo(_sync|_v0)?|recipe\.dapo\.main_dapo|verl_recipe\.dapo\.main_dapo|"
+    r"(verl\.trainer\.main_ppo(_sync|_v0)?|((verl_)?recipe\.)?(?<![a-z_])dapo\.main_dapo|"
     r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.(\w+\.){1,3}(main_(?!eval|gen|sft)\w+|\w*_main))"
 )
 _ASCEND = re.compile(r"ASCEND_|HCCL_|VLLM_ASCEND_")  # environment variables
@@ -231,7 +232,7 @@ def _not_read(word: Value) -> str:
     cure = "give what it comes to as overrides behind the script"
     if hint:
         cure = f"give {hint} (nothing behind = where it is empty)"
-    return f"{cure}: {text} in line {word.line} depends on {', '.join(names)}, which the script does not set"
+    return f"{cure}: {text} in line {word.line} {why_unknown(word.text, names)}"
 
 
 # verl's trainers that generate ahead of training, by a part of their module's name
