@@ -44,6 +44,18 @@ class EngineMemory:
         return self.weights + self.draft + self.tower + self.working_set + self.cache
 
 
+@dataclass(frozen=True)
+class Drafter:
+    """What drafts in an engine: bytes on one worker, and the tokens that it drafts at most."""
+
+    weights: int = 0  # of a predicting layer or a head; look-ups have none
+    cache_per_token: int = 0  # keys and values of its own layers
+    tokens: int = 0
+
+
+NO_DRAFTER = Drafter()
+
+
 def captured_graphs(device: Device, enforce_eager: bool | None) -> int:
     """Returns the bytes of an engine worker's graphs, which stay while it sleeps."""
     if enforce_eager or device.platform == "cpu":
@@ -77,19 +89,18 @@ def engine_memory(
     batched_tokens: int = 8192,
     max_num_seqs: int = 256,
     fp8_block: int = 0,
-    draft: int = 0,
+    drafter: Drafter = NO_DRAFTER,
     tower: int = 0,
 ) -> EngineMemory:
     """Computes the memory of a worker with `share` bytes of the device (memory x gpu_memory_utilization).
 
-    `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. `draft`: bytes of a
-    layer or head that drafts, which has a cache of its own. `tower`: bytes of a vision tower. An engine that does not
-    fit has a cache of no token.
+    `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. `tower`: bytes of a
+    vision tower. An engine that does not fit has a cache of no token.
     """
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     working = _working_set(model, rollout, dtype_bytes, batched_tokens, max_num_seqs)
-    cache = max(0, share - weights - draft - tower - working)
-    found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs, fp8_block, draft)
+    cache = max(0, share - weights - drafter.weights - tower - working)
+    found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs, fp8_block, drafter)
     return replace(found, tower=tower)
 
 
@@ -100,7 +111,7 @@ def engine_memory_with_cache(
     *,
     dtype_bytes: int,
     fp8_block: int = 0,
-    draft: int = 0,
+    drafter: Drafter = NO_DRAFTER,
     tower: int = 0,
     **passes: int,
 ) -> EngineMemory:
@@ -108,7 +119,7 @@ def engine_memory_with_cache(
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     most = passes["max_num_seqs"]
-    found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, most, fp8_block, draft)
+    found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, most, fp8_block, drafter)
     return replace(found, tower=tower)
 
 
@@ -121,17 +132,16 @@ def _with_cache(
     cache: int,
     max_num_seqs: int,
     fp8_block: int,
-    draft: int,
+    drafter: Drafter,
 ) -> EngineMemory:
-    per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes)
-    if draft:  # its layer has keys and values of its own
-        per_token += per_token // model.attending_layers
-    states = max_num_seqs * state_bytes_per_sequence(model, rollout.tensor, dtype_bytes)
+    per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes) + drafter.cache_per_token
+    # vLLM keeps the states behind each drafted token, since the next ones may be rejected (MambaSpec)
+    states = max_num_seqs * (1 + drafter.tokens) * state_bytes_per_sequence(model, rollout.tensor, dtype_bytes)
     tokens = max(0, cache - states) // per_token // BLOCK * BLOCK * rollout.data
     rows = model.rotation.rows(model.max_position_embeddings)
     buffers = rows * model.rotated_head_dim * dtype_bytes
     largest = _largest_module(model, rollout, dtype_bytes, fp8_block)
-    return EngineMemory(weights, working, cache, tokens, largest, buffers, draft)
+    return EngineMemory(weights, working, cache, tokens, largest, buffers, drafter.weights)
 
 
 def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:

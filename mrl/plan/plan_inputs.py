@@ -13,7 +13,7 @@ from mrl.errors import ConfigError, MrlError
 from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.adapters import Lora
 from mrl.model.device_grid import Place, actor_places, engine_places
-from mrl.model.eagle_head import head_bytes
+from mrl.model.eagle_head import head_bytes, head_cache_elements
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
 from mrl.model.tower_sizes import VisionTower
@@ -30,7 +30,10 @@ from mrl.plan.devices import (
     find_device,
 )
 from mrl.plan.engine_memory import (
+    NO_DRAFTER,
+    Drafter,
     EngineMemory,
+    cache_bytes_per_token,
     draft_weight_bytes,
     engine_memory,
     engine_memory_with_cache,
@@ -294,16 +297,18 @@ def engine_passes(config: RunConfig) -> dict[str, int]:
     }
 
 
-def _draft_bytes(inputs: PlanInputs) -> int:
-    """Returns the bytes of what drafts on the worker with most. A head counts as whole, which vLLM cuts."""
-    speculation = inputs.config.rollout.speculation
+def _drafter(inputs: PlanInputs) -> Drafter:
+    """Returns what drafts on the worker with most. A head counts as whole, which vLLM cuts."""
+    speculation, rollout, nbytes = inputs.config.rollout.speculation, inputs.rollout, inputs.engine_element_bytes
     if speculation is None:
-        return 0
-    if speculation.head is not None:
-        return head_bytes(speculation.head)
-    if speculation.method == MTP:
-        return draft_weight_bytes(inputs.model, inputs.rollout, inputs.engine_element_bytes)
-    return 0
+        return NO_DRAFTER
+    weights = cache = 0
+    if speculation.head is not None and (weights := head_bytes(speculation.head)):
+        cache = head_cache_elements(speculation.head, rollout.tensor) * nbytes
+    elif speculation.method == MTP:
+        weights = draft_weight_bytes(inputs.model, rollout, nbytes)
+        cache = cache_bytes_per_token(inputs.model, rollout.tensor, nbytes) // inputs.model.attending_layers
+    return Drafter(weights, cache, speculation.most)
 
 
 def engine_of(inputs: PlanInputs) -> EngineMemory:
@@ -312,7 +317,7 @@ def engine_of(inputs: PlanInputs) -> EngineMemory:
     passes = engine_passes(inputs.config)
     bytes_of_a_number = inputs.engine_element_bytes
     beside = {
-        "draft": _draft_bytes(inputs),
+        "drafter": _drafter(inputs),
         "tower": inputs.tower.parameters * bytes_of_a_number if inputs.tower else 0,
     }
     if inputs.device.platform == "cpu":

@@ -15,7 +15,7 @@ from mrl.model.layout import RolloutLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.plan.devices import USUAL, Measured, MeasuredLengths
 from mrl.plan.draft_times import tokens_per_step, with_drafts
-from mrl.plan.engine_memory import draft_weight_bytes
+from mrl.plan.engine_memory import cache_bytes_per_token, draft_weight_bytes, state_bytes_per_sequence
 from mrl.plan.generation_times import (
     decode_step,
     draft_choice,
@@ -172,6 +172,28 @@ def test_a_predicting_layer_is_counted_in_the_memory_of_engines():
     plain, drafting = engine_of(with_drafts(inputs, 0)), engine_of(with_drafts(inputs, 2))
     assert drafting.draft > 0 and drafting.total <= plain.total + 1
     assert drafting.cache_tokens < plain.cache_tokens * 92 / 93
+
+
+def test_hybrids_keep_a_state_for_each_drafted_token():
+    """vLLM 0.32, v1/kv_cache_interface.py, MambaSpec: pages of 1 + num_speculative_blocks, one for each drafted token;
+    look-ups draft, too.
+    """
+    inputs = inputs_of("qwen3.5-35b-a3b/h100-4x8")
+    drafting = replace(
+        inputs,
+        config=inputs.config.model_copy(
+            update={
+                "rollout": inputs.config.rollout.model_copy(
+                    update={"speculation": SpeculationConfig(method="ngram", tokens=1)}
+                )
+            }
+        ),
+    )
+    size = inputs.rollout.tensor
+    states = inputs.config.rollout.max_num_seqs * state_bytes_per_sequence(inputs.model, size, 2)
+    per_token = cache_bytes_per_token(inputs.model, size, 2)
+    lost = engine_of(inputs).cache_tokens - engine_of(drafting).cache_tokens
+    assert lost == pytest.approx(states / per_token * inputs.rollout.data, abs=2 * 16 * inputs.rollout.data)
 
 
 def test_the_plan_says_what_drafts_would_give():
