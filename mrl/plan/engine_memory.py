@@ -51,6 +51,7 @@ class Drafter:
     weights: int = 0  # of a predicting layer or a head; look-ups have none
     cache_per_token: int = 0  # keys and values of its own layers
     tokens: int = 0
+    sequences: int | None = None  # that a data-parallel rank holds together at most; None: max_num_seqs
 
 
 NO_DRAFTER = Drafter()
@@ -136,7 +137,8 @@ def _with_cache(
 ) -> EngineMemory:
     per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes) + drafter.cache_per_token
     # vLLM keeps the states behind each drafted token, since the next ones may be rejected (MambaSpec)
-    states = max_num_seqs * (1 + drafter.tokens) * state_bytes_per_sequence(model, rollout.tensor, dtype_bytes)
+    together = max_num_seqs if drafter.sequences is None else min(max_num_seqs, drafter.sequences)
+    states = together * (1 + drafter.tokens) * state_bytes_per_sequence(model, rollout.tensor, dtype_bytes)
     tokens = max(0, cache - states) // per_token // BLOCK * BLOCK * rollout.data
     rows = model.rotation.rows(model.max_position_embeddings)
     buffers = rows * model.rotated_head_dim * dtype_bytes

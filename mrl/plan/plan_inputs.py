@@ -308,7 +308,8 @@ def _drafter(inputs: PlanInputs) -> Drafter:
     elif speculation.method == MTP:
         weights = draft_weight_bytes(inputs.model, rollout, nbytes)
         cache = cache_bytes_per_token(inputs.model, rollout.tensor, nbytes) // inputs.model.attending_layers
-    return Drafter(weights, cache, speculation.most)
+    given = -(-inputs.config.data.train_batch_size * inputs.config.rollout.n // (rollout.num_engines * rollout.data))
+    return Drafter(weights, cache, speculation.most, given)
 
 
 def engine_of(inputs: PlanInputs) -> EngineMemory:

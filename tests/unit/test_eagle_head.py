@@ -47,7 +47,7 @@ def test_heads_that_vllm_builds_are_sound(tmp_path, changes):
         ({"eagle_aux_hidden_state_layer_ids": ["a"]}, "must be a list of whole numbers"),
         ({"eagle_aux_hidden_state_layer_ids": 3}, "must be a list of whole numbers"),
         ({"eagle_config": "x"}, "must be a mapping"),
-        ({"hidden_size": None, "target_hidden_size": HIDDEN}, "hidden_size is None"),
+        ({"hidden_size": None, "target_hidden_size": HIDDEN}, "hidden_size is null"),
         ({"architectures": 7}, "must be a list of names"),
         ({"architectures": ["Other"]}, "were seen to draft"),
         ({"vocab_size": 7}, f"vocab_size is 7, and the model's is {MODEL.vocab_size}"),
