@@ -88,7 +88,8 @@ def build_scheduler(
     `min_lr`.
 
     Step k (from 1) of a warm-up of W steps uses init + (lr - init) k / W, init being `lr_warmup_init`. The last step of
-    the decay uses `min_lr`. A warm-up by `lr_warmup_steps_ratio` has that share of the decay's steps, rounded down.
+    the decay uses `min_lr`. A warm-up by `lr_warmup_steps_ratio` has that share of the decay's steps, rounded down;
+    that of a run which goes on stays as it was (rank_load).
 
     `total_steps` is the length of the run, for a decay without a length of its own. `section` is the configuration
     section, for messages. Raises ConfigError when a length is needed and not known.

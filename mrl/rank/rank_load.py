@@ -193,8 +193,11 @@ def _restore_counts(actor, facts: dict[str, Any]) -> None:
 
 def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
     """Restores the schedule. If it is the saved one, the learning rate must equal the saved rate."""
-    now = actor.scheduler.state_dict()
     then = dict(facts["scheduler"])
+    for scheduler in actor.schedulers:
+        if actor.config.actor.optim.lr_warmup_steps_ratio:  # a longer run does not warm up again
+            scheduler.lr_warmup_steps = then["lr_warmup_steps"]
+    now = actor.scheduler.state_dict()
     for scheduler in actor.schedulers:
         scheduler.num_steps = then["num_steps"]
         scheduler.step(0)

@@ -79,14 +79,17 @@ class Residence:
         self.forgotten += 1
 
 
-def an_actor(tensor: int = 1, **optim) -> SimpleNamespace:
-    """One rank of `tensor`, of rates `optim`."""
+def an_actor(tensor: int = 1, steps: int | None = None, **optim) -> SimpleNamespace:
+    """One rank of `tensor`, of rates `optim` in a run of `steps`."""
     optimizer = SimpleNamespace(param_groups=[{"default_config": True}], chained_optimizers=[])
     layout = SimpleNamespace(model_dump=lambda: {"tensor_model_parallel_size": tensor})
     residence = Residence()
-    scheduler = build_scheduler(OptimConfig(**optim), optimizer, None)
+    config = OptimConfig(**optim)
+    scheduler = build_scheduler(config, optimizer, steps)
     return SimpleNamespace(
-        config=SimpleNamespace(actor=SimpleNamespace(layout=layout), model=SimpleNamespace(dtype="float32", path="m")),
+        config=SimpleNamespace(
+            actor=SimpleNamespace(layout=layout, optim=config), model=SimpleNamespace(dtype="float32", path="m")
+        ),
         rank=0, layout=SimpleNamespace(world_size=1), trained=model_spec(CONFIG), chunks=[], platform=Device(),
         residence=residence, optimizer=optimizer, optimizers=(optimizer,), scheduler=scheduler, schedulers=(scheduler,),
         trained_beside=None, num_updates=0, skipped_in_a_row=0, lora=None, shards=(),
@@ -159,6 +162,18 @@ def test_a_changed_schedule_goes_on_from_the_saved_count_and_a_saved_rate_that_i
     folder = saved(actor, tmp_path / "wrong")
     with pytest.raises(EnvironmentFault, match=r"after loading is 3\.0, not 5\.0"):
         load_rank(an_actor(**WARM_UP), folder)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear"])
+def test_a_run_that_is_made_longer_does_not_warm_up_again(tmp_path, experts, style):
+    optim = {"lr": 8.0, "lr_warmup_steps_ratio": 0.1, "lr_decay_style": style}
+    actor = an_actor(steps=20, **optim)
+    actor.scheduler.step(9)
+    folder = saved(actor, tmp_path)
+    longer = an_actor(steps=400, **optim)
+    load_rank(longer, folder)
+    assert longer.scheduler.lr_warmup_steps == 2
+    assert current_lr(longer.optimizer) == (8.0 if style == "constant" else pytest.approx(8.0 * 390 / 398))
 
 
 def test_a_load_makes_copies_of_frozen_weights_on_the_host_out_of_date(tmp_path, experts):
