@@ -9,6 +9,7 @@ from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.run_rules import OPTIM_RULES
 from mrl.config.schema import AlgorithmConfig, CriticConfig, RunConfig, Section
+from mrl.config.vision_rules import first_layers
 from mrl.errors import Violation
 from mrl.model import ModelSpec
 
@@ -118,7 +119,7 @@ CRITIC_RULES = (
     ),
     _layout,
     adapted_once(_LAYOUT, lambda c: c.algorithm.needs_critic),
-    *map(_of_critic, (*OPTIM_RULES, *BATCH_RULES, storages_stay)),
+    *map(_of_critic, (*OPTIM_RULES, *BATCH_RULES, storages_stay, first_layers)),
     RuleRow(
         "critic.optim.override_optimizer_config",
         _with(lambda c, m: bool(c.critic.optim.override_optimizer_config)),

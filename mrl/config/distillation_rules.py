@@ -15,6 +15,7 @@ from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import DistillationConfig, RunConfig
 from mrl.config.schema_actor import LoraConfig
 from mrl.config.teacher_model import teacher_layout
+from mrl.config.vision_rules import narrow_first_chunk
 from mrl.errors import MrlError, Violation
 from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.layout import check_train_layout
@@ -116,6 +117,8 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_TEACHER}.layout.world_size", rule, "the teacher computes on the actor's ranks", (ranks,))
         return
     own = config.distillation.teacher_model.layout is not None
+    if config.model.vision is not None:
+        yield from narrow_first_chunk(degrees, teacher, f"{_TEACHER}.layout")
     for violation in check_train_layout(degrees, teacher):
         if own:
             yield replace(violation, field=f"{_TEACHER}.layout.{violation.field}")

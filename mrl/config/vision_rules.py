@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.rule_row import Rule, RuleRow
-from mrl.config.schema import RunConfig
+from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.errors import MrlError, Violation
 from mrl.model import ModelSpec, read_hf_config
 from mrl.model.layout import TrainLayout
@@ -29,17 +29,24 @@ def _seeing(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConf
     return lambda config, model: config.model.vision is not None and broken(config, model)
 
 
-def _first_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    if config.model.vision is None or model.tower is None:
+def first_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """Checks that the actor's first pipeline chunk has the layers behind which features of images are added."""
+    if config.model.vision is not None:
+        yield from narrow_first_chunk(config.actor.layout, model, "actor.layout")
+
+
+def narrow_first_chunk(degrees: LayoutConfig, model: ModelSpec, field: str) -> Iterator[Violation]:
+    """Says where a model that sees has fewer layers in its first pipeline chunk than features to add."""
+    if model.tower is None:
         return
     try:
-        layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+        layout = TrainLayout.build(degrees.model_dump(), model)
     except MrlError:  # which is said by itself
         return
     first = layout.chunk_layers[0][0]
     if first < model.tower.features:
         yield Violation(
-            "actor.layout",
+            field,
             f"must give the first pipeline chunk at least {model.tower.features} decoder layers; it has {first}",
             "features of images are added behind so many layers (deepstack_visual_indexes), and one tensor alone goes "
             "from chunk to chunk",
@@ -150,7 +157,7 @@ VISION_RULES = (
         (None,),
     ),
     *TRAINED_RULES,
-    _first_layers,
+    first_layers,
     RuleRow(
         "rollout.agent",
         _seeing(lambda c, m: c.rollout.agent is not None),

@@ -147,8 +147,8 @@ class Vision:
         layers = first.decoder.layers
         if count > len(layers):
             raise ConfigError(
-                f"actor.layout: the first pipeline chunk has {len(layers)} layers, and images add features behind the "
-                f"first {count} (deepstack_visual_indexes): give it at least {count} layers"
+                f"the first pipeline chunk of this model has {len(layers)} layers, "
+                f"and images add features behind the first {count} (deepstack_visual_indexes): give it at least {count}"
             )
         first.embedding.register_forward_hook(self._embedded)
         for number in range(count):

@@ -1,6 +1,7 @@
 """Handlers of verl's keys of low-rank adapters: `model.lora_*` of its FSDP workers, `model.lora.*` of Megatron's."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from mrl.model.adapters import ALL_LINEAR, TARGETS
@@ -40,14 +41,6 @@ _UNLIKE = {
     "normalize_moe_lora": "experts have the rank that all modules have here",
     "share_expert_adapters": "every expert has a pair of its own here, as PEFT's form has it",
 }
-# modules of a text model that have adapters, by itself and inside of one that reads images: modules of a vision tower,
-# which verl has to leave out, have none here
-_OF_TEXT = tuple(
-    f"{begins}.layers.0.{part}.{target}"
-    for begins in ("model", "model.language_model")
-    for part in ("self_attn", "mlp")
-    for target in TARGETS
-)
 _PLAIN_TYPES = (None, "lora", "canonical_lora")
 
 
@@ -114,8 +107,9 @@ def _other(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 # where modules of a text model stand, by itself and inside one that reads images
-_PLACES = ("model.layers.0", "model.language_model.layers.0", "language_model.model.layers.0")
-_PARTS = ("self_attn", "linear_attn", "mlp", "mlp.experts.0", "mlp.shared_expert")
+_DECODERS = ("model", "model.language_model", "language_model.model")
+_PARTS = ("self_attn", "linear_attn", "mlp", "mlp.shared_expert", "mlp.shared_experts")
+_LAYERS, _EXPERTS = 256, 1024  # more than any model has
 
 
 def _names_of_text(excluded: Any) -> bool:
@@ -123,13 +117,25 @@ def _names_of_text(excluded: Any) -> bool:
 
     A text is a pattern of whole names; a list has names, or ends of names behind a dot. What cannot be read, does.
     """
-    names = [f"{place}.{part}.{target}" for place in _PLACES for part in _PARTS for target in TARGETS]
+    if not isinstance(excluded, str | list | tuple):
+        return True
     try:
         if isinstance(excluded, str):
-            return any(re.fullmatch(excluded, name) for name in names)
-        return any(f".{name}".endswith(f".{each}") for each in excluded for name in names)
-    except (re.error, TypeError):
+            pattern = re.compile(excluded)
+            return any(pattern.fullmatch(name) for name in _text_modules())
+        ends = tuple(f".{each}" for each in excluded)
+        return any(f".{name}".endswith(ends) for name in _text_modules())
+    except re.error:
         return True
+
+
+def _text_modules() -> Iterator[str]:
+    """Yields names of modules that may have adapters: of every layer, and of every expert of the first two."""
+    for decoder in _DECODERS:
+        for layer in range(_LAYERS):
+            experts = _EXPERTS if layer < 2 else 1
+            for part in (*_PARTS, *(f"mlp.experts.{expert}" for expert in range(experts))):
+                yield from (f"{decoder}.layers.{layer}.{part}.{target}" for target in TARGETS)
 
 
 def _is_plain(name: str, value: Any) -> bool:
@@ -137,19 +143,7 @@ def _is_plain(name: str, value: Any) -> bool:
         return value in _PLAIN_TYPES
     if name == "dropout_position":
         return value in (None, "pre")
-    if name == "exclude_modules":
-        return not any(_excludes(value, module) for module in _OF_TEXT)
     return name in _UNLIKE and not value
-
-
-def _excludes(given: Any, module: str) -> bool:
-    """Tells whether PEFT leaves out a module: by a regular expression for its name, or by ends of names in a list."""
-    if isinstance(given, str):
-        try:
-            return re.fullmatch(given, module) is not None
-        except re.error:
-            return True
-    return any(module == name or module.endswith(f".{name}") for name in given or ())
 
 
 LORA_HANDLERS: dict[str, Handler] = {
