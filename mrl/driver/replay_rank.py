@@ -20,6 +20,7 @@ import numpy as np
 from mrl.config.load import load_config
 from mrl.config.places import image_store
 from mrl.config.schema import RunConfig, with_values
+from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.driver.replay_views import KEPT, SHOWN_ROWS, Weights, compared_views, fitting, viewed, weights_of
 from mrl.driver.step_batch import StepBatch
 from mrl.driver.stored_step import stored_rollouts
@@ -81,7 +82,7 @@ class Snapshot:
 
         self._actor = actor
         self._of = []
-        with torch.no_grad():
+        with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
             for each in rank_parameters(actor):
                 kept = {"parameter": each.parameter.detach().clone()}
                 if each.optimizer is not None:
@@ -102,7 +103,7 @@ class Snapshot:
         """
         import torch
 
-        with torch.no_grad():
+        with torch.no_grad(), self._actor.residence.using(PARAMETERS, OPTIMIZER):
             for each, kept in self._of:
                 each.parameter.data.copy_(kept["parameter"])
                 if each.optimizer is None:
@@ -355,12 +356,13 @@ def _weights_written(actor: Any, folder: Path) -> dict[str, Any]:
 
     file = rank_file(actor.rank)
     entries, tensors = [], {}
-    for each in rank_parameters(actor):
-        shard = each.shard
-        if shard.primary == actor.rank:
-            role = weight_role(shard)
-            entries.append(StoredTensor(file, f"{role}/{each.key}", role, shard.local_shape, None, shard.pieces))
-            tensors[entries[-1].key] = each.parameter.detach().cpu().contiguous()
+    with actor.residence.using(PARAMETERS, OPTIMIZER):
+        for each in rank_parameters(actor):
+            shard = each.shard
+            if shard.primary == actor.rank:
+                role = weight_role(shard)
+                entries.append(StoredTensor(file, f"{role}/{each.key}", role, shard.local_shape, None, shard.pieces))
+                tensors[entries[-1].key] = each.parameter.detach().to("cpu", copy=True).contiguous()
     nothing = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
     part = RankFiles(tuple(entries), {file: write_tensors(folder / file, tensors)}, nothing)
     return described(folder, actor.rank, part).to_json()

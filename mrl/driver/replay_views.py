@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mrl.config.schema import with_values
+from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.model.rotation import Linear, Yarn
 
 View = Mapping[str, Any]
@@ -42,7 +43,8 @@ def weights_of(actor: Any) -> Weights:
     """Copies this rank's weights to the host."""
     from mrl.rank.rank_parameters import rank_parameters
 
-    return {each.key: each.parameter.detach().to("cpu", copy=True) for each in rank_parameters(actor)}
+    with actor.residence.using(PARAMETERS, OPTIMIZER):
+        return {each.key: each.parameter.detach().to("cpu", copy=True) for each in rank_parameters(actor)}
 
 
 def views_of(actor: Any, older: Mapping[int, Weights]) -> list[View]:
@@ -92,7 +94,10 @@ def _set_weights(actor: Any, undo: ExitStack, change: Callable[[Any], None]) -> 
     """Calls `change(parameter)` of each, whose weights are put back afterwards."""
     from mrl.rank.rank_parameters import rank_parameters
 
-    for each in rank_parameters(actor):
+    undo.enter_context(actor.residence.using(PARAMETERS))  # on the device until they are put back
+    with actor.residence.using(PARAMETERS, OPTIMIZER):
+        parameters = list(rank_parameters(actor))
+    for each in parameters:
         own = each.parameter.data
         before = own.clone()
         undo.callback(own.copy_, before)

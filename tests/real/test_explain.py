@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from world import PRESET, make_world, mrl, overrides
 
+from mrl.tools.explain.replay import StoredRun, replay
+
 STEPS = 16
 RESPONSES = 64  # of a step
 TWO_REPLICAS = {
@@ -40,3 +42,14 @@ def test_a_healthy_run_repeats_bit_by_bit_and_is_not_called_broken(world, tmp_pa
     assert "no step leaves the run's own band" in mrl("explain", str(run)).stdout
     compared = [json.loads(line) for line in (run / "plan_compared.jsonl").read_text().splitlines()]
     assert [line["step"] for line in compared] == [2, 5]
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_views_and_served_weights_of_a_run_whose_states_leave_the_device(world, tmp_path):
+    offload = {f"actor__{kind}_offload": True for kind in ("param", "grad", "optimizer")}
+    run = trained(world, tmp_path / "run", trainer__total_training_steps=2, trainer__save_freq=1, **offload)
+    found = replay(StoredRun.read(run), 2, (), (), 400.0, views=True, served=tmp_path)
+    assert found.repeats and found.served
+    kinds = {view["kind"] for view in found.views if not view.get("failed")}
+    assert kinds >= {"own", "rounded", "version"}

@@ -1498,7 +1498,7 @@ def test_a_script_that_shows_images_to_a_model_that_reads_them_is_imported_and_s
         ("[model.layers.23.self_attn.q_proj,visual]", True),
         ("'.*\\.experts\\.[1-9]+\\..*'", True),
         ("'.*(visual|shared_expert).*'", True),
-    ],  # fmt: skip
+    ],
 )
 def test_modules_that_have_no_adapters_here_may_be_excluded(excluded, lost):
     """verl's own LoRA script of Qwen2.5-VL excludes the tower's, whose names all-linear would reach (verl#2182)."""
