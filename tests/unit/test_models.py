@@ -397,7 +397,7 @@ def test_what_cannot_be_trained_is_refused_by_name(change, message):
 def test_the_nearest_family_is_one_with_such_layers(config, words):
     with pytest.raises(ConfigError) as raised:
         model_spec({"architectures": ["Other"], "model_type": "other", **config})
-    assert f"is not supported. {words} Supported are" in str(raised.value)
+    assert f"is not supported. {words} What another family needs is in docs" in str(raised.value)
 
 
 def test_a_directory_is_read_and_its_faults_are_named(tmp_path):
