@@ -36,7 +36,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     3: ("config",),
     2: ("acting",),
     1: ("model", "algo", "data", "schedule", "reward", "record", "platforms"),
-    0: ("crash_points", "errors", "exercised", "plain_files", "units", "whole_file"),
+    0: ("crash_points", "errors", "plain_files", "units", "whole_file"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 

@@ -22,7 +22,6 @@ from mrl.algo.rows import RowValues, on_tokens, second_moment, total
 from mrl.algo.spec import ADVANTAGES, BY_TURN
 from mrl.algo.turn_credit import SESSION, TurnAdvantages, TurnNumbers, compared, paired, turn_returns
 from mrl.errors import ConfigError, DataError
-from mrl.exercised import exercised
 
 CUSTOM_ADVANTAGE_KEY = "algorithm.custom_advantage.path"
 _DECORATOR = "register_advantage"  # of a user's file
@@ -437,7 +436,6 @@ def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdv
     Raises ConfigError for an unknown estimator, or for one that does not return one number a response.
     """
     values = numbers_of(adv_estimator, inputs)
-    exercised(f"algorithm.adv_estimator={adv_estimator}")
     if adv_estimator in BY_TURN:
         turns = inputs.of_turns
         of_turns = TurnAdvantages(turns.counts, turns.starts, values)

@@ -24,9 +24,8 @@ from mrl.algo.aggregate import (
 )
 from mrl.algo.own_functions import load_registered
 from mrl.algo.plain import Denominators, PolicyLossParameters
-from mrl.algo.spec import FORWARD_OVER_WORDS, KL_TYPES, LOG_RATIO_LIMIT, ON_POLICY, OVER_WORDS, REVERSE_OVER_WORDS
+from mrl.algo.spec import FORWARD_OVER_WORDS, KL_TYPES, LOG_RATIO_LIMIT, OVER_WORDS, REVERSE_OVER_WORDS
 from mrl.errors import ConfigError
-from mrl.exercised import exercised
 
 SEQUENCE_LOG_RATIO_MAX = 10.0
 CUSTOM_LOSS_KEY = "algorithm.policy_loss.custom.path"
@@ -283,7 +282,6 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
         raise ConfigError(
             f"policy_loss.loss_mode: {parameters.loss_mode!r} is unknown; allowed: {', '.join(TOKEN_LOSSES)}"
         )
-    exercised(f"algorithm.policy_loss.loss_mode={parameters.loss_mode}")
     inputs = _without_padding(_anchored(inputs))
     log_ratio = inputs.log_probs - inputs.old_log_probs
     token_loss = function(parameters, inputs, log_ratio)
@@ -338,7 +336,6 @@ def _anchored(inputs: LossInputs) -> LossInputs:
     """Takes the current log-probs where no old ones are given. The ratio is then exactly 1 and keeps its gradient."""
     if inputs.old_log_probs is not None:
         return inputs
-    exercised(f"algorithm.anchor={ON_POLICY}")
     return replace(inputs, old_log_probs=inputs.log_probs.detach())
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.config.schema import AlgorithmConfig, DistillationConfig
 from mrl.errors import ConfigError
-from mrl.exercised import VARIABLE
 from mrl.platforms.imports import needs_ranks
 from mrl.rank.loss_parameters import loss_parameters
 from mrl.reward.process import PACKAGE_ROOT
@@ -39,7 +38,6 @@ def try_loss(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> No
     # ranks find modules in the current directory too, after all others
     paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(Path.cwd())]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    environment.pop(VARIABLE, None)  # a rehearsal is told of what it trained with, and not of this
     try:
         ended = subprocess.run(
             [sys.executable, "-P", "-m", "mrl.driver.own_loss"],

@@ -1,18 +1,11 @@
-"""Chooses what reads the calls in a turn: the dialect of the model's family, or a class named by the environment.
+"""Reads the calls in a turn, by the dialect of the model's family."""
 
-The variable MRL_CALL_READER (MODULE:NAME) names that class. All processes of a run inherit it.
-"""
-
-import os
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, Protocol
 
 from mrl.acting.dialects import Dialect, ToolCall
 from mrl.acting.tool import TurnsSpec
 from mrl.data.parameter_types import typed_parameters
-
-VARIABLE = "MRL_CALL_READER"
 
 
 class CallReader(Protocol):
@@ -35,12 +28,3 @@ class DialectReader:
         """Returns the calls in a turn, as the model wrote them."""
         parameters = {name: typed_parameters(function["parameters"]) for name, function in functions.items()}
         return self._dialect.calls(ids, parameters)
-
-
-def call_reader(dialect: Dialect, spec: TurnsSpec) -> CallReader:
-    """Builds the call reader of a run."""
-    named = os.environ.get(VARIABLE)
-    if named is None:
-        return DialectReader(dialect, spec)
-    module, _, name = named.partition(":")
-    return getattr(import_module(module), name)(dialect, spec)

@@ -75,7 +75,6 @@ class EngineWorker:
         """
         if self.engine.settings.turns is not None:
             from mrl.data.dataset import load_tokenizer
-            from mrl.engine.call_reader import call_reader
             from mrl.engine.conversations import Conversations
 
             tokenizer = load_tokenizer(self.engine.settings.arguments["model"])
@@ -86,7 +85,6 @@ class EngineWorker:
                 slots=request_limit_of(self.engine.settings.arguments["max_num_seqs"]),
                 environment=self._environment,
                 folder=self._folder,
-                reader=call_reader,
             )
         return await self.engine.start(meeting)
 

@@ -24,7 +24,6 @@ from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import ImageStore
 from mrl.errors import ConfigError, DataError, NumericAbort
-from mrl.exercised import exercised
 from mrl.model import load_model_spec
 from mrl.model.adapters import adapter_shards, all_shards
 from mrl.model.hf_files import check_same_architecture
@@ -241,7 +240,6 @@ class MegatronActor:
         memory = partial(torch.empty, dtype=torch.uint8, device=self.platform.device)
         if self.config.ref.param_offload:
             memory = self.platform.host_memory
-            exercised("ref.param_offload")
         return FrozenWeights(self.chunks, memory, self.platform.synchronize)
 
     def see(self, pixels: "Pixels") -> None:

@@ -14,8 +14,6 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mrl.exercised import exercised
-
 
 @dataclass(frozen=True)
 class _Updated:
@@ -37,7 +35,6 @@ class AdamState:
         inner = [optimizer]
         if self._hybrid:
             inner = optimizer.sub_optimizers
-            exercised("actor.optim.override_optimizer_config.optimizer_cpu_offload")
         updated = [
             _Updated(tensor, adam, group) for adam in inner for group in adam.param_groups for tensor in group["params"]
         ]

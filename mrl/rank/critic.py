@@ -24,7 +24,6 @@ from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.data.batch import TrainBatch
 from mrl.errors import NumericAbort
-from mrl.exercised import exercised
 from mrl.model import ModelSpec
 from mrl.model.critic_weights import critic_shards
 from mrl.model.hf_files import check_same_architecture
@@ -88,7 +87,6 @@ class MegatronCritic:
         self._has_own_groups = self.layout != of_actor
         if self._has_own_groups:
             self.in_place = parallel.OtherGroups().in_place
-            exercised("critic.layout")
         self.parameters = ValueLossParameters(config.critic.cliprange_value, config.critic.loss_agg_mode)
         if config.critic.path is not None:
             check_same_architecture("critic.path", config.model.path, model)
@@ -272,7 +270,6 @@ def value_loss_pass(
 ) -> list[MetricParts]:
     """Runs forward and backward of a mini-batch on this rank. Sums gradients as the actor's `loss_pass` does."""
     undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
-    exercised("algorithm.adv_estimator=gae")
 
     def loss(inputs: MicroBatch, values: Tensor) -> tuple[Tensor, MetricParts]:
         given = ValueInputs(values, inputs.critic_values, inputs.returns, inputs.response_mask)

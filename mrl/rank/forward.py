@@ -23,7 +23,6 @@ from mrl.algo.aggregate import MetricParts, merge, to_floats
 from mrl.algo.losses import LossInputs, LossOutput, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.data.batch import TrainBatch
-from mrl.exercised import exercised
 from mrl.model.layout import TrainLayout
 from mrl.platforms.packs import Pack, for_attention, tie
 from mrl.rank.batching import MicroRows, RowResult
@@ -186,9 +185,6 @@ def loss_pass(
     each micro-batch on the last stage, an empty list elsewhere.
     """
     undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
-    exercised(f"actor.layout.virtual_pipeline_model_parallel_size={len(chunks)}")
-    granularity = chunks[0].config.recompute_granularity
-    exercised(f"model.override_transformer_config.recompute_granularity={granularity}")
 
     def loss(inputs: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, LossResult]:
         result = _loss(parameters, inputs, outputs, denominators)

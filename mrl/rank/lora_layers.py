@@ -43,7 +43,6 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from mrl.exercised import exercised
 from mrl.model.adapters import ADAPTER, FACTORS, FIRST, SECOND, Adapted, AdaptedLayer, Lora, add_factors, tiles
 from mrl.model.boxes import Box
 from mrl.model.hf_config import ModelSpec
@@ -232,7 +231,6 @@ def attach(
         adapter.begin(seed)
         module.add_module(ADAPTER, adapter)
         module.register_forward_hook(_hook(config, layer.is_expert))
-        exercised(f"actor.lora.rank={lora.rank}")
 
 
 def _is_outside(module: Module, layer: AdaptedLayer) -> bool:
@@ -280,7 +278,6 @@ def drawing_noise(dropout: float, seed: int, update: int, device: torch.device) 
     if not dropout:
         yield
         return
-    exercised(f"actor.lora.dropout={dropout}")
     tracker = get_cuda_rng_tracker()
     own = dist.get_rank()
     first_of_tensor = mpu.get_tensor_model_parallel_src_rank()

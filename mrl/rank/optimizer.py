@@ -13,7 +13,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.config.schema import OptimConfig
 from mrl.errors import ConfigError
-from mrl.exercised import exercised
 from mrl.rank.bridge import checked_overrides
 from mrl.rank.offload import check_resident
 from mrl.rank.parameter_marks import FROZEN, OF_TOWER
@@ -78,7 +77,6 @@ def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.register_hook(torch.zeros_like)
         setattr(parameter, FROZEN, True)
-        exercised("actor.freeze_router")
 
 
 def build_scheduler(

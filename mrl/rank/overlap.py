@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from megatron.core.distributed import finalize_model_grads
 from torch.nn import Module
 
-from mrl.exercised import exercised
 from mrl.rank.logprob import REDUCES_EARLY
 
 
@@ -26,7 +25,6 @@ def set_gradient_reduction(chunks: Sequence[Module]) -> None:
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
         if overlaps:
-            exercised("actor.override_ddp_config.overlap_grad_reduce")
             chunk.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
             for parameter in chunk.parameters():
                 setattr(parameter, REDUCES_EARLY, True)

@@ -25,7 +25,6 @@ from torch.nn import Module
 from mrl.algo.plain import FloatParts
 from mrl.checkpoint.open_checkpoint import open_hf, weight_role
 from mrl.config.schema import OptimConfig
-from mrl.exercised import exercised
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Shard
@@ -90,7 +89,6 @@ class PredictingLayer:
         """Gives the layer an optimizer. Its weights must be loaded."""
         self.optimizer = build_optimizer(optim, [self.chunk], dtype)
         self.scheduler = build_scheduler(optim, self.optimizer, total_updates)
-        exercised("actor.mtp.train")
 
     def begin(self) -> None:
         """Clears gradients and sums before the passes of a mini-batch."""

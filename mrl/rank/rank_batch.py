@@ -25,7 +25,6 @@ from mrl.algo.selection import Candidates, Means, candidates, chosen, largest
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import RoutesHere
 from mrl.data.samples import Samples
-from mrl.exercised import exercised
 from mrl.rank.batching import RowLengths, RowResult, UpdateResult
 from mrl.rank.cut import ReplicaCut
 from mrl.rank.handed_rows import HandedRows, as_counted, taken
@@ -187,7 +186,6 @@ class RankBatch:
             return {}
         if self._algorithm.anchor == "rollout":
             self.batch = replace(self.batch, old_log_probs=self.batch.rollout_log_probs)
-            exercised("algorithm.anchor=rollout")
         trained = np.where(self.batch.loss_mask, self.batch.old_log_probs, 0.0)
         return {"anchor": row_sums(trained.astype(np.float64), self._lengths)}
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from mrl.algo.plain import FloatParts
 from mrl.data.routes import is_missing
-from mrl.exercised import exercised
 from mrl.model import ModelSpec
 from mrl.rank.packing import MicroBatch
 
@@ -172,8 +171,6 @@ class Routing:
             )
         supplied = self._supplied(core, inputs)
         wanted = before if self.replay == "R2" else supplied
-        if wanted is not None:
-            exercised(f"actor.router_replay={self.replay}")
         with _choosing(choosers, wanted, has_gaps=self.replay == "R3", training=True):
             yield
         real, predicting = (_in_routers_order(values, core) for values in (inputs.real, inputs.predicting))

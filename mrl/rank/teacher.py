@@ -11,7 +11,6 @@ from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import PARAMETERS
 from mrl.config.teacher_model import teacher_of
 from mrl.data.batch import TrainBatch
-from mrl.exercised import exercised
 from mrl.model import load_model_spec
 from mrl.platforms import Platform
 from mrl.rank import parallel
@@ -62,7 +61,6 @@ class Teacher:
         moved = ()
         if own.param_offload:
             moved = (PARAMETERS,)
-            exercised("distillation.teacher_model.param_offload")
         self._residence = Residence(platform, self._chunks, None, moved, "distillation.teacher_model")
         self._residence.offload()
 

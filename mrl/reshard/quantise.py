@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mrl.exercised import exercised
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Shard
 from mrl.model.quantised import SCALE, SCALES, WORD, blocks, in_blocks
@@ -28,7 +27,6 @@ WORDS = getattr(torch, WORD)
 
 def block_scales(values: Tensor, block: int) -> Tensor:
     """The scale of each block of a matrix, float32 [rows / block, columns / block], both rounded up."""
-    exercised("rollout.quantization=fp8")
     rows, columns = values.shape
     tall, wide = blocks(values.shape, block)
     if (rows, columns) != (tall * block, wide * block):

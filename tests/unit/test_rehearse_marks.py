@@ -32,6 +32,7 @@ from mrl.tools.rehearse.evidence import evidence_of
 from mrl.tools.rehearse.marks import SWITCHES, judge
 from mrl.tools.rehearse.scoring import CALL
 from mrl.tools.rehearse.small_model import small_hf_config
+from mrl.tools.rehearse.watched import WATCHED
 
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 SEPARATE = FOLDER / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"
@@ -241,11 +242,8 @@ def test_a_name_that_a_killed_process_did_not_finish_is_no_mark(rehearsal, run, 
     assert counted - exercised(rehearsal, less) == {"actor.freeze_router"}
 
 
-def test_what_the_table_waits_for_is_said_by_the_trainer_and_by_nothing_else():
-    said = set()
-    for path in (Path(stages.__file__).parents[2]).rglob("*.py"):
-        said |= set(re.findall(r'\bexercised\(f?"([\w.]+)', path.read_text()))
-    assert said == {switch.name for switch in SWITCHES if switch.mark is None}
+def test_what_the_table_waits_for_is_watched_and_nothing_else():
+    assert {row.switch for row in WATCHED} == {switch.name for switch in SWITCHES if switch.mark is None}
 
 
 @pytest.mark.parametrize("anchor", ["rollout", "on_policy"])
@@ -429,4 +427,4 @@ def test_a_rehearsal_joins_no_cluster_of_the_users_and_sees_what_runs(monkeypatc
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     environment = stages.environment(WorkFolder(tmp_path))
     assert "RAY_ADDRESS" not in environment and environment["HF_HUB_OFFLINE"] == "1"
-    assert environment["MRL_REHEARSAL"] == str(tmp_path / "exercised")
+    assert environment["PYTHONPATH"].startswith(str(tmp_path / "hook"))

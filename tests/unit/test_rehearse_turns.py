@@ -16,13 +16,11 @@ from mrl.config.load import load_config
 from mrl.data.dataset import load_tokenizer
 from mrl.data.samples import STOP_REASONS
 from mrl.driver.assemble_data import load_training, offer_of
-from mrl.engine.call_reader import VARIABLE, DialectReader, call_reader
 from mrl.engine.conversations import Conversations
 from mrl.engine.requests import Request, turns_spec
 from mrl.tools.rehearse.compose import NO_AGENT, NOT_HERE, WorkFolder
 from mrl.tools.rehearse.made_up_calls import MadeUpCalls, made_up_calls
 from mrl.tools.rehearse.prepare import prepare
-from mrl.tools.rehearse.stages import environment
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 CLASSES = Path(environment_classes.__file__)
@@ -74,14 +72,6 @@ def test_an_agent_is_not_started_in_a_rehearsal_and_it_says_so(tmp_path):
     rollout = load_config(work.config).config.rollout
     assert (rollout.turns, rollout.endpoint, rollout.agent) == (None, False, None)
     assert [each.why for each in found.rehearsal.out_of_reach if each.switch == "rollout.turns"] == [NO_AGENT]
-
-
-def test_a_rehearsal_hands_its_reader_of_calls_to_the_processes_of_its_run(tmp_path, monkeypatch):
-    work = WorkFolder(tmp_path / "work")
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert isinstance(call_reader(None, spec()), DialectReader)
-    monkeypatch.setenv(VARIABLE, environment(work)[VARIABLE])
-    assert isinstance(call_reader(None, spec()), MadeUpCalls)
 
 
 def test_in_a_rehearsal_each_turn_but_the_last_calls_and_nothing_that_was_sampled_is_another():

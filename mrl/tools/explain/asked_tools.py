@@ -31,7 +31,7 @@ from mrl.acting.offer import name_of
 from mrl.config.schema import RunConfig
 from mrl.config.schema_rollout import TurnsConfig
 from mrl.data.dataset import load_tokenizer
-from mrl.engine.call_reader import call_reader
+from mrl.engine.call_reader import DialectReader
 from mrl.engine.requests import turns_spec
 from mrl.errors import EnvironmentFault, MrlError
 from mrl.model.hub import local_folder
@@ -88,7 +88,7 @@ class ToolAsker:
             self._functions = {name_of(each): each["function"] for each in schemas}
             self._tools = {name_of(each) for each in self._pools[0].offer.tools}
             self._dialect = dialect_of(tokenizer, {**self._spec.template_arguments, "tools": schemas})
-            self._reader = call_reader(self._dialect, self._spec)
+            self._reader = DialectReader(self._dialect, self._spec)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> "ToolAsker":

@@ -2,7 +2,7 @@
 
     configuration --small--> a small configuration, what changed, what is out of reach   small_*.py, compose.py
        --files--> a checkpoint of random weights, a tokenizer, rows, a reward            prepare.py and what it calls
-       --run----> `mrl train` for a step and a save, `mrl train --resume` for the next   stages.py
+       --run----> `mrl train` for a step and a save, `mrl train --resume` for the next   stages.py, watched.py
        --marks--> which switch left a trace in the run directory                         marks.py, evidence.py
        --report-> exercised, not exercised, failed                                       report.py
 

@@ -62,8 +62,13 @@ class WorkFolder:
 
     @property
     def exercised(self) -> Path:
-        """The folder in which the run's processes record what code ran (mrl/exercised.py)."""
+        """The folder in which the run's processes write what code ran (watched.py)."""
         return self.path / "exercised"
+
+    @property
+    def hook(self) -> Path:
+        """The folder that is first where the run's processes look for modules (watched.py)."""
+        return self.path / "hook"
 
     @property
     def reward(self) -> Path:

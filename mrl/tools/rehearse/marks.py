@@ -1,7 +1,7 @@
 """Table of switches: which ones a configuration has on, and what shows that the code of each ran.
 
-A switch counts as exercised only if its mark is found. Its code may have recorded that it ran (mrl/exercised.py).
-Otherwise metrics, checkpoint files or samples must show an effect that only it has. Where nothing can show it, the
+A switch counts as exercised only if its mark is found. Its code may have been seen to run (watched.py). Otherwise
+metrics, checkpoint files or samples must show an effect that only it has. Where nothing can show it, the
 table gives the reason, and the switch never counts.
 """
 
@@ -27,7 +27,7 @@ class Switch:
     """One switch.
 
     `name` is its key, or words where no single key is it. `mark` finds what it left behind; None means that its code
-    records that it ran. `missing` says why it may have left nothing. `off` are values at which it is off, beside None,
+    is watched. `missing` says why it may have left nothing. `off` are values at which it is off, beside None,
     False and 0. `value` computes its value, None when off, where that is not the key's own value.
     """
 
@@ -49,7 +49,7 @@ class Switch:
     def found_in(self, evidence: Evidence, config: RunConfig, value: Any) -> Found:
         """Returns the mark that it left behind, or None."""
         if self.mark is None:
-            return _said_so(evidence, self.name, value)
+            return _ran(evidence, self.name, value)
         return self.mark(evidence, config, value)
 
 
@@ -169,7 +169,7 @@ def _acts_on(config: RunConfig) -> tuple[str, ...] | None:
 # ---------------------------------------------------------------- marks
 
 
-def _said_so(evidence: Evidence, key: str, value: Any) -> Found:
+def _ran(evidence: Evidence, key: str, value: Any) -> Found:
     """Finds that the code of the key's value ran, and that of no other value."""
     name = key if value is True else f"{key}={value}"
     others = {said for said in evidence.exercised if said.startswith(f"{key}=")} - {name}

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.engine.call_reader import VARIABLE as CALL_READER
-from mrl.exercised import VARIABLE
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 from mrl.tools.rehearse.compose import STEPS, WorkFolder
-from mrl.tools.rehearse.made_up_calls import MadeUpCalls
+from mrl.tools.rehearse.watched import write_hook
 
 TRAIN = "train"
 RESUME = "resume"
@@ -60,7 +58,7 @@ def run_stages(work: WorkFolder, tell: Callable[[str], None]) -> list[Ended]:
     }
     told = {TRAIN: "train: one step and its save", RESUME: f"resume: step {STEPS} from the save"}
     ended: list[Ended] = []
-    work.exercised.mkdir(exist_ok=True)
+    write_hook(work.hook, work.exercised)
     with stopped_by_sigterm():
         for phase, arguments in commands.items():
             tell(told[phase])
@@ -79,11 +77,9 @@ def _run(phase: str, arguments: list[str], work: WorkFolder) -> Ended:
 def environment(work: WorkFolder) -> dict[str, str]:
     """Returns the caller's environment, changed for a rehearsal.
 
-    Processes join no cluster, use no network and one thread each, record what code runs, and make up calls.
+    Processes join no cluster, use no network and one thread each, and have the hook of watched.py.
     """
     own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    paths = [str(_PACKAGE_ROOT), *filter(None, [own.get("PYTHONPATH")])]
+    paths = [str(work.hook), str(_PACKAGE_ROOT), *filter(None, [own.get("PYTHONPATH")])]
     own |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    own[VARIABLE] = str(work.exercised)
-    own[CALL_READER] = f"{MadeUpCalls.__module__}:{MadeUpCalls.__name__}"
     return own | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(os.pathsep.join(paths).split(os.pathsep)))}
