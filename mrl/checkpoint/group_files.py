@@ -88,12 +88,12 @@ def _add(archive: zipfile.ZipFile, name: str, column: np.ndarray) -> None:
 
 
 def read_group(path: Path) -> GroupRecord:
-    """Reads what `write_group` wrote, now or when each column was a member of its own."""
+    """Reads what `write_group` wrote."""
     with np.load(path) as file:
         columns = dict(file)
     described = json.loads(columns.pop(RECORD).tobytes())
     results = {index: RewardResult(**result) for index, result in described["results"]}
-    columns |= _small(described.get(SMALL, []), columns.pop(SMALL, np.empty(0, np.uint8)).tobytes())
+    columns |= _small(described[SMALL], columns.pop(SMALL, np.empty(0, np.uint8)).tobytes())
     return GroupRecord(described["number"], described["attempt"], Samples(**columns) if columns else None, results)
 
 

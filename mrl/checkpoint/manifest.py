@@ -7,8 +7,7 @@
     step-N/hf/                      configuration and tokenizer
 
 `manifest.json` is written last: a folder without it is not a checkpoint. Each entry stores a local Megatron tensor, or
-a flat range of it if the distributed optimizer splits it. Manifests of format 1 contain the entries of all ranks, and
-lack the files in hf/.
+a flat range of it if the distributed optimizer splits it.
 """
 
 import hashlib
@@ -29,7 +28,6 @@ from mrl.model.trained_tower import PROJECTOR, TRAINED
 from mrl.plain_files import read_json
 
 FORMAT = 2
-_READ_FORMATS = (1, FORMAT)
 MOST_READERS = 16  # of files at once; hashing releases the interpreter lock
 MANIFEST = "manifest.json"
 HF_FOLDER = "hf"  # configuration and tokenizer of every mrl checkpoint
@@ -122,7 +120,7 @@ class Manifest:
     ranks: tuple[RankFiles, ...]
     trainer: dict[str, Any]  # position in the data, metrics of the step
     versions: dict[str, str]
-    hf_files: FileFacts = field(default_factory=dict)  # by name in HF_FOLDER; empty for format 1
+    hf_files: FileFacts = field(default_factory=dict)  # by name in HF_FOLDER
     # if only adapters are stored: their settings, and path and digest of the model on which they are trained
     adapters: dict[str, Any] = field(default_factory=dict)
     critic: tuple[RankFiles, ...] = ()  # of a critic beside the actor, rank by rank; empty: there is none
@@ -244,12 +242,11 @@ def read_manifest(folder: Path) -> Manifest:
     number = None
     if isinstance(data, dict):
         number = data.pop("format", None)
-    if isinstance(number, bool) or not isinstance(number, int) or number not in _READ_FORMATS:
-        known = " or ".join(map(str, _READ_FORMATS))
-        raise EnvironmentFault(f"{path}: not a manifest of format {known}; convert it with the mrl that wrote it")
+    if number != FORMAT:
+        raise EnvironmentFault(f"{path}: not a manifest of format {FORMAT}; convert it with the mrl that wrote it")
     try:
         written = _digest(data | {"format": number})
-        digest = data.pop("digest", None)
+        digest = data.pop("digest")
         updates = data.pop("num_updates")
         of_ranks = {name: tuple(RankFiles.from_json(r) for r in data.get(name, ())) for name in ("ranks", "critic")}
         manifest = Manifest(**data | of_ranks)
@@ -262,7 +259,7 @@ def read_manifest(folder: Path) -> Manifest:
         sizes = {name: facts["bytes"] for name, facts in read_by_runs.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EnvironmentFault(f"{path}: not a complete manifest ({error!r}); choose another step-N folder") from error
-    if digest is not None and digest != written:  # manifests of earlier versions have none
+    if digest != written:
         raise DamagedCheckpoint(
             f"{path}: is not what was written (its digest differs); the checkpoint is damaged, resume from another",
             str(folder),

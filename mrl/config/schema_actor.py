@@ -1,9 +1,6 @@
 """Keys of the trained model, its reference model and its critic: checkpoint, layout, optimizer, batches, offload."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
-
-from pydantic import model_validator
 
 from mrl.algo.spec import AGGREGATIONS, ALIASES
 from mrl.config.section import Section, key, known_name, section_from
@@ -454,14 +451,6 @@ class RefConfig(Section):
         ge=1,
         unit="tokens",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_layout(cls, given: Any) -> Any:
-        """Leaves out a layout of null, which resolved configurations of earlier runs have."""
-        if isinstance(given, Mapping) and given.get("layout", 0) is None:
-            return {name: value for name, value in given.items() if name != "layout"}
-        return given
 
 
 class CriticOptimConfig(OptimConfig):

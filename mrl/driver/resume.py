@@ -92,10 +92,9 @@ class RunIdentity:
 
     def going_on(self, point: Newest | None) -> "RunIdentity":
         """Returns the identity of the run that continues from `point`, with the initial adapters of `point`."""
-        if not self.adapters or point is None or point.manifest is None:
+        if not self.adapters or point is None or point.manifest is None or not point.manifest.adapters:
             return self
-        start = point.manifest.adapters.get("start", self.adapters["start"])  # older checkpoints do not have it
-        return replace(self, adapters={**self.adapters, "start": start})
+        return replace(self, adapters={**self.adapters, "start": point.manifest.adapters["start"]})
 
 
 def _adapters_of(given: LoraConfig, model: str) -> dict[str, Any]:
@@ -275,7 +274,7 @@ def _check_same_adapters(identity: RunIdentity, manifest: Manifest, folder: Path
             raise ConfigError(
                 f"actor.lora.{name}: {now[name]}, and the adapters in {folder} have {then.get(name)}; set it to that"
             )
-    if now and now.get("start") and "start" in then and not _same_start(now["start"], then["start"]):
+    if now and now["start"] and not _same_start(now["start"], then["start"]):
         raise ConfigError(
             f"actor.lora.path: {now['start']['path']} is not the adapter that training began with in {folder}, whose "
             "adapters go on as they are; leave the key out"
@@ -361,7 +360,7 @@ def resumed_state(point: Newest | None, control: KlControlConfig) -> TrainState:
     if point is None or point.manifest is None:
         return TrainState()
     trainer = point.manifest.trainer
-    weights = trainer.get("weights") or new_name()  # older checkpoints have none
+    weights = trainer.get("weights") or new_name()  # converted weights have none
     cursor = DataCursor(**trainer["cursor"])
     kl_coef = trainer.get("kl_coef") if control.type == "adaptive" else None
     return TrainState(point.manifest.step, cursor, weights=weights, kl_coef=kl_coef)

@@ -146,9 +146,7 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool, origin: Sampl
 
 
 def _differences(said: Mapping[str, Any], origin: SampledBy) -> list[str]:
-    """Returns names of what made the groups and differs from `origin`. Older checkpoints do not say what it was."""
-    if "sampled_by" not in said:
-        return ["versions of this program"]
+    """Returns names of what made the groups and differs from `origin`."""
     made_by = SampledBy(**said["sampled_by"])
     differing = made_by.differing(origin)
     if made_by.rewards != origin.rewards:

@@ -276,8 +276,8 @@ def plan_again(config: RunConfig, model: ModelSpec, file: Path, held_out_prompts
     Device and number of held-out prompts come from the plan stored in `file` where they are not given.
     """
     stored = _stored(file)
-    if held_out_prompts is None and stored is not None:  # plans of older runs have none; 0: it was unknown
-        held_out_prompts = stored["memory"]["host"].get("held_out_prompts") or None
+    if held_out_prompts is None and stored is not None:  # 0: it was unknown
+        held_out_prompts = stored["memory"]["host"]["held_out_prompts"] or None
     return plan_of(config, model, _same_device(config, stored), held_out_prompts)
 
 

@@ -188,7 +188,7 @@ def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: f
 
 def _restore_counts(actor, facts: dict[str, Any]) -> None:
     actor.num_updates = facts["num_updates"]
-    actor.skipped_in_a_row = facts.get("skipped_in_a_row", 0)  # a checkpoint may be older than this count
+    actor.skipped_in_a_row = facts.get("skipped_in_a_row", 0)  # converted weights have none
 
 
 def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:

@@ -189,7 +189,7 @@ def generated_after(folder: Path, step: int, group_size: int) -> int:
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """Returns the starts of a run in order; nothing for runs of older versions.
+    """Returns the starts of a run in order; nothing without the file.
 
     Lines that are not such an object are skipped.
     """

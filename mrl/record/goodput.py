@@ -96,7 +96,6 @@ def goodput(events: Iterable[Mapping[str, Any]], rows: Sequence[Mapping[str, Any
     for event in events:
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             _take(timeline, event)
-    # no loop began, or an older version wrote the events
     if all(interval.kind != _LOOP for interval in timeline.intervals):
         return None
     last = timeline.intervals[-1]

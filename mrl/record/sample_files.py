@@ -10,10 +10,10 @@ meaning. `turns` is a list of `first_token`, `stop_reason`, `calls`, `seconds`, 
 `calls` is a list of `name`, `reason`, `seconds` over all turns (mrl.data.samples.TurnCall). Responses of several
 branches add `branches`, a list of `first_token`, `prompt_tokens`. Runs with images add `images`, a list of `name` (of a
 file in the run directory's `images/`), `first_token`, `tokens`, `grid` (mrl.data.samples.RowImage).
-
-Older runs have `step-N.jsonl`, which `read_samples` reads too.
 """
 
+import errno
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ from mrl.data.samples import (
     with_turns,
 )
 from mrl.errors import DataError, MrlError
-from mrl.plain_files import LINES_BYTES, parse_json, read_text
+from mrl.plain_files import parse_json
 from mrl.record.run_dir import json_line, step_of
 from mrl.whole_file import appears_whole
 
@@ -109,7 +109,7 @@ def steps_with_responses(folder: Path) -> list[int]:
 
     A step may have its file of log-probs alone, because the other one failed or is not written yet.
     """
-    names = (re.fullmatch(r"step-(\d+)\.(parquet|jsonl)", file.name) for file in folder.glob("step-*.*"))
+    names = (re.fullmatch(r"step-(\d+)\.parquet", file.name) for file in folder.glob("step-*.*"))
     return sorted({int(name[1]) for name in names if name})
 
 
@@ -158,30 +158,24 @@ def readable(folder: Path, step: int) -> Iterator[None]:
 
 
 class StepFile:
-    """The responses of a step on disk. Of a file of columns, only the requested part is read."""
+    """The responses of a step on disk. Only the requested part is read."""
 
     def __init__(self, folder: Path, step: int):
         """Raises FileNotFoundError if the step has no file."""
         self.step = step
         self._path = folder / f"step-{step}.parquet"
         self._differences = folder / f"step-{step}{DIFFERENCES}"
-        self._lines: list[dict[str, Any]] | None = None
         if not self._path.exists():
-            lines = read_text(self._path.with_suffix(".jsonl"), LINES_BYTES).splitlines()
-            self._lines = [parse_json(line) for line in lines]
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
 
     @cached_property
     def scores(self) -> np.ndarray:
         """Score of each response, float64 [rows]."""
-        if self._lines is not None:
-            return np.array([float(line["reward"]["score"]) for line in self._lines])
         return self._numbers["score"].to_numpy()
 
     @cached_property
     def prompt_ids(self) -> np.ndarray:
         """Prompt of each response, int64 [rows]."""
-        if self._lines is not None:
-            return np.array([line["prompt_id"] for line in self._lines], np.int64)
         return self._numbers["prompt_id"].to_numpy()
 
     @cached_property
@@ -191,8 +185,6 @@ class StepFile:
     @cached_property
     def _is_judged(self) -> np.ndarray:
         """Tells which rows have a score, bool [rows]. False where the environment failed."""
-        if self._lines is not None:
-            return np.array([line["reward"].get("reason") not in UNJUDGED for line in self._lines], bool)
         return np.array([reason not in UNJUDGED for reason in self._numbers["reason"].to_pylist()], bool)
 
     def worst(self, count: int) -> np.ndarray:
@@ -202,8 +194,6 @@ class StepFile:
 
     def read(self, rows: np.ndarray) -> list[dict[str, Any]]:
         """Returns the given rows, in that order and in the form of `read_samples`."""
-        if self._lines is not None:
-            return [self._lines[row] for row in rows.tolist()]
         return [_row(row) for row in rows_of(self._path, rows)]
 
     def differences(self, sample_ids: Sequence[int]) -> list[list[float] | None]:
@@ -237,7 +227,7 @@ def rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    own = {name: row.pop(name, None) for name in OWN_COLUMNS}  # an older file lacks a newer column
+    own = {name: row.pop(name) for name in OWN_COLUMNS}
     first = row["weight_version"][0]["version"]
     return row | {
         "weight_version": first,

@@ -62,8 +62,7 @@ class Group:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Group":
         """Reads what `to_json` made."""
-        known = {name: value for name, value in data.items() if name != "losses"}  # older files count engines
-        return cls(**{**known, "state": State(data["state"])})
+        return cls(**{**data, "state": State(data["state"])})
 
 
 @dataclass

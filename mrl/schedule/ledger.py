@@ -57,10 +57,8 @@ class Ledger:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
         """Reads what `to_json` made. Raises DataError if numbers are missing or doubled."""
-        # older ledgers have it
-        rules = {name: value for name, value in data["schedule"].items() if name != "max_losses"}
         ledger = cls(
-            Schedule(**rules),
+            Schedule(**data["schedule"]),
             data["step"],
             data["next_number"],
             data["admitted"],

@@ -309,9 +309,9 @@ DAMAGES = [
     (lambda f: flip_a_byte(f / "rank-00000.safetensors"), ["rank-00000.safetensors", "SHA-256"]),
     (lambda f: (f / "rank-00000.safetensors").unlink(), ["rank-00000.safetensors is missing"]),
     (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json", "not a readable checkpoint manifest"]),
-    (lambda f: (f / "manifest.json").write_text("[1]"), ["manifest.json", "not a manifest of format 1"]),
+    (lambda f: (f / "manifest.json").write_text("[1]"), ["manifest.json", "not a manifest of format 2"]),
     (
-        lambda f: (f / "manifest.json").write_text('{"format": 1, "step": 3}'),
+        lambda f: (f / "manifest.json").write_text('{"format": 2, "step": 3}'),
         ["manifest.json", "not a complete manifest"],
     ),
     (lambda f: (f / "manifest.json").unlink(), ["neither a checkpoint (no manifest.json) nor a run directory"]),

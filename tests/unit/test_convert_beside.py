@@ -222,16 +222,6 @@ def test_a_run_goes_on_from_a_checkpoint_whose_tokenizer_was_changed_and_says_so
         _model_of(ours, config.model, config.rollout)
 
 
-def test_a_checkpoint_whose_manifest_knows_no_digests_of_them_is_opened(ours, tmp_path):
-    manifest = json.loads((ours / "manifest.json").read_text())
-    for added in ("hf_files", "digest"):
-        del manifest[added]
-    (ours / "manifest.json").write_text(json.dumps(manifest))
-    (ours / "hf" / "tokenizer.json").write_text('{"version": "2.0"}')
-    write_hf(open_saved(ours), tmp_path / "hf", Options(verify=True))
-    assert (tmp_path / "hf" / "tokenizer.json").read_text() == '{"version": "2.0"}'
-
-
 @pytest.mark.parametrize("form", ["hf", "ours", "torch_dist"])
 def test_verification_reads_the_tokenizer_again(ours, tmp_path, monkeypatch, form):
     write = {

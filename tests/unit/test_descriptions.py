@@ -24,7 +24,6 @@ from mrl.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.checkpoint.stored_boxes import Boxes
 from mrl.checkpoint.tensor_names import may_hold, tensor_names
 from mrl.errors import DamagedCheckpoint, EnvironmentFault
@@ -153,42 +152,6 @@ def test_a_damaged_description_is_a_damaged_checkpoint(tmp_path):
     (path / "rank-00000.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"rank-00000\.json is missing"):
         read_manifest(path)
-
-
-OLD = {
-    "step": 3, "layout": {"world_size": 2}, "dtype": "float32", "hf_config": CONFIG,
-    "ranks": [
-        {
-            "entries": [
-                {
-                    "file": f"rank-0000{rank}.safetensors", "key": "weight/0.w", "role": "weight", "shape": [3, 4],
-                    "flat": flat, "pieces": [["w", [[0, 3], [0, 4]], [[0, 3], [0, 4]]]],
-                }
-            ],
-            "files": {}, "optimizer": FACTS,
-        }
-        for rank, flat in enumerate(([0, 5], [5, 12]))
-    ],
-    "trainer": {"cursor": {"epoch": 0, "index": 4}, "metrics": {}}, "versions": {}, "format": 1, "num_updates": 2,
-}  # fmt: skip
-
-
-def test_a_manifest_of_the_format_before_has_all_entries_in_it_and_is_read(tmp_path):
-    path, values = tmp_path / "step-3", torch.arange(12.0)
-    path.mkdir()
-    old = json.loads(json.dumps(OLD))
-    for rank, flat in enumerate(((0, 5), (5, 12))):
-        file = path / f"rank-0000{rank}.safetensors"
-        save_file({"weight/0.w": values[slice(*flat)].clone()}, file)
-        old["ranks"][rank]["files"] = {file.name: file_facts(file)}
-    (path / "manifest.json").write_text(json.dumps(old))
-    newest = newest_checkpoint(tmp_path)
-    assert newest.path == path and newest.manifest.optimizer == FACTS and newest.manifest.hf_files == {}
-    check_digests(path, newest.manifest)
-    out = torch.zeros(2, 2)
-    loader = TensorLoader(path, newest.manifest, rank=1)
-    loader.fill(WEIGHT, [Piece("w", Box(((1, 3), (2, 4))), Box.whole((2, 2)))], out)
-    assert out.tolist() == [[6.0, 7.0], [10.0, 11.0]]
 
 
 def test_names_in_short_may_say_too_much_and_never_too_little():

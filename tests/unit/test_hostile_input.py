@@ -276,14 +276,6 @@ def test_samples_that_are_none_are_refused(name, run_dir, capsys):
     refused(capsys, "samples", run_dir, "--worst", "1")
 
 
-def test_samples_of_older_runs_that_are_none_are_refused(run_dir, capsys):
-    (run_dir / "samples" / "step-6.parquet").unlink()
-    for line in ("[" * 100_000, "null", "{}", '{"reward": {"score": "x"}}', '{"reward": []}'):
-        (run_dir / "samples" / "step-6.jsonl").write_text(line + "\n")
-        refused(capsys, "samples", run_dir)
-        refused(capsys, "samples", run_dir, "--worst", "1")
-
-
 # ---------------------------------------------------------------- data
 
 

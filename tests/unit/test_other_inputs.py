@@ -26,9 +26,9 @@ STARTS = {
 }
 
 
-CAUSES = ("sampling", "data", "model", "no name")
+CAUSES = ("sampling", "data", "model")
 EACH = [(name, what) for name in STARTS for what in CAUSES]
-OFTEN = zip(("one step off", "ready first", "patient", "in order, filtered"), CAUSES, strict=True)
+OFTEN = zip(("one step off", "ready first", "patient", "in order, filtered"), (*CAUSES, "sampling"), strict=True)
 
 
 def saved(name, seed, tmp_path):
@@ -88,19 +88,13 @@ def test_with_another_reward_all_are_judged_by_it_and_kept_tokens_are_not_genera
 
 
 @pytest.mark.parametrize(("name", "what"), seldom(EACH, *OFTEN))
-def test_with_other_sampling_or_an_unknown_one_all_begin_anew_by_the_present_weights(name, what, tmp_path, capsys):
-    """A checkpoint without a name is of a version of this program that gave none."""
+def test_with_other_sampling_all_begin_anew_by_the_present_weights(name, what, tmp_path, capsys):
     state, folder, said, prompts = saved(name, 1, tmp_path)
-    origin = origin_in(said)
-    if what == "no name":
-        del said["sampled_by"]
-    else:
-        origin = replace(origin, **{what: "other"})
+    origin = replace(origin_in(said), **{what: "other"})
     kept = read_back(folder, said, tmp_path, origin)
     assert not kept.groups and not any(group.tokens for group in kept.ledger.groups)
-    cause = "versions of this program" if what == "no name" else what
     out = capsys.readouterr().out
-    assert "generated again" in out and f"by other {cause}" in out
+    assert "generated again" in out and f"by other {what}" in out
     world = going_on(name, 1, state, kept, None)
     for _ in range(4):
         samples = world.step().samples.read()

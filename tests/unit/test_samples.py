@@ -16,7 +16,6 @@ from mrl.driver import sample_writer
 from mrl.driver.sample_writer import SampleWriter, kept_rows
 from mrl.engine import outbox
 from mrl.errors import ConfigError, DataError, EnvironmentFault
-from mrl.record import sample_files
 from mrl.record.sample_files import StepFile, keep_within, read_samples, write_differences, write_samples
 from mrl.reward.items import RewardResult
 from mrl.tools.report.samples import looked_at
@@ -123,12 +122,6 @@ def test_files_keep_token_ids_log_probs_version_and_reward_parts(tmp_path):
     }  # fmt: skip
 
 
-def test_a_file_without_a_column_that_came_later_has_its_part_where_it_was(tmp_path, monkeypatch):
-    write_samples(tmp_path, 1, [packed(MANY[:1])], [{"score": 1.0, "reason": "ok", "format": 0.5}])
-    monkeypatch.setattr(sample_files, "OWN_COLUMNS", sample_files.OWN_COLUMNS | {"format": None})
-    assert read_samples(tmp_path, 1)[0]["reward"] == {"score": 1.0, "reason": "ok", "format": 0.5}
-
-
 def test_files_of_many_rows_and_of_none_are_read_back_in_order(tmp_path):
     write_samples(tmp_path, 1, [packed(MANY[:1]), packed(MANY[1:])], [{"score": float(i)} for i in range(4)])
     rows = read_samples(tmp_path, 1)
@@ -139,20 +132,6 @@ def test_files_of_many_rows_and_of_none_are_read_back_in_order(tmp_path):
     ] == [0, 1, 2, 3]
     write_samples(tmp_path, 2, [], [])
     assert read_samples(tmp_path, 2) == []
-
-
-def test_samples_of_an_older_run_are_read_alike(tmp_path):
-    row = {
-        "prompt_id": 7,
-        "response_ids": [8, 9],
-        "rollout_log_probs": [-0.25, None],
-        "weight_version": 3,
-        "reward": {"score": 1.0},
-    }
-    (tmp_path / "step-3.jsonl").write_text(json.dumps(row) + "\n")
-    assert read_samples(tmp_path, 3) == [row]
-    with pytest.raises(FileNotFoundError):
-        read_samples(tmp_path, 4)
 
 
 # --- which are kept, and reading some of them -------------------------------------------------------------------------
@@ -183,29 +162,15 @@ def test_some_rows_are_read_as_all_of_them_are(tmp_path):
     assert file.prompt_ids.tolist() == [row["prompt_id"] for row in every]
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_a_response_whose_environment_failed_is_not_the_worst(tmp_path, old):
+def test_a_response_whose_environment_failed_is_not_the_worst(tmp_path):
     rewards = [
         {"score": 1.0, "reason": "ok"},
         {"score": 0.0, "reason": "environment"},
         {"score": 0.5, "reason": "raised"},
     ]
-    if old:
-        lines = [json.dumps({"prompt_id": 0, "reward": reward}) for reward in rewards]
-        (tmp_path / "step-5.jsonl").write_text("\n".join(lines))
-    else:
-        made = [Sample(0, 0, i, i, (1, 2), (), (), "stop", 3) for i in range(3)]
-        write_samples(tmp_path, 5, [packed(made)], rewards)
+    made = [Sample(0, 0, i, i, (1, 2), (), (), "stop", 3) for i in range(3)]
+    write_samples(tmp_path, 5, [packed(made)], rewards)
     assert StepFile(tmp_path, 5).worst(3).tolist() == [2, 0]
-
-
-def test_older_runs_lines_are_read_by_the_same_names(tmp_path):
-    line = {"prompt_id": 3, "sample_id": 0, "reward": {"score": -1.0, "reason": "ok"}, "response_ids": [1]}
-    other = line | {"prompt_id": 4, "sample_id": 1, "reward": {"score": -2.0, "reason": "ok"}}
-    (tmp_path / "step-9.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
-    file = StepFile(tmp_path, 9)
-    assert file.read(file.worst(1)) == [other] and file.prompt_ids.tolist() == [3, 4]
-    assert file.differences([0, 1]) == [None, None]
 
 
 def test_differences_are_found_by_sample_in_any_order(tmp_path):
@@ -327,7 +292,7 @@ def test_a_step_without_its_responses_is_not_the_newest_that_the_command_reads(t
     """Its log-probs alone are there: of the other file the disk took no more."""
     (folder := tmp_path / "samples").mkdir()
     a_step(folder, 9, 3)
-    (folder / "step-4.jsonl").write_text("")
+    a_step(folder, 4, 3)
     write_differences(folder, 10, np.arange(1), np.ones(1, int), np.zeros(1))
     main(["samples", str(tmp_path), "--jsonl"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

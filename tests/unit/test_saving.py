@@ -154,7 +154,7 @@ def test_updates_that_were_skipped_in_a_row_are_counted_on_after_a_resume(monkey
     fresh = SimpleNamespace(num_updates=0, skipped_in_a_row=0)
     rank_load._restore_counts(fresh, facts)
     assert (fresh.num_updates, fresh.skipped_in_a_row) == (5, 2)
-    rank_load._restore_counts(fresh, {"num_updates": 4})  # of a checkpoint that is older than the count
+    rank_load._restore_counts(fresh, {"num_updates": 4})  # of converted weights
     assert (fresh.num_updates, fresh.skipped_in_a_row) == (4, 0)
 
 

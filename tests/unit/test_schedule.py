@@ -461,16 +461,6 @@ def test_groups_that_were_dropped_for_rewards_of_before_live_again_and_none_is_l
     assert seen > 20
 
 
-def test_a_ledger_that_counts_lost_engines_of_its_groups_is_read():
-    """As ledgers did while two of them set a group aside."""
-    now = snapshot(half_done()).to_json()
-    older = json.loads(json.dumps(now))
-    older["schedule"]["max_losses"] = 2
-    for group in older["groups"]:
-        group["losses"] = 1
-    assert Ledger.from_json(older) == Ledger.from_json(now)
-
-
 def test_a_ledger_of_other_rules_is_refused_and_places_may_change():
     ledger = snapshot(half_done())
     with pytest.raises(DataError, match=r"max_staleness \(1 then, 2 now\)"):

@@ -230,7 +230,7 @@ class RunRecord:
 
     @cached_property
     def goodput(self) -> Goodput | None:
-        """How the run's wall time was spent; None for runs of older versions."""
+        """How the run's wall time was spent; None if no loop began."""
         return goodput_of(self.path)
 
     @cached_property
