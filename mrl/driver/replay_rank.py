@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -297,7 +297,8 @@ def main(rank: int, port: int, folder: Path) -> None:
             start.restore()
         see = lambda batch: None  # noqa: E731
         if order["served"] and is_last and not fitting(answer["views"]):
-            answer["served"] = _weights_written(actor, Path(order["served"]))
+            with suppress(OSError):  # a full disk costs this comparison, and not the replay
+                answer["served"] = _weights_written(actor, Path(order["served"]))
             see = lambda batch, rank=rank: answer["log_probs"].update(_log_probs(batch, rank))  # noqa: E731
         metrics = one_step(actor, step, rollouts, kl_coef, see=see)
         answer["steps"][step] = metrics

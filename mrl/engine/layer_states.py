@@ -109,15 +109,22 @@ class LayersExtension:
 
 
 def of_transformers(job: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Computes the rows with transformers' class, in the dtype of the weights."""
+    """Computes the rows with transformers' class. In float32 where it fits, since ranks and engines round less than
+    transformers' routers do in the dtype of the weights.
+    """
     from transformers import AutoModelForCausalLM
 
     from mrl.platforms import get_platform
 
     device = get_platform(job["device"]).device
-    model = AutoModelForCausalLM.from_pretrained(
-        job["model"], dtype=getattr(torch, job["dtype"]), attn_implementation="eager"
-    ).to(device)
+
+    def loaded(dtype: torch.dtype) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, attn_implementation="eager").to(device)
+
+    try:
+        model = loaded(torch.float32)
+    except torch.OutOfMemoryError:
+        model = loaded(getattr(torch, job["dtype"]))
     model.eval()
 
     def log_probs(row: Sequence[int]) -> list[np.ndarray]:

@@ -834,10 +834,11 @@ def test_transformers_says_whether_engines_or_ranks_are_wrong():
         ),
         ((0.1, 1e-6, 1e-7, ""), "engines", "and a fresh engine with these weights does not"),
         ((1e-6, 0.1, 1e-7, ""), "ranks", "the ranks compute other probabilities"),
-        ((0.1, 0.12, 0.1, "layer 0"), "engines", "engines and ranks compute"),
+        ((0.1, 1e-6, 0.02, "layer 1"), "engines", "a fresh engine with these weights is nearer to it"),
     ):
         told = verdict(AgainstTransformers(engines, ranks, fresh, 32, place))
         assert told[0] == kind and words in told[1] and "32 responses" in told[2]
+    assert verdict(AgainstTransformers(0.1, 0.12, 0.1, 32, "layer 0")) is None  # both round
 
 
 def test_other_layouts_and_numbers_come_last(tmp_path, monkeypatch):

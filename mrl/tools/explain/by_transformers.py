@@ -29,7 +29,7 @@ from mrl.config.schema import RunConfig, with_values
 from mrl.driver.replay_views import SHOWN_ROWS
 from mrl.engine.requests import engine_settings
 from mrl.errors import EnvironmentFault
-from mrl.model import load_model_spec
+from mrl.model import load_model_spec, with_predicting
 from mrl.model.hf_config import without_quantization
 from mrl.platforms.hosting import get_hosting
 from mrl.record.sample_files import StepFile, read_samples
@@ -291,28 +291,32 @@ def in_words(place: FirstDifference, layers: int, rows: Sequence[StoredRow]) -> 
     return where + ("its feed-forward part, while attention agrees" if place.part == "feed-forward" else "all of it")
 
 
-def verdict(found: AgainstTransformers) -> tuple[str, str, str, str]:
-    """Returns kind, cause, evidence and cure: whose log-probs are those that transformers computes."""
-    evidence = (
+def differences(found: AgainstTransformers) -> str:
+    """Returns how far the three sides are from transformers, in words."""
+    return (
         f"mean differences from transformers' log-probs with the weights that were served, of {found.responses} "
         f"responses: engines' {found.engines:.2g}, ranks' {found.ranks:.2g}, a fresh engine's {found.fresh:.2g} nats a "
         "token"
     )
-    largest = max(found.engines, found.ranks)
-    if found.engines < largest / 2:
+
+
+def verdict(found: AgainstTransformers) -> tuple[str, str, str, str] | None:
+    """Returns kind, cause, evidence and cure: whose log-probs are not those that transformers computes. None where
+    neither side is twice as far as the other, as rounding is.
+    """
+    evidence = differences(found)
+    if found.engines < found.ranks / 2:
         cause = "the ranks compute other probabilities than transformers, and engines do not"
         cure = "compare model.override_transformer_config and model.* with config.json, and try mrl family check"
         return "ranks", cause, evidence, cure
-    who = "engines" if found.ranks < largest / 2 else "engines and ranks"
-    if found.place:
-        cause = f"{who} compute other probabilities than transformers; {found.place}"
-        return (
-            "engines",
-            cause,
-            evidence,
-            "a fresh engine has it, too: compare rollout.* and its arguments with config.json",
-        )
-    cause = f"{who} computed other probabilities than transformers, and a fresh engine with these weights does not"
+    if found.ranks >= found.engines / 2:
+        return None
+    if found.place and found.fresh > found.engines / 2:
+        cause = f"engines compute other probabilities than transformers; {found.place}"
+        cure = "a fresh engine has it, too: compare rollout.* and its arguments with config.json"
+        return "engines", cause, evidence, cure
+    less = "is nearer to it" if found.place else "does not"
+    cause = f"engines computed other probabilities than transformers, and a fresh engine with these weights {less}"
     cure = (
         "what the run's engines had were not these weights and arguments: look at reshard/verified and "
         "logs/engine-N.log, and restart them"
@@ -343,6 +347,7 @@ def opened(config: RunConfig, work: Path, parts: Sequence[Mapping[str, Any]]) ->
     (work / HF_FOLDER).mkdir()
     hf_files = copy_hf_files(source, work / HF_FOLDER)
     hf_config = without_quantization(json.loads((source / "config.json").read_text(encoding="utf-8")))
+    hf_config = with_predicting(hf_config, config.actor.mtp.train)
     layout = config.actor.layout.model_dump()
     manifest = Manifest(
         0, layout, config.model.dtype, hf_config, tuple(map(RankFiles.from_json, parts)), {"converted": WEIGHTS_ONLY},

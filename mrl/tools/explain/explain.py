@@ -34,6 +34,7 @@ from mrl.tools.explain.band import FALSE_ALARM, LEAST, MEASURED, WATCHED, Break,
 from mrl.tools.explain.by_transformers import (
     RANKS,
     against_transformers,
+    differences,
     folder_of_weights,
     stored_rows,
     verdict,
@@ -607,10 +608,14 @@ def _of_transformers(
             served = folder_of_weights(run, step, work or Path(made), again.served if again else ()) if rows else None
             if served is None:
                 return []
-            return [LikelyCause(*verdict(against_transformers(run.config, served, rows, limits.left)))]
+            against = against_transformers(run.config, served, rows, limits.left)
+            if (said := verdict(against)) is None:
+                notes.append(f"engines and ranks are about as far from transformers: {differences(against)}")
+                return []
+            return [LikelyCause(*said)]
         except (MrlError, OSError) as error:
-            said = str(error).strip().splitlines() or ["no reason"]
-            notes.append(f"engines were not compared with transformers': {said[-1]}")
+            lines = str(error).strip().splitlines() or ["no reason"]
+            notes.append(f"engines were not compared with transformers': {lines[-1]}")
             return []
 
 
