@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 from html.parser import HTMLParser
 
@@ -23,6 +24,7 @@ from mrl.record.sample_files import write_samples
 from mrl.record.shown_rows import extreme_rows, read_shown_rows, write_shown_rows
 from mrl.tools.explain.band import Break
 from mrl.tools.explain.explain import Explanation, LikelyCause
+from mrl.tools.report import stored_responses
 from mrl.tools.report.columns import STEP, Curve, curves_of
 from mrl.tools.report.heldout import Response, differences, paired, prompt_means
 from mrl.tools.report.html import page_html
@@ -32,7 +34,7 @@ from mrl.tools.report.samples import PartHead, TrainingSample, decoder, looked_a
 from mrl.tools.report.sections import curve_charts, explained, run_page
 from mrl.tools.report.sections_run import PHASES
 from mrl.tools.report.verdict import verdict
-from mrl.tools.report.write import APART_S, ReportView, report_at_the_end
+from mrl.tools.report.write import APART_S, ReportView, report_at_the_end, write_report
 
 RISING = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
 
@@ -738,3 +740,24 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
         main(arguments)
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
     assert ("exit code 1: a defect" if error else "Finished, 3 of 3 steps") in (folder / "report.html").read_text()
+
+
+def test_pages_beside_the_report_are_written_once(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", World(steps=4))
+    newest = run.samples / "step-4.parquet"
+    for step in (1, 2, 3):
+        shutil.copy(newest, run.samples / f"step-{step}.parquet")
+    read = []
+    usual = stored_responses._step_rollouts
+    monkeypatch.setattr(stored_responses, "PAGE_BYTES", 1)
+    monkeypatch.setattr(stored_responses, "_step_rollouts", lambda *given: read.append(given[1]) or usual(*given))
+    write_report(run.path)
+    beside = tmp_path / "run" / "report-samples"
+    assert read == [4, 3, 2, 1] and {page.name for page in beside.iterdir()} == {f"step-{s}.html" for s in (1, 2, 3)}
+    first = run.report.read_text()
+    assert "report-samples/step-1.html" in first
+    (beside / "step-2.html").unlink()
+    del read[:]
+    write_report(run.path)
+    assert read == [4, 2] and (beside / "step-2.html").exists()
+    assert "report-samples/step-1.html" in run.report.read_text()

@@ -136,8 +136,8 @@ CHARTS = (
 )
 
 
-def run_page(run: RunRecord, folder: str = "") -> Page:
-    """Makes the page of one run. `folder`: name of the one that pages beside it lie in; "": they are left out."""
+def run_page(run: RunRecord, folder: Path | None = None) -> Page:
+    """Makes the page of one run. `folder`: the one that pages beside it lie in; None: they are left out."""
     outcome = verdict(run)
     table, beside = rollout_table(run, decoder_of(run), folder)
     sections = (

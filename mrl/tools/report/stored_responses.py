@@ -4,10 +4,11 @@ The newest steps are in the report itself, as many as PAGE_BYTES hold. Each olde
 beside the report, newest first, up to FOLDER_BYTES.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mrl.errors import DataError
@@ -23,26 +24,17 @@ TEXT = 2000  # characters of a prompt or response, and tokens that are decoded f
 _COLUMNS = ("sample_id", "prompt_ids", "response_ids", "score", "reason", "reward", "images")
 
 
-@dataclass(frozen=True)
-class StepRollouts:
-    """The responses of a step, and about how many bytes their texts take."""
-
-    step: int
-    rows: tuple[StoredResponse, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Characters of all texts, and the frame of each row."""
-        return sum(60 + len(row.prompt) + len(row.response) + len(row.truth) for row in self.rows)
+def _step_rollouts(run: RunRecord, step: int, decode: Decode | None) -> tuple[StoredResponse, ...]:
+    """Returns the responses of a step; none where its samples cannot be read."""
+    try:
+        return tuple(_rollouts(RunDir(run.path).samples, step, decode))
+    except DataError:
+        return ()  # the section of the newest step says what is damaged
 
 
-def newest_first(run: RunRecord, decode: Decode | None) -> Iterator[StepRollouts]:
-    """Yields the steps whose samples can be read, newest first."""
-    for step in reversed(run.sample_steps):
-        try:
-            yield StepRollouts(step, tuple(_rollouts(RunDir(run.path).samples, step, decode)))
-        except DataError:
-            continue  # the section of the newest step says what is damaged
+def _bytes(rows: Sequence[StoredResponse]) -> int:
+    """Characters of all texts, and the frame of each row."""
+    return sum(60 + len(row.prompt) + len(row.response) + len(row.truth) for row in rows)
 
 
 def _rollouts(folder: Path, step: int, decode: Decode | None) -> Iterator[StoredResponse]:
@@ -50,7 +42,7 @@ def _rollouts(folder: Path, step: int, decode: Decode | None) -> Iterator[Stored
         file = folder / f"step-{step}.parquet"
         if file.exists():
             there = [name for name in _COLUMNS if name in pq.read_schema(file).names]
-            rows = pq.read_table(file, columns=there).to_pylist()
+            rows = _cut(pq.read_table(file, columns=there)).to_pylist()
         else:
             rows = [
                 row | {key: row["reward"][key] for key in ("score", "reason")} for row in read_samples(folder, step)
@@ -68,6 +60,14 @@ def _rollouts(folder: Path, step: int, decode: Decode | None) -> Iterator[Stored
             )
 
 
+def _cut(table: pa.Table) -> pa.Table:
+    """Returns the table with as many tokens as are shown: lists of Python's numbers would take most of the memory."""
+    for number, field in enumerate(table.schema):
+        if field.name in ("prompt_ids", "response_ids"):
+            table = table.set_column(number, field.name, pc.list_slice(table[field.name], 0, TEXT))
+    return table
+
+
 def _short(text: str) -> str:
     if len(text) <= TEXT:
         return text
@@ -75,23 +75,38 @@ def _short(text: str) -> str:
 
 
 def rollout_table(
-    run: RunRecord, decode: Decode | None, folder: str
+    run: RunRecord, decode: Decode | None, folder: Path | None
 ) -> tuple[ResponseTable | None, list[tuple[str, Page]]]:
-    """Returns the report's table, and the pages beside it by file name in `folder`. Without `folder` there are none."""
+    """Returns the report's table, and by file name those pages that `folder` lacks or has from before their samples.
+
+    Without `folder` the table has the newest steps alone.
+    """
     rows: list[StoredResponse] = []
-    pages = []
+    names, pages = [], []
     taken = 0
-    for of_step in newest_first(run, decode):
-        taken += of_step.bytes
-        if taken <= PAGE_BYTES or not rows:
-            rows += of_step.rows
-        elif folder and taken <= FOLDER_BYTES:
-            name = f"step-{of_step.step}.html"
-            section = PageSection("samples", f"Responses of step {of_step.step}", (ResponseTable(of_step.rows),))
-            pages.append((name, Page(f"{run.name}: step {of_step.step}", str(run.path), (section,))))
-        else:
+    for step in reversed(run.sample_steps):
+        name = f"step-{step}.html"
+        if taken > PAGE_BYTES and folder is not None and _is_current(folder / name, RunDir(run.path).samples):
+            taken += (folder / name).stat().st_size
+            names.append(name)
+            continue
+        if taken > (FOLDER_BYTES if folder is not None else PAGE_BYTES):
             break
+        of_step = _step_rollouts(run, step, decode)
+        taken += _bytes(of_step)
+        if taken <= PAGE_BYTES or not rows:
+            rows += of_step
+        elif folder is not None and of_step:
+            section = PageSection("samples", f"Responses of step {step}", (ResponseTable(of_step),))
+            pages.append((name, Page(f"{run.name}: step {step}", str(run.path), (section,))))
+            names.append(name)
     if not rows:
         return None, []
-    links = tuple((name.removesuffix(".html").replace("-", " "), f"{folder}/{name}") for name, _ in pages)
+    links = () if folder is None else tuple((each[:-5].replace("-", " "), f"{folder.name}/{each}") for each in names)
     return ResponseTable(tuple(rows), links), pages
+
+
+def _is_current(page: Path, samples: Path) -> bool:
+    """Whether a step's page was written after its samples."""
+    source = samples / page.with_suffix(".parquet").name
+    return page.exists() and source.exists() and page.stat().st_mtime > source.stat().st_mtime

@@ -41,19 +41,12 @@ def write_report(run_dir: Path, output: Path | None = None) -> WrittenReport:
     """
     run = read_run(run_dir)
     target = output or RunDir(run.path).report
-    page = run_page(run, f"{target.stem}-samples")
-    _write_beside(page, target.parent / f"{target.stem}-samples", RunDir(run.path).samples)
-    return WrittenReport(target, write_page(page, target), page.headline)
-
-
-def _write_beside(page: Page, folder: Path, samples: Path) -> None:
-    """Writes the pages of older steps into a folder beside the report, those that are not there since their samples."""
+    folder = target.parent / f"{target.stem}-samples"
+    page = run_page(run, folder)
     for name, further in page.beside:
-        target, source = folder / name, samples / Path(name).with_suffix(".parquet").name
-        if target.exists() and source.exists() and target.stat().st_mtime > source.stat().st_mtime:
-            continue
         folder.mkdir(exist_ok=True)
-        write_page(further, target)
+        write_page(further, folder / name)
+    return WrittenReport(target, write_page(page, target), page.headline)
 
 
 def write_page(page: Page, target: Path) -> int:
