@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from mrl.errors import DataError
 from mrl.record.run_dir import RunDir
-from mrl.record.sample_files import read_samples, readable
+from mrl.record.sample_files import readable
 from mrl.tools.report.page import Page, PageSection, ResponseTable, StoredResponse
 from mrl.tools.report.run_record import RunRecord
 from mrl.tools.report.samples import Decode, images_of, prompt_text, text_of, truth_of
@@ -40,14 +40,8 @@ def _bytes(rows: Sequence[StoredResponse]) -> int:
 def _rollouts(folder: Path, step: int, decode: Decode | None) -> Iterator[StoredResponse]:
     with readable(folder, step):
         file = folder / f"step-{step}.parquet"
-        if file.exists():
-            there = [name for name in _COLUMNS if name in pq.read_schema(file).names]
-            rows = _cut(pq.read_table(file, columns=there)).to_pylist()
-        else:
-            rows = [
-                row | {key: row["reward"][key] for key in ("score", "reason")} for row in read_samples(folder, step)
-            ]
-        for number, row in enumerate(rows):
+        there = [name for name in _COLUMNS if name in pq.read_schema(file).names]
+        for number, row in enumerate(_cut(pq.read_table(file, columns=there)).to_pylist()):
             prompt = prompt_text(row["prompt_ids"][:TEXT], images_of(row), decode)
             yield StoredResponse(
                 step,
