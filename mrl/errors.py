@@ -263,7 +263,7 @@ class InvalidConfig(ConfigError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns `did you mean X?` when a known name is close, else the list of known names."""
     known = list(known)
-    close = get_close_matches(name, known, n=1, cutoff=0.6)
+    close = get_close_matches(name, known, n=1, cutoff=0.7)  # remax is not maxrl, misspelt
     if close:
         return f"did you mean {close[0]}?"
     return f"known: {', '.join(known)}"

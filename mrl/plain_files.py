@@ -67,21 +67,38 @@ def utf8(data: bytes) -> str:
     return data.decode()
 
 
-def parse_json(text: str | bytes, strict: bool = True) -> Any:
+class TwiceNamed(ValueError):
+    """JSON in which an object has a key twice, so that nobody knows which value is meant."""
+
+
+def parse_json(text: str | bytes, strict: bool = True, once: bool = False) -> Any:
     """Returns the value of JSON text. Without `strict`, NaN and infinities are accepted, as Python's own writer makes
     them.
 
-    Raises ValueError for text that is not JSON, numbers too large for a float, and too deep nesting.
+    Raises ValueError for text that is not JSON, numbers too large for a float, and too deep nesting. With `once` raises
+    TwiceNamed for a key that an object has twice.
     """
     constant = _no_number if strict else float
+    pairs = _once if once else None
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
     try:
         if _LONG_NUMBER.search(text):  # may also match inside a string
-            return json.loads(text, parse_constant=constant, parse_int=_int, parse_float=_float)
-        return json.loads(text, parse_constant=constant)
+            return json.loads(
+                text, parse_constant=constant, parse_int=_int, parse_float=_float, object_pairs_hook=pairs
+            )
+        return json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise TwiceNamed(f"the key {twice[:40]!r} is there twice in one object")
+    return found
 
 
 def read_json(path: Path, limit: int = JSON_BYTES, strict: bool = True) -> Any:

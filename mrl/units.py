@@ -14,7 +14,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def counted(number: int, noun: str) -> str:
     """Returns `1 row`, or `2 rows`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def plain_number(number: Decimal) -> str:

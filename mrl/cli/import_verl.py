@@ -76,6 +76,8 @@ def _import(options: argparse.Namespace) -> None:
 def _sources(given: list[str]) -> tuple[list[Path], list[str]]:
     scripts = [Path(text) for text in given if os.path.isfile(text)]
     words = [text for text in given if not os.path.isfile(text)]
+    if folders := [word for word in words if os.path.isdir(word)]:
+        raise ConfigError(f"{folders[0]}: is a folder; give the scripts in it, as {folders[0].rstrip('/')}/*.sh")
     if lost := [word for word in words if "=" not in word or "\n" in word]:
         raise ConfigError(f"{', '.join(lost)}: no such file, and no override (key=value) either")
     return scripts, words

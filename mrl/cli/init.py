@@ -49,6 +49,7 @@ def _init(options: argparse.Namespace) -> None:
         raise ConfigError(f"-o {output}: exists; remove it or give another name")
     model, devices, data = _answers(options)
     files = [*data, *_files(options.val)] if options.val else [*data]
+    _refuse_missing(files)
     first, found = _first(model, devices, [*data], options.val, _reward(options.reward, files))
     text = "\n".join(_lines(first, options.output))
     missing = list(_missing_files(first))
@@ -294,6 +295,16 @@ def _write(output: Path, text: str) -> None:
             file.write(text + "\n")
     except OSError as error:
         raise ConfigError(f"-o {output}: cannot be written: {error.strerror}") from None
+
+
+def _refuse_missing(files: list[str]) -> None:
+    """Raises ConfigError for a file that is not in its folder, which is on this host: `mrl validate` refuses it too."""
+    for name in files:
+        path = Path(name).absolute()
+        if path.is_dir():
+            raise ConfigError(f"{name}: is a folder; give the files in it")
+        if path.parent.is_dir() and not path.is_file():
+            raise ConfigError(f"{name}: no such file in {path.parent}")
 
 
 def _missing_files(first) -> Iterator[str]:

@@ -5,6 +5,8 @@ Files are checked only where the run is to start: a preset is legal on a machine
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from mrl.algo.own_functions import registered_names
@@ -325,7 +327,8 @@ def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Viola
     With `seen` only those are judged whose parent folder is (True) or is not (False) on this host.
     """
     for path in _PATHS[field](config):
-        if _is_there(field, path) or seen not in (None, _has_folder_here(path)):
+        meant = _meant(path)
+        if _is_there(field, path) or seen not in (None, _has_folder_here(path) or meant is not None):
             continue
         named = ""
         if field.startswith("data."):
@@ -336,6 +339,8 @@ def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Viola
         why = ""
         if not Path(path).is_absolute():
             why = f"a relative path starts at the current directory, {Path.cwd()}"
+        if meant is not None:
+            why = f"did you mean {meant}?"
         yield Violation(field, f"{named}{what}", why)
 
 
@@ -347,6 +352,22 @@ def _is_there(field: str, path: str) -> bool:
 
 def _has_folder_here(path: str) -> bool:
     return Path(path).absolute().parent.is_dir()
+
+
+def _meant(path: str) -> Path | None:
+    """Returns the path that is here where the name of one folder in `path` is misspelt, else None.
+
+    A folder that is on no host but the run's has no such neighbour.
+    """
+    whole = Path(path)
+    here = next(folder for folder in whole.absolute().parents if folder.is_dir())
+    wrong, *rest = whole.absolute().relative_to(here).parts
+    if not rest:
+        return None
+    with suppress(OSError):
+        beside = get_close_matches(wrong, [entry.name for entry in here.iterdir()], 3, 0.7)
+        return next((found for name in beside if (found := here.joinpath(name, *rest)).exists()), None)
+    return None
 
 
 def named_paths(config: RunConfig) -> list[tuple[str, str]]:
@@ -367,7 +388,7 @@ def unseen_files(config: RunConfig) -> list[str]:
     if not config.data.train_files:
         lines = ["data.train_files names no file, and mrl train wants prompts"]
     lost = [(field, path) for field, path in named_paths(config) if not _is_there(field, path)]
-    unseen = [f"{field}: {path}" for field, path in lost if not _has_folder_here(path)]
+    unseen = [f"{field}: {path}" for field, path in lost if not (_has_folder_here(path) or _meant(path))]
     if unseen:
         lines.append(f"not looked at, as their folders are not on this host: {', '.join(unseen)}")
     return lines

@@ -31,6 +31,7 @@ from mrl.data.row_files import BadRow, RawRow, images_of, parse_row, read_rows
 from mrl.data.samples import RowImage
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.plain_files import read_json
+from mrl.units import counted
 
 if TYPE_CHECKING:  # a run without images imports nothing of them
     from mrl.data.image_reader import ImageReader, KnownImage, Look
@@ -174,8 +175,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         head = (
-            f"{self.rows} rows read: {self.kept} kept ({self.truncated} truncated), {self.bad} bad, {self.filtered} "
-            f"over length, {self.duplicates} duplicates"
+            f"{counted(self.rows, 'row')} read: {self.kept} kept ({self.truncated} truncated), {self.bad} bad, "
+            f"{self.filtered} over length, {counted(self.duplicates, 'duplicate')}"
         )
         texts = ""
         if self.texts:
@@ -221,6 +222,8 @@ class PromptDataset(Sequence[Prompt]):
                 loader.begin_file(files_apart)
                 for raw, look in parameters.looked_at(file):
                     loader.add(raw, look)
+            if files and not loader.rows:
+                raise DataError(f"no prompt is left to train on; 0 rows read of {', '.join(map(str, files))}")
             return loader.finish()
         except BaseException:
             loader.store.close()

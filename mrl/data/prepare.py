@@ -19,6 +19,7 @@ from mrl.data.prompt_store import SeenPrompts
 from mrl.data.row_files import BATCH_BYTES, BadRow, RawRow, has_some, may_have, read_foreign_rows
 from mrl.data.sources import BadSourceRow, Source, SourceRow
 from mrl.errors import DataError
+from mrl.units import counted
 from mrl.whole_file import appears_whole
 
 ROWS_AT_ONCE = 4096
@@ -68,8 +69,8 @@ class PrepareReport:
     def __str__(self) -> str:
         length = ", ".join(f"{name} {value:.0f}" for name, value in self.prompt_length.items())
         lines = [
-            f"{self.read} rows read: {self.written} written, {self.bad} bad, {self.duplicates} duplicates "
-            f"({self.conflicts} with another truth)",
+            f"{counted(self.read, 'row')} read: {self.written} written, {self.bad} bad, "
+            f"{counted(self.duplicates, 'duplicate')} ({self.conflicts} with another truth)",
             f"data_source: {_counts(self.data_sources)}; ability: {_counts(self.abilities)}; "
             f"roles: {_counts(self.roles)}",
             f"prompt characters: {length}" + (f"; images: {self.images}" if self.images else ""),

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.errors import DataError
-from mrl.plain_files import parse_json, read_bytes
+from mrl.plain_files import TwiceNamed, parse_json, read_bytes
 from mrl.units import MIB, plain_number
 
 ROWS_AT_ONCE = 1024
@@ -26,6 +26,9 @@ BATCH_BYTES = 256 * MIB
 ARRAY_BYTES = 2048 * MIB  # limit of a JSON array, which is held whole
 _IMAGES = "images"
 OTHER_THAN_TEXT = (_IMAGES, "videos")  # columns of verl's rows that hold no text
+_PARQUET = b"PAR1"  # how such a file begins
+# those of chat templates: of OpenAI's, and two older names of tools' answers
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation")
 _READ_TOO = ("extra_info", *OTHER_THAN_TEXT)  # optional columns
 _MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 BUFFER_BYTES = MIB  # a buffer for each column, so that a file of one large row group is not read whole
@@ -52,13 +55,19 @@ def read_rows(
     readers = {".parquet": partial(_parquet_rows, more=more), ".jsonl": _jsonl_rows}
     for file in files:
         path = Path(file).expanduser()
-        if path.suffix not in readers:
+        if path.suffix not in readers and not path.is_dir():
             raise DataError(
                 f"{file}: unknown kind of data file {path.suffix or '(no suffix)'!r}; allowed: {', '.join(readers)}"
             )
-        if not path.is_file():
-            raise DataError(f"{file}: no such file (working directory: {Path.cwd()})")
+        _refuse_missing(file, path)
         yield from readers[path.suffix](path, (prompt_key, source_key, "reward_model"))
+
+
+def _refuse_missing(file: str, path: Path) -> None:
+    if path.is_dir():
+        raise DataError(f"{file}: is a folder; name the files in it")
+    if not path.is_file():
+        raise DataError(f"{file}: no such file (working directory: {Path.cwd()})")
 
 
 def read_foreign_rows(file: str) -> Iterator[RawRow]:
@@ -67,8 +76,7 @@ def read_foreign_rows(file: str) -> Iterator[RawRow]:
     Raises DataError for a file that is missing or unreadable.
     """
     path = Path(file).expanduser()
-    if not path.is_file():
-        raise DataError(f"{file}: no such file (working directory: {Path.cwd()})")
+    _refuse_missing(file, path)
     if path.suffix == ".parquet":
         return _parquet_rows(path, ())
     if path.suffix not in (".jsonl", ".json"):
@@ -175,6 +183,9 @@ def _jsonl_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
     pyarrow's reader refuses a whole file for one bad line, or for one answer of another type.
     """
     with path.open("rb") as file:
+        if file.read(len(_PARQUET)) == _PARQUET:
+            raise DataError(f"{path}: this is a parquet file: name it .parquet")
+        file.seek(0)
         for row, line in enumerate(_lines(file)):
             if line is None:
                 yield RawRow(str(path), row, None, f"more than {ROW_BYTES} bytes")
@@ -195,7 +206,9 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 def _jsonl_row(file: str, row: int, line: bytes, expected: Sequence[str]) -> RawRow:
     try:
-        value = parse_json(line, strict=False)
+        value = parse_json(line, strict=False, once=True)
+    except TwiceNamed as error:
+        return RawRow(file, row, None, str(error))
     except ValueError as error:  # not JSON, or not UTF-8
         return RawRow(file, row, None, f"not JSON: {error}")
     if not isinstance(value, dict):
@@ -282,6 +295,9 @@ def _messages(prompt: Any, key: str, reads_images: bool) -> list[dict[str, Any]]
             raise BadRow(
                 f"{key} holds a part of the type {kind[:40]!r}: only prompts of text are read without model.vision"
             )
+        role = message.get("role") if isinstance(message, dict) else None
+        if isinstance(role, str) and role not in ROLES:
+            raise BadRow(f"{key} has a message of the role {role[:40]!r}: roles are {', '.join(ROLES)}", f"{key} role")
         if reads_images and _has_parts(message):
             continue
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):

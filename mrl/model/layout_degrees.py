@@ -32,8 +32,9 @@ class LayoutDegrees:
         1,
         "Over how many ranks each matrix is cut.",
         ge=1,
-        advice="Raise it first when weights do not fit, and keep it inside a node. 4 KV heads (Qwen3 "
-        "MoE) are not cut beyond TP 4 before megatron-core 0.16.",
+        advice="Raise it when weights do not fit: of a dense model first, of a mixture after "
+        "expert_model_parallel_size. Keep it inside a node. 4 KV heads (Qwen3 MoE) are not cut beyond TP 4 before "
+        "megatron-core 0.16.",
         verl="actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
     )
     pipeline_model_parallel_size: int = _key(

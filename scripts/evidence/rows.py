@@ -153,8 +153,9 @@ ROWS = (
         why="a long response is an object of its own, which Ray counts at the driver"),
     Row("logprob", "What do log-probs cost without logits, of 4,096 tokens?", "1.35 times, 1/12",
         "python scripts/bench/logprob.py --json", None, _logprob),
-    Row("verl", "What of verl's 264 public scripts comes through?", "no pair lost or different without a word",
-        "python scripts/evidence/verl_scripts.py volcengine/verl=CLONE verl-project/verl-recipe=CLONE"),
+    Row("verl", "What of verl's 407 public scripts comes through?", "no pair lost or different without a word",
+        "python scripts/evidence/verl_scripts.py volcengine/verl=CLONE verl-project/verl-recipe=CLONE "
+        "verl-project/verl=CLONE"),
     Row("rehearsals", "Do all presets run in small?", "all", "scripts/evidence/rehearsals.sh"),
     Row("nodes", "Are runs over several nodes those of one?", "no bit differs; a lost node is named in 10 s",
         "scripts/evidence/nodes.sh", machine=NODES),

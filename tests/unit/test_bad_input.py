@@ -236,11 +236,21 @@ DATA = [
     ([row(), "not json\n"], ["more bad rows", "train.jsonl, row 1: not JSON"]),
     ([{"question": "1+1"}] * 3, ["train.jsonl, row 0: no column prompt, data_source, reward_model; found: question"]),
     ([row(prompt=3)] * 3, ["row 0: prompt is int '3', expected a string or a list of {role, content} (and 2 more"]),
+    (
+        [row(prompt=[{"role": "robot", "content": "1+1="}])] * 3,
+        ["row 0: prompt has a message of the role 'robot': roles are system, developer, user, assistant, tool"],
+    ),
+    (
+        [json.dumps(row()).replace("{", '{"prompt": "2+2=", ', 1) + "\n"] * 3,
+        ["train.jsonl, row 0: the key 'prompt' is there twice in one object"],
+    ),
     ([row(reward_model={})] * 3, ["row 0: reward_model.ground_truth is missing"]),
 ]
 
 
-@pytest.mark.parametrize(("rows", "words"), DATA, ids=["empty", "not json", "columns", "prompt", "no truth"])
+@pytest.mark.parametrize(
+    ("rows", "words"), DATA, ids=["empty", "not json", "columns", "prompt", "role", "twice", "no truth"]
+)
 def test_data_that_cannot_be_used_names_its_rows(rows, words, refused):
     write_rows(Path("train.jsonl"), rows)
     refused(3, words)

@@ -279,6 +279,10 @@ def test_unknown_names_get_the_closest(override, suggestion):
     assert suggestion in violation.rule
 
 
+def test_an_estimator_of_verls_is_no_misspelt_one_of_ours():
+    assert only("algorithm.adv_estimator=remax").rule == "unknown name"
+
+
 def test_a_group_advantage_needs_a_group():
     assert only("rollout.n=1").allowed[0] == 2
 

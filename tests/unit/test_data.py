@@ -205,7 +205,8 @@ BAD_ROWS = [
     (row(prompt=[]), "prompt is empty"),
     (row(prompt=5), "prompt is int '5'"),
     (row(prompt=[{"role": "user"}]), "holds a message"),
-    (row(prompt=[{"role": "alien", "content": "x"}]), "chat template refused it: ValueError: unknown role"),
+    (row(prompt=[{"role": "alien", "content": "x"}]), "prompt has a message of the role 'alien': roles are system"),
+    (row(prompt=[{"role": "observation", "content": "x"}]), "chat template refused it: ValueError: unknown role"),
 ]
 
 
@@ -362,8 +363,13 @@ def test_unusable_files_are_named(tmp_path):
     empty.write_text("")
     pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), wrong)
     broken.write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(DataError, match="no prompt is left"):
+    with pytest.raises(DataError, match=r"no prompt is left to train on; 0 rows read of \S+/empty\.jsonl"):
         load(str(empty))
+    (tmp_path / "parquet.jsonl").write_bytes(wrong.read_bytes())
+    with pytest.raises(DataError, match=r"parquet\.jsonl: this is a parquet file: name it \.parquet"):
+        load(str(tmp_path / "parquet.jsonl"))
+    with pytest.raises(DataError, match=r": is a folder; name the files in it"):
+        load(str(tmp_path))
     with pytest.raises(
         DataError, match=r"wrong\.parquet: no column prompt, .*found: question, answer; expected: prompt, data_source"
     ):

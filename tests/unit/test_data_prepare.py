@@ -120,13 +120,14 @@ def test_the_command_prints_a_schema_report(tmp_path, capsys):
     assert report["schema"]["reward_model"] == "struct<style: string, ground_truth: string>"
     assert report["first"]["reward_model"]["ground_truth"] == "1200"
     main(["data", "gsm8k", file, "-o", str(tmp_path / "b.parquet")])
-    assert "1 rows read: 1 written, 0 bad, 0 duplicates" in capsys.readouterr().out
+    assert "1 row read: 1 written, 0 bad, 0 duplicates" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["gsm8k", "absent.jsonl", "-o", "new.parquet"], "no such file"),
+        (["gsm8k", "{dir}", "-o", "new.parquet"], "is a folder; name the files in it"),
         (["gsm8k", "{dir}/train.csv", "-o", "new.parquet"], "unknown kind"),
         (["gsm8k", "{dir}/train.jsonl", "-o", "{dir}/train.jsonl"], "is there already"),
         (["gsm8k", "{dir}/empty.jsonl", "-o", "{dir}/new.parquet"], "no row is left"),

@@ -76,6 +76,16 @@ def test_a_file_is_missed_where_its_folder_is_here_and_said_where_it_is_not(fold
     assert "data.train_files: /shared/data/train.parquet" in said
 
 
+def test_a_misspelt_folder_is_a_fault_where_the_file_is_in_its_neighbour(folder):
+    Path("data/gsm8k").mkdir(parents=True)
+    Path("data/gsm8k/train.jsonl").write_bytes(Path("train.jsonl").read_bytes())
+    for wrong in ("data/gsmk8/train.jsonl", "dta/gsm8k/train.jsonl", str(folder / "daat/gsm8k/train.jsonl")):
+        resolved = config_with(f"data.train_files={wrong}")
+        (found,) = seen_violations(resolved, planning_model_spec(resolved.config.model.path)[0])
+        assert f"did you mean {folder}/data/gsm8k/train.jsonl?" in str(found) and unseen_files(resolved.config) == []
+    assert seen("data.train_files=data/gsmk8/other.jsonl") == [], "it may be on the run's host alone"
+
+
 def test_a_folder_is_missed_where_its_parent_is_here_and_said_where_it_is_not(folder):
     """The reference model's and the first checkpoint's, as files are."""
     kl = ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.001"]

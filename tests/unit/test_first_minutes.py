@@ -286,6 +286,8 @@ def test_a_person_who_leaves_is_not_asked_again(mrl, monkeypatch):
         (("--model", "Qwen/Qwen3-235B-A22B", "--devices", "1 x h100"), 2, "no engine in a node of 1 x h100-80g"),
         (("--model", "Qwen/Qwen3-235B-A22B", "--devices", "8 x h200"), 2, "does not fit on 8 x h200-141g"),
         (("--data", "empty.jsonl"), 3, "no row in verl's schema"),
+        (("--data", "nope.parquet"), 2, "nope.parquet: no such file in "),
+        (("--val", "nope.parquet"), 2, "no such file in "),
         (("--reward", "exactmatch"), 2, "is no .py file and no rule; "),
         (("--reward", "none.py"), 2, "--reward none.py: no such file"),
         (("--reward", "bad.py"), 3, "NoneType 'None' where a number is expected"),

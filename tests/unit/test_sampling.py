@@ -366,7 +366,7 @@ def test_a_clip_of_sequences_is_refused_for_losses_that_clip_tokens(loss_mode):
         "algorithm.anchor=" + ("rollout" if loss_mode == "dppo_tv" else "recompute"),
     ]
     found = broken(*settings, f"{loss}clip_ratio_high=4e-4", recipe="gspo")
-    assert set(found) == {loss + "clip_ratio_high"} and "single tokens" in found[loss + "clip_ratio_high"].why
+    assert set(found) == {loss + "clip_ratio_high"} and "single tokens" in found[loss + "clip_ratio_high"].rule
     assert broken(*settings, f"{loss}clip_ratio_high=0.2", recipe="gspo") == {}
     assert broken(*settings, f"{loss}clip_ratio_high=4e-4", f"{loss}force=true", recipe="gspo") == {}
 

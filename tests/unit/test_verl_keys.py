@@ -77,4 +77,6 @@ def test_what_is_in_the_table_is_known():
     for key in ("data.datagen.pth", "actor_rollout_ref.rollout.min_p", "trainer.v1.mode", ""):
         assert not is_verls(key)
     assert nearest("trainer.total_epoch") == "trainer.total_epochs" and not nearest("trainer.xyzzy")
+    for other in ("actor.dtype", "rollout.sid_category", "actor.roles"):  # a long section makes no name alike
+        assert not nearest(f"actor_rollout_ref.{other}")
     assert len(releases()) >= 10 and releases()[-1] == "0.9.1"

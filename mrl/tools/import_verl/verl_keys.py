@@ -45,10 +45,11 @@ def is_section(key: str) -> bool:
 
 
 def nearest(key: str) -> str:
-    """Returns verl's key of the same section that looks most like `key`; "" where none does."""
-    section = key.rpartition(".")[0]
-    beside = [known for known in _table()[0] if known.rpartition(".")[0] == section]
-    return next(iter(get_close_matches(key, beside, 1, 0.8)), "")
+    """Returns verl's key of the same section whose last part looks most like that of `key`; "" where none does."""
+    section, dot, name = key.rpartition(".")
+    parts = [known.rpartition(".") for known in _table()[0]]
+    close = get_close_matches(name, [last for above, _, last in parts if above == section], 1, 0.75)
+    return f"{section}{dot}{close[0]}" if close else ""
 
 
 def _sections(key: str) -> list[str]:
