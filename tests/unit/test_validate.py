@@ -14,7 +14,6 @@ from small_model import SIZES, write_model
 from mrl.cli.main import main
 from mrl.config.load import TIS, load_config
 from mrl.config.rules import notes, violations
-from mrl.config.schema import RefConfig
 from mrl.errors import ConfigError
 from mrl.model import known_spec
 
@@ -279,12 +278,9 @@ def test_a_dense_model_has_no_experts_to_configure():
     assert found([*selective, modules + "=[mlp]"], base, model) == {}
 
 
-def test_the_reference_model_has_no_layout_of_its_own(tmp_path):
+def test_the_reference_model_has_no_layout_of_its_own():
     with pytest.raises(ConfigError, match=r"ref\.layout \(--set\): unknown key; did you mean actor\.layout\?"):
         load_config(BASE, overrides=["ref.layout={world_size: 32}"])
-    earlier = tmp_path / "config.resolved.yaml"
-    earlier.write_text(f"extends: {Path(BASE).resolve()}\nref: {{layout: null, param_offload: true}}\n")
-    assert load_config(earlier).config.ref == RefConfig(param_offload=True)
 
 
 # --- placement, versions, devices -------------------------------------------------------------------------------------
