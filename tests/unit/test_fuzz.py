@@ -294,12 +294,6 @@ def test_pages(events, held_out, run):
     survives(lambda: run_page(read_run(run.path)))
 
 
-SAMPLE = {
-    "prompt_id": 1, "group_id": 1, "sample_id": 1, "seed": 1, "prompt_ids": [1, 2], "response_ids": [3],
-    "rollout_log_probs": [-0.5], "stop_reason": "stop", "weight_version": 1, "reward": {"score": 1.0, "reason": "ok"},
-}  # fmt: skip
-
-
 @fuzzed
 @given(data=st.data())
 def test_samples(data, run, folder):
