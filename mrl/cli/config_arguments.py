@@ -19,10 +19,15 @@ def add_config(parser: argparse.ArgumentParser, optional: bool = False, told: st
         dest="overrides",
         help="override one value; repeatable",
     )
+    add_verbose(parser, ", and all headline metrics and phases of a step")
+
+
+def add_verbose(parser: argparse.ArgumentParser, further: str = "") -> None:
+    """Adds --verbose, which every command has that prints violations. `further`: what else it prints whole."""
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help=f"print violations of more than {LONGEST} characters whole, and all headline metrics and phases of a step",
+        help=f"print violations of more than {LONGEST} characters whole{further}",
     )
 
 

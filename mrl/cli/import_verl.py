@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mrl.cli.config_arguments import add_verbose
 from mrl.errors import ConfigError, MrlError
 
 _NO_LAYOUT = "mrl plan --search found no layout that breaks no rule and fits {} in every phase with the rest as it is"
@@ -54,6 +55,7 @@ def add(commands) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: the fate of every key, warnings, violations"
     )
+    add_verbose(parser)
     parser.set_defaults(run=_import)
 
 

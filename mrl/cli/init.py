@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mrl.cli.config_arguments import add_verbose
 from mrl.errors import ConfigError, InvalidConfig, MrlError, did_you_mean
 
 _QUESTIONS = {
@@ -40,6 +41,7 @@ def add(commands) -> None:
     )
     output = "the file to write; must not exist (default: %(default)s)"
     init.add_argument("-o", "--output", metavar="FILE", default="first.yaml", help=output)
+    add_verbose(init)
     init.set_defaults(run=_init)
 
 

@@ -79,7 +79,7 @@ def _main(arguments: Sequence[str] | None) -> None:
         stack.enter_context(redirect_stderr(_Plain(sys.stderr)))
         parser = make_parser()
         options, leftovers = parser.parse_known_args(arguments)
-        if getattr(options, "verbose", True):  # a command without the option cuts nothing
+        if getattr(options, "verbose", False):
             os.environ[VERBOSE] = "1"
         if options.command in PASS_ON:
             _run(parser, options, leftovers)
