@@ -20,10 +20,11 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _JOIN = "fc.weight"
 _WORDS = "d2t"
 _STATES = 3  # that a head joins which does not say how many
-_COUNTS = ("vocab_size", "hidden_size", "num_attention_heads")
+_COUNTS = ("vocab_size", "hidden_size")
+_HEADS = 32  # of transformers' LlamaConfig that says nothing
 _OPTIONAL_COUNTS = (
-    "target_hidden_size", "draft_vocab_size", "num_aux_hidden_states", "num_key_value_heads", "head_dim",
-    "num_hidden_layers",
+    "target_hidden_size", "draft_vocab_size", "num_aux_hidden_states", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "num_hidden_layers",
 )  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def head_bytes(folder: Path) -> int:
 def head_cache_elements(folder: Path, tensor: int) -> int:
     """Returns the keys and values of one token in a head's layers, as numbers on one of `tensor` workers."""
     config = read_hf_config(folder)
-    heads = config["num_attention_heads"]
+    heads = config.get("num_attention_heads") or _HEADS
     size = config.get("head_dim") or config["hidden_size"] // heads
     groups = max(1, (config.get("num_key_value_heads") or heads) // tensor)
     return (config.get("num_hidden_layers") or 1) * 2 * groups * size

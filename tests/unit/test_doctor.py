@@ -155,7 +155,7 @@ FAULTS = {
         "vllm==0.18.0"),
     "vllm-ascend of no row": (having(NPU, vllm_ascend="0.23.1"), "vllm-ascend pairing", "warning", "0.23.0"),
     "MindSpeed missing": (without(NPU, "mindspeed"), "version:mindspeed", "failure", "MindSpeed.git@core_r0.16.0"),
-    "NZ on": (replace(NPU, environment={"VLLM_ASCEND_ENABLE_NZ": "1"}), "environment", "failure", "cure"),
+    "NZ on": (replace(NPU, environment={"VLLM_ASCEND_ENABLE_NZ": "1"}), "environment", "failure", "its own fix"),
     "old NVIDIA driver": (replace(CUDA, devices=HostDevices("cuda", 8, "570.124.06")), "driver", "failure", "580"),
     "old NVIDIA driver, newer libraries": (
         replace(CUDA, devices=HostDevices("cuda", 8, "570.124.06"), environment={"LD_LIBRARY_PATH":

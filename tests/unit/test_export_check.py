@@ -348,7 +348,7 @@ def test_what_can_be_seen_without_an_origin(origin, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--check", "a", "tokenizer", "b", "-o", "c"], "stand without tokenizer"),
+        (["--check", "a", "tokenizer", "b", "-o", "c"], "exclude tokenizer"),
         (["--against", "a"], "belong to --check"),
         (["--check", "nowhere"], "nowhere/config.json does not exist"),
     ],

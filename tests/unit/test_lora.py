@@ -484,7 +484,10 @@ def test_an_adapter_on_other_modules_is_refused(base, tmp_path):
     ],
 )
 def test_a_resumed_run_has_the_adapters_of_its_checkpoint(now, said):
-    said_then = {"rank": 4, "alpha": 8.0, "target_modules": list(TARGETS), "base": {"path": "there", "digest": "a"}}
+    said_then = {
+        "rank": 4, "alpha": 8.0, "target_modules": list(TARGETS), "start": None,
+        "base": {"path": "there", "digest": "a"},
+    }  # fmt: skip
     manifest = Manifest(3, {}, "float32", SIZES, (), {}, {}, adapters=said_then)
     identity = RunIdentity(None, {}, None, said_then | now if now else {})
     with pytest.raises(ConfigError, match=said):

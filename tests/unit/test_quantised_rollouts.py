@@ -463,8 +463,11 @@ def test_advice_on_a_gap_knows_that_words_are_rounded():
     assert "rollout.dtype" in MismatchWatch(plain.algorithm, plain.rollout).advice({MISMATCH: 0.5})
 
 
-def test_a_stand_in_on_cpu_is_noted():
-    assert any("stand-in" in note for note in notes(load_config(TINY, overrides=ON), TINY_MODEL))
+def test_what_a_cpu_computes_otherwise_is_noted():
+    assert any(
+        "compute with the products in rollout.dtype" in note
+        for note in notes(load_config(TINY, overrides=ON), TINY_MODEL)
+    )
 
 
 @pytest.mark.parametrize(

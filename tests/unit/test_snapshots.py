@@ -5,7 +5,7 @@ import threading
 import time
 import zipfile
 from collections import deque
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -396,21 +396,16 @@ def test_a_record_has_every_column_and_reward_and_the_same_bytes_for_the_same(tm
     assert read_group_of_nothing(tmp_path).samples is None
 
 
-def test_columns_are_joined_where_they_are_small_and_read_as_members_of_their_own_too(tmp_path):
-    """As files had it before, which checkpoints still hold."""
+def test_columns_are_joined_where_they_are_small(tmp_path):
     rows = [Sample(7, 3, k, 9, (1, 2), (5,) * tokens, (-0.5,) * tokens, "stop", 1) for k, tokens in enumerate((3, 900))]
     samples, results = packed(rows), {1: RewardResult(8, 0.5, {"acc": 1.0}, OK)}
-    write_group(tmp_path / "now.npz", GroupRecord(3, 2, samples, results))
-    described = {"number": 3, "attempt": 2, "results": [[1, asdict(results[1])]]}
-    record = np.frombuffer(json.dumps(described).encode(), np.uint8)
-    np.savez(tmp_path / "before.npz", record=record, **samples.arrays)
-    with zipfile.ZipFile(tmp_path / "now.npz") as archive:
+    write_group(tmp_path / "group.npz", GroupRecord(3, 2, samples, results))
+    with zipfile.ZipFile(tmp_path / "group.npz") as archive:
         assert set(archive.namelist()) == {"record.npy", "small.npy", "token_ids.npy", "rollout_log_probs.npy"}
-    for name in ("now.npz", "before.npz"):
-        again = read_group(tmp_path / name)
-        assert (again.number, again.attempt, again.results) == (3, 2, results)
-        assert_columns(again.samples, samples)
-        assert all(column.flags.writeable and column.flags.aligned for column in again.samples.arrays.values())
+    again = read_group(tmp_path / "group.npz")
+    assert (again.number, again.attempt, again.results) == (3, 2, results)
+    assert_columns(again.samples, samples)
+    assert all(column.flags.writeable and column.flags.aligned for column in again.samples.arrays.values())
 
 
 def read_group_of_nothing(folder):
