@@ -5,6 +5,7 @@ models are drawn, and their rows have no, one or two pictures of different sizes
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,8 @@ from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.open_checkpoint import open_mrl, open_saved
 from mrl.checkpoint.peft_folder import write_peft
 from mrl.checkpoint.vision_tower import open_whole
-from mrl.engine.call_reader import VARIABLE
 from mrl.record.sample_files import read_samples
-from mrl.tools.rehearse.made_up_calls import MadeUpCalls
+from mrl.tools.rehearse.watched import write_hook
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
@@ -83,7 +83,9 @@ def run_of(name: str, layouts: dict, tmp_path: Path) -> tuple[Path, Path, dict, 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_engines_see_what_ranks_see_and_a_sync_brings_the_text_model_alone(name, tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, f"{MadeUpCalls.__module__}:{MadeUpCalls.__name__}")  # drawn models call nothing
+    write_hook(tmp_path / "hook", tmp_path / "notes")  # drawn models call nothing: calls are made up
+    paths = [str(tmp_path / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     world, run, given, _ = run_of(name, LAYOUTS, tmp_path)
     rows = list(read_samples(run / "samples", 1))
     seen = [row["images"] for row in rows]
