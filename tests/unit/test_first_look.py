@@ -27,7 +27,7 @@ from mrl.driver.assemble_data import load_training
 from mrl.driver.first_look import look
 from mrl.driver.own_loss import refusal
 from mrl.engine.requests import turns_spec
-from mrl.errors import ConfigError, DataError, EnvironmentFault
+from mrl.errors import VERBOSE, ConfigError, DataError, EnvironmentFault
 from mrl.model import planning_model_spec
 from mrl.reward.pool import RewardPool
 
@@ -76,7 +76,8 @@ def test_a_file_is_missed_where_its_folder_is_here_and_said_where_it_is_not(fold
     assert "data.train_files: /shared/data/train.parquet" in said
 
 
-def test_a_misspelt_folder_is_a_fault_where_the_file_is_in_its_neighbour(folder):
+def test_a_misspelt_folder_is_a_fault_where_the_file_is_in_its_neighbour(folder, monkeypatch):
+    monkeypatch.setenv(VERBOSE, "1")  # folders of tests may have long names
     Path("data/gsm8k").mkdir(parents=True)
     Path("data/gsm8k/train.jsonl").write_bytes(Path("train.jsonl").read_bytes())
     for wrong in ("data/gsmk8/train.jsonl", "dta/gsm8k/train.jsonl", str(folder / "daat/gsm8k/train.jsonl")):

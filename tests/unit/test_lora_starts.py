@@ -25,7 +25,7 @@ from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.driver.resume import RunIdentity, _check_same_adapters, without_first_adapter
-from mrl.errors import ConfigError
+from mrl.errors import VERBOSE, ConfigError
 from mrl.model import model_spec, tensor_specs
 from mrl.model.adapters import FIRST, SECOND, factor_name
 from mrl.model.peft_files import CONFIG, WEIGHTS, adapter_digest
@@ -179,7 +179,8 @@ def test_the_adapter_that_training_began_with_is_needed_until_there_is_a_checkpo
     assert of_the_adapter(without_first_adapter(begun, resume=True)) == ["actor.lora.path"]
 
 
-def test_an_adapter_of_another_base_or_rank_is_one_message_before_anything_starts(begun, tmp_path):
+def test_an_adapter_of_another_base_or_rank_is_one_message_before_anything_starts(begun, tmp_path, monkeypatch):
+    monkeypatch.setenv(VERBOSE, "1")  # folders of tests may have long names
     file = model_in(tmp_path / "another", SIZES, "float32") / "model.safetensors"
     tensors = load_file(file)
     tensors["model.norm.weight"] += 1

@@ -164,7 +164,7 @@ def test_init_plan_and_search_say_the_same_of_a_presets_model_and_devices(name, 
     config = load_config(ROOT / "parallel_configs" / f"{name}.yaml").config
     world, file = config.actor.layout.world_size, tmp_path / "first.yaml"
     devices = f"{world} x {config.cluster.accelerator}"
-    main(["init", "--model", config.model.path, "--devices", devices, "--data", "a.parquet", "-o", str(file)])
+    main(["init", "--model", config.model.path, "--devices", devices, "--data", "elsewhere/a.parquet", "-o", str(file)])
     printed = capsys.readouterr().out
     plan = _answer(capsys, str(file))
     searched = _answer(capsys, "--search", str(file), "--top", "3")

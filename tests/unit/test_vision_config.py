@@ -146,7 +146,7 @@ def test_validate_refuses_the_processor_that_train_refuses(tmp_path, change, wor
         (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | change))
     config = load_config(TINY, overrides=[*SEEING, f"model.path={folder}"]).config
     if not words:
-        assert look(config) is None
+        look(config)
         return
     with pytest.raises(ConfigError, match=words):
         look(config)
