@@ -37,6 +37,8 @@ class EngineMemory:
     buffers: int  # stay when the engine sleeps: the table of rotary factors, which layers share
     draft: int = 0  # weights of the predicting layer, or of the head, in engines that draft with one
     tower: int = 0  # weights of the vision tower, for engines that see images
+    states: int = 0  # of the cache: gated delta states of all sequences together
+    token: int = 0  # of the cache: keys and values of one token, with those of what drafts
 
     @property
     def total(self) -> int:
@@ -51,7 +53,6 @@ class Drafter:
     weights: int = 0  # of a predicting layer or a head; look-ups have none
     cache_per_token: int = 0  # keys and values of its own layers
     tokens: int = 0
-    sequences: int | None = None  # that a data-parallel rank holds together at most; None: max_num_seqs
 
 
 NO_DRAFTER = Drafter()
@@ -92,16 +93,20 @@ def engine_memory(
     fp8_block: int = 0,
     drafter: Drafter = NO_DRAFTER,
     tower: int = 0,
+    sequences: int | None = None,
 ) -> EngineMemory:
     """Computes the memory of a worker with `share` bytes of the device (memory x gpu_memory_utilization).
 
     `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. `tower`: bytes of a
-    vision tower. An engine that does not fit has a cache of no token.
+    vision tower. `sequences`: those of a step that a data-parallel rank is given; None: as many as max_num_seqs. An
+    engine that does not fit has a cache of no token.
     """
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     working = _working_set(model, rollout, dtype_bytes, batched_tokens, max_num_seqs)
     cache = max(0, share - weights - drafter.weights - tower - working)
-    found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs, fp8_block, drafter)
+    found = _with_cache(
+        model, rollout, dtype_bytes, weights, working, cache, _together(max_num_seqs, sequences), fp8_block, drafter
+    )
     return replace(found, tower=tower)
 
 
@@ -114,14 +119,20 @@ def engine_memory_with_cache(
     fp8_block: int = 0,
     drafter: Drafter = NO_DRAFTER,
     tower: int = 0,
+    sequences: int | None = None,
     **passes: int,
 ) -> EngineMemory:
     """Computes the memory of a worker whose cache has a given number of bytes, as on a CPU."""
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
-    most = passes["max_num_seqs"]
+    most = _together(passes["max_num_seqs"], sequences)
     found = _with_cache(model, rollout, dtype_bytes, weights, working, cache, most, fp8_block, drafter)
     return replace(found, tower=tower)
+
+
+def _together(max_num_seqs: int, sequences: int | None) -> int:
+    """Returns the sequences of which a data-parallel rank keeps states at once: vLLM takes their pages as they come."""
+    return max_num_seqs if sequences is None else min(max_num_seqs, sequences)
 
 
 def _with_cache(
@@ -131,19 +142,20 @@ def _with_cache(
     weights: int,
     working: int,
     cache: int,
-    max_num_seqs: int,
+    together: int,
     fp8_block: int,
     drafter: Drafter,
 ) -> EngineMemory:
     per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes) + drafter.cache_per_token
     # vLLM keeps the states behind each drafted token, since the next ones may be rejected (MambaSpec)
-    together = max_num_seqs if drafter.sequences is None else min(max_num_seqs, drafter.sequences)
     states = together * (1 + drafter.tokens) * state_bytes_per_sequence(model, rollout.tensor, dtype_bytes)
     tokens = max(0, cache - states) // per_token // BLOCK * BLOCK * rollout.data
     rows = model.rotation.rows(model.max_position_embeddings)
     buffers = rows * model.rotated_head_dim * dtype_bytes
     largest = _largest_module(model, rollout, dtype_bytes, fp8_block)
-    return EngineMemory(weights, working, cache, tokens, largest, buffers, drafter.weights)
+    return EngineMemory(
+        weights, working, cache, tokens, largest, buffers, drafter.weights, states=states, token=per_token
+    )
 
 
 def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:

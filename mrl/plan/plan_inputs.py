@@ -308,8 +308,7 @@ def _drafter(inputs: PlanInputs) -> Drafter:
     elif speculation.method == MTP:
         weights = draft_weight_bytes(inputs.model, rollout, nbytes)
         cache = cache_bytes_per_token(inputs.model, rollout.tensor, nbytes) // inputs.model.attending_layers
-    given = -(-inputs.config.data.train_batch_size * inputs.config.rollout.n // (rollout.num_engines * rollout.data))
-    return Drafter(weights, cache, speculation.most, given)
+    return Drafter(weights, cache, speculation.most)
 
 
 def engine_of(inputs: PlanInputs) -> EngineMemory:
@@ -319,6 +318,9 @@ def engine_of(inputs: PlanInputs) -> EngineMemory:
     bytes_of_a_number = inputs.engine_element_bytes
     beside = {
         "drafter": _drafter(inputs),
+        "sequences": -(
+            -inputs.config.data.train_batch_size * rollout.n // (inputs.rollout.num_engines * inputs.rollout.data)
+        ),
         "tower": inputs.tower.parameters * bytes_of_a_number if inputs.tower else 0,
     }
     if inputs.device.platform == "cpu":

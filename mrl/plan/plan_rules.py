@@ -12,7 +12,7 @@ from mrl.errors import ConfigError, Violation
 from mrl.model import ModelSpec
 from mrl.plan.calibration_file import KEY, assumptions_of
 from mrl.plan.devices import Device, default_device, devices, devices_of
-from mrl.plan.engine_memory import BLOCK, graphs_in_share, state_bytes_per_sequence
+from mrl.plan.engine_memory import BLOCK, graphs_in_share
 from mrl.plan.memory import memory_section
 from mrl.plan.memory_phases import ACTOR, TERMS
 from mrl.plan.plan_inputs import PlanInputs, engine_of
@@ -72,7 +72,7 @@ def share_violations(resolved: ResolvedConfig, model: ModelSpec) -> list[Violati
     if not memory["phases"]["rollout"]["fits"]:
         rule, why, allowed = _shortage(inputs, memory)
     elif memory["kv_cache"]["longest_sequences_per_engine"] == 0:
-        rule, why, allowed = _no_cache(inputs, memory)
+        rule, why, allowed = _no_cache(inputs)
     else:
         return []
     return [Violation(_SHARE, rule, why, allowed, config.rollout.gpu_memory_utilization, resolved.where(_SHARE))]
@@ -97,40 +97,37 @@ def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tup
         f"the actor keeps {kept / GIB:.1f} GiB on the device while engines generate; of a {device.name} "
         f"{device.usable / GIB:.1f} GiB can be planned with"
     )
-    if most >= _enough(inputs, memory):
+    if most >= _enough(inputs):
         return f"must be at most {most}", why, (most,)
     cure = (
         "let more of the actor leave (actor.param_offload, actor.grad_offload, actor.optimizer_offload), or make its "
         "shards or the engine's smaller"
     )
-    return f"cannot fit: {_needs(inputs, memory)}", f"{why}; {cure}", ()
+    return f"cannot fit: {_needs(inputs)}", f"{why}; {cure}", ()
 
 
-def _no_cache(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tuple[float, ...]]:
+def _no_cache(inputs: PlanInputs) -> tuple[str, str, tuple[float, ...]]:
     """Returns for a share that is too small: what must hold, why, and a share that is enough."""
-    enough = _enough(inputs, memory)
+    enough = _enough(inputs)
     rule = "leaves no cache for one longest sequence"
     if enough > 1:
-        return rule, _needs(inputs, memory), ()
-    return f"{rule}: must be at least {enough}", _needs(inputs, memory), (enough,)
+        return rule, _needs(inputs), ()
+    return f"{rule}: must be at least {enough}", _needs(inputs), (enough,)
 
 
-def _enough(inputs: PlanInputs, memory: dict[str, Any]) -> float:
+def _enough(inputs: PlanInputs) -> float:
     """Returns the smallest share, in hundredths, that leaves a cache for one longest sequence."""
-    return ceil(_least(inputs, memory) / inputs.device.memory * _STEP) / _STEP
+    return ceil(_least(inputs) / inputs.device.memory * _STEP) / _STEP
 
 
-def _needs(inputs: PlanInputs, memory: dict[str, Any]) -> str:
-    needed = f"{_least(inputs, memory) / GIB:.1f} GiB"
+def _needs(inputs: PlanInputs) -> str:
+    needed = f"{_least(inputs) / GIB:.1f} GiB"
     return f"an engine needs {needed} for its weights, passes and one longest sequence"
 
 
-def _least(inputs: PlanInputs, memory: dict[str, Any]) -> int:
+def _least(inputs: PlanInputs) -> int:
     """Returns the smallest share with which each rank of an engine has a cache for one longest sequence."""
-    rollout = inputs.config.rollout
     engine = engine_of(inputs)
-    states = state_bytes_per_sequence(inputs.model, inputs.rollout.tensor, inputs.engine_element_bytes)
     tokens = -(-inputs.config.data.max_sample_length // BLOCK) * BLOCK
-    cache = rollout.max_num_seqs * states + memory["kv_cache"]["bytes_per_token"] * tokens
-    graphs = graphs_in_share(inputs.device, rollout.enforce_eager)
-    return engine.weights + engine.draft + engine.working_set + graphs + cache
+    graphs = graphs_in_share(inputs.device, inputs.config.rollout.enforce_eager)
+    return engine.total - engine.cache + graphs + engine.states + engine.token * tokens

@@ -192,8 +192,7 @@ def test_hybrids_keep_a_state_for_each_drafted_token():
     size = inputs.rollout.tensor
     batch = batch_plan(inputs.config, inputs.train).samples
     given = min(inputs.config.rollout.max_num_seqs, batch // (inputs.rollout.num_engines * inputs.rollout.data))
-    kept = state_bytes_per_sequence(inputs.model, size, 2)
-    states = 2 * given * kept - inputs.config.rollout.max_num_seqs * kept
+    states = given * state_bytes_per_sequence(inputs.model, size, 2)
     per_token = cache_bytes_per_token(inputs.model, size, 2)
     lost = engine_of(inputs).cache_tokens - engine_of(drafting).cache_tokens
     assert lost == pytest.approx(states / per_token * inputs.rollout.data, abs=2 * 16 * inputs.rollout.data)

@@ -63,6 +63,18 @@ def test_a_share_that_leaves_no_cache_is_refused_with_one_that_does(preset):
     assert refused(f"rollout.gpu_memory_utilization={round(enough - 0.01, 2)}", path=path) != []
 
 
+def test_states_behind_drafted_tokens_are_part_of_the_share_that_is_enough():
+    path = PRESETS / "qwen3.5-35b-a3b" / "h100-4x8.yaml"
+    found = []
+    for drafts in ([], ["rollout.speculation={method: ngram, tokens: 3}"]):
+        (violation,) = refused("rollout.gpu_memory_utilization=0.1", *drafts, path=path)
+        (enough,) = violation.allowed
+        assert refused(f"rollout.gpu_memory_utilization={enough}", *drafts, path=path) == []
+        assert refused(f"rollout.gpu_memory_utilization={round(enough - 0.01, 2)}", *drafts, path=path) != []
+        found.append(enough)
+    assert found[1] > found[0]
+
+
 def test_where_the_actor_alone_is_more_than_the_device_no_share_is_named():
     path = PRESETS / "qwen3-235b-a22b" / "h100-16x8.yaml"
     (violation,) = refused("actor.layout={world_size: 128}", *STAYS, path=path)  # 235e9 weights on every rank
