@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,predictions,known_problems,evidence,faults}.md from
-the schema, the spec tables, docs/source, docs/results and the rows of scripts/evidence.
+"""Writes docs/{configuration,layouts,refusals,metrics,from_verl,tuning,efficiency,predictions,known_problems,evidence,
+faults}.md from the schema, the rules, the spec tables, docs/source, docs/results and the rows of scripts/evidence.
 
     python scripts/generate_docs.py [--check]     with --check writes nothing and exits 1 when a page is out of date
 
@@ -41,6 +41,7 @@ sys.path.append(str(ROOT / "scripts"))
 sys.path.append(str(ROOT / "scripts" / "evidence"))
 import evidence_page  # noqa: E402
 import fault_rows  # noqa: E402
+import rule_pages  # noqa: E402
 
 SOURCE = ROOT / "docs" / "source"
 VERL_SCRIPTS = ROOT / "docs" / "results" / "verl_scripts.json"  # scripts/evidence/verl_scripts.py
@@ -131,31 +132,23 @@ def metrics() -> str:
 _FROM_VERL = (
     "* **Nothing is lost silently.** Text of the script that cannot be read, a branch that cannot be decided, a "
     "missing configuration file (`--config-name`): each is named, with the variable to give by `--set NAME=VALUE`, and "
-    "the answer is then never `valid`.",
-    "* **Misspelt keys** are found in a table of verl's keys by release (scripts/generate_verl_keys.py), with the "
-    "nearest name. Below verl's free mappings (`engine_kwargs`, `override_*`, `reward_kwargs`) any name is allowed.",
-    "* **Devices.** A script that asks for NPUs (`python3 -c 'import torch_npu' && echo npu || echo gpu`, "
-    "`npu-smi`) is "
-    "read as on a machine with GPUs; `--set DEVICE=npu` chooses the other branch.",
+    "the answer is then never `valid`. Misspelt keys are named with the nearest one of verl's releases.",
     "* **Verdict.** `valid`: everything that changes training is in the file. `carried with losses`: something is "
     "not supported here, or depends on an unset variable; exit code 2, and 0 with `--accept-losses`. "
-    "`refused`: a place "
-    "cannot be read, or the result breaks a rule. A line before it says whether the plan fits.",
+    "`refused`: a place cannot be read, or the result breaks a rule. A line before it says whether the plan fits.",
+    "* **Devices.** A script that looks for NPUs is read as on a machine with GPUs; `--set DEVICE=npu` chooses the "
+    "other branch.",
     "* **Asynchronous trainers** become `trainer.schedule`: `one_step_off`, or `bounded`, where a step is what verl "
     "trains on between two syncs and a share of stale samples becomes whole steps. verl uses the engine's log-probs as "
     "the old policy; here they are recomputed, and a correction weighs the difference.",
-    "* **Rewards.** A function that returns a number alone has it as the part `acc`, as in verl. verl's `seq_reward` "
-    "includes the overlong penalty and is `reward` here. Async functions are refused: call yours with `asyncio.run`; "
-    "`reward.num_workers` processes run in parallel.",
+    "* **Rewards.** verl's `seq_reward` includes the overlong penalty and is `reward` here. Async functions are "
+    "refused: call yours with `asyncio.run`.",
     "* **Your code** is loaded only from files that a key names: rewards, losses (`algorithm.policy_loss.custom`), "
-    "advantages (`algorithm.custom_advantage`), tools and environments (`rollout.turns.path`). A run prints "
-    "each file's "
-    "SHA-256 first.",
-    "* **Resuming.** verl's default `resume_mode: auto` is kept: a second start resumes. mrl's own default, `disable`, "
-    "refuses a directory with a run unless `--resume` is given.",
+    "advantages (`algorithm.custom_advantage`), tools and environments (`rollout.turns.path`).",
+    "* **Resuming.** verl's default `resume_mode: auto` is kept: a second start resumes. mrl's own default refuses a "
+    "directory with a run unless `--resume` is given.",
     "* **Filters.** `top_p` and `top_k` of training responses are kept if the loss reads only training's log-probs, "
-    "verl's default; a correction or `bypass_mode` turns them off, with a warning.",
-    "* **Models** on the hub (`Qwen/Qwen3-30B-A3B`) are fetched when the run starts.\n",
+    "verl's default; a correction or `bypass_mode` turns them off, with a warning.\n",
 )
 
 
@@ -196,15 +189,14 @@ def _public_scripts() -> Iterator[str]:
     pairs = sum(counts.get(name, 0) for name in ("same", "unknown, told", "absent, told", "LOST", "DIFFERENT"))
     yield "\n## Public scripts\n"
     yield (
-        f"The {len(answers)} launch scripts of {commits}, run by bash itself over stubs and read by the import "
+        f"The {len(answers)} launch scripts of {commits}, run by bash over stubs and read by the import "
         f"(`python scripts/evidence/verl_scripts.py`). Of the {pairs:,} key=value pairs that bash passes "
         f"{counts['same']:,} are "
-        f"read as bash has them, {pairs - counts['same'] - counts.get('LOST', 0) - counts.get('DIFFERENT', 0)}  depend "
+        f"read as bash has them, {pairs - counts['same'] - counts.get('LOST', 0) - counts.get('DIFFERENT', 0)} depend "
         f"on something that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
         f"{counts.get('DIFFERENT', 0)} differ silently. Answers: "
         + ", ".join(f"{answers.count(name)} {name}" for name in ("valid", "carried with losses", "refused"))
-        + f". {counts.get('more than bash, told', 0)} keys follow a comment or an empty line, where the shell ends "
-        "the command; a warning names them. Refused are unsupported families, scripts that only generate or evaluate, "
+        + ". Refused are unsupported families, scripts that only generate or evaluate, "
         "layouts that Megatron cannot have, and models or files that only the author has.\n"
     )
     if "ways" in found:
@@ -272,10 +264,8 @@ def efficiency() -> str:
     page = [
         _MADE,
         "# Efficiency of an update\n",
-        "What makes an update of a mixture of experts faster, where it is from, and what refuses it before a run. "
-        "Sources are of Megatron-core 0.16.1; what refuses is the same in 0.17.0. What an H100 said of updates is in "
-        "[evidence](evidence.md). `mrl plan` counts time or memory where the last column says so, and nothing "
-        "for the others.\n",
+        "What makes an update of a mixture of experts faster (sources: Megatron-core 0.16.1; the same is refused in "
+        "0.17.0). One H100's figures of updates: [evidence](evidence.md).\n",
         "| switch | set by | from | refused | presets | the plan counts |",
         "|---|---|---|---|---|---|",
     ]
@@ -297,26 +287,17 @@ def _switches_of_devices() -> str:
 
 
 _TOKENS = (
-    "**Small micro-batches wait for the host.** On one H100 with 16 experts a rank (EP8), launching a layer "
-    "of 30B took "
-    "the host as long for 8,192 tokens as for 16,384: 7 ms forward and 19 ms more backward. Tokens a second rose with "
-    "`actor.ppo_max_token_len_per_gpu` up to 32,768, so recomputing activations may be cheaper than small "
-    "micro-batches. "
-    "By the plan, two longest samples at once save a third of an update of 30B on 32 H100 if they fit "
-    "(`--set actor.ppo_max_token_len_per_gpu=20480`), but pipelines then get fewer micro-batches. `launch_us` of "
-    "`scripts/hardware/run.sh cuda actor_8k` measures your host; others need 0.6 of it "
-    "([predictions](predictions.md)).\n\n"
+    "**Small micro-batches wait for the host.** On one H100 with 16 experts a rank, launching a layer of 30B took "
+    "as long for 8,192 tokens as for 16,384. Tokens a second rose with `actor.ppo_max_token_len_per_gpu` up to 32,768, "
+    "so recomputing activations may be cheaper than small micro-batches. `launch_us` of "
+    "`scripts/hardware/run.sh cuda actor_8k` measures your host.\n\n"
     "**CUTLASS products are off by default.** `model.grouped_gemm: cutlass` made an update of 8,192 tokens "
-    "1.55 times as "
-    "fast on one H100, but its numbers are not yet compared with Hugging Face's on a device. "
-    "`torch.nn.functional.grouped_mm` reached 598 and 681 TFLOP/s for 128 and 16 experts, Transformer Engine's default "
-    "73 and 454; Megatron-core 0.16.1 has no layer that calls it, so mrl uses it for adapters alone."
+    "1.55 times as fast on one H100, but its numbers are not yet compared with Hugging Face's on a device."
 )
 
 _DEEPEP = (
-    "**DeepEP has no pinned build.** Megatron imports its `Buffer`, which the publisher (deepseek-ai/DeepEP, README at "
-    "0297fc8) keeps as a legacy method that needs NVSHMEM, beside a new one that needs NCCL 2.30.4. The right commit "
-    "depends on the cluster: build it there; a rank that does not find `deep_ep` says so at the start."
+    "**DeepEP has no pinned build.** The right commit depends on the cluster: build it there. A rank that does not "
+    "find `deep_ep` says so at the start."
 )
 
 
@@ -381,14 +362,11 @@ def predictions() -> str:
     page += [
         "",
         "## After calibrations\n",
-        "`mrl plan --calibrate` fits what runs determine, and leaves the rest. In simulations a plan with drawn "
-        "constants plays the cluster (`tests/unit/test_calibration.py`, `after_two_calibrations`). On one node "
-        "(`qwen3-30b-a3b/h100-1x8`) the best layout found before any calibration was within 5 % of the best one in "
-        "92 of 125 draws, and after two in 102; the others were at most 14 % slower. In those that were looked at, "
-        "the calibrated plan asks for the layout that was just run, so the second run says nothing new: one layout "
-        "does not tell the launches of single experts (`expert_launch`) from the products, and another "
-        "`expert_model_parallel_size` would have been faster. So give `--calibrate` runs of two layouts that "
-        "differ in it.",
+        "`mrl plan --calibrate` fits what runs determine. In simulations (`tests/unit/test_calibration.py`) on "
+        "`qwen3-30b-a3b/h100-1x8` the best layout found was within 5 % of the true best one in 92 of 125 draws before, "
+        "in 102 after two calibrations, and at most 14 % slower in the others: one layout does not tell the launches "
+        "of single experts (`expert_launch`) from the products. So give `--calibrate` runs of two layouts that differ "
+        "in `expert_model_parallel_size`.",
     ]
     return "\n".join([*page, ""])
 
@@ -443,8 +421,7 @@ def known_problems() -> str:
     for problem in _source("known_problems"):
         _check_metrics(problem["cure"])
         page += [f"## {problem['title']}\n"]
-        parts = {"Seen": "seen", "Cause": "cause", "Fix": "cure"}
-        page += [*(f"* **{name}** {problem[part]}" for name, part in parts.items()), ""]
+        page += [f"{problem['seen']}. {problem['cause']} **Fix:** {problem['cure']}", ""]
     return "\n".join(page)
 
 
@@ -474,6 +451,8 @@ def _row(*cells: str) -> str:
 
 PAGES = {
     "configuration": configuration,
+    "layouts": lambda: f"{_MADE}{rule_pages.layouts()}",
+    "refusals": lambda: f"{_MADE}{rule_pages.refusals()}",
     "metrics": metrics,
     "from_verl": from_verl,
     "tuning": tuning,

@@ -186,7 +186,7 @@ _MIDDLE_RULE = (
 )
 _MIDDLE_WHY = "Megatron gives every stage without a count of its own the same number of layers"
 
-_RULES = (
+TRAIN_RULES = (
     _Rule(
         "world_size",
         lambda d, m: d.world_size % d.dense_ranks == 0,
@@ -369,14 +369,14 @@ def check_train_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelF
     key while other keys stay as they are; it may be empty. Rules that read a key with unknown value are skipped.
     """
     d = LayoutDegrees.of(degrees)
-    judged = (_judged(rule, d, model) for rule in _RULES)
+    judged = (_judged(rule, d, model) for rule in TRAIN_RULES)
     return [violation for violation in judged if violation is not None]
 
 
 def is_legal_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelFacts) -> bool:
     """Returns whether `check_train_layout` finds nothing, without looking for legal values."""
     d = LayoutDegrees.of(degrees)
-    return all(_broken(rule, d, model) is None for rule in _RULES)
+    return all(_broken(rule, d, model) is None for rule in TRAIN_RULES)
 
 
 def _broken(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> str | None:
@@ -397,7 +397,7 @@ def _judged(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> Violation | None:
 
 
 def _nearest_legal(field: str, d: LayoutDegrees, m: ModelFacts, count: int = 4) -> tuple[Any, ...]:
-    rules = [rule for rule in _RULES if rule.field == field]
+    rules = [rule for rule in TRAIN_RULES if rule.field == field]
 
     def is_legal(candidate: Any) -> bool:
         changed = _changed(d, field, candidate)

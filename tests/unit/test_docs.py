@@ -1,6 +1,7 @@
 """The reference pages are what the schema and the tables say now."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,18 @@ def test_the_seven_problems_of_users_on_ascend_are_there():
 
 def test_making_them_imports_nothing_heavy_and_the_check_says_by_its_code_that_none_is_out_of_date(checked):
     assert checked == ["out of date: none", "0", "[]"]
+
+
+def test_degrees_that_a_model_allows_are_those_by_hand():
+    """Qwen3-30B-A3B: 48 layers, 32 heads, 4 KV heads, 128 experts of 768. DeepSeek-V3: 61 layers, a prime number."""
+    rows = {line.split(" | ")[0]: line for line in docs.rule_pages.layouts().splitlines()}
+    own = rows["| Qwen3-30B-A3B"].split(" | ")[4:]
+    assert own == ["1, 2, 4, 8, 16, 32", "1, 2, 3, 4, 6, 8, 12, 16, 24, 48", "any", "1, 2, 4, 8, 16, 32, 64 |"]
+    assert rows["| DeepSeek-V3"].split(" | ")[5] == "1, 61"
+    assert rows["| Qwen3-Next-80B-A3B"].split(" | ")[6] == "1"  # gated delta attention passes no state on
+
+
+def test_what_validate_refuses_is_on_its_page():
+    page = docs.rule_pages.refusals()
+    assert "| `rollout.min_engines` | must be at most rollout.num_engines |" in page
+    assert not re.search(r"\{[cm]\.", page)

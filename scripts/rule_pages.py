@@ -1,0 +1,104 @@
+"""Text of docs/layouts.md and docs/refusals.md: the rules of `mrl validate`, and what degrees known models allow."""
+
+import re
+from collections.abc import Iterator
+
+from mrl.config.family_rules import cuts_context
+from mrl.config.rule_row import RuleRow
+from mrl.config.rules import PATH_RULES, RULES
+from mrl.model import ModelSpec, known_models, planning_model_spec
+from mrl.model.layout_degrees import LayoutDegrees
+from mrl.model.layout_rules import TRAIN_RULES, is_legal_layout
+
+_LARGEST = 64
+_LAYOUTS = """# Layouts: what a model allows
+
+`mrl validate` checks a layout against your model and names the nearest legal values. `mrl plan --search` lists every
+layout that fits, best first:
+
+```bash
+mrl validate parallel_configs/qwen3-30b-a3b/h100-4x8.yaml --set actor.layout.expert_model_parallel_size=16
+mrl plan --search --model Qwen/Qwen3-30B-A3B --devices 32 --device h100-80g
+```
+
+* **Ranks** (`actor.layout`): `world_size` = tensor x context x pipeline x data. Experts use the same ranks as
+  expert x expert tensor x pipeline x their own data parallelism, so EP may exceed data parallelism. `critic.layout` and
+  `distillation.teacher_model.layout` have the same rules.
+* **Engines** (`rollout`): `num_engines` x `tensor_model_parallel_size` x `data_parallel_size` workers.
+  `expert_parallel_size` is 1 or all workers of an engine. Tensor parallelism stays inside a node. Ranks and engines
+  need no common degree.
+* **Devices**: with `cluster.placement: separate` ranks and engines have their own; with `colocated` they share them.
+
+## Degrees by model
+
+Each degree up to 64 alone, beside 1 for the others. PP: stages of equal size; `pipeline_layers` gives others.
+"""
+_RULE_TABLE = "## Rules of the ranks' layout\n\nKeys below `actor.layout`.\n"
+_REFUSALS = """# What `mrl validate` refuses
+
+`mrl validate CONFIG` checks all of this at once, and prints each violation with its key, the rule, the reason and the
+nearest legal values. `mrl train` checks the same before it starts Ray.
+
+1. **Keys**: unknown names (with the nearest one), types, limits: [every key](configuration.md).
+2. **Rules between keys, and between a key and the model**: below, and [layouts](layouts.md).
+3. **Settings of Megatron and vLLM** (`override_*`, `engine_kwargs`) that are unknown there, or that mrl decides.
+4. **The model's folder**: a [family](adding_a_family.md#refused-families) that is not supported, a key of config.json
+   that would change what is computed and is not read, missing or damaged files.
+5. **Files**: rows, chat template, reward, loss, advantage, tools ([frequent mistakes](tutorial/first_hour.md)).
+   `--check-paths` also refuses folders that are not on this host.
+
+Exit code 2: the configuration; 3: data; 4: a folder or the machine. It does not check memory (`mrl plan`, exit code 7)
+or the machine (`mrl doctor`).
+
+## Rules
+
+Further rules have several conditions; `mrl validate` prints them.
+
+"""
+
+
+def layouts() -> str:
+    """The page about layouts."""
+    rules = [f"| `{rule.field}` | {named(rule.rule)} | {rule.why} |" for rule in TRAIN_RULES]
+    heads = ("model", "layers", "heads, KV heads", "experts", "TP", "PP", "CP", "EP")
+    models = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *map(_model_row, known_models())]
+    return "\n".join([_LAYOUTS, *models, "", _RULE_TABLE, "| key | rule | why |", "|---|---|---|", *rules, ""])
+
+
+def _model_row(name: str) -> str:
+    model = planning_model_spec(name)[0]
+    experts = str(model.num_experts or "none")
+    cells = [name, str(model.num_layers), f"{model.num_attention_heads}, {model.num_key_value_heads}", experts]
+    for key in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        legal = list(_legal(model, f"{key}_parallel_size"))
+        cells.append(_context(model) if key == "context" else ", ".join(map(str, legal)))
+    return f"| {' | '.join(cells)} |"
+
+
+def _legal(model: ModelSpec, key: str) -> Iterator[int]:
+    for degree in range(1, _LARGEST + 1):
+        if is_legal_layout(LayoutDegrees(world_size=degree, **{key: degree}), model):
+            yield degree
+
+
+def _context(model: ModelSpec) -> str:
+    if 2 not in _legal(model, "context_parallel_size"):
+        return "1"
+    return "any" if cuts_context(model, "cuda") else "1, on CPUs any"
+
+
+def refusals() -> str:
+    """The page about what a configuration is refused for."""
+    rows = {f"| `{rule.field}` | {named(rule.rule)} | {named(rule.why)} |" for rule in _rows()}
+    return "\n".join([f"{_REFUSALS}| key | rule | why |", "|---|---|---|", *sorted(rows), ""])
+
+
+def _rows() -> Iterator[RuleRow]:
+    return (rule for rule in (*RULES, *PATH_RULES) if isinstance(rule, RuleRow))
+
+
+def named(text: str) -> str:
+    """A rule's text with the names of what it is filled with: `= {m.num_experts}` is left out, as the name is there."""
+    text = re.sub(r" = \{[^}]*\}", "", text)
+    text = re.sub(r"\{\w+\.([\w.]+)[^}]*\}", r"`\1`", text)
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
