@@ -169,11 +169,11 @@ SPECULATION_RULES = (
         ("fast",),
     ),
     RuleRow(
-        "actor.lora.rank",
-        lambda c, m: _uses_layers(c, m) and c.actor.lora.rank > 0,
-        "must be 0 with rollout.speculation.method mtp",
-        "predicting layers have no adapters, and a checkpoint of adapters would not have them",
-        (0,),
+        "actor.mtp.train",
+        lambda c, m: c.actor.mtp.train and c.actor.lora.rank > 0,
+        "must be false with actor.lora.rank above 0",
+        "a checkpoint of adapters has no place for a layer that is trained whole",
+        (False,),
     ),
     _where_drafted(
         f"{_KEY}.draft_sample_method",
@@ -235,13 +235,6 @@ SPECULATION_RULES = (
         "must be ngram on cpu for models with latent attention",
         "vLLM's latent attention on CPUs does not know which requests with drafts begin",
         ("ngram",),
-    ),
-    _where_drafted(
-        "actor.router_replay",
-        lambda c, m: c.actor.router_replay == "R3",
-        "must not be R3 with rollout.speculation",
-        "routes of rejected tokens cannot be distinguished from those of accepted ones",
-        ("disabled", "R2"),
     ),
     _where_drafted(
         "rollout.data_parallel_size",

@@ -90,8 +90,8 @@ def is_adapter(megatron_name: str) -> bool:
 
 @cache
 def adapted_tensors(model: ModelSpec, lora: Lora) -> tuple[TensorSpec, ...]:
-    """Returns the checkpoint tensors that have adapters."""
-    return tuple(spec for spec in tensor_specs(model) if target_of(spec.name) in lora.targets)
+    """Returns the checkpoint tensors that have adapters. Layers that predict further tokens have none."""
+    return tuple(spec for spec in tensor_specs(model.holding(False)) if target_of(spec.name) in lora.targets)
 
 
 @cache
@@ -208,7 +208,7 @@ def adapted_layers(model: ModelSpec, layout: TrainLayout, rank: int, lora: Lora)
     """
     widths = {spec.name: spec.shape[1] for spec in adapted_tensors(model, lora)}
     together: dict[tuple[str, int], list[Shard]] = {}
-    for shard in source_shards(model, layout, rank):
+    for shard in source_shards(model.holding(False), layout, rank):
         name = _WEIGHT.fullmatch(shard.megatron_name)
         if name and any(target_of(piece.hf_name) in lora.targets for piece in shard.pieces):
             together.setdefault((name[1], shard.vp_chunk), []).append(shard)

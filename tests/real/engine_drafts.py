@@ -1,6 +1,6 @@
 """One real vLLM engine that drafts: `python engine_drafts.py JOB.json`. See test_engine_drafts.
 
-The job has the configuration and the requests; what it writes has tokens, log-probs and counts of drafts.
+The job has the configuration and the requests; what it writes has tokens, log-probs, routes and counts of drafts.
 """
 
 import asyncio
@@ -29,7 +29,11 @@ async def main(job: dict, out: Path) -> None:
             for row in range(len(found)):
                 one = found.rows(slice(row, row + 1))
                 (response,) = one.responses()
-                by_sample[int(one.sample_id[0])] = (response.tolist(), one.rollout_log_probs.tolist())
+                by_sample[int(one.sample_id[0])] = (
+                    response.tolist(),
+                    one.rollout_log_probs.tolist(),
+                    one.routes.tolist(),
+                )
             rounds.append([by_sample[number] for number in range(len(requests))])
         drafts = engine._cache.drafts
     finally:

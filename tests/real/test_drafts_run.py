@@ -63,6 +63,21 @@ def test_steps_draft_sync_and_export_the_layer(world, tmp_path, trained):
         assert torch.equal(after[copy], after[original]) and not torch.equal(after[copy], before[copy])
 
 
+def test_adapters_are_trained_with_engines_routes_beside_a_layer_that_drafts(world, tmp_path):
+    run_dir = tmp_path / "run"
+    given = {"actor__lora__rank": 4, "actor__lora__alpha": 8, "actor__optim__lr": 1e-2, "actor__router_replay": "R3"}
+    succeeded("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **(settings(False, 2) | given)))
+    rows = [row for row in metrics(run_dir) if row["training/global_step"]]
+    assert all(row["reshard/verified"] == 1 and row["drafts/tokens"] > 0 for row in rows)
+    assert all(row["training/rollout_log_probs_abs_diff_max"] < 1e-3 for row in rows)
+    assert all(row["actor/grad_norm"] > 0 and row["router/missing_routes"] < 0.1 for row in rows)
+    succeeded("convert", "lora-to-hf", str(run_dir), "-o", str(tmp_path / "hf"), "--merged", "--verify")
+    before, after = (tensors(folder) for folder in (world / "model", tmp_path / "hf"))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and not any(name.startswith("model.layers.4.") for name in moved)
+
+
 def test_a_head_of_its_own_drafts_behind_every_sync(tmp_path):
     world = make_world(tmp_path / "world")
     head = eagle_head(tmp_path / "head", AutoConfig.from_pretrained(world / "model"), 24)

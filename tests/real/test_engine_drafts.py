@@ -32,7 +32,7 @@ DRAFTED = 3
 def config(path, method: str) -> dict:
     return {
         "model": {"path": str(path), "dtype": "float32"},
-        "actor": {"layout": {"world_size": 1}, "ppo_mini_batch_size": 1},
+        "actor": {"router_replay": "R3", "layout": {"world_size": 1}, "ppo_mini_batch_size": 1},
         "rollout": {
             "max_num_seqs": 8,
             "speculation": {"method": method, "tokens": DRAFTED, "lookup": 1},
@@ -44,7 +44,7 @@ def config(path, method: str) -> dict:
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp", pytest.param("head", marks=pytest.mark.long)])
-def test_with_drafts_log_probs_are_transformers_and_a_seed_repeats_in_any_order(tmp_path, method):
+def test_with_drafts_log_probs_and_routes_are_transformers_and_a_seed_repeats_in_any_order(tmp_path, method):
     if method != "mtp":
         model = tiny_moe(vocab_size=WORDS)
         path = save(model, tmp_path / "model")
@@ -58,7 +58,10 @@ def test_with_drafts_log_probs_are_transformers_and_a_seed_repeats_in_any_order(
     job = {"config": config(path, method), "prompts": prompts}
     found = run_engine("engine_drafts.py", tmp_path, job, 1, RUN_S)
     assert found["rounds"][0] == found["rounds"][1]
-    assert max(_gap(model, prompt, *given) for prompt, given in zip(prompts, found["rounds"][0], strict=True)) < 1e-5
+    for prompt, (response, log_probs, routes) in zip(prompts, found["rounds"][0], strict=True):
+        assert _gap(model, prompt, response, log_probs) < 1e-5
+        chosen = _routes(model, prompt + response)
+        assert np.array_equal(np.sort(routes, -1)[:-1], chosen[:-1])
     drafts = found["drafts"]
     assert drafts["steps"] > 100 and 0 < sum(drafts["accepted"]) < sum(drafts["drafted"])
     assert len(drafts["accepted"]) == DRAFTED
@@ -122,6 +125,21 @@ def _gap(model, prompt: list[int], response: list[int], log_probs: list[float]) 
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
     return float((expected - torch.tensor(log_probs)).abs().max())
+
+
+def _routes(model, ids: list[int]) -> np.ndarray:
+    """The experts that transformers chooses, sorted: [tokens, layers with experts, experts per token]."""
+    chosen = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, given: chosen.append(given[1].sort(-1).values.numpy()))
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
+    ]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    return np.stack(chosen, axis=1)
 
 
 def test_vllms_own_temperatures_of_drafted_tokens_are_still_wrong_and_ours_are_right(drafted):

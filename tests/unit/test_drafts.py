@@ -27,6 +27,7 @@ from mrl.engine.engine_state import AWAITED
 from mrl.engine.requests import DraftCounts, engine_settings
 from mrl.errors import ConfigError
 from mrl.model import parameter_count, with_predicting
+from mrl.model.adapters import Lora, adapter_shapes, adapter_shards
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.registry import known_hf_config, known_spec
@@ -41,8 +42,9 @@ def resolved(*overrides: str):
     return load_config(TINY, None, list(overrides)), TINY_MODEL
 
 
-def test_ngram_is_legal_and_vllm_is_told():
-    found, model = resolved(NGRAM)
+@pytest.mark.parametrize("beside", [[], ["actor.router_replay=R3"]])
+def test_ngram_is_legal_and_vllm_is_told(beside):
+    found, model = resolved(NGRAM, *beside)
     assert violations(found, model) == []
     settings = engine_settings(found.config, model, 0, LOGS)
     assert settings.speculates and settings.arguments["speculative_config"] == {
@@ -68,7 +70,6 @@ def test_ngram_is_legal_and_vllm_is_told():
          "data.max_response_length"),
         (["rollout.speculation={method: ngram, tokens: auto}", "cluster.device=cuda"], "rollout.speculation.tokens"),
         (["rollout.speculation={method: ngram, tokens: 3, max_num_seqs: 4}"], "rollout.speculation.max_num_seqs"),
-        ([NGRAM, "actor.router_replay=R3"], "actor.router_replay"),
         (
             ["rollout.speculation={method: ngram, tokens: 3, draft_sample_method: probabilistic}", *FREE],
             "rollout.speculation.draft_sample_method",
@@ -125,13 +126,24 @@ def test_a_models_own_layers_draft_where_it_has_some_that_were_tried(model, over
     ("overrides", "field"),
     [
         (["reshard.path=slow"], "reshard.path"),
-        (["actor.lora.rank=4"], "actor.lora.rank"),
+        (["actor.lora.rank=4", "actor.mtp={train: true}"], "actor.mtp.train"),
         (["rollout.quantization=fp8", "cluster.device=cuda"], "rollout.speculation.method"),
     ],
 )
 def test_layers_that_draft_are_moved_shard_to_shard_and_trained_whole(overrides, field):
     found, _ = resolved("rollout.speculation={method: mtp, tokens: 2}", *overrides)
     assert field in [each.field for each in violations(found, GLM)]
+
+
+def test_adapters_may_be_trained_beside_a_layer_that_drafts_and_are_those_of_the_model_alone():
+    found, _ = resolved("rollout.speculation={method: mtp, tokens: 2}", "actor.lora.rank=4", "actor.router_replay=R3")
+    own = ("rollout.speculation", "actor.lora", "actor.mtp", "actor.router_replay")
+    assert not [each for each in violations(found, GLM) if each.field.startswith(own)]
+    lora = Lora.of(4, 8, ["all-linear"])
+    assert adapter_shapes(GLM.holding(True), lora) == adapter_shapes(GLM, lora)
+    degrees = {"world_size": 4, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
+    layout = TrainLayout.build(degrees | {"expert_model_parallel_size": 2}, GLM)
+    assert adapter_shards(GLM.holding(True), layout, 3, lora) == adapter_shards(GLM, layout, 3, lora) != ()
 
 
 # the shapes of a published head, with this model's sizes (yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, and later ones)

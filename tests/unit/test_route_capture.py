@@ -105,6 +105,14 @@ def test_a_request_that_was_preempted_has_the_routes_of_its_second_pass(runner, 
     assert numbers(capture.take("a", 3)) == [2, 3, 4]
 
 
+def test_rejected_drafts_leave_no_route(runner, capture):
+    step(runner, new=[("a-x", 0, 2, True)])  # 0 1
+    step(runner, cached=[("a-x", 2, 4)])  # 2, and three drafts, of which one is accepted
+    step(runner, cached=[("a-x", 4, 1)])  # nothing is drafted
+    step(runner, cached=[("a-x", 5, 3)])  # both drafts are accepted, and the last token ends the response
+    assert numbers(capture.take("a", 8)) == [0, 1, 2, 3, 6, 7, 8, 9]
+
+
 def test_routes_are_kept_only_for_who_asks_and_only_once(runner, capture):
     step(runner, new=[("a-x", 0, 2, False), ("b-x", 0, 1, True)])
     assert numbers(capture.take("b", 1)) == [2]
