@@ -9,7 +9,7 @@ from mrl.config.schema import RolloutConfig, RunConfig
 from mrl.config.schema_rollout import AUTO, MTP, NGRAM
 from mrl.errors import Violation
 from mrl.model import ModelSpec, read_hf_config
-from mrl.model.eagle_head import head_faults
+from mrl.model.eagle_head import head_faults, head_positions
 from mrl.model.registry import family_of
 from mrl.platforms.hosting import get_hosting
 
@@ -47,9 +47,18 @@ def _head(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     """Checks a head's files, where its folder is on this host."""
     speculation = config.rollout.speculation
     is_tried = speculation is not None and speculation.head is not None and model.family in TRIED_WITH_HEADS
-    if is_tried and speculation.head.is_dir():
-        for why in head_faults(speculation.head, model):
-            yield Violation(f"{_KEY}.method", _FITS, why, _METHODS)
+    if not is_tried or not speculation.head.is_dir():
+        return
+    faults = list(head_faults(speculation.head, model))
+    if not faults and config.cluster.device == "cpu":
+        needed = config.data.max_sample_length + room(config.rollout)
+        if (positions := head_positions(speculation.head) or needed) < needed:
+            faults = [
+                f"its max_position_embeddings is {positions}, and samples with their drafts have {needed}: where one "
+                "is longer, vLLM on CPUs drafts for none of a step, so bits would depend on the other responses"
+            ]
+    for why in faults:
+        yield Violation(f"{_KEY}.method", _FITS, why, _METHODS)
 
 
 def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -71,7 +80,10 @@ def _layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         rule = f"must be ngram, or config.json must have {', '.join(missing)}, as the official one has"
         yield Violation(key, rule, why, ("ngram",))
     elif layers > 1:
-        why = "a model with several layers, each for a further token, was never seen to draft"
+        why = (
+            "weight syncs bring one layer, and vLLM's model runner on CPUs asks the first one for every token "
+            "(v1/spec_decode/llm_base_proposer.py passes no spec_step_idx)"
+        )
         yield Violation(key, f"must be ngram for {layers} layers for multi-token prediction", why, ("ngram",))
 
 
@@ -166,7 +178,14 @@ SPECULATION_RULES = (
         f"{_KEY}.method",
         lambda c, m: _uses_a_model(c, m) and c.rollout.fp8_block > 0,
         "must be ngram with rollout.quantization",
-        "predicting layers and heads have no form in FP8 here",
+        "engines whose drafting model is in FP8 were never seen to draft",
+        ("ngram",),
+    ),
+    RuleRow(
+        f"{_KEY}.method",
+        lambda c, m: _uses_a_model(c, m) and c.rollout.data_parallel_size > 1,
+        "must be ngram with rollout.data_parallel_size above 1",
+        "drafting models of engines with data-parallel ranks were never seen to draft",
         ("ngram",),
     ),
     _where_drafted(

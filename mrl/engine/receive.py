@@ -45,7 +45,11 @@ from mrl.reshard.execute import Receiver
 from mrl.reshard.setup import SyncSetup
 
 BACKEND = "mrl"
-_BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")  # text models in one file with image models
+# text models in one file with image models, and models that draft for them, by module
+_BESIDE_IMAGES = {
+    "text_models": ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    "text_drafters": ("Qwen3_5MTP", "Qwen3_5MoeMTP"),
+}
 # mrl's own names, by module
 _OWN_MODELS = {
     "inner_texts": ("Qwen2InsideVL", "Qwen3InsideVL", "Qwen3MoeInsideVL"),
@@ -82,13 +86,12 @@ def register_models() -> None:
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for module, architectures in _OWN_MODELS.items():
+    registered = _OWN_MODELS
+    if importlib.util.find_spec("torchvision") is None:
+        registered = registered | _BESIDE_IMAGES
+    for module, architectures in registered.items():
         for architecture in architectures:
             ModelRegistry.register_model(architecture, f"mrl.engine.{module}:{architecture}")
-    if importlib.util.find_spec("torchvision") is not None:
-        return
-    for architecture in _BESIDE_IMAGES:
-        ModelRegistry.register_model(architecture, f"mrl.engine.text_models:{architecture}")
 
 
 def adapter_module() -> str:

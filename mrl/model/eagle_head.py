@@ -24,7 +24,7 @@ _COUNTS = ("vocab_size", "hidden_size")
 _HEADS = 32  # of transformers' LlamaConfig that says nothing
 _OPTIONAL_COUNTS = (
     "target_hidden_size", "draft_vocab_size", "num_aux_hidden_states", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "num_hidden_layers",
+    "head_dim", "num_hidden_layers", "max_position_embeddings",
 )  # fmt: skip
 
 
@@ -55,6 +55,11 @@ def head_cache_elements(folder: Path, tensor: int) -> int:
     size = config.get("head_dim") or config["hidden_size"] // heads
     groups = max(1, (config.get("num_key_value_heads") or heads) // tensor)
     return (config.get("num_hidden_layers") or 1) * 2 * groups * size
+
+
+def head_positions(folder: Path) -> int | None:
+    """Returns the positions that a head's config.json names, up to which vLLM's model runner on CPUs drafts with it."""
+    return read_hf_config(folder).get("max_position_embeddings")
 
 
 def _type_faults(config: dict[str, Any]) -> Iterator[str]:

@@ -38,7 +38,9 @@ _CUT = ("heads", "rows", "columns")  # splits of linear layers and experts; rout
 
 def is_quantised(weight: Weight) -> bool:
     """Tells whether FP8 engines hold a weight as words and scales."""
-    return weight.split in _CUT and all(part.matmul and len(part.shape) == 2 for part in weight.parts)
+    return (weight.vllm_split or weight.split) in _CUT and all(
+        part.matmul and len(part.shape) == 2 for part in weight.parts
+    )
 
 
 def quantised_faults(model: ModelSpec) -> Iterator[str]:
@@ -55,7 +57,7 @@ def quantised_faults(model: ModelSpec) -> Iterator[str]:
 def quantised_tensors(model: ModelSpec) -> frozenset[str]:
     """Returns names of the checkpoint's matrices that engines hold as words."""
     names: set[str] = set()
-    for layer in range(model.num_layers):
+    for layer in range(model.all_layers):
         for weight, expert in per_expert(weight_map(model).layer(layer).hf, range(model.num_experts)):
             if is_quantised(weight):
                 names |= {part.name.format(layer=layer, expert=expert) for part in weight.parts}

@@ -201,16 +201,16 @@ def worker_weight_bytes(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: i
 
 
 @cache
-def draft_weight_bytes(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int) -> int:
+def draft_weight_bytes(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, fp8_block: int = 0) -> int:
     """Returns the bytes of one predicting layer on the worker with most: a layer of the model's last kind with
     attention, the product that joins token and state (DeepSeek-V3, arXiv 2412.19437, equation 21), and its norms.
 
-    Embedding and output layer are the model's own.
+    Embedding and output layer are the model's own. Of what FP8 engines hold as words, the product is none.
     """
     last = max(set(range(model.num_layers)) - set(model.linear_layers))
-    layer = sum(fullest_numel(model, rollout, weight) for weight in weight_map(model).layer(last).hf)
+    layer = sum(_bytes(model, rollout, weight, dtype_bytes, fp8_block) for weight in weight_map(model).layer(last).hf)
     joined = 2 * model.hidden_size * model.hidden_size
-    return (layer + joined + 3 * model.hidden_size) * dtype_bytes
+    return layer + (joined + 3 * model.hidden_size) * dtype_bytes
 
 
 def _bytes(model: ModelSpec, rollout: RolloutLayout, weight: Weight, dtype_bytes: int, fp8_block: int) -> int:

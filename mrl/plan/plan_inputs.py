@@ -306,7 +306,7 @@ def _drafter(inputs: PlanInputs) -> Drafter:
     if speculation.head is not None and (weights := head_bytes(speculation.head)):
         cache = head_cache_elements(speculation.head, rollout.tensor) * nbytes
     elif speculation.method == MTP:
-        weights = draft_weight_bytes(inputs.model, rollout, nbytes)
+        weights = draft_weight_bytes(inputs.model, rollout, nbytes, inputs.config.rollout.fp8_block)
         cache = cache_bytes_per_token(inputs.model, rollout.tensor, nbytes) // inputs.model.attending_layers
     return Drafter(weights, cache, speculation.most)
 

@@ -51,6 +51,12 @@ REACHED = (
         "mrl/engine/cpu_worker.py",
     ),
     Reached(
+        _NEW,
+        "vllm.v1.core.sched.scheduler.Scheduler",
+        ("dynamic_sd_lookup", "num_spec_tokens", "scheduler_config"),
+        "mrl/engine/drafting_scheduler.py",
+    ),
+    Reached(
         _BOTH, "vllm.v1.worker.cpu_worker.CPUWorker", ("execute_model", "sleep", "wake_up"), "mrl/engine/cpu_worker.py"
     ),
     Reached(

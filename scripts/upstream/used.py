@@ -26,6 +26,7 @@ ONLY = {
     "mrl/engine/route_capture.py": "vllm 0.32.0", "mrl/engine/cpu_latent.py": "vllm 0.32.0",
     "mrl/engine/cpu_fp8.py": "vllm 0.32.0",
     "mrl/engine/cpu_delta.py": "vllm 0.32.0", "mrl/engine/cpu_drafts.py": "vllm 0.32.0",
+    "mrl/engine/drafting_scheduler.py": "vllm 0.32.0", "mrl/engine/text_drafters.py": "vllm 0.32.0",
     "mrl/engine/inner_texts.py": "vllm 0.32.0",
     "mrl/engine/loader_check.py": "vllm 0.32.0", "mrl/engine/layer_states.py": "vllm 0.32.0",
     "mrl/engine/image_inputs.py": "vllm 0.32.0", "mrl/engine/seeing_models.py": "vllm 0.32.0",

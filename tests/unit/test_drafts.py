@@ -146,6 +146,7 @@ def test_a_models_own_layers_draft_where_it_has_some_that_were_tried(model, over
         (["reshard.path=slow"], "reshard.path"),
         (["actor.lora.rank=4", "actor.mtp={train: true}"], "actor.mtp.train"),
         (["rollout.quantization=fp8", "cluster.device=cuda"], "rollout.speculation.method"),
+        ([*RANKS, "cluster.device=cuda"], "rollout.speculation.method"),
     ],
 )
 def test_layers_that_draft_are_moved_shard_to_shard_and_trained_whole(overrides, field):
@@ -200,6 +201,8 @@ def head_in(folder, changes: dict, dropped: str = ""):
         ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "", [], "were seen to draft"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 90]}}, "", [], "layers [1, 2, 90]"),
         ({}, "d2t", [], "d2t is missing"),
+        ({"max_position_embeddings": 16}, "", [], "its max_position_embeddings is 16, and samples with their drafts"),
+        ({"max_position_embeddings": 32}, "", ["cluster.device=cuda"], None),  # there vLLM makes more positions
         ({}, "fc.weight", [], "fc.weight is missing, and must have"),
         ({}, "", ["cluster.placement=colocated"], "a sleeping engine forgets its weights"),
         ({}, "", ["rollout.dtype=bfloat16"], "bits of drafts"),
