@@ -5,7 +5,7 @@ Nothing of it is imported or run; source files are parsed.
 python scripts/house.py                              of the working tree
 python scripts/house.py --before 91eebfc [--json]    the same beside a commit's
 python scripts/house.py --executed WORK              of one step of the tiny preset, by process; WORK must be new
-python scripts/house.py --svg docs/house.svg         rooms and arrows, as docs/architecture.md shows them
+python scripts/house.py --svg docs/house.svg         packages and arrows, as docs/architecture.md shows them
 """
 
 import argparse
@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS: dict[int, tuple[str, ...]] = {
+LAYERS: dict[int, tuple[str, ...]] = {
     11: ("cli",),
     10: ("tools",),
     9: ("driver",),
@@ -38,14 +38,31 @@ FLOORS: dict[int, tuple[str, ...]] = {
     1: ("model", "algo", "data", "schedule", "reward", "record", "platforms"),
     0: ("crash_points", "errors", "plain_files", "units", "whole_file"),
 }
-FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
+LAYER_OF = {package: layer for layer, packages in LAYERS.items() for package in packages}
+# where a package's code runs: in one process of a run, in several, or before and beside a run
+PROCESSES: dict[str, tuple[str, ...]] = {
+    "driver": ("driver", "generate", "cluster"),
+    "rank": ("rank",),
+    "engine": ("engine",),
+    "engine and scorer": ("acting",),
+    "user's command": ("cli", "tools"),
+}
+PROCESS_OF = {package: process for process, packages in PROCESSES.items() for package in packages}
+COLOURS = {
+    "driver": "#dce9f7",
+    "rank": "#f7e0d8",
+    "engine": "#dff0dc",
+    "engine and scorer": "#eef5cf",
+    "user's command": "#ece4f4",
+    "several": "#f6f4ee",
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = ast.Module | ast.ClassDef | Function
 
 
-def room_of(module: str) -> str | None:
-    """The room of a module name; None for the package itself."""
+def package_of(module: str) -> str | None:
+    """The package below `mrl` that a module is in; None for `mrl` itself."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else None
 
@@ -140,12 +157,12 @@ class House:
         return graph
 
     @cached_property
-    def room_graph(self) -> dict[str, set[str]]:
-        """Room -> rooms that it imports."""
+    def package_graph(self) -> dict[str, set[str]]:
+        """Package -> packages that it imports."""
         graph: dict[str, set[str]] = defaultdict(set)
         for module, others in self.graph.items():
-            if room := room_of(module):
-                graph[room] |= {there for other in others if (there := room_of(other)) and there != room}
+            if package := package_of(module):
+                graph[package] |= {there for other in others if (there := package_of(other)) and there != package}
         return dict(graph)
 
     def functions(self) -> Iterator[tuple[str, Function, bool]]:
@@ -247,24 +264,24 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def measure(house: House) -> dict:
     """All figures of one tree as plain data."""
-    by_room: Counter[str] = Counter()
+    by_package: Counter[str] = Counter()
     for name in house.modules:
-        by_room[room_of(name) or "mrl"] += house.lines(name)
+        by_package[package_of(name) or "mrl"] += house.lines(name)
     return {
         "files": len(house.modules),
-        "lines": sum(by_room.values()),
-        "lines_by_room": dict(by_room.most_common()),
+        "lines": sum(by_package.values()),
+        "lines_by_package": dict(by_package.most_common()),
         "docstring_lines": sum(_docstring_lines(tree) for tree in house.modules.values()),
         "statements": sum(isinstance(node, ast.stmt) for nodes in house.nodes.values() for node in nodes),
         "ast_nodes": sum(map(len, house.nodes.values())),
         "functions": sum(1 for _ in house.functions()),
         "names_for_tests_alone": names_for_tests_alone(house),
         "circles_of_modules": circles(house.graph),
-        "circles_of_rooms": circles(house.room_graph),
+        "circles_of_packages": circles(house.package_graph),
         "public_functions_without_docstring": sum(
             public and not ast.get_docstring(node) for _, node, public in house.functions()
         ),
-        "basenames_in_several_rooms": _shared_basenames(house),
+        "basenames_in_several_packages": _shared_basenames(house),
         "class_names_defined_twice": _classes_defined_twice(house),
     }
 
@@ -277,11 +294,11 @@ def _docstring_lines(tree: ast.Module) -> int:
 
 
 def _shared_basenames(house: House) -> dict[str, list[str]]:
-    rooms = defaultdict(set)
+    packages = defaultdict(set)
     for name in house.modules:
         if name.count(".") > 1:
-            rooms[name.rpartition(".")[2]].add(room_of(name))
-    return {base: sorted(where) for base, where in sorted(rooms.items()) if len(where) > 1}
+            packages[name.rpartition(".")[2]].add(package_of(name))
+    return {base: sorted(where) for base, where in sorted(packages.items()) if len(where) > 1}
 
 
 def _classes_defined_twice(house: House) -> list[str]:
@@ -293,28 +310,31 @@ def _classes_defined_twice(house: House) -> list[str]:
 
 # ---------------------------------------------------------------- the picture
 
-# pixels: width and height of a room, between rooms, from floor to floor, off the middle
-ROOM, GAP, RISE, ASIDE = (132, 46), 24, 92, 110
+# pixels: width and height of a package, between packages, from layer to layer, off the middle
+BOX, GAP, RISE, ASIDE = (132, 46), 24, 92, 110
 
 
 def svg(house: House) -> str:
-    """Rooms floor by floor, and an arrow for each import between rooms; sideways arrows are dashed.
+    """Packages layer by layer, in the colour of their process, and an arrow for each import between packages; sideways
+    arrows are dashed.
 
-    Every room imports `errors`, most import `units`: arrows to their floor are left out.
+    Every package imports `errors`, most import `units`: arrows to their layer are left out.
     """
-    width = max(len(names) for names in FLOORS.values()) * (ROOM[0] + GAP) + GAP + 60
-    corner = {room: place for floor in FLOORS for room, place in _row(floor, width)}
+    width = max(len(names) for names in LAYERS.values()) * (BOX[0] + GAP) + GAP + 60
+    corner = {package: at for layer in LAYERS for package, at in _row(layer, width)}
     parts = [
         _arrow(corner, here, there)
         for here in corner
-        for there in sorted(house.room_graph.get(here, ()))
-        if there in corner and FLOOR_OF[there] > 0
+        for there in sorted(house.package_graph.get(here, ()))
+        if there in corner and LAYER_OF[there] > 0
     ]
-    parts += [_room(corner[room], room) for room in corner]
-    parts += [f'<text x="12" y="{_top(floor) + 28}" class="floor">{floor}</text>' for floor in FLOORS]
-    height = _top(min(FLOORS)) + ROOM[1] + GAP
+    parts += [_box(corner[package], package) for package in corner]
+    parts += [f'<text x="12" y="{_top(layer) + 28}" class="layer">{layer}</text>' for layer in LAYERS]
+    parts += list(_legend(width))
+    height = _top(min(LAYERS)) + BOX[1] + GAP
     style = (
-        "rect{fill:#f6f4ee;stroke:#444}text{font:14px sans-serif;text-anchor:middle}.floor{font-size:11px;fill:#777}"
+        "rect{stroke:#444}text{font:14px sans-serif;text-anchor:middle}.layer{font-size:11px;fill:#777}"
+        ".legend{font-size:12px;text-anchor:start}"
         "path{fill:none;stroke:#89a;stroke-width:1.1;opacity:.55;marker-end:url(#tip)}"
         ".sideways{stroke:#b50;stroke-dasharray:5 3;opacity:1}"
     )
@@ -326,33 +346,42 @@ def svg(house: House) -> str:
     return "\n".join([head, f"<style>{style}</style><defs>{tip}</defs>", *parts, "</svg>", ""])
 
 
-def _top(floor: int) -> int:
-    return GAP + (max(FLOORS) - floor) * RISE
+def _top(layer: int) -> int:
+    return GAP + (max(LAYERS) - layer) * RISE
 
 
-def _row(floor: int, width: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    names = FLOORS[floor]
-    left = (width - len(names) * (ROOM[0] + GAP) + GAP) // 2 + 12
-    if len(names) == 1:  # by turns left and right, so that arrows pass beside the room
-        left += ASIDE if floor % 2 else -ASIDE
+def _row(layer: int, width: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    names = LAYERS[layer]
+    left = (width - len(names) * (BOX[0] + GAP) + GAP) // 2 + 12
+    if len(names) == 1:  # by turns left and right, so that arrows pass beside the package
+        left += ASIDE if layer % 2 else -ASIDE
     for number, name in enumerate(names):
-        yield name, (left + number * (ROOM[0] + GAP), _top(floor))
+        yield name, (left + number * (BOX[0] + GAP), _top(layer))
 
 
-def _room(at: tuple[int, int], name: str) -> str:
-    label = f'<text x="{at[0] + ROOM[0] // 2}" y="{at[1] + 28}">{name}</text>'
-    return f'<rect x="{at[0]}" y="{at[1]}" width="{ROOM[0]}" height="{ROOM[1]}" rx="6"/>{label}'
+def _box(at: tuple[int, int], name: str) -> str:
+    label = f'<text x="{at[0] + BOX[0] // 2}" y="{at[1] + 28}">{name}</text>'
+    colour = COLOURS[PROCESS_OF.get(name, "several")]
+    return f'<rect x="{at[0]}" y="{at[1]}" width="{BOX[0]}" height="{BOX[1]}" rx="6" fill="{colour}"/>{label}'
+
+
+def _legend(width: int) -> Iterator[str]:
+    """One line for each process, at the top right."""
+    for number, (process, colour) in enumerate(COLOURS.items()):
+        y = 14 + 20 * number
+        yield f'<rect x="{width - 190}" y="{y}" width="18" height="14" fill="{colour}"/>'
+        yield f'<text x="{width - 164}" y="{y + 12}" class="legend">{process}</text>'
 
 
 def _arrow(corner: dict[str, tuple[int, int]], here: str, there: str) -> str:
     (x1, y1), (x2, y2) = corner[here], corner[there]
     if y1 == y2:
-        side = ROOM[0] if x2 > x1 else 0
-        middle = (x1 + x2 + ROOM[0]) // 2
-        start, end = f"{x1 + side} {y1 + 12}", f"{x2 + ROOM[0] - side} {y2 + 12}"
+        side = BOX[0] if x2 > x1 else 0
+        middle = (x1 + x2 + BOX[0]) // 2
+        start, end = f"{x1 + side} {y1 + 12}", f"{x2 + BOX[0] - side} {y2 + 12}"
         return f'<path class="sideways" d="M{start} Q{middle} {y1 - 22} {end}"/>'
-    x1, x2 = x1 + ROOM[0] // 2, x2 + ROOM[0] // 2
-    return f'<path d="M{x1} {y1 + ROOM[1]} C{x1} {y1 + ROOM[1] + 40} {x2} {y2 - 40} {x2} {y2}"/>'
+    x1, x2 = x1 + BOX[0] // 2, x2 + BOX[0] // 2
+    return f'<path d="M{x1} {y1 + BOX[1]} C{x1} {y1 + BOX[1] + 40} {x2} {y2 - 40} {x2} {y2}"/>'
 
 
 # ---------------------------------------------------------------- the table
@@ -362,15 +391,15 @@ def rows(figures: dict) -> dict[str, str]:
     """The figures as a column of text."""
     text = {}
     for name, value in figures.items():
-        if name == "lines_by_room":
-            text |= {f"  {room}": f"{lines:,}" for room, lines in value.items()}
+        if name == "lines_by_package":
+            text |= {f"  {package}": f"{lines:,}" for package, lines in value.items()}
         else:
             text[name.replace("_", " ")] = f"{len(value) if isinstance(value, list | dict) else value:,}"
     return text
 
 
 def print_table(columns: dict[str, dict]) -> None:
-    """One line a figure, one column a tree; rooms that only one of them has stay empty in the other."""
+    """One line a figure, one column a tree; packages that only one of them has stay empty in the other."""
     texts = {title: rows(figures) for title, figures in columns.items()}
     names = list(dict.fromkeys(name for text in texts.values() for name in text))
     print(f"{'':40}" + "".join(f"{title:>16}" for title in texts))
@@ -379,8 +408,8 @@ def print_table(columns: dict[str, dict]) -> None:
     for title, figures in columns.items():
         for key in (
             "circles_of_modules",
-            "circles_of_rooms",
-            "basenames_in_several_rooms",
+            "circles_of_packages",
+            "basenames_in_several_packages",
             "class_names_defined_twice",
         ):
             if figures[key]:

@@ -1,4 +1,4 @@
-"""The house holds: imports point down, light rooms stay light, only platforms knows devices.
+"""Rules of structure: imports point down, light packages stay light, only platforms knows devices.
 
 Modules are found, not listed.
 """
@@ -18,7 +18,7 @@ _spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "hous
 house = importlib.util.module_from_spec(_spec)
 sys.modules["house"] = house
 _spec.loader.exec_module(house)
-FLOOR_OF, room_of = house.FLOOR_OF, house.room_of
+LAYER_OF, package_of = house.LAYER_OF, house.package_of
 
 
 @cache
@@ -30,10 +30,10 @@ def modules() -> dict[str, ast.Module]:
     return the_house().modules
 
 
-# arrows between rooms of one floor: importing room -> imported modules, and why
+# arrows between packages of one layer: importing package -> imported modules, and why
 SIDEWAYS = {
     "plain_files": ({"mrl.errors"}, "an output that is refused is said as users see it"),
-    "crash_points": ({"mrl.errors"}, "a variable that names no place is refused as users see it"),
+    "crash_points": ({"mrl.errors"}, "a variable that names no point is refused as users see it"),
     "record": ({"mrl.data.samples"}, "metrics and files of samples are read off the rows of a step"),
     "schedule": (
         {"mrl.data.samples", "mrl.data.routes"},
@@ -89,8 +89,8 @@ def loaded_by(module: str) -> set[str]:
     return seen
 
 
-def test_every_module_has_a_room():
-    assert {room_of(m) for m in modules()} - {None} <= set(FLOOR_OF)
+def test_every_module_has_a_package():
+    assert {package_of(m) for m in modules()} - {None} <= set(LAYER_OF)
 
 
 def inside(module: str, names: set[str]) -> bool:
@@ -100,21 +100,21 @@ def inside(module: str, names: set[str]) -> bool:
 def test_imports_point_down():
     wrong = []
     for module in modules():
-        here = room_of(module)
+        here = package_of(module)
         allowed, _ = SIDEWAYS.get(here, (set(), ""))
         for name in the_house().imports[module]:
-            there = room_of(name) if name.split(".")[0] == "mrl" else None
-            if here and there and there != here and FLOOR_OF[there] >= FLOOR_OF[here] and not inside(name, allowed):
-                wrong.append(f"{module} (floor {FLOOR_OF[here]}) imports {name} (floor {FLOOR_OF[there]})")
+            there = package_of(name) if name.split(".")[0] == "mrl" else None
+            if here and there and there != here and LAYER_OF[there] >= LAYER_OF[here] and not inside(name, allowed):
+                wrong.append(f"{module} (layer {LAYER_OF[here]}) imports {name} (layer {LAYER_OF[there]})")
     assert not wrong, "\n".join(wrong)
 
 
-def test_sideways_arrows_stay_on_their_floor_form_no_circle_and_are_used():
-    rooms = {here: {room_of(name) for name in names} for here, (names, _) in SIDEWAYS.items()}
-    for here, targets in rooms.items():
-        assert {FLOOR_OF[there] for there in targets} == {FLOOR_OF[here]}
-        assert not any(here in rooms.get(there, ()) for there in targets)
-        used = {name for module in modules() if room_of(module) == here for name in the_house().imports[module]}
+def test_sideways_arrows_stay_on_their_layer_form_no_circle_and_are_used():
+    packages = {here: {package_of(name) for name in names} for here, (names, _) in SIDEWAYS.items()}
+    for here, targets in packages.items():
+        assert {LAYER_OF[there] for there in targets} == {LAYER_OF[here]}
+        assert not any(here in packages.get(there, ()) for there in targets)
+        used = {name for module in modules() if package_of(module) == here for name in the_house().imports[module]}
         assert all(any(inside(name, {wanted}) for name in used) for wanted in SIDEWAYS[here][0])
 
 
@@ -125,7 +125,7 @@ def test_nobody_uses_a_neighbours_private_parts():
             if (
                 isinstance(node, ast.ImportFrom)
                 and (node.module or "").startswith("mrl")
-                and room_of(node.module) != room_of(module)
+                and package_of(node.module) != package_of(module)
             ):
                 wrong += [
                     f"{module}: {node.module}.{a.name}"
@@ -160,15 +160,15 @@ def light_modules() -> list[str]:
     return [".".join(f.parts).removesuffix(".__init__") for f in files]
 
 
-# Of one name in several rooms: a command of `mrl` beside what it calls, and what concerns one thing on two floors.
+# Of one name in several packages: a command of `mrl` beside what it calls, and what concerns one thing on two layers.
 COMMANDS = {
     "convert", "doctor", "explain", "family", "import_verl", "plan", "prepare", "rehearse", "report", "samples",
     "versions",
 }  # fmt: skip
-ON_TWO_FLOORS = {
+ON_TWO_LAYERS = {
     "routes": "of experts: as data, and as ranks fetch them",
     "samples": "of a step, as data, in the report and for `mrl samples`",
-    "scoring": "by workers of a cluster, and as a rehearsal does in their place",
+    "scoring": "by workers of a cluster, and as a rehearsal does instead of them",
     "shown_rows": "as a file, and what a step writes into it",
     "spec": "tables: of estimators and losses, and of metrics",
 }
@@ -178,10 +178,10 @@ OF_EACH_GENERATION = ["Adapter", "TransferEngine", "UpdateInfo", "WorkerExtensio
 def test_a_name_means_one_thing():
     counted = house.measure(the_house())
     assert counted["class_names_defined_twice"] == OF_EACH_GENERATION
-    assert counted["basenames_in_several_rooms"].keys() <= COMMANDS | ON_TWO_FLOORS.keys()
+    assert counted["basenames_in_several_packages"].keys() <= COMMANDS | ON_TWO_LAYERS.keys()
 
 
-def test_light_rooms_load_nothing_heavy():
+def test_light_packages_load_nothing_heavy():
     modules_to_import = light_modules()
     assert {"mrl.model.layout", "mrl.model.megatron_shards", "mrl.config.schema"} <= set(modules_to_import)
     program = (
@@ -195,7 +195,7 @@ def test_light_rooms_load_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-def test_light_rooms_do_not_import_heavy_packages_inside_functions_either():
+def test_light_packages_do_not_import_heavy_packages_inside_functions_either():
     wrong = [f"{m}: {n}" for m in light_modules() for n in the_house().imports[m] if n.split(".")[0] in HEAVY]
     assert not wrong, "\n".join(wrong)
 
@@ -293,12 +293,12 @@ def test_nothing_public_is_for_tests_alone():
 
 
 def house_of(tests: str = "", scripts: str = "", **texts: str) -> house.House:
-    """A house of the modules that keywords name, with a file of tests and one of scripts beside it."""
+    """The structure of modules that keywords name, with a file of tests and one of scripts beside it."""
     sources = {f"mrl.{name}": text for name, text in texts.items()}
     return house.House({name: ast.parse(text) for name, text in sources.items()}, sources, (tests,), (scripts,))
 
 
-def test_the_picture_of_the_house_is_that_of_its_imports():
+def test_the_picture_shows_the_imports_that_there_are():
     made = house.svg(the_house())
     assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == made, (
         "python scripts/house.py --svg docs/house.svg"
