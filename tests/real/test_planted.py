@@ -23,6 +23,7 @@ def test_the_first_verdict_names_what_was_planted(world, tmp_path, cause):
 
 @pytest.mark.real
 @pytest.mark.long
+@pytest.mark.timeout(3 * 3600)
 def test_of_twenty_healthy_runs_at_most_one_is_called_broken_and_all_repeat(world, tmp_path):
     lines = [judged(world, tmp_path, None, seed) for seed in range(int(os.environ.get("MRL_HEALTHY_RUNS", "20")))]
     assert all(line["repeats"] for line in lines), lines
