@@ -17,6 +17,7 @@ from mrl.model import model_spec, tensor_specs
 from mrl.model.layout import RolloutLayout
 from mrl.model.quantised import SCALES, engine_quantisation, quantised_tensors
 from mrl.model.vllm_parameters import target_parameters
+from mrl.model.weight_map import DRAFTING
 from mrl.reshard.quantise import block_scales, quantised, words_of
 
 pytestmark = pytest.mark.real
@@ -95,6 +96,42 @@ def test_every_worker_has_what_vllms_loader_makes_of_an_export_in_fp8(name, tmp_
                     block = held[parameter].data[piece.local_box.slices].reshape(piece.hf_box.shape)
                     sent = ours[piece.hf_name][piece.hf_box.slices].to(block.dtype)  # GLM's routers are float32 there
                     assert torch.equal(raw(block), raw(sent)), parameter
+
+
+DRAFTERS = {"glm4-moe": "Glm4MoeMTPModel", "qwen3.5": "Qwen3_5MTP", "qwen3.5-moe": "Qwen3_5MoeMTP"}  # vLLM's
+SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")  # with the model
+
+
+@pytest.mark.parametrize(
+    ("name", "block"), [("glm4-moe", BLOCK), *(pytest.param(n, 0, marks=pytest.mark.long) for n in DRAFTERS)]
+)
+def test_every_worker_drafts_with_what_vllms_loader_makes_of_the_predicting_layer(name, block, tmp_path, in_fp8):
+    layers = {"num_nextn_predict_layers": 1} if name == "glm4-moe" else {"mtp_num_hidden_layers": 1}
+    config = SIZES | MODELS[name] | WIDE | ({"n_shared_experts": 1} if name == "glm4-moe" else {}) | layers
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = model_spec(config).holding(True)
+    weights, names = weights_of(spec), quantised_tensors(spec) if block else ()
+    export = exported(weights, names)
+    ours = dict(pair for n, tensor in weights.items() for pair in quantised(n, tensor, names, block))
+    told = {"architectures": [DRAFTERS[name]]}
+    if block:
+        told["quantization_config"] = engine_quantisation(model_spec(config), block)
+    for layout in LAYOUTS if spec.is_moe else LAYOUTS[:2]:
+        for worker in range(layout.workers_per_engine):
+            model = built(tmp_path, layout, worker, "bfloat16", hf_overrides=told)
+            with as_worker(layout, worker), torch.no_grad():
+                model.load_weights(iter(export.items()))
+            inside = model if name == "glm4-moe" else model.model
+            held = {DRAFTING + n: p for n, p in inside.named_parameters() if not n.endswith(SHARED)}
+            targets = target_parameters(spec, layout, worker, "cpu", "bfloat16", block)
+            wanted = {target.name: target for target in targets if target.name.startswith(DRAFTING)}
+            assert held.keys() == wanted.keys() and len(wanted) > 8
+            for parameter, target in wanted.items():
+                assert str(held[parameter].dtype) == f"torch.{target.dtype}", parameter
+                for piece in target.pieces:
+                    part = held[parameter].data[piece.local_box.slices].reshape(piece.hf_box.shape)
+                    sent = ours[piece.hf_name][piece.hf_box.slices].to(part.dtype)
+                    assert torch.equal(raw(part), raw(sent)), parameter
 
 
 # --- the stand-in -----------------------------------------------------------------------------------------------------

@@ -151,6 +151,30 @@ def test_a_sync_brings_each_worker_what_vllms_loaders_would(family):
         assert len(drafting) > 8
 
 
+WIDE = {
+    "hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rollout", [RolloutLayout(1, 1), RolloutLayout(1, 2, 1, 2)])
+def test_a_sync_brings_fp8_engines_words_of_the_layer_and_its_joining_product_as_it_is(rollout):
+    """As vLLM's loader takes both: tests/real/test_quantised_loader.py."""
+    held = model_spec(FAMILIES["GLM-4.5"] | WIDE).holding(True)
+    degrees = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    train = TrainLayout.build({"world_size": 4} | degrees, held)
+    given = {"dialect": "cuda", "dtype": "bfloat16", "topology": None, "budget_bytes": 256 * KIB}
+    assert list(simulated_faults(plan_reshard(held, train, rollout, **given, fp8_block=32))) == []
+    drafting = {
+        t.name: t.dtype
+        for t in target_parameters(held, rollout, 0, "cuda", "bfloat16", 32)
+        if t.name.startswith(DRAFTING)
+    }
+    assert drafting[f"{DRAFTING}model.layers.3.eh_proj.weight"] == "bfloat16"
+    words = [name for name, dtype in drafting.items() if dtype == "float8_e4m3fn"]
+    assert words and all(f"{name}_scale_inv" in drafting for name in words)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_that_ranks_hold_is_cut_joined_and_exported_with_the_rest(tmp_path, family):
     """As a run with rollout.speculation.method: mtp saves it: through two layouts, and back to the same files."""

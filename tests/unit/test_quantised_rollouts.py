@@ -17,6 +17,7 @@ from reshard_world import World, expected, hf_weights, setup_for, shards_of, sum
 from seldom import seldom
 from small_model import write_model
 from test_config_rules import DENSE_MODEL, GPU, TINY, TINY_MODEL, broken, only
+from test_glm4_moe import CONFIG as GLM
 from test_lora import LORA, WholeFactors, factors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,12 +27,13 @@ from mrl.config.rules import notes, violations
 from mrl.driver.advice import MISMATCH, MismatchWatch
 from mrl.engine import handshake, requests
 from mrl.errors import ConfigError
-from mrl.model import known_spec, load_model_spec, tensor_specs
+from mrl.model import known_spec, load_model_spec, tensor_specs, with_predicting
 from mrl.model.boxes import Box
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.quantised import SCALES, engine_quantisation, is_quantised, quantised_tensors, with_scales
 from mrl.model.registry import weight_map
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
+from mrl.model.weight_map import DRAFTING
 from mrl.plan.activations import Recompute
 from mrl.plan.engine_memory import engine_memory, worker_weight_bytes
 from mrl.plan.plan_inputs import device_for
@@ -178,6 +180,24 @@ def test_engines_get_the_words_and_scales_of_whole_tensors_and_both_sides_have_t
                 moved = shards_of(setup, rank, weights)
                 for key, tensor in held.items():
                     tensor.copy_(moved[key])
+
+
+def test_engines_get_words_of_a_layer_that_predicts_too():
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64}
+    held = with_predicting(GLM | sizes, True)
+    layout = {"world_size": 2, TP: 2, EP: 2}
+    setup = setup_for(layout, {"tensor": 2}, dtype="bfloat16", fp8_block=SMALL, hf_config=held)
+    weights = hf_weights(setup, dtype=torch.bfloat16)
+    with World(setup, weights) as world:
+        outcome = world.sync(1)
+    assert outcome.errors() == []
+    for worker, writer in outcome.writers.items():
+        wanted = expected(setup, worker, whole(weights, quantised_tensors(setup.model), SMALL))
+        drafting = {name: tensor for name, tensor in writer.tensors.items() if name.startswith(DRAFTING)}
+        assert sum(tensor.dtype is WORDS for tensor in drafting.values()) == 6
+        for name, tensor in drafting.items():
+            assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
+        assert sums_of(outcome.sends.values(), worker) == writer.digests
 
 
 def counted(monkeypatch, name: str, calls: list) -> None:
