@@ -131,7 +131,7 @@ MISSING = _Missing()
 
 
 VERBOSE = "MRL_VERBOSE"  # environment variable that `--verbose` sets to 1, also for the run's further processes
-LONGEST = 300  # characters of a violation without --verbose
+LONGEST = 280  # characters of a violation without --verbose: with what a command prints before it, 300
 _MORE = " ... (--verbose)"
 
 

@@ -76,10 +76,9 @@ def configuration() -> str:
     page = [
         _MADE,
         "# Configuration\n",
-        "Every key of a preset, a recipe or `--set`. `mrl validate` checks them, and how they go together; with "
-        "`--resolved` it prints all of them with their values, and where each comes from. "
-        "`~` at the beginning of a path is the home of who starts the run, and a relative path begins in the directory "
-        "where it is started.\n",
+        "Every key of a preset, a recipe or `--set`. `mrl validate CONFIG --resolved` prints all of them with their "
+        "values, and where each comes from. `~` is the home of who starts the run; a relative path begins in the "
+        "current directory.\n",
     ]
     for name, section, fields in sections():
         if fields:
@@ -133,9 +132,8 @@ _FROM_VERL = (
     "* **Nothing is lost silently.** Text of the script that cannot be read, a branch that cannot be decided, a "
     "missing configuration file (`--config-name`): each is named, with the variable to give by `--set NAME=VALUE`, and "
     "the answer is then never `valid`. Misspelt keys are named with the nearest one of verl's releases.",
-    "* **Verdict.** `valid`: everything that changes training is in the file. `carried with losses`: something is "
-    "not supported here, or depends on an unset variable; exit code 2, and 0 with `--accept-losses`. "
-    "`refused`: a place cannot be read, or the result breaks a rule. A line before it says whether the plan fits.",
+    "* **Engines.** vLLM generates in place of SGLang and TensorRT-LLM, with the same weights, sampling and limits. "
+    "Their own settings of speed are dropped; any that may change what is sampled is a loss.",
     "* **Devices.** A script that looks for NPUs is read as on a machine with GPUs; `--set DEVICE=npu` chooses the "
     "other branch.",
     "* **Asynchronous trainers** become `trainer.schedule`: `one_step_off`, or `bounded`, where a step is what verl "
@@ -156,8 +154,9 @@ def from_verl() -> str:
     """Where each key of verl's goes."""
     page = [
         _MADE, "# From verl\n",
-        "`mrl import-verl SCRIPT` imports a launch script and reports every key. A key ending in a dot covers "
-        "everything below it. `only`: these values ask for what mrl does anyway; any other value is a loss.\n",
+        "`mrl import-verl SCRIPT` imports a launch script and reports every key ([what the verdicts "
+        "mean](tutorial/from_verl.md)). A key ending in a dot covers everything below it. `only`: these values ask for "
+        "what mrl does anyway; any other value is a loss.\n",
         *_FROM_VERL,
         *_table(("verl", "here", "why")),
     ]  # fmt: skip

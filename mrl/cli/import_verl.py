@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cli.config_arguments import add_verbose
-from mrl.errors import ConfigError, MrlError
+from mrl.errors import ConfigError, MrlError, shortened
 
 _NO_LAYOUT = "mrl plan --search found no layout that breaks no rule and fits {} in every phase with the rest as it is"
 _REFUSED = 50  # layouts of the search that break a rule, the fastest first, until it is given up
@@ -337,18 +337,17 @@ def _report(out, violations: list, remarks: list[str], verdict: str, stream) -> 
     print(f"{out.name}: {len(out.keys)} keys: {counts}", file=stream)
     for kind in ("unsupported", "unknown", "chosen", "not_applicable"):
         for entry in out.of(kind):
-            print(f"  {kind.replace('_', ' ')}: {entry}", file=stream)
+            print(f"  {kind.replace('_', ' ')}: {shortened(str(entry))}", file=stream)
     told = ["model.path"] if any(entry.key == M + "path" for entry in out.of("unsupported")) else []  # once is enough
     broken = [violation for violation in violations if violation.field not in told]
-    for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in broken), *remarks]:
+    warned = (f"warning: {shortened(warning)}" for warning in out.warnings)
+    for line in [*warned, *(f"violation: {v}" for v in broken), *remarks]:
         print(f"  {line}", file=stream)
     why = [
         *told,
         *([counted(len(out.faults), "place") + " that cannot be read"] if out.faults else []),
         *([counted(len(broken), "violation")] if broken else []),
     ]
-    said = {
-        "refused": f": {', '.join(why)}",
-        "carried with losses": f": {', '.join(entry.key for entry in out.losses)}; --accept-losses takes it as it is",
-    }
+    lost = shortened(", ".join(entry.key for entry in out.losses), "; --accept-losses takes it as it is")
+    said = {"refused": f": {', '.join(why)}", "carried with losses": f": {lost}"}
     print(f"  {verdict}{said.get(verdict, '')}", file=stream)

@@ -367,7 +367,14 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
             f"node, {verdict} ({terms})"
         )
     for change in memory["would_fit_with"]:
-        yield "would fit with: " + " ".join(f"--set {setting}" for setting in change)
+        yield _would_fit_with(change)
+
+
+def _would_fit_with(settings: Sequence[str]) -> str:
+    """Returns the options to add to the command. Long ones are lines of a shell, one a setting."""
+    options = [f"--set {setting}" for setting in settings]
+    between = " " if len(" ".join(options)) < 200 else " \\\n    "
+    return f"would fit with: {between.join(options)}"
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
@@ -520,7 +527,7 @@ def calibration_lines(answer: dict[str, Any]) -> Iterator[str]:
 def _way_out_lines(result: dict[str, Any]) -> Iterator[str]:
     """Says what would make a layout fit."""
     if result["would_fit_with"]:
-        yield "would fit with: " + " ".join(f"--set {setting}" for setting in result["would_fit_with"])
+        yield _would_fit_with(result["would_fit_with"])
     if result["would_fit_on"]:
         yield f"would fit on {result['would_fit_on']} x {result['device']}, counting the actor alone"
     elif not result["would_fit_with"]:

@@ -176,7 +176,7 @@ VISION_RULES = (
         "rollout.engine_kwargs",
         _seeing(lambda c, m: bool(_OF_IMAGES & c.rollout.vllm_kwargs.keys())),
         f"must leave out vLLM's arguments of images with model.vision: {', '.join(sorted(_OF_IMAGES))}",
-        "mrl sets them, so that engines see what ranks see",
+        "mrl sets them for engines",
     ),
     RuleRow(
         "model.override_transformer_config.apply_rope_fusion",

@@ -4,8 +4,10 @@ with a word.
 
 import json
 import shutil
+import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,11 @@ FLAGS = (
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,1000",
 )  # fmt: skip
 READY_S = 60.0
+# axe-core 4.12.1, as a package for another driver ships it: that package needs what no test here does
+AXE = (
+    "axe-playwright-python==0.1.8 --hash=sha256:fdd263c998388f1a8e67cad02677e612d946248bd44d163be5e8650ea31f95f8\n",
+    "axe_playwright_python/axe.min.js",
+)
 
 
 class Browser:
@@ -91,6 +98,24 @@ def browsers(tmp_path_factory) -> Iterator[Callable[..., Browser]]:
     for browser in started:
         with suppress(Exception):  # one that has crashed is gone already, and its test has said so
             browser.driver.quit()
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory) -> str:
+    """The script of the accessibility checker axe-core. Skips the test where no package index is reached."""
+    folder = tmp_path_factory.mktemp("axe")
+    pin, name = AXE
+    (folder / "pin.txt").write_text(pin)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run(
+        [*pip, "--require-hashes", "-r", folder / "pin.txt", "-d", folder], capture_output=True, text=True, timeout=120
+    )
+    if done.returncode and "HASH" not in done.stderr:
+        pytest.skip(f"axe-core cannot be had here: {done.stderr[-200:]}")
+    assert not done.returncode, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        return files.read(name).decode()
 
 
 @pytest.fixture(scope="session")

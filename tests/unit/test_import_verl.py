@@ -407,7 +407,7 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("actor_rollout_ref.rollout.name=sglang", "only vLLM"),
+        ("actor_rollout_ref.rollout.name=hf", "engines are vLLM's"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn"),
         ("reward_model.enable=True", "rewards are functions"),
         ("actor_rollout_ref.actor.optim.optimizer=muon", "only Adam"),
@@ -441,6 +441,26 @@ def test_keys_of_multi_token_prediction_say_what_is_there(words, kind, reason):
     mtp = "actor_rollout_ref.model.mtp."
     found = from_overrides(*(mtp + word for word in words)).of(kind)
     assert any(reason in entry.why for entry in found if entry.key == mtp + words[0].partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "speed", "sampled"),
+    [
+        ("sglang", "attention_backend=triton", "quantization=fp8"),
+        ("sglang", "disable_radix_cache=True", "kv_cache_dtype=fp8_e4m3"),
+        ("trtllm", "moe_config.backend=TRTLLM", "kv_cache_config.dtype=fp8"),
+    ],
+)
+def test_vllm_generates_for_engines_that_sample_alike(engine, speed, sampled):
+    """The configuration is that of the same script with vLLM; settings that could change samples are losses."""
+    own = f"+actor_rollout_ref.rollout.engine_kwargs.{engine}."
+    name = "actor_rollout_ref.rollout.name="
+    plain, other = from_overrides(name + "vllm"), from_overrides(name + engine, own + speed)
+    assert other.values == plain.values and not other.losses
+    assert any("vLLM generates in place of" in entry.why for entry in other.of("not_applicable"))
+    (loss,) = from_overrides(name + engine, own + sampled).losses
+    assert "may change what is sampled" in loss.why
+    assert not from_overrides(name + "vllm", own + sampled).losses  # not read by verl's vLLM
 
 
 @pytest.mark.parametrize(

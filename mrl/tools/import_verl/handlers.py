@@ -13,6 +13,7 @@ from mrl.tools.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
 from mrl.tools.import_verl.handlers_critic import CRITIC_HANDLERS, remote_code
 from mrl.tools.import_verl.handlers_distillation import DISTILLATION_HANDLERS
 from mrl.tools.import_verl.handlers_drafts import DRAFT_HANDLERS
+from mrl.tools.import_verl.handlers_engines import ENGINE_HANDLERS
 from mrl.tools.import_verl.handlers_images import IMAGE_HANDLERS
 from mrl.tools.import_verl.handlers_lora import LORA_HANDLERS
 from mrl.tools.import_verl.handlers_optimizer import gradient_clip, least_rate
@@ -59,22 +60,6 @@ def _greedy(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("implied", o.key, o.value, "temperature says it", o.line)
     else:
         out.put("renamed", o.key, "rollout.val_kwargs.temperature", 0.0, "do_sample: false is greedy", o.line)
-
-
-def _of_other_engines(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Handles a key of sampling that verl's vLLM engine does not read.
-
-    `do_sample` is read by its rollout of transformers (hf), `over_sample_rate` by that of SGLang, up to 0.6.
-    """
-    usual = {"do_sample": True, "over_sample_rate": 0}[o.key.removeprefix(R)]
-    engine = settings.given(R + "name") or "vllm"
-    if engine == "vllm" and o.value != usual:
-        out.leave("implied", o.key, o.value, "verl's vLLM engine does not read it", o.line)
-    elif o.value in (usual, None):
-        out.leave("implied", o.key, o.value, "as it is here", o.line)
-    else:
-        why = f"verl's {engine} engine reads it; here rollout.n responses are sampled for each prompt"
-        out.leave("unsupported", o.key, o.value, why, o.line)
 
 
 def _response_length(o: Override, out: Import, settings: VerlSettings) -> None:
@@ -466,6 +451,7 @@ HANDLERS: dict[str, Handler] = (
     | CRITIC_HANDLERS
     | DISTILLATION_HANDLERS
     | DRAFT_HANDLERS
+    | ENGINE_HANDLERS
     | IMAGE_HANDLERS
     | {
         "data.gen_batch_size": _gen_batch,
@@ -510,7 +496,6 @@ HANDLERS: dict[str, Handler] = (
         R + "enable_expert_parallel": _engine,
         R + "engine_kwargs.vllm.": _engine,
         R + "val_kwargs.do_sample": _greedy,
-        **{R + name: _of_other_engines for name in ("do_sample", "over_sample_rate")},
         R + "enable_rollout_routing_replay": _replay,
         R + "nnodes": _separate,
         R + "n_gpus_per_node": _separate,

@@ -14,8 +14,8 @@ _FREEZE = A + "freeze_vision_tower"
 _ASKS = ("data.image_key", _FREEZE, R + "limit_images")
 _VISION = "model.vision"
 _UNKNOWN = (
-    "images are read where model.vision says so, for a model that reads them, and this one is none that mrl knows by "
-    "name: give --set model.path=FOLDER of a Qwen2.5-VL, Qwen3-VL or Qwen3.5, and --set model.vision=frozen"
+    "mrl does not know this model by name as one that reads images: give --set model.path=FOLDER of a Qwen2.5-VL, "
+    "Qwen3-VL or Qwen3.5, and --set model.vision=frozen"
 )
 _TRAINED = (
     "the vision tower stays as it is (model.vision: frozen), and verl would train it with the text model, unless "

@@ -251,7 +251,7 @@ ROWS: dict[str, KeyRow] = {
     F + "rollout_n": _implied("is rollout.n"),
     F: _nothing(_FSDP),
     # --- rollout
-    R + "name": _missing("only vLLM here", "vllm"),
+    R + "name": _SPECIAL,
     R + "mode": _implied("vLLM's asynchronous engine is always used; every step waits for all responses"),
     R + "top_k": _SPECIAL,
     R + "rollout_world_size": _nothing("follows from the devices"),
@@ -271,7 +271,7 @@ ROWS: dict[str, KeyRow] = {
     R + "log_prob_max_token_len_per_gpu": _SPECIAL,
     R + "enable_expert_parallel": _SPECIAL,
     R + "engine_kwargs.vllm.": _SPECIAL,
-    R + "engine_kwargs.": _nothing("of engines that are not used"),
+    R + "engine_kwargs.": _SPECIAL,
     R + "val_kwargs.do_sample": _SPECIAL,
     R + "enable_rollout_routing_replay": _SPECIAL,
     R + "free_cache_engine": _implied("follows from cluster.placement"),
