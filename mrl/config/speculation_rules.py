@@ -270,7 +270,7 @@ SPECULATION_RULES = (
         _chooses_by_batch,
         "must be 1 with rollout.speculation.tokens: auto, or with its max_num_seqs",
         "vLLM drops its schedule of drafts by batch size there, since data-parallel ranks that draft different numbers "
-        "of tokens would deadlock (config/vllm.py, _maybe_disable_dynamic_sd_for_data_parallel)",
+        "of tokens would deadlock",
         (1,),
     ),
 )
