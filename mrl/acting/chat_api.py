@@ -3,14 +3,18 @@
     POST /v1/chat/completions   {"model", "messages", "tools", "max_tokens", "stream", ...}      OpenAI
     POST /v1/messages           {"model", "system", "messages", "tools", "max_tokens", ...}      Anthropic
 
-Messages hold text only; anything else is refused. Settings of a client are counted by name, but not followed. Those
+Messages hold text, and those of users and tools images as well, by their bytes: nothing is fetched. Anything else is
+refused. Settings of a client are counted by name, but not followed. Those
 that would be answered by half, as for more than one answer, are refused. JSON in, JSON out: no
 socket and no clock.
 """
 
+import binascii
+import hashlib
 import itertools
 import json
 import re
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +22,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from mrl.acting.client_tools import client_tool
+from mrl.data.samples import KnownImage
 
 ROLES = ("system", "user", "assistant", "tool")
 # options of clients whose value asks for nothing; of any other, null, false and what is empty do
@@ -60,25 +65,45 @@ class ChatCall:
 
 
 @dataclass(frozen=True)
+class ChatImage:
+    """An image in a message. It is the same as another one with equal bytes."""
+
+    digest: str
+    data: bytes = field(default=b"", compare=False, repr=False)  # encoded; empty once it is known
+    known: KnownImage | None = field(default=None, compare=False)  # once the run has stored it
+
+
+@dataclass(frozen=True)
 class ChatMessage:
     """One message, from either form."""
 
     role: str  # of ROLES
-    content: str
+    content: str  # all of its text
     calls: tuple[ChatCall, ...] = ()  # in a message of the assistant
     call_id: str = ""  # in a message of a tool: the call that it answers
     thought: str = ""  # reasoning of the assistant before the message; a client may drop it
+    parts: tuple[str | ChatImage, ...] = ()  # texts and images in their order, if there is an image
+
+    @property
+    def images(self) -> tuple[ChatImage, ...]:
+        """Its images, in order."""
+        return tuple(part for part in self.parts if isinstance(part, ChatImage))
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for two messages that say the same. Clients rewrite arguments, ids and white space."""
         calls = tuple((call.name, json.dumps(plain(call.arguments), sort_keys=True)) for call in self.calls)
-        return self.role, self.content.strip(), calls
+        shown = tuple(part.strip() if isinstance(part, str) else part for part in self.parts)
+        return self.role, self.content.strip(), calls, shown
 
     @property
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.parts:
+            message["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.parts
+            ]
         if self.calls:
             functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in self.calls]
             message["tool_calls"] = [{"type": "function", "function": each} for each in functions]
@@ -184,7 +209,8 @@ def _openai_message(message: Any) -> ChatMessage:
     calls = [_openaicall_of(call) for call in list_of(message, "tool_calls")]
     if message.get("function_call") is not None:  # the older form, which has one call without an id
         calls.append(_openaicall_of({"function": message["function_call"]}))
-    return ChatMessage(role, text_of(message.get("content")), tuple(calls), word_of(message.get("tool_call_id")))
+    call_id = word_of(message.get("tool_call_id"))
+    return message_with(role, message.get("content"), tuple(calls), call_id)
 
 
 def _openaicall_of(call: Any) -> ChatCall:
@@ -260,7 +286,7 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
     for block in blocks:
         check_mapping(block, "a block of a message")
     results = [
-        ChatMessage("tool", text_of(block.get("content")), call_id=word_of(block.get("tool_use_id")))
+        message_with("tool", block.get("content"), call_id=word_of(block.get("tool_use_id")))
         for block in blocks
         if block.get("type") == "tool_result"
     ]
@@ -269,7 +295,7 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
     texts = [block for block in blocks if block.get("type") not in known]
     if results and not texts:
         return results
-    return [*results, ChatMessage(role, text_of(texts), tuple(calls))]
+    return [*results, message_with(role, texts, tuple(calls))]
 
 
 def _anthropic_call(block: Mapping[str, Any]) -> ChatCall:
@@ -401,6 +427,49 @@ def word_of(value: Any) -> str:
     if not isinstance(value, str):
         raise BadRequest(f"a name or id is {type(value).__name__} ({str(value)[:60]!r}), expected a text")
     return value
+
+
+def message_with(role: str, content: Any, calls: tuple[ChatCall, ...] = (), call_id: str = "") -> ChatMessage:
+    """Makes a message with a client's content: a text, or a list of parts, among which a user's and a tool's may be
+    images. Raises BadRequest.
+    """
+    parts: tuple[str | ChatImage, ...] = ()
+    if isinstance(content, list) and role in ("user", "tool"):
+        parts = tuple(_part(part) for part in content)
+    if not any(isinstance(part, ChatImage) for part in parts):
+        return ChatMessage(role, text_of(content), calls, call_id)
+    text = "".join(part for part in parts if isinstance(part, str))
+    return ChatMessage(role, text, calls, call_id, parts=tuple(part for part in parts if part))
+
+
+def _part(part: Any) -> str | ChatImage:
+    check_mapping(part, "a part of a message")
+    match part.get("type"):
+        case "image_url" | "input_image":  # of OpenAI's two forms
+            url = part.get("image_url")
+            return _of_url(url.get("url") if isinstance(url, Mapping) else url)
+        case "image" if isinstance(source := part.get("source"), Mapping):  # of Anthropic's
+            if source.get("type") == "base64":
+                return _of_base64(source.get("data"))
+            return _of_url(source.get("url"))
+    return text_of([part])
+
+
+def _of_url(url: Any) -> ChatImage:
+    head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+        raise BadRequest(
+            f"an image is at {str(url)[:60]!r}: nothing is fetched; send its bytes as data:image/png;base64,..."
+        )
+    return _of_base64(data)
+
+
+def _of_base64(text: Any) -> ChatImage:
+    try:
+        data = b64decode("".join(text.split()) if isinstance(text, str) else "?", validate=True)
+    except binascii.Error as error:
+        raise BadRequest(f"an image is {str(text)[:40]!r}, which is no base64: {error}") from error
+    return ChatImage(hashlib.blake2b(data, digest_size=16).hexdigest(), data)
 
 
 def text_of(content: Any) -> str:

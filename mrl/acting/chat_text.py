@@ -23,6 +23,7 @@ from mrl.data.parameter_types import typed_parameters
 # characters of one token, as a mean over a text; a longer text is known to be too long without its tokens
 MOST_CHARACTERS = 16
 _ANSWER = "\ue000"  # stands for an answer of the model; repeated until no message contains it
+_NUMBERED = "add_vision_id"  # argument of Qwen's templates
 _FIRST_STAND_IN = 0xE001  # first of the characters that stand for the family's own tokens in texts
 
 
@@ -103,6 +104,10 @@ class ChatText:
         A turn without the template's end token is closed by it first. Raises BadRequest where the template refuses the
         messages, or does not write them behind an answer.
         """
+        if self._arguments.get(_NUMBERED) and any(message.images for message in messages):
+            raise BadRequest(
+                f"the chat template numbers images ({_NUMBERED}), and cannot go on with that in later turns"
+            )
         new, marked_tools, stand_ins = self._marked(messages, tools, 1)
         texts = json.dumps([new, marked_tools], ensure_ascii=False)
         answer = _ANSWER

@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
@@ -88,10 +89,11 @@ _ANSWERS = ("first answer", "second answer")
 class Dialect:
     """One family, in the tokens of one tokenizer."""
 
-    def __init__(self, family: CallForm, tokenizer: Tokenizer, goes_on: str):
-        """`goes_on`: the text that the template writes behind the answers. Raises ConfigError where a token is
-        missing.
+    def __init__(self, family: CallForm, tokenizer: Tokenizer, goes_on: str, image: str | None = None):
+        """`goes_on`: the text that the template writes behind the answers. `image`: what it writes for an image in an
+        answer; None: nothing that is known. Raises ConfigError where a token is missing.
         """
+        self.image = image
         self.name = family.name
         self.family = family
         self.goes_on = goes_on
@@ -206,18 +208,21 @@ class Dialect:
             ids = ids[:-1]
         return self._text(ids)
 
-    def context(self, ids: Sequence[int], answers: Sequence[str]) -> list[int]:
+    def context(self, ids: Sequence[int], answers: Sequence[str], images: Sequence[int] = ()) -> list[int]:
         """Returns the ids that follow a turn `ids`: the answers of its tools, up to where the model continues.
 
-        The answers are in the order of the calls. A turn that did not end with the family's token is closed by it
-        first. A lone surrogate, which JSON may hold and no tokenizer takes, becomes a question mark.
+        The answers are in the order of the calls. `images`: how many each begins with; empty for none. Each stands as
+        the template writes it (`image`, which then has to be known), with one token of an image. A turn that did not
+        end with the family's token is closed by it first. A lone surrogate, which JSON may hold and no tokenizer takes,
+        becomes a question mark.
         """
         frame = self.family.frame
         ended = len(ids) > 0 and ids[-1] == self.end
         parts = [(frame.begin if ended else frame.end + frame.begin, True)]
-        for answer in answers:
+        for answer, count in zip_longest(answers, images, fillvalue=0):
             valid = answer.encode("utf-8", "replace").decode()
-            parts += [(frame.before, True), (valid, False), (frame.after, True)]
+            shown = (self.image or "") * count
+            parts += [(frame.before, True), (shown, True), (valid, False), (frame.after, True)]
         return self.encoded([*parts, (self.goes_on, True)])
 
     def encoded(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
@@ -273,21 +278,54 @@ def dialect_of(tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]) 
     for family in FAMILIES:
         goes_on = _goes_on(family.frame, before, after)
         if goes_on is not None and family.mark in before:
-            return Dialect(family, tokenizer.backend_tokenizer, goes_on)
+            image = _image_in(family.frame, before, tokenizer, conversation, template_arguments)
+            return Dialect(family, tokenizer.backend_tokenizer, goes_on, image)
     raise ConfigError(
         "model.path: the chat template writes answers of tools in no form that is known "
         f"({', '.join(family.name for family in FAMILIES)}); or it rewrites the turn with the calls once it is answered"
     )
 
 
-def _goes_on(frame: Frame, before: str, after: str) -> str | None:
-    """Returns the text behind the answers, where `after` is `before` followed by the frame; None where it is not."""
+def _goes_on(frame: Frame, before: str, after: str, images: Sequence[str] = ("", "")) -> str | None:
+    """Returns the text behind the answers, where `after` is `before` followed by the frame; None where it is not.
+
+    `images`: what stands in front of each answer.
+    """
     stem = before.rstrip("\n").removesuffix(frame.end)
-    answered = frame.end + frame.begin + "".join(frame.before + answer + frame.after for answer in _ANSWERS)
+    shown = zip(images, _ANSWERS, strict=True)
+    answered = frame.end + frame.begin + "".join(frame.before + image + answer + frame.after for image, answer in shown)
     goes_on = after.removeprefix(stem + answered)
     if after.startswith(stem + answered) and goes_on.startswith(frame.close):
         return goes_on
     return None
+
+
+def _image_in(
+    frame: Frame,
+    before: str,
+    tokenizer: ToolTokenizer,
+    conversation: Sequence[Mapping[str, Any]],
+    template_arguments: Mapping[str, Any],
+) -> str | None:
+    """Returns the text that the template writes for an image in an answer, wherever it stands; None where there is no
+    such text.
+    """
+    counts = (2, 1)
+    answers = [
+        {"role": "tool", "content": [*[{"type": "image"}] * count, {"type": "text", "text": answer}]}
+        for count, answer in zip(counts, _ANSWERS, strict=True)
+    ]
+    try:
+        after = tokenizer.apply_chat_template(
+            [*conversation, *answers], tokenize=False, add_generation_prompt=True, **template_arguments
+        )
+    except Exception:  # a template of text raises what it likes
+        return None
+    last = after.partition(_ANSWERS[0])[2].partition(frame.after + frame.before)[2]
+    image = last.partition(_ANSWERS[1])[0]
+    if not image or _goes_on(frame, before, after, [image * count for count in counts]) is None:
+        return None
+    return image
 
 
 # --- how calls are read -----------------------------------------------------------------------------------------------

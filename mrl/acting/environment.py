@@ -24,17 +24,19 @@ its result in the same way. Tools are an environment without memory.
 
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any, ClassVar
 
-from mrl.acting.tool import LONGEST_NAME, TYPES, Tool, generator_fault
+from mrl.acting.tool import IMAGES_BYTES, LONGEST_NAME, TYPES, Tool, generator_fault
 from mrl.errors import ConfigError
 
 # characters of an answer, which JSON may extend to twelve bytes each; the conversation's budget is lower
 LONGEST = 80_000
 LARGEST_REWARD = 1e30  # as for a score: advantages are float32
 MOST_PARTS = 16
+IMAGES = "images"  # of a row for an environment: files of its prompt's images
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Reply:
     reward: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward, for metrics
     end: bool = False  # the environment has ended: the model reads nothing more
+    # the model sees them before the text: PIL's images, or encoded bytes as of a file
+    images: Sequence[Any] = ()
 
 
 class Environment:
@@ -70,7 +74,8 @@ class Environment:
     parts: ClassVar[Mapping[str, float]] = {}
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Begins. `row` has data_source, ground_truth and extra_info of the data.
+        """Begins. `row` has data_source, ground_truth and extra_info of the data, and where its prompt shows images
+        `images`, a list of files that hold them.
 
         `seed` belongs to the row, so that all responses to it meet the same environment.
         """
@@ -174,7 +179,34 @@ def reply_of(value: Any) -> Reply:
     if not isinstance(reply.parts, Mapping) or len(reply.parts) > MOST_PARTS:
         raise TypeError(f"`parts` have to be at most {MOST_PARTS} numbers by name")
     parts = {_name(name): _number(name, number) for name, number in reply.parts.items()}
-    return Reply(text[:LONGEST], _number("reward", reply.reward), parts, reply.end)
+    return Reply(text[:LONGEST], _number("reward", reply.reward), parts, reply.end, encoded(reply.images))
+
+
+def encoded(images: Sequence[Any]) -> tuple[bytes, ...]:
+    """Returns images as bytes of files: PIL's as PNG, which keeps all pixels. Raises TypeError for anything else, and
+    for more than IMAGES_BYTES.
+    """
+    if not isinstance(images, list | tuple):
+        raise TypeError(f"`images` is {type(images).__name__}, and has to be a list")
+    found = tuple(_encoded(image, number) for number, image in enumerate(images, 1))
+    if (size := sum(map(len, found))) > IMAGES_BYTES:
+        raise TypeError(f"its images have {size} bytes, and at most {IMAGES_BYTES} are taken")
+    return found
+
+
+def _encoded(image: Any, number: int) -> bytes:
+    if isinstance(image, bytes):
+        return image
+    from PIL.Image import Image  # here: few tools answer images
+
+    if not isinstance(image, Image):
+        raise TypeError(f"image {number} is {type(image).__name__}: images of PIL and encoded bytes are taken")
+    out = BytesIO()
+    try:
+        image.save(out, "PNG", compress_level=1)
+    except Exception as error:  # an image that is read only now, or of colours that PNG does not have
+        raise TypeError(f"image {number} cannot be written as PNG: {error}") from error
+    return out.getvalue()
 
 
 def _as_text(value: Any) -> str:

@@ -9,12 +9,14 @@ with the same row and seed, former actions are repeated, and the replies compare
 process begins in the same way.
 """
 
+import binascii
 import hashlib
 import json
 import secrets
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +31,7 @@ from mrl.acting.environment_worker import REFUSED
 from mrl.acting.offer import Offer, UnknownChoice
 from mrl.acting.tool import ToolsSpec
 from mrl.acting.warm import WarmProcess
+from mrl.data.samples import KnownImage
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.reward.items import DIED, FELL, OK
 from mrl.reward.process import ForeignLine, WorkerFailure, WorkerProcess, parsed
@@ -41,13 +44,16 @@ ATTEMPTS = 2  # for a step of a repeatable environment
 DIFFERS = "differs"  # an environment that declares itself repeatable gave another reply when it was repeated
 
 
+# reads encoded images and stores them; raises BadRow for one that is not read
+See = Callable[[Sequence[bytes]], list[KnownImage]]
 # name, arguments and the digest of the reply
 Step = tuple[str, Mapping[str, Any], int]
 
 
 def reply_digest(reply: Sequence[Any]) -> int:
-    """Returns a digest of a reply's reason, text, reward, parts and end; never 0."""
-    content = json.dumps(list(reply[:5]), sort_keys=True).encode()
+    """Returns a digest of a reply's reason, text, reward, parts, end and images; never 0."""
+    names = [image.name for image in reply[5]]
+    content = json.dumps([*reply[:5], *names], sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") | 1
 
 
@@ -59,6 +65,7 @@ class CallAnswer(NamedTuple):
     reward: float = 0.0
     parts: Mapping[str, float] = {}
     end: bool = False
+    images: Sequence[KnownImage] = ()  # that it reads before the text
     seconds: float = 0.0  # duration of the call
     failed: bool = False  # the environment has failed, so the response gets no reward
 
@@ -135,7 +142,7 @@ class Session:
         self._pool.submit(self._close, self._slot)
 
     def _reset(self, slot: _Slot) -> CallAnswer:
-        return self._attempted(slot, "reset", lambda process: [OK, "", 0.0, {}, False])
+        return self._attempted(slot, "reset", lambda process: [OK, "", 0.0, {}, False, ()])
 
     def _step(self, slot: _Slot, action: Sequence[Any]) -> CallAnswer:
         if self._over is not None:
@@ -233,12 +240,15 @@ class EnvironmentPool:
         start_timeout_s: float = 60.0,
         environment: Mapping[str, str] | None = None,
         folder: str | None = None,
+        see: See | None = None,
     ):
         """Returns when a first process is ready.
 
-        Processes get parts of `environment` and work in `folder`, by default those of this process. Raises ConfigError
-        if something cannot be loaded, EnvironmentFault if no process starts.
+        Processes get parts of `environment` and work in `folder`, by default those of this process. `see` reads images
+        of answers, where `spec.sees`. Raises ConfigError if something cannot be loaded, EnvironmentFault if no process
+        starts.
         """
+        self._see = see
         self.spec = spec
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
@@ -398,9 +408,29 @@ class EnvironmentPool:
         line = json.dumps([ticket, *request], default=str).encode() + b"\n"
         (line,) = process.exchange(line, 1, timeout_s or self.timeout_s)
         answer = parsed(line)
-        if not isinstance(answer, list) or len(answer) != 6 or answer[0] != ticket:
+        if not isinstance(answer, list) or len(answer) != 7 or answer[0] != ticket:
             raise ForeignLine(line)
-        return answer[1:]
+        if not answer[6]:
+            return answer[1:]
+        return self._seen(request, *answer[1:])
+
+    def _seen(
+        self, request: Sequence[Any], reason: str, text: str, reward: float, parts: Any, end: bool, images: list[str]
+    ) -> list[Any]:
+        """Returns an answer with its images as the run has stored them; instead of them and the text what is wrong with
+        one.
+        """
+        from mrl.data.row_files import BadRow  # here: it loads what reads files of data
+
+        try:
+            if self._see is None:
+                raise BadRow("the model reads text alone")
+            seen = self._see([b64decode(image) for image in images])
+        except (BadRow, binascii.Error) as error:
+            reason = REFUSED
+            text = f"Error: {request[2]}: {error}"
+            seen = []
+        return [reason, text, reward, parts, end, seen]
 
     def process_of(self, slot: _Slot) -> WorkerProcess:
         """Returns the slot's process, or a new one if it has none that is alive. Raises EnvironmentFault."""

@@ -3,14 +3,16 @@
 mrl.reward.keeper forks it like a scoring process. The first input line is the ToolsSpec. The first output line says
 what may be called, or has {"error": text}. Then
 
-    [ticket, "reset", session, environment, row, seed]   --> [ticket, reason, text, 0.0, {}, false]
-    [ticket, "step", session, name, arguments]           --> [ticket, reason, text, reward, parts, end]
+    [ticket, "reset", session, environment, row, seed]   --> [ticket, reason, text, 0.0, {}, false, []]
+    [ticket, "step", session, name, arguments]           --> [ticket, reason, text, reward, parts, end, images]
     [ticket, "judge", session]                           --> same form as step
     [ticket, "close", session]                           --> same form as reset
 
-Session null is that of the tools. A line that a tool wrote has no ticket, and so is no answer.
+Session null is that of the tools. Images are encoded bytes in base64. A line that a tool wrote has no ticket, and so is
+no answer.
 """
 
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -34,7 +36,7 @@ from mrl.reward.worker import serve
 
 REFUSED = "refused"  # the call fits no tool, and nothing was called
 
-CallAnswer = tuple[str, str, float, dict[str, float], bool]  # reason, text, reward, parts, end
+CallAnswer = tuple[str, str, float, dict[str, float], bool, list[str]]  # reason, text, reward, parts, end, images
 
 
 def main(requests_fd: int, results_fd: int) -> None:
@@ -56,7 +58,7 @@ def load(spec: ToolsSpec, broker: Any) -> tuple[dict[str, Any], Callable[..., Ca
     """Returns what may be called, and what answers a request. Raises ConfigError."""
     tools = resolve_agent(spec) if spec.has_agent else resolve_tools(spec)
     of_servers, listed = _of_servers(spec, tools)
-    sessions = Sessions(tools | of_servers, resolve_environments(spec, broker))
+    sessions = Sessions(tools | of_servers, resolve_environments(spec, broker), spec.sees)
     return sessions.described | {"listed": listed}, sessions.answer
 
 
@@ -66,7 +68,7 @@ def _of_servers(spec: ToolsSpec, tools: Mapping[str, Tool]) -> tuple[dict[str, T
         return {}, {}
     from mrl.acting.mcp_tools import KEY, mcp_tools
 
-    found, listed = mcp_tools(spec.mcp_servers, spec.listed)
+    found, listed = mcp_tools(spec.mcp_servers, spec.listed, spec.sees)
     if both := sorted(found.keys() & tools.keys()):
         raise ConfigError(f"{KEY}: {both[0]!r} is in rollout.turns.tools too; set a `prefix` for the server")
     return found, listed
@@ -75,8 +77,9 @@ def _of_servers(spec: ToolsSpec, tools: Mapping[str, Tool]) -> tuple[dict[str, T
 class Sessions:
     """The tools of one process, and the environments of its responses."""
 
-    def __init__(self, tools: Mapping[str, Tool], kinds: Mapping[str, type[Environment]]):
-        """Raises ConfigError for an environment with an incomplete declaration."""
+    def __init__(self, tools: Mapping[str, Tool], kinds: Mapping[str, type[Environment]], sees: bool = False):
+        """`sees`: the model reads images. Raises ConfigError for an environment with an incomplete declaration."""
+        self._sees = sees
         self._kinds = kinds
         self._callable = {None: tools} | {name: actions_of(kind, name) for name, kind in kinds.items()}
         self._parts = {name: parts_of(kind, name) for name, kind in kinds.items()}
@@ -115,7 +118,7 @@ class Sessions:
                 case "step":
                     return self._step(session, *arguments)
                 case "judge":
-                    return _replied(settled(self._at[session][1].judge()) or Reply())
+                    return self._replied(settled(self._at[session][1].judge()) or Reply())
                 case _:
                     self._end(session)
                     return _answer(OK, Reply())
@@ -145,17 +148,21 @@ class Sessions:
         problem = tools[name].problem(arguments)
         if problem is not None:
             return _answer(REFUSED, Reply(f"Error: {name}: {problem}"))
-        return _replied(settled(environment.step(Action(name, arguments))))
+        return self._replied(settled(environment.step(Action(name, arguments))))
 
-
-def _replied(value: Any) -> CallAnswer:
-    """Returns the answer with what an environment replied."""
-    try:
-        return _answer(OK, reply_of(value))
-    except TypeError as error:
-        return _answer(WRONG_TYPE, Reply(str(error)))
-    except ValueError as error:
-        return _answer(NOT_A_NUMBER, Reply(str(error)))
+    def _replied(self, value: Any) -> CallAnswer:
+        """Returns the answer with what an environment replied."""
+        try:
+            reply = reply_of(value)
+        except TypeError as error:
+            return _answer(WRONG_TYPE, Reply(str(error)))
+        except ValueError as error:
+            return _answer(NOT_A_NUMBER, Reply(str(error)))
+        if reply.images and not self._sees:
+            return _answer(
+                WRONG_TYPE, Reply("it answers with a picture, and the model reads text alone (model.vision)")
+            )
+        return _answer(OK, reply)
 
 
 def no_such_tool(name: str, names: Mapping[str, Any]) -> str:
@@ -168,4 +175,5 @@ def _schemas(tools: Mapping[str, Tool]) -> list[Mapping[str, Any]]:
 
 
 def _answer(reason: str, reply: Reply) -> CallAnswer:
-    return reason, reply.text, reply.reward, dict(reply.parts), reply.end
+    images = [b64encode(image).decode() for image in reply.images]
+    return reason, reply.text, reply.reward, dict(reply.parts), reply.end, images

@@ -15,12 +15,13 @@ import os
 import shutil
 import signal
 import threading
+from base64 import b64decode
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mrl.acting.environment import LONGEST
+from mrl.acting.environment import LONGEST, Reply
 from mrl.acting.tool import LONGEST_NAME, Tool
 from mrl.errors import ConfigError
 
@@ -90,17 +91,18 @@ Schema = Mapping[str, Any]
 
 
 def mcp_tools(
-    given: Mapping[str, Mapping[str, Any]], listed: Mapping[str, Sequence[Schema]] | None
+    given: Mapping[str, Mapping[str, Any]], listed: Mapping[str, Sequence[Schema]] | None, sees: bool = False
 ) -> tuple[dict[str, Tool], dict[str, list[Schema]]]:
     """Returns the tools of all servers by name, and the schemas that each server listed.
 
-    `listed` are those that the first process of the run saw. With it a server may be away, until it is called. Raises
-    ConfigError for a server that does not answer, and for tools that cannot be offered.
+    `listed` are those that the first process of the run saw. With it a server may be away, until it is called. Unless
+    the model reads images (`sees`), it is given the texts of an answer alone. Raises ConfigError for a server that does
+    not answer, and for tools that cannot be offered.
     """
     found: dict[str, Tool] = {}
     schemas: dict[str, list[Schema]] = {}
     for name, entry in given.items():
-        server = McpServer(ServerSpec.of(name, entry))
+        server = McpServer(ServerSpec.of(name, entry), sees)
         if listed is None:
             schemas[name] = server.chosen()
         else:
@@ -117,8 +119,10 @@ def mcp_tools(
 class McpServer:
     """One server, from the thread that calls tools. It is connected with its first use."""
 
-    def __init__(self, spec: ServerSpec):
+    def __init__(self, spec: ServerSpec, sees: bool = False):
+        """`sees`: the model reads images."""
         self._spec = spec
+        self._sees = sees
         self._connection: _Connection | None = None
         self.told: list[Schema] = []  # what the model is told of
         self._said_changed = False
@@ -151,7 +155,7 @@ class McpServer:
         """Returns the function that calls a tool."""
         name = offered.removeprefix(self._spec.prefix)
 
-        def call(**arguments: Any) -> str:
+        def call(**arguments: Any) -> Reply:
             return self._asked(self._call(name, arguments), None)
 
         return call
@@ -175,15 +179,15 @@ class McpServer:
         connection = await self._connected()
         return await connection.answered(_all_tools(connection.client))
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
         connection = await self._connected()
         connection.lines = 0
         try:
             result = await connection.answered(connection.client.call_tool(name, dict(arguments)))
-            text = text_of(result.content, result.structured_content)
+            reply = reply_with(result.content, result.structured_content, self._sees)
             if result.is_error:
-                raise ToolError(text or "the server says that it failed, and not why")
-            return text
+                raise ToolError(reply.text or "the server says that it failed, and not why")
+            return reply
         except ToolError:
             await self._look_for_changes()
             raise
@@ -254,9 +258,10 @@ async def _all_tools(client: Any) -> list[Any]:
     raise ToolError(f"its list of tools has more than {_MOST_PAGES} pages")
 
 
-def text_of(content: Sequence[Any], structured: Any = None) -> str:
-    """Returns what a model reads of an answer. Raises ToolError where that is nothing, because it is a picture."""
+def reply_with(content: Sequence[Any], structured: Any = None, sees: bool = False) -> Reply:
+    """Returns what a model reads of an answer, with images if it `sees`. Raises ToolError where that is nothing."""
     texts = []
+    images = []
     others = []
     for block in content or ():
         if block.type == "text":
@@ -265,14 +270,23 @@ def text_of(content: Sequence[Any], structured: Any = None) -> str:
             texts.append(str(block.uri))
         elif block.type == "resource" and hasattr(block.resource, "text"):
             texts.append(block.resource.text)
+        elif block.type == "image" and sees:
+            images.append(_bytes_of(block.data))
         else:
             others.append(block.type)
-    if not texts and structured is not None:
-        return json.dumps(structured, ensure_ascii=False)[:LONGEST]
-    if others and not texts:
-        raise ToolError(f"it answered by {others[0]}, which a model of text cannot read")
+    if not texts and not images and structured is not None:
+        return Reply(json.dumps(structured, ensure_ascii=False)[:LONGEST])
+    if others and not texts and not images:
+        raise ToolError(f"it answered by {others[0]}, which a model of {'images' if sees else 'text'} cannot read")
     texts += [f"[{kind} left out]" for kind in others]
-    return "\n".join(texts)[:LONGEST]
+    return Reply("\n".join(texts)[:LONGEST], images=images)
+
+
+def _bytes_of(text: str) -> bytes:
+    try:
+        return b64decode(text, validate=True)
+    except ValueError as error:
+        raise ToolError(f"it answered by an image that is no base64: {error}") from error
 
 
 _loops: list[asyncio.AbstractEventLoop] = []  # one for this process

@@ -29,6 +29,7 @@ from mrl.acting.chat_api import (
     checked,
     limit_of,
     list_of,
+    message_with,
     openai_error,
     openai_usage,
     text_of,
@@ -88,7 +89,7 @@ def _messages_of(items: Sequence[Any]) -> list[ChatMessage]:
         if kind == "reasoning":
             continue
         if kind in _RESULTS:
-            messages.append(ChatMessage("tool", text_of(item.get("output")), call_id=word_of(item.get("call_id"))))
+            messages.append(message_with("tool", item.get("output"), call_id=word_of(item.get("call_id"))))
         elif kind in _CALLS:
             if not goes_on:
                 messages.append(ChatMessage("assistant", ""))
@@ -108,7 +109,7 @@ def _message_of(item: Mapping[str, Any], before: ChatMessage | None) -> list[Cha
         role = "system"
     if role not in ("system", "user", "assistant"):
         raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: system, developer, user, assistant")
-    message = ChatMessage(role, text_of(item.get("content")))
+    message = message_with(role, item.get("content"))
     if before is None:
         return [message]
     if role == "assistant" and not before.content:

@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mrl.errors import ConfigError
+from mrl.reward.items import ANSWER_BYTES
+from mrl.units import MIB
 
 LONGEST_AGENT_S = 1e6  # longer than any conversation
 LONGEST_NAME = 64  # bytes of the name of a tool or a part, which become columns
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+IMAGES_BYTES = 64 * MIB  # of all encoded images of one answer
 TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 
 
@@ -53,6 +56,12 @@ class ToolsSpec:
     arguments: tuple[str, ...] = ()  # further arguments of it, and
     harness_config: Mapping[str, Any] = field(default_factory=dict)
     in_sandbox: bool = False  # the command or the harness runs in a sandbox of the row's
+    sees: bool = False  # the model reads images
+
+    @property
+    def answer_bytes(self) -> int:
+        """Limit of one answer as JSON, which has images in base64."""
+        return ANSWER_BYTES + (2 * IMAGES_BYTES if self.sees else 0)
 
     @property
     def has_agent(self) -> bool:

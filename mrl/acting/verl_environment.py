@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mrl.acting.environment import MOST_PARTS, Action, Environment, Reply, settled
+from mrl.acting.environment import IMAGES, MOST_PARTS, Action, Environment, Reply, encoded, settled
 from mrl.acting.python_tool import ProgramEnded, refuse_unconfined, run_program
 from mrl.acting.sandbox import PythonLimits
 from mrl.acting.verl_tool_config import (
@@ -45,6 +45,7 @@ class VerlTools(Environment):
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
         """Stores what the row gives each tool."""
         self._given = row["extra_info"].get("tools_kwargs") or {}
+        self._files = row.get(IMAGES) or []
         self._instances: dict[str, str] = {}
 
     def step(self, action: Action) -> Reply:
@@ -59,17 +60,18 @@ class VerlTools(Environment):
         tool = self.tools[name]
         try:
             if name not in self._instances:
-                self._instances[name] = await _begun(tool, self._kwargs(name, "create_kwargs"))
+                self._instances[name] = await _begun(tool, self._shown() | self._kwargs(name, "create_kwargs"))
             instance = self._instances[name]
             answer, reward, *_ = await tool.execute(instance, arguments, **self._kwargs(name, "execute_kwargs"))
             so_far = await tool.calc_reward(instance, **self._kwargs(name, "calc_reward_kwargs"))
+            images = _images(answer)
         except Exception as error:  # any error of a tool is the answer to its call
             traceback.print_exc()
             return Reply(f"Error: {name}: {type(error).__name__}: {error}")
         parts = {}
         if isinstance(so_far, bool | int | float):
             parts[name] = so_far
-        return Reply(_text(answer), reward or 0.0, parts)
+        return Reply(_text(answer), reward or 0.0, parts, images=images)
 
     async def _released(self) -> None:
         for name, instance in self._instances.items():
@@ -77,6 +79,14 @@ class VerlTools(Environment):
                 await self.tools[name].release(instance, **self._kwargs(name, "release_kwargs"))
             except Exception:  # the other instances must be released, too
                 traceback.print_exc()
+
+    def _shown(self) -> dict[str, Any]:
+        """Returns what tools are given of the prompt's images: the first one, as public tools for images take it."""
+        if not self._files:
+            return {}
+        from mrl.data.images import open_image  # here: it loads what reads data
+
+        return {"image": open_image(Path(self._files[0]).read_bytes(), 1, sys.maxsize)}
 
     def _kwargs(self, name: str, of: str) -> dict[str, Any]:
         return dict((self._given.get(name) or {}).get(of) or {})
@@ -94,10 +104,16 @@ async def _begun(tool: Any, given: dict[str, Any]) -> str:
     return begun
 
 
+def _images(answer: Any) -> tuple[bytes, ...]:
+    """Returns the images of an answer; as in verl, None among them is none. Raises TypeError for videos."""
+    if getattr(answer, "video", None):
+        raise TypeError("it answers with a video, and only text and images are read")
+    images = getattr(answer, "image", None) or ()
+    return encoded([image for image in images if image is not None])
+
+
 def _text(answer: Any) -> Any:
-    """Returns what the model reads. Raises TypeError for images."""
-    if getattr(answer, "image", None) or getattr(answer, "video", None):
-        raise TypeError("it answers with a picture; only text is supported")
+    """Returns what the model reads."""
     if hasattr(answer, "text"):
         return answer.text or ""
     if isinstance(answer, dict) and set(answer) == {"text"}:

@@ -160,10 +160,16 @@ def _model_path(config: Path) -> str:
 
 
 def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by_turn: bool) -> str:
-    from mrl.tools.report.samples import images_of, prompt_text
+    from mrl.tools.report.samples import images_of, text_with_images
 
     images = images_of(row)
     reward = {name: value for name, value in row["reward"].items() if name not in ("score", "reason")}
+
+    def shown(part: Sequence[int]) -> str:
+        """Decodes response tokens at consecutive places."""
+        ids = [row["response_ids"][place] for place in part]
+        return text_with_images(ids, images, decode, len(row["prompt_ids"]) + (part[0] if part else 0))
+
     head = (
         f"step {step}  prompt {row['prompt_id']}  sample {row['sample_id']}  score {row['reward']['score']:g}"
         f"  {row['reward'].get('reason', '')}  {len(row['response_ids'])} tokens, {row['stop_reason']}"
@@ -174,15 +180,17 @@ def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by
             f"=== {head}",
             *([f"--- reward  {json.dumps(reward, ensure_ascii=False)}"] if reward else []),
             "--- prompt",
-            prompt_text(row["prompt_ids"], images, decode),
+            text_with_images(row["prompt_ids"], images, decode),
             *(f"--- image {number}  images/{image.name[:2]}/{image.name}" for number, image in enumerate(images, 1)),
-            *(_turns(row, decode) if by_turn else ["--- response", decode(row["response_ids"])]),
+            *(_turns(row, shown) if by_turn else ["--- response", shown(range(len(row["response_ids"])))]),
         ]
     )
 
 
-def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
+def _turns(row: dict[str, Any], shown: Callable[[Sequence[int]], str]) -> list[str]:
     """Returns the lines of each turn: what was sampled, its calls, the context that they brought, and new branches.
+
+    `shown` decodes response tokens by their places.
 
     A branch's own tokens do not count as that context. A response without turns counts as one turn.
     """
@@ -198,13 +206,13 @@ def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]
         reward = ""
         if turn.get("reward"):
             reward = f", reward {turn['reward']:g}"
-        lines += [f"--- turn {number}: {turn['stop_reason']}{reward}", decode([ids[i] for i in own if sampled[i]])]
+        lines += [f"--- turn {number}: {turn['stop_reason']}{reward}", shown([i for i in own if sampled[i]])]
         lines += [_call(call) for call in islice(calls, turn["calls"])]
         branch = next((begin for begin in begins if begin in own), end)
-        context = [ids[i] for i in own if not sampled[i] and i < branch]
-        lines += [f"--- context of turn {number}, after {turn['seconds']:.2f} s", decode(context)] if context else []
+        context = [i for i in own if not sampled[i] and i < branch]
+        lines += [f"--- context of turn {number}, after {turn['seconds']:.2f} s", shown(context)] if context else []
         if branch < end:
-            lines += [f"--- branch {begins.index(branch) + 2} begins with", decode(ids[branch:end])]
+            lines += [f"--- branch {begins.index(branch) + 2} begins with", shown(range(branch, end))]
     return lines
 
 

@@ -159,13 +159,6 @@ VISION_RULES = (
     *TRAINED_RULES,
     first_layers,
     RuleRow(
-        "rollout.agent",
-        _seeing(lambda c, m: c.rollout.agent is not None),
-        "must be null with model.vision",
-        "the endpoint reads no images in an agent's messages yet",
-        (None,),
-    ),
-    RuleRow(
         "rollout.speculation",
         _seeing(lambda c, m: c.rollout.speculation is not None),
         "must be null with model.vision",

@@ -28,13 +28,13 @@ from mrl.data.images import MARK, with_images
 from mrl.data.order import epoch_counts, permutation
 from mrl.data.prompt_store import PromptStore, SeenPrompts
 from mrl.data.row_files import BadRow, RawRow, images_of, parse_row, read_rows
-from mrl.data.samples import RowImage
+from mrl.data.samples import KnownImage, RowImage
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.plain_files import read_json
 from mrl.units import counted
 
 if TYPE_CHECKING:  # a run without images imports nothing of them
-    from mrl.data.image_reader import ImageReader, KnownImage, Look
+    from mrl.data.image_reader import ImageReader, Look
 
 EXAMPLES = 10
 MOST_BAD_ROWS = 10_000  # so many are reported one by one
@@ -379,7 +379,7 @@ class _Loader:
 
     def _seen(
         self, raw: RawRow, messages: list[dict[str, Any]], look: "Look"
-    ) -> tuple[list[dict[str, Any]], list["KnownImage"]]:
+    ) -> tuple[list[dict[str, Any]], list[KnownImage]]:
         """Returns the messages with parts for the row's images, and the images."""
         entries = images_of(raw, self.parameters.image_key)
         marked = any(not isinstance(each["content"], str) or MARK in each["content"] for each in messages)
@@ -387,7 +387,7 @@ class _Loader:
             return messages, []
         return with_images(messages, len(entries)), look()
 
-    def _expanded(self, ids: list[int], images: list["KnownImage"]) -> tuple[list[int], tuple[RowImage, ...]]:
+    def _expanded(self, ids: list[int], images: list[KnownImage]) -> tuple[list[int], tuple[RowImage, ...]]:
         limit = self.parameters.max_prompt_length
         for number, image in enumerate(images, 1):
             if image.tokens > limit:

@@ -2,7 +2,8 @@
 
     row's images --> encoded bytes --> name and number of tokens
     prompt       --> one token an image, by the chat template --> as many as the image has, recorded as RowImage
-    data files   --> encoded bytes, each in a file of the run directory under its name, once the run has one
+    data files   --> encoded bytes, each in a file of the run directory under its name, once the run has one; those of
+                     later turns, from tools and clients, beside them (`take`)
     name         --> RGB --> pixels [patches, numbers of a patch], wherever they are needed: in engines, on ranks
 
 A name is the digest of the bytes and of the processor's settings. Encoded bytes alone are stored, since pixels are a
@@ -22,6 +23,7 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +31,7 @@ from numpy.typing import NDArray
 
 from mrl.data.images import image_bytes, open_image
 from mrl.data.row_files import BadRow, RawRow, images_of
-from mrl.data.samples import ImageStore, RowImage
+from mrl.data.samples import ImageStore, KnownImage, RowImage
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.plain_files import TEXT_BYTES, read_settings
 from mrl.whole_file import appears_whole
@@ -40,14 +42,6 @@ _AHEAD = 4  # rows a process
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _CHANNELS = 3  # of RGB
 _SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")  # of config.json's vision_config
-
-
-class KnownImage(NamedTuple):
-    """An image that was read and stored."""
-
-    name: str
-    grid: tuple[int, int, int]  # as in RowImage
-    tokens: int
 
 
 def path_in(store: Path, name: str) -> Path:
@@ -66,10 +60,10 @@ class _Looked(NamedTuple):
 Look = Callable[[], list[KnownImage]]
 
 
-def _look(entries: Sequence[Any], folder: Path, most_pixels: int, settings: bytes) -> list[_Looked]:
+def _look(entries: Sequence[Any], folder: Path, most_pixels: int, settings: bytes, first: int = 1) -> list[_Looked]:
     """Reads all images of a row. `settings`: of the processor, for names. Raises BadRow."""
     found = []
-    for number, entry in enumerate(entries, 1):
+    for number, entry in enumerate(entries, first):
         data = image_bytes(entry, number, folder)
         image = open_image(data, number, most_pixels)
         found.append(_Looked(_name(data, settings), *image.size))
@@ -116,6 +110,7 @@ class ImageReader:
         self._store = store
         self._most_pixels = most_pixels
         self._checked: set[str] = set()
+        self._writing = Lock()
         self._merge = processor.merge_size
         _check_sizes(config["vision_config"], processor)
         self._settings = json.dumps(processor.to_dict(), sort_keys=True, default=str).encode()
@@ -165,9 +160,32 @@ class ImageReader:
         """Reads images as a row's column has them. `folder`: that of the data file. Raises BadRow."""
         return self._known(_look(entries, folder, self._most_pixels, self._settings))
 
-    def _known(self, looked: "Iterable[_Looked]") -> list[KnownImage]:
+    def take(self, images: Sequence[bytes], first: int = 1) -> list[KnownImage]:
+        """Reads encoded images that came with a turn, and writes them into the store unless they are there. `first`:
+        the number of the first one in messages.
+
+        Raises BadRow for one that is not read, EnvironmentFault if one cannot be written.
+        """
+        known = self._known(_look(images, Path(), self._most_pixels, self._settings, first), first)
+        for image, data in zip(known, images, strict=True):
+            with self._writing:
+                self._write_once(image.name, data)
+        return known
+
+    def _write_once(self, name: str, data: bytes) -> None:
+        path = path_in(self._store, name)
+        if name in self._checked or self._is_whole(path, name):
+            return
+        try:
+            _write(path, data)
+        except EnvironmentFault:
+            if not self._is_whole(path, name):  # another engine has written it meanwhile
+                raise
+        self._checked.add(name)
+
+    def _known(self, looked: "Iterable[_Looked]", first: int = 1) -> list[KnownImage]:
         found = []
-        for number, (name, width, height) in enumerate(looked, 1):
+        for number, (name, width, height) in enumerate(looked, first):
             grid = self._grid(number, width, height)
             found.append(KnownImage(name, grid, grid[1] * grid[2] // self._merge**2))
         return found
@@ -230,8 +248,12 @@ class ImageReader:
         """The length of a patch in `pixels`."""
         return _CHANNELS * self._processor.temporal_patch_size * self._processor.patch_size**2
 
+    def file_of(self, name: str) -> Path:
+        """Returns the file of an image in the store."""
+        return path_in(self._store, name)
+
     def _encoded(self, name: str) -> bytes:
-        path = path_in(self._store, name)
+        path = self.file_of(name)
         try:
             data = path.read_bytes()
         except OSError as error:

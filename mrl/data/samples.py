@@ -45,7 +45,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -115,9 +115,17 @@ class RowImage:
     grid: tuple[int, int, int]  # patches in time, height and width, before they are merged to tokens
 
 
+class KnownImage(NamedTuple):
+    """An image that was read."""
+
+    name: str
+    grid: tuple[int, int, int]  # as in RowImage
+    tokens: int
+
+
 @dataclass(frozen=True)
 class ImageStore:
-    """The encoded images of a run's prompts."""
+    """The encoded images of a run: of prompts, of answers of tools."""
 
     folder: str  # seen by all hosts
     most_pixels: int  # data.max_image_pixels
@@ -424,6 +432,17 @@ def with_images(samples: Samples) -> Samples:
     if samples.image_counts is not None:
         return samples
     return replace(samples, **{name: none(samples) for name, none in NO_IMAGES.items()})
+
+
+def row_images(samples: Samples, row: int) -> tuple[RowImage, ...]:
+    """Returns the images of a row, in the order of their tokens."""
+    if samples.image_counts is None:
+        return ()
+    one = samples.rows(slice(row, row + 1))
+    columns = zip(one.image_names, one.image_starts, one.image_tokens, one.image_grids, strict=True)
+    return tuple(
+        RowImage(name.decode(), int(start), int(tokens), tuple(grid.tolist())) for name, start, tokens, grid in columns
+    )
 
 
 def with_outcome(

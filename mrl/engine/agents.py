@@ -16,23 +16,24 @@ agent asked for and did not get.
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mrl.acting.agent import AGENT, ENDPOINT, REWARD_KEY, STOP
-from mrl.acting.chat_api import BadRequest, ChatAnswer, ChatRequest, number_of
+from mrl.acting.chat_api import BadRequest, ChatAnswer, ChatImage, ChatMessage, ChatRequest, number_of
 from mrl.acting.chat_text import MOST_CHARACTERS, ChatText, characters
 from mrl.acting.chat_turns import ChatPlace, Move
 from mrl.acting.dialects import Dialect, ToolTokenizer
 from mrl.acting.environment import Reply
 from mrl.acting.environment_pool import CallAnswer, EnvironmentPool, Session
 from mrl.acting.tool import TurnsSpec
-from mrl.data.samples import STOP_REASONS, Samples, TurnCall, with_outcome, with_turns
-from mrl.engine.endpoint import Endpoint, Keys
+from mrl.data.samples import STOP_REASONS, KnownImage, RowImage, Samples, TurnCall, with_outcome, with_turns
+from mrl.engine.endpoint import BODY_BYTES, BODY_WITH_IMAGES_BYTES, Endpoint, Keys
 from mrl.engine.kept_tokens import going_on
-from mrl.engine.partners import Line, followed, last_turn
+from mrl.engine.partners import Eyes, Line, followed, last_turn
 from mrl.engine.requests import Request, Sampling
 from mrl.engine.spoken import TOKENS, SpokenTurns
 from mrl.process.own import own_cpus
@@ -54,6 +55,13 @@ class Turns(Protocol):
         """Returns the response with what one more request adds to it. Waits for a slot of the engine."""
 
 
+class Expanded(NamedTuple):
+    """New tokens of a request, and the images whose tokens are among them."""
+
+    ids: Sequence[int]
+    images: Sequence[RowImage] = ()
+
+
 class Agents:
     """The agents of one engine: their endpoint, and a limit of how many run at once."""
 
@@ -64,13 +72,18 @@ class Agents:
         dialect: Dialect,
         tokenizer: ToolTokenizer,
         clock: Callable[[], float],
+        eyes: Eyes | None = None,
     ):
-        """Reserves a port. Raises EnvironmentFault where none is free."""
+        """Reserves a port. `eyes`: how the model reads images; None: it reads none. Raises EnvironmentFault where no
+        port is free.
+        """
+        self.eyes = eyes
+        self._seen: dict[str, KnownImage] = {}  # by the digest of a client's bytes
         self.spec = spec
         self.pool = pool
         self.text = ChatText(dialect, tokenizer, spec.template_arguments, spec.enforces_tool_choice)
         self.clock = clock
-        self.endpoint = Endpoint()
+        self.endpoint = Endpoint(body_bytes=BODY_BYTES if eyes is None else BODY_WITH_IMAGES_BYTES)
         self.free = asyncio.Semaphore(spec.num_workers)
         # Until its first request an agent computes. Where all start at once they share the processors, ask as late as
         # the last of them, and all at the same moments from then on, with nothing to do for the engine in between.
@@ -79,6 +92,42 @@ class Agents:
     def session(self, request: Request, sampling: Sampling, turns: Turns) -> "AgentSession":
         """Returns the session of one response, whose agent `run` starts."""
         return AgentSession(self, request, sampling, turns)
+
+    def seen(self, asked: ChatRequest) -> ChatRequest:
+        """Returns a request with all its images read and stored. Raises BadRequest for one that is not read."""
+        numbers = count(1)
+        return replace(asked, messages=tuple(self._seen_in(message, numbers) for message in asked.messages))
+
+    def _seen_in(self, message: ChatMessage, numbers: Iterator[int]) -> ChatMessage:
+        if not message.parts:
+            return message
+        if self.eyes is None:
+            raise BadRequest(
+                "a message has an image, and the model reads text alone (model.vision); only text is supported"
+            )
+        parts = (part if isinstance(part, str) else self._known(part, next(numbers)) for part in message.parts)
+        return replace(message, parts=tuple(parts))
+
+    def _known(self, image: ChatImage, number: int) -> ChatImage:
+        if image.digest not in self._seen:
+            from mrl.data.row_files import BadRow
+
+            try:
+                (self._seen[image.digest],) = self.eyes.take([image.data], number)
+            except BadRow as error:
+                raise BadRequest(str(error)) from error
+        return ChatImage(image.digest, known=self._seen[image.digest])
+
+    def expanded(self, ids: Sequence[int], images: Sequence[KnownImage]) -> "Expanded":
+        """Returns tokens with all of each image's in the place of one. Raises BadRequest where there are others than
+        one for each.
+        """
+        from mrl.data.row_files import BadRow
+
+        try:
+            return Expanded(*self.eyes.expanded(ids, images))
+        except BadRow as error:
+            raise BadRequest(str(error)) from error
 
     def close(self) -> None:
         """Closes the endpoint."""
@@ -128,19 +177,24 @@ class AgentSession:
             self._check_is_open()
             self._reading += 1
             try:
-                chat, place, number, ids = await self._read(asked)
+                chat, place, number, new = await self._read(asked)
             finally:
                 self._reading -= 1
                 self._changed.set()
             try:
-                return await self._answer(chat, place, number, ids)
+                return await self._answer(chat, place, number, new)
             finally:
                 self._changed.set()
 
     async def count(self, asked: ChatRequest) -> int:
         """Returns the number of tokens of a request, as a prompt of its own. Raises BadRequest."""
         self._check_length(asked, self._agents.spec.max_prompt_length + self._most)
-        return len(await asyncio.to_thread(self._agents.text.prompt, asked))
+        return await asyncio.to_thread(self._counted, asked)
+
+    def _counted(self, asked: ChatRequest) -> int:
+        if any(message.parts for message in asked.messages):
+            asked = self._agents.seen(asked)
+        return len(self._expanded(self._agents.text.prompt(asked), asked.messages).ids)
 
     def reward(self, reply: Reply, answer: str | None) -> None:
         """Takes the reward of an answer, or of the response. Raises BadRequest for a second one."""
@@ -164,19 +218,19 @@ class AgentSession:
         if stop is not None:
             raise BadRequest(OVER.format(stop))
 
-    async def _read(self, asked: ChatRequest) -> tuple[ChatRequest, ChatPlace, int, list[int] | None]:
+    async def _read(self, asked: ChatRequest) -> tuple[ChatRequest, ChatPlace, int, Expanded | None]:
         """Reserves a place for a request, and tokenizes what is new in it. Raises BadRequest."""
         try:
             if asked.ids is not None or asked.raw is not None:
                 most = self._agents.spec.max_prompt_length + self._most
                 asked = await asyncio.to_thread(self._agents.text.with_ids, asked, most)
-            chat = await asyncio.to_thread(self._spoken.whole, asked)  # megabytes of messages take seconds
+            chat = await asyncio.to_thread(self._whole, asked)  # megabytes of messages take seconds
             place = self._spoken.place(chat)
             number = self._spoken.open(chat, place)
             try:
-                ids = await asyncio.to_thread(self._tokens, chat, place)
+                new = await asyncio.to_thread(self._tokens, chat, place)
                 self._check_is_open()
-                return chat, place, number, ids
+                return chat, place, number, new
             except BaseException:
                 self._spoken.drop(number)
                 raise
@@ -185,7 +239,20 @@ class AgentSession:
         except (ValueError, TypeError, RecursionError) as error:  # a client's data must not end the run
             raise BadRequest(str(error)) from error
 
-    def _tokens(self, chat: ChatRequest, place: ChatPlace) -> list[int] | None:
+    def _whole(self, asked: ChatRequest) -> ChatRequest:
+        """Returns a request with all its messages, and their images read. Raises BadRequest."""
+        if any(message.parts for message in asked.messages):
+            asked = self._agents.seen(asked)
+        return self._spoken.whole(asked)
+
+    def _expanded(self, ids: Sequence[int], messages: Sequence[ChatMessage]) -> Expanded:
+        """Returns tokens that the template has written for messages, with all of each of their images. Raises
+        BadRequest.
+        """
+        images = [image.known for message in messages for image in message.images]
+        return self._agents.expanded(ids, images) if images else Expanded(ids)
+
+    def _tokens(self, chat: ChatRequest, place: ChatPlace) -> Expanded | None:
         """Tokenizes what is new in a request: the messages behind a turn, or a prompt; and what the answer begins with.
 
         None stands for messages that are longer than any response. Raises BadRequest.
@@ -195,21 +262,25 @@ class AgentSession:
         raw = None
         if place.messages[-1].role == TOKENS:
             raw = [int(number) for number in place.messages[-1].content.split()]
+            if self._agents.eyes is not None and self._agents.eyes.image_token in raw:
+                raise BadRequest("the prompt has tokens of an image, and no image comes with it: send messages")
         if place.parent is not None:
             if raw is not None:
-                return raw
+                return Expanded(raw)
             if characters(place.messages) > MOST_CHARACTERS * self._most:
                 return None
             turn = last_turn(self._spoken[place.parent].row)
-            return [*text.follow(turn.tolist(), place.messages, chat.tools), *begun]
+            ids = [*text.follow(turn.tolist(), place.messages, chat.tools), *begun]
+            return self._expanded(ids, place.messages)
         most = self._agents.spec.max_prompt_length
-        ids = raw
         if raw is None:
             self._check_length(chat, most)
-            ids = [*text.prompt(chat), *begun]
-        if len(ids) > most:
-            raise BadRequest(f"the prompt has {len(ids)} tokens, and data.max_prompt_length is {most}")
-        return ids
+            new = self._expanded([*text.prompt(chat), *begun], chat.messages)
+        else:
+            new = Expanded(raw)
+        if len(new.ids) > most:
+            raise BadRequest(f"the prompt has {len(new.ids)} tokens, and data.max_prompt_length is {most}")
+        return new
 
     def _check_length(self, chat: ChatRequest, most: int) -> None:
         """Raises BadRequest for messages that are known to have more than `most` tokens."""
@@ -220,12 +291,12 @@ class AgentSession:
                 "data.max_prompt_length allows"
             )
 
-    async def _answer(self, chat: ChatRequest, place: ChatPlace, number: int, ids: list[int] | None) -> ChatAnswer:
+    async def _answer(self, chat: ChatRequest, place: ChatPlace, number: int, new: Expanded | None) -> ChatAnswer:
         """Takes a request whose place is reserved, and answers it. Gives the place back where that fails."""
         is_first = not self._spoken.last
         self._take()
         try:
-            line = self._line(place, ids)
+            line = self._line(place, new)
             room = self._most - (0 if line.made is None else int(line.made.response_lengths[0]))
             most = min(room, chat.max_tokens or room)
             request = going_on(replace(line.request, max_tokens=most), line.made)
@@ -253,18 +324,18 @@ class AgentSession:
             self._spoken.acted(OK, self._talk.idle_s(now))
         self._talk = self._talk.asked(now)
 
-    def _line(self, place: ChatPlace, ids: list[int] | None) -> Line:
+    def _line(self, place: ChatPlace, new: Expanded | None) -> Line:
         """Appends the new tokens to the turn that they follow, or begins with a prompt. Raises BadRequest where they
         leave no room for an answer, which ends the session.
         """
         if place.parent is None:
-            return Line(replace(self._request, prompt_ids=tuple(ids)))
+            return Line(replace(self._request, prompt_ids=tuple(new.ids), images=tuple(new.images)))
         before = self._spoken[place.parent]
-        if ids is None or int(before.row.response_lengths[0]) + len(ids) >= self._most:
+        if new is None or int(before.row.response_lengths[0]) + len(new.ids) >= self._most:
             self._talk = self._talk.ended(Stop.CONTEXT)
             raise BadRequest(OVER.format(self._talk.stop))
         prompt = tuple(before.row.token_ids[: int(before.row.prompt_lengths[0])].tolist())
-        made = followed(before.row, ids, 1, before.seconds)
+        made = followed(before.row, new.ids, 1, before.seconds, new.images)
         return Line(replace(self._request, prompt_ids=prompt), made)
 
     async def _sampled(self, request: Request, line: Line, is_first: bool) -> Line:

@@ -31,13 +31,14 @@ import numpy as np
 
 from mrl.acting.answering import Acting
 from mrl.acting.dialects import Dialect, dialect_of
+from mrl.acting.environment import IMAGES
 from mrl.acting.environment_pool import EnvironmentPool
 from mrl.acting.tool import TurnsSpec
-from mrl.data.samples import STOP_REASONS, Samples, with_outcome
+from mrl.data.samples import STOP_REASONS, KnownImage, Samples, with_outcome
 from mrl.engine.agents import Agents, AgentSession
 from mrl.engine.call_reader import CallReader, DialectReader
 from mrl.engine.engine_calls import DEATH
-from mrl.engine.partners import Line, ToolPartner
+from mrl.engine.partners import Eyes, Line, ToolPartner
 from mrl.engine.requests import Request, Sampling
 from mrl.schedule.conversation import Budgets, Conversation, ConversationState, Stop
 from mrl.schedule.segments import joined
@@ -84,25 +85,33 @@ class Conversations:
         environment: Mapping[str, str] | None = None,
         folder: str | None = None,
         reader: Callable[[Dialect, TurnsSpec], CallReader] = DialectReader,
+        eyes: Eyes | None = None,
     ):
         """Starts a first process for tools, environments or agents, which prints to `log_path`.
 
         `slots` is the most requests that the engine computes at once. `environment` and `folder` go to EnvironmentPool.
-        `reader` builds the reader of calls.
+        `reader` builds the reader of calls. `eyes`: how the model reads images; None: it reads none.
         """
+        self._eyes = eyes
         self.spec = spec
         self._clock = clock
         self._gate = TurnGate(slots)
         self._agents: Agents | None = None
         self._pool = EnvironmentPool(
-            spec.tools, spec.num_workers, spec.step_s, log_path, environment=environment, folder=folder
+            spec.tools,
+            spec.num_workers,
+            spec.step_s,
+            log_path,
+            environment=environment,
+            folder=folder,
+            see=None if eyes is None else self._see,
         )
         try:
             schemas = list(self._pool.offer.all_schemas)
             self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
             self._reader = reader(self._dialect, spec)
             if spec.tools.has_agent:
-                self._agents = Agents(spec, self._pool, self._dialect, tokenizer, clock)
+                self._agents = Agents(spec, self._pool, self._dialect, tokenizer, clock, eyes)
         except BaseException:
             self._pool.close()
             raise
@@ -110,6 +119,17 @@ class Conversations:
         self._sessions: set[AgentSession] = set()
         self._waiting = 0  # tasks that wait for tools or environments
         self._losses: WeakKeyDictionary[Generates, EngineLoss] = WeakKeyDictionary()
+
+    def _see(self, images: Sequence[bytes]) -> list[KnownImage]:
+        """Reads images of an answer, and stores them. Raises BadRow for one that is not read, and where the template
+        writes none into answers.
+        """
+        written = self._dialect.encoded([(self._dialect.image or "", True)])
+        if written.count(self._eyes.image_token) != 1 or len(written) == 1:
+            from mrl.data.row_files import BadRow
+
+            raise BadRow("the model's chat template has no form for an image in an answer of a tool")
+        return self._eyes.take(images)
 
     @property
     def all_act(self) -> bool:
@@ -163,9 +183,9 @@ class Conversations:
         turns = _Turns(engine, sampling, self._gate)
         try:
             if self._agents is not None:
-                return await self._with_agent(self._agents, turns, request)
-            acting = Acting(self._pool, request.row, request.prompt_id)
-            partner = ToolPartner(acting, self._reader, self._dialect, self._clock, kept)
+                return await self._with_agent(self._agents, turns, replace(request, row=self._row_of(request)))
+            acting = Acting(self._pool, self._row_of(request), request.prompt_id)
+            partner = ToolPartner(acting, self._reader, self._dialect, self._clock, kept, self._eyes)
             try:
                 return await self._talked(turns, request, partner, kept)
             finally:
@@ -173,6 +193,12 @@ class Conversations:
         except DEATH as error:
             self._losses[engine].note(error)
             return None
+
+    def _row_of(self, request: Request) -> Mapping[str, Any] | None:
+        """Returns the request's row, with the files of its prompt's images."""
+        if request.row is None or not request.images:
+            return request.row
+        return {**request.row, IMAGES: [str(self._eyes.file_of(image.name)) for image in request.images]}
 
     async def _with_agent(self, agents: Agents, turns: "_Turns", request: Request) -> Samples | None:
         """Returns the response that an agent brings about. It cannot be continued: None where the engine was lost."""

@@ -9,8 +9,8 @@
     HEAD                                      --> for clients that look whether anybody listens, without a key
 
 Requests for another host name are refused (403), and so are keys of no open session (401). A body has at most
-BODY_BYTES (413). A request that a session cannot answer gets a 400, which clients do not repeat. A stream is written
-at once, when the answer is complete. The endpoint runs in the event loop of its engine.
+BODY_BYTES (413), or more for a model that sees. A request that a session cannot answer gets a 400, which clients do not
+repeat. A stream is written at once, when the answer is complete. The endpoint runs in the event loop of its engine.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from mrl.errors import EnvironmentFault
 HOST = "127.0.0.1"
 MODEL = "policy"
 BODY_BYTES = 8 * 2**20
+BODY_WITH_IMAGES_BYTES = 64 * 2**20  # where bodies bring images, which clients send again with each request
 REWARD_PATH = "/v1/reward"
 COUNT_PATH = "/v1/messages/count_tokens"
 WRONG_KEY = (
@@ -78,8 +79,11 @@ _SESSION = web.RequestKey("session", ChatSession)
 class Endpoint:
     """One address, and the sessions behind it."""
 
-    def __init__(self, port: int = 0):
-        """Binds a port of loopback, by default a free one. Raises EnvironmentFault where it is taken."""
+    def __init__(self, port: int = 0, body_bytes: int = BODY_BYTES):
+        """Binds a port of loopback, by default a free one. `body_bytes` limits the body of a request. Raises
+        EnvironmentFault where the port is taken.
+        """
+        self._body_bytes = body_bytes
         self._socket = socket.socket()
         try:
             self._socket.bind((HOST, port))
@@ -101,7 +105,7 @@ class Endpoint:
         async with self._starting:
             if self._server is not None:
                 return
-            app = web.Application(middlewares=[self._guarded], client_max_size=BODY_BYTES)
+            app = web.Application(middlewares=[self._guarded], client_max_size=self._body_bytes)
             for path, api in APIS.items():
                 app.router.add_post(path, _handler(api))
             app.router.add_post(REWARD_PATH, _rewarded)
@@ -142,8 +146,8 @@ class Endpoint:
                 return _refused(request, 401, "the key is of no session that is under way")
             if is_of_reward != (request.path == REWARD_PATH):
                 return _refused(request, 403, WRONG_KEY[is_of_reward])
-            if (request.content_length or 0) > BODY_BYTES:  # before any of it is waited for
-                refused = _refused(request, 413, f"a body has at most {BODY_BYTES} bytes")
+            if (request.content_length or 0) > self._body_bytes:  # before any of it is waited for
+                refused = _refused(request, 413, f"a body has at most {self._body_bytes} bytes")
                 refused.force_close()
                 return refused
             request[_SESSION] = session

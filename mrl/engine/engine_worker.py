@@ -77,14 +77,21 @@ class EngineWorker:
             from mrl.data.dataset import load_tokenizer
             from mrl.engine.conversations import Conversations
 
-            tokenizer = load_tokenizer(self.engine.settings.arguments["model"])
+            settings = self.engine.settings
+            tokenizer = load_tokenizer(settings.arguments["model"])
+            eyes = None
+            if settings.images is not None:
+                from mrl.data.image_reader import ImageReader
+
+                eyes = ImageReader.of(settings.arguments["model"], settings.images)
             self.conversations = Conversations(
-                self.engine.settings.turns,
+                settings.turns,
                 tokenizer,
                 self._tools_log,
-                slots=request_limit_of(self.engine.settings.arguments["max_num_seqs"]),
+                slots=request_limit_of(settings.arguments["max_num_seqs"]),
                 environment=self._environment,
                 folder=self._folder,
+                eyes=eyes,
             )
         return await self.engine.start(meeting)
 

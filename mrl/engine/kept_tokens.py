@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mrl.data.samples import Samples
+from mrl.data.samples import Samples, row_images
 from mrl.engine.requests import Request
 from mrl.schedule.segments import continuation, joined
 from mrl.store.response_store import ResponseBlock
@@ -34,11 +34,14 @@ async def _whole(block: ResponseBlock) -> Samples:
 
 
 def going_on(request: Request, kept: Samples | None) -> Request:
-    """Appends the kept tokens to the request's prompt. `max_tokens` then limits the tokens that it may add."""
+    """Appends the kept tokens, with images among them, to the request's prompt. `max_tokens` then limits the tokens
+    that it may add.
+    """
     if kept is None:
         return request
     more = continuation(kept, 0, request.max_tokens)
-    return replace(request, prompt_ids=tuple(more.prompt_ids.tolist()), seed=more.seed)
+    images = row_images(kept, 0)
+    return replace(request, prompt_ids=tuple(more.prompt_ids.tolist()), seed=more.seed, images=images)
 
 
 def with_kept(kept: Mapping[int, Samples], batch: Samples) -> Samples:

@@ -12,14 +12,15 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mrl.acting.answering import Acting
 from mrl.acting.dialects import Dialect, ToolCall
 from mrl.acting.environment_pool import CallAnswer, Step, reply_digest
-from mrl.data.samples import CALL_REASONS, Samples, TurnCall, with_turns
+from mrl.data.samples import CALL_REASONS, KnownImage, RowImage, Samples, TurnCall, with_turns
 from mrl.engine.call_reader import CallReader
 from mrl.engine.kept_tokens import going_on
 from mrl.engine.requests import Request
@@ -27,6 +28,23 @@ from mrl.schedule.conversation import Conversation, ConversationState, Stop
 from mrl.schedule.segments import with_context
 
 UNANSWERED = "unanswered"
+
+
+class Eyes(Protocol):
+    """The part of mrl.data.image_reader.ImageReader that conversations need."""
+
+    image_token: int
+
+    def take(self, images: Sequence[bytes], first: int = 1) -> list[KnownImage]:
+        """Reads encoded images, and stores them. `first`: the number of the first one in messages. Raises BadRow for
+        one that is not read.
+        """
+
+    def expanded(self, ids: Sequence[int], images: Sequence[KnownImage]) -> tuple[list[int], tuple[RowImage, ...]]:
+        """Returns tokens with all of each image's in the place of one, and where they are."""
+
+    def file_of(self, name: str) -> Path:
+        """Returns the file of an image in the store."""
 
 
 class Line(NamedTuple):
@@ -98,14 +116,17 @@ class ToolPartner:
         dialect: Dialect,
         clock: Callable[[], float],
         kept: Samples | None,
+        eyes: Eyes | None = None,
     ):
-        """`kept` is the row that the response continues."""
+        """`kept` is the row that the response continues. `eyes`: how the model reads images; None: it reads none."""
         self.record = CallRecord()
         self._acting = acting
         self._reader = reader
         self._dialect = dialect
         self._clock = clock
         self._kept = kept
+        self._eyes = eyes
+        self._shown: dict[int, Sequence[KnownImage]] = {}  # images of the turn's answers, by number of the call
         self._turn = np.zeros(0, np.int32)  # sampled tokens of the last turn
         self._calls: list[ToolCall] = []  # calls in that turn
         self._judged: CallAnswer | None = None  # the last reward
@@ -180,6 +201,7 @@ class ToolPartner:
         """
         waiting: dict[asyncio.Future[CallAnswer], int] = {}
         answers: dict[int, CallAnswer] = {}
+        self._shown = {}
         for number in talk.open_calls:
             answer = self._acting.call(self._calls[number].name, self._calls[number].arguments)
             waiting[asyncio.ensure_future(asyncio.wrap_future(answer))] = number
@@ -195,6 +217,7 @@ class ToolPartner:
                         waiting[each] = number  # it came too late
                     else:
                         answers[number] = answer
+                        self._shown[number] = answer.images
                 talk = talk.passed(self._clock())
         finally:
             for each in waiting:
@@ -206,11 +229,15 @@ class ToolPartner:
 
     def appended(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
         """Appends the answers to the response."""
-        context = self._dialect.context(self._turn.tolist(), talk.answers)
+        shown = [self._shown.get(number, ()) for number in range(len(talk.answers))]
+        context = self._dialect.context(self._turn.tolist(), talk.answers, list(map(len, shown)))
+        images: Sequence[RowImage] = ()
+        if any(shown):
+            context, images = self._eyes.expanded(context, [image for each in shown for image in each])
         after = talk.appended(len(context))
         if after.stop is Stop.CONTEXT:
             return after, line
-        return after, line._replace(made=followed(line.made, context, len(talk.answers), talk.acting_s))
+        return after, line._replace(made=followed(line.made, context, len(talk.answers), talk.acting_s, images))
 
     async def ended(self, talk: Conversation) -> Conversation:
         """Returns the conversation, as failed where the environment did not start.
@@ -243,9 +270,11 @@ class ToolPartner:
         self._acting.close()
 
 
-def followed(made: Samples, context: Sequence[int], calls: int, seconds: float) -> Samples:
-    """Appends context to the row. `calls` and `seconds` belong to the turn that ends."""
-    return with_context(made, [np.array(context, np.int32)], np.array([calls]), np.array([seconds]))
+def followed(
+    made: Samples, context: Sequence[int], calls: int, seconds: float, images: Sequence[RowImage] = ()
+) -> Samples:
+    """Appends context to the row. `calls` and `seconds` belong to the turn that ends. `images` as in with_context."""
+    return with_context(made, [np.array(context, np.int32)], np.array([calls]), np.array([seconds]), [images])
 
 
 def sampled_turns(made: Samples) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mrl.acting.tool import ToolsSpec, TurnsSpec
 from mrl.config.places import image_store, rollout_layout
-from mrl.config.schema import ActorConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
+from mrl.config.schema import ActorConfig, DataConfig, RolloutConfig, RunConfig
 from mrl.config.schema_rollout import MTP, NGRAM, AgentConfig, SpeculationConfig, TurnsConfig
 from mrl.config.speculation_rules import room
 from mrl.data.dataset import THINKING
@@ -239,16 +239,20 @@ def engine_settings(
         segments_file=str(logs / f"{log_name(name)}.segments"),
         routes=RouteShape.of(model) if model.is_moe else None,
         captures_routes=_wants_routes(config.actor) and not hosting.returns_routes,
-        turns=_rewarded(turns_spec(config.rollout.turns, config.data, config.rollout.agent), config.reward),
+        turns=_turns_of(config),
         images=image_store(config, logs.parent),
     )
 
 
-def _rewarded(turns: TurnsSpec | None, reward: RewardConfig) -> TurnsSpec | None:
-    """Adds whether an agent has to give the reward."""
+def _turns_of(config: RunConfig) -> TurnsSpec | None:
+    """Returns `turns_spec`, with whether an agent has to give the reward, and whether the model reads images."""
+    turns = turns_spec(config.rollout.turns, config.data, config.rollout.agent)
     if turns is None:
         return None
-    return replace(turns, needs_reward=reward.custom_reward_function is None and reward.function == ENVIRONMENT)
+    reward = config.reward
+    needs_reward = reward.custom_reward_function is None and reward.function == ENVIRONMENT
+    tools = replace(turns.tools, sees=config.model.vision is not None)
+    return replace(turns, tools=tools, needs_reward=needs_reward)
 
 
 _OF_FILES = ("path", "index", "tool_config_path")

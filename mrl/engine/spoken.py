@@ -12,7 +12,7 @@ import numpy as np
 from mrl.acting.agent import AGENT
 from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest, in_order_of_calls, number_of
 from mrl.acting.chat_turns import ChatPlace, KeptTurns
-from mrl.data.samples import Samples, TurnCall, with_turns
+from mrl.data.samples import Samples, TurnCall, row_images, with_turns
 from mrl.schedule.branches import Branch, as_one_row
 
 TOKENS = "tokens"  # role of a message that is token ids, as a text of numbers
@@ -123,6 +123,8 @@ class SpokenTurns:
         """Adds the model's answer to a request."""
         self._kept.answer(number, said)
         self._turns[number] = self.last = SpokenTurn(row, list(marks))
+        if row_images(row, 0):  # tokens do not tell which
+            return
         of_length = self._by_tokens.setdefault(len(row.token_ids), {})
         digest = _digest(row.token_ids).digest()
         of_length[digest] = max(number, of_length.get(digest, 0))

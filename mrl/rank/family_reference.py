@@ -34,8 +34,13 @@ ADVANTAGES = (1.0, -1.0, 0.5, -0.5, 2.0, -0.25, 1.5)
 TEMPERATURES = (1.0, 0.7)
 _CONSTANT = "e_score_correction_bias"
 _DECAY = "A_log"
-# row -> first token and grid of each of its images, as in RowImage
-IMAGES = {2: ((3, (1, 4, 6)),), 3: ((2, (1, 2, 2)),), 5: ((1, (1, 4, 4)), (8, (1, 2, 8)))}
+# row -> first token and grid of each of its images, as in RowImage; those behind a prompt came with an answer of a tool
+IMAGES = {
+    2: ((3, (1, 4, 6)),),
+    3: ((2, (1, 2, 2)), (12, (1, 4, 4))),
+    4: ((9, (1, 2, 8)),),
+    5: ((1, (1, 4, 4)), (8, (1, 2, 8))),
+}
 _OF_EXPERTS = "_proj_bias"  # biases of all experts together
 NOT_FOR_THE_CLASS = ("architectures", "torch_dtype", "dtype", "auto_map")
 

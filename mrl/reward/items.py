@@ -52,6 +52,11 @@ class RewardSpec:
     folders: tuple[str, ...] = ()  # that it may write into, in addition to temporary ones
     max_memory_gib: float | None = None  # limit of a scoring process's address space; None: unlimited
 
+    @property
+    def answer_bytes(self) -> int:
+        """Limit of one answer as JSON."""
+        return ANSWER_BYTES
+
 
 @dataclass(frozen=True)
 class RewardItem:

@@ -94,7 +94,8 @@ class WorkerProcess:
         """Starts it without waiting. Output of the user's function goes to `log`, by default to standard error.
 
         `environment`, and `folder` as the working directory if it exists, are by default those of this process. `spec`
-        is a dataclass, the first line that `main` of `module` reads. Its `environment` names further variables.
+        is a dataclass, the first line that `main` of `module` reads. Its `environment` names further variables, and
+        its `answer_bytes` limits an answer.
         `pass_fds` are further descriptors that it inherits.
         """
         requests, self._requests = os.pipe()
@@ -102,6 +103,7 @@ class WorkerProcess:
         os.set_blocking(self._requests, False)
         self._buffer = bytearray()
         self._spec = spec
+        self._answer_bytes = spec.answer_bytes
         # -P: the working directory is not an import path, so a user's file json.py shadows nothing
         command = [sys.executable, "-P", "-m", KEEPER, str(requests), str(results), module]
         self._process = subprocess.Popen(
@@ -203,10 +205,10 @@ class WorkerProcess:
         if not data:
             raise WorkerFailure(DIED, self._last_words())
         self._buffer += data
-        if b"\n" not in data and len(self._buffer) <= ANSWER_BYTES:
+        if b"\n" not in data and len(self._buffer) <= self._answer_bytes:
             return []
         *lines, self._buffer = self._buffer.split(b"\n")
-        if max(map(len, (*lines, self._buffer))) > ANSWER_BYTES:
+        if max(map(len, (*lines, self._buffer))) > self._answer_bytes:
             raise ForeignLine(max((*lines, self._buffer), key=len))
         return lines
 
@@ -229,6 +231,7 @@ class ForkedWorker(WorkerProcess):
         self._results = results
         os.set_blocking(self._requests, False)
         self._buffer = bytearray()
+        self._answer_bytes = ANSWER_BYTES
         self._process = _Followed(descriptor)
 
     def close(self) -> None:

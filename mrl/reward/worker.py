@@ -13,6 +13,7 @@ import os
 import resource
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, BinaryIO
 
 from mrl.errors import ConfigError
@@ -75,14 +76,14 @@ def serve(
         _send(results_fd, {"error": f"what it names cannot be loaded: {_describe(error)}"})
         return
     _send(results_fd, ready)
-    (then or answer_all)(requests, results_fd, answer)
+    (then or partial(answer_all, most=spec.answer_bytes))(requests, results_fd, answer)
 
 
-def answer_all(requests: BinaryIO, results_fd: int, answer: Callable[..., Any]) -> None:
-    """Answers requests until they end."""
+def answer_all(requests: BinaryIO, results_fd: int, answer: Callable[..., Any], most: int = ANSWER_BYTES) -> None:
+    """Answers requests until they end, each in at most `most` bytes."""
     for line in requests:
         ticket, *request = json.loads(line)
-        _send(results_fd, [ticket, *answer(*request)])
+        _send(results_fd, [ticket, *answer(*request)], most)
 
 
 def score_one(
@@ -168,12 +169,12 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:DETAIL_LIMIT] + where
 
 
-def _send(fd: int, value: Any) -> None:
+def _send(fd: int, value: Any, most: int = ANSWER_BYTES) -> None:
     """Writes one complete JSON line."""
-    data = (json.dumps(value) + "\n").encode()
-    if len(data) > ANSWER_BYTES:
-        detail = f"what it returned is {len(data)} bytes of JSON; {ANSWER_BYTES} are taken at most"
-        data = (json.dumps([value[0], WRONG_TYPE, None, {}, detail]) + "\n").encode()
+    data = memoryview((json.dumps(value) + "\n").encode())
+    if len(data) > most:
+        detail = f"what it returned is {len(data)} bytes of JSON; {most} are taken at most"
+        data = memoryview((json.dumps([value[0], WRONG_TYPE, None, {}, detail]) + "\n").encode())
     while data:
         data = data[os.write(fd, data) :]
 

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from mrl.data.samples import Samples, with_branches, with_turns
+from mrl.data.samples import Samples, with_branches, with_images, with_turns
 from mrl.errors import DataError
 from mrl.schedule.segments import merged_spans
 
+_OF_IMAGES = ("image_names", "image_tokens", "image_grids")
 _OF_TURNS = ("turn_stops", "turn_calls", "turn_seconds", "turn_rewards")
 
 
@@ -72,6 +73,8 @@ def _with_another(made: Samples, branch: Branch) -> Samples:
     }
     if made.routes is not None:
         columns["routes"] = _joined(made.routes, own.routes)
+    if made.image_counts is not None or own.image_counts is not None:
+        columns |= _images(made, own)
     return replace(
         made,
         **columns,
@@ -83,6 +86,18 @@ def _with_another(made: Samples, branch: Branch) -> Samples:
         finite=made.finite & own.finite,
         routed=made.routed | own.routed,
     )
+
+
+def _images(made: Samples, own: Samples) -> dict[str, np.ndarray]:
+    """Returns the images of both. One that the branches share stands in each."""
+    first = with_images(made)
+    second = with_images(own)
+    starts = second.image_starts + int(made.lengths[0])
+    return {
+        "image_counts": first.image_counts + second.image_counts,
+        "image_starts": _joined(first.image_starts, starts),
+        **{name: _joined(getattr(first, name), getattr(second, name)) for name in _OF_IMAGES},
+    }
 
 
 def _spans(made: Samples, own: Samples) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from dataclasses import Field, dataclass, fields, replace
 import numpy as np
 
 from mrl.data.routes import missing_in, recoded
-from mrl.data.samples import STOP_REASONS, Samples, with_turns
+from mrl.data.samples import STOP_REASONS, RowImage, Samples, with_images, with_turns
 from mrl.errors import DataError
 
 
@@ -62,13 +62,21 @@ def continuation_seed(seed: int, kept: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{kept}".encode(), digest_size=6).digest(), "big")
 
 
-def with_context(samples: Samples, context: Sequence[np.ndarray], calls: np.ndarray, seconds: np.ndarray) -> Samples:
+def with_context(
+    samples: Samples,
+    context: Sequence[np.ndarray],
+    calls: np.ndarray,
+    seconds: np.ndarray,
+    images: Sequence[Sequence[RowImage]] = (),
+) -> Samples:
     """Returns the rows with context, int32 token ids, after each. The context ends a turn and begins another.
 
-    `calls`, `seconds` [rows]: tool calls of the ended turn, and their duration. Raises DataError if the turn has no
-    sampled token.
+    `calls`, `seconds` [rows]: tool calls of the ended turn, and their duration. `images`: those of each row's context,
+    whose tokens are counted from its beginning; empty for none. Raises DataError if the turn has no sampled token.
     """
     samples = with_turns(samples)
+    if any(images):
+        samples = _with_more_images(samples, images)
     added = np.array([len(ids) for ids in context], samples.response_lengths.dtype)
     _check_has_sampled(samples)
     return replace(
@@ -85,6 +93,24 @@ def with_context(samples: Samples, context: Sequence[np.ndarray], calls: np.ndar
         turn_seconds=_with_last(_last_set(samples.turn_seconds, samples, seconds), samples, np.zeros(len(samples))),
         turn_rewards=_with_last(samples.turn_rewards, samples, np.zeros(len(samples))),
     )
+
+
+def _with_more_images(samples: Samples, images: Sequence[Sequence[RowImage]]) -> Samples:
+    """Adds images of the context that follows the rows' tokens."""
+    samples = with_images(samples)
+    given = {
+        "image_names": [image.name.encode() for row in images for image in row],
+        "image_starts": [end + image.start for end, row in zip(samples.lengths, images, strict=True) for image in row],
+        "image_tokens": [image.tokens for row in images for image in row],
+        "image_grids": [image.grid for row in images for image in row],
+    }
+    counts = np.array([len(row) for row in images], samples.image_counts.dtype)
+    columns = {}
+    for name, values in given.items():
+        column = getattr(samples, name)
+        more = np.array(values, column.dtype).reshape(-1, *column.shape[1:])
+        columns[name] = _end_to_end(_of_rows(column, samples.image_counts), _of_rows(more, counts))
+    return replace(samples, **columns, image_counts=samples.image_counts + counts)
 
 
 def _check_has_sampled(samples: Samples) -> None:

@@ -46,7 +46,7 @@ ONE_RANK = [
 # pixels of each image of a prompt, width and height
 PROMPTS = (((64, 64),), (), ((96, 64), (64, 128)), ((64, 64),), ((128, 128),), ((40, 150), (96, 64)))
 RESPONSES = 3  # to each prompt
-TOLD = (21, 22, 23)  # what the model reads between two turns
+TOLD = (21, 22, 23)  # what the model reads between two turns, with an image behind the first of them
 
 
 def drawn(size: tuple[int, int]) -> bytes:
@@ -167,15 +167,15 @@ def furthest(
     """
     ids, scores = answer  # of the last tokens there are scores
     token = reader.image_token
-    twin = next(word for word in range(20, 100) if word not in (*request.prompt_ids, *ids))
+    whole = torch.tensor([[*request.prompt_ids, *ids]])
+    twin = next(word for word in range(20, 100) if word not in whole)
     table = model.get_input_embeddings()
     table.weight.data[twin] = table.weight.data[token]
-    said = [twin if each == token else each for each in ids]
-    whole = torch.tensor([[*request.prompt_ids, *said]])
     kinds = torch.zeros_like(whole)
     seen = {}
     for image in request.images:
         kinds[0, image.start : image.start + image.tokens] = 1
+    whole[(whole == token) & (kinds == 0)] = twin
     if request.images:
         pixels = torch.cat([torch.from_numpy(reader.pixels(image.name)) for image in request.images])
         seen = {"pixel_values": pixels, "image_grid_thw": torch.tensor([image.grid for image in request.images])}
@@ -242,18 +242,25 @@ def main(folder: Path, out: Path, vision: str = "frozen") -> None:
     for request in requests:
         alone |= engine.responses([request], 1)
     sampled = engine.responses(requests, 1, of_images)
-    behind = {name: [*ids, *TOLD] for name, (ids, _) in sampled.items()}
-    turns = [replace(r, prompt_ids=(*r.prompt_ids, *behind[f"{r.sample_id}:0"])) for r in requests]
-    later = {name: ([*behind[name], *ids], scores) for name, (ids, scores) in engine.responses(turns, 1).items()}
+    begin, end = config["vision_start_token_id"], config["vision_end_token_id"]
+    told, shown = reader.expanded([TOLD[0], begin, reader.image_token, end, *TOLD[1:]], reader.take([drawn((96, 128))]))
+    behind = {name: [*ids, *told] for name, (ids, _) in sampled.items()}
+    turns = []
+    for request in requests:
+        said = len(request.prompt_ids) + len(behind[f"{request.sample_id}:0"]) - len(told)
+        images = (*request.images, *(replace(image, start=said + image.start) for image in shown))
+        ids = (*request.prompt_ids, *behind[f"{request.sample_id}:0"])
+        turns.append(replace(request, prompt_ids=ids, images=images))
+    later = engine.responses(turns, 1)
     reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     table = reference.get_input_embeddings()
     table.weight = torch.nn.Parameter(table.weight.detach().clone())  # the output layer's may be the same
     own_table = table.weight.detach().clone()
     gaps = []
-    for answers, words in ((together, None), (sampled, of_images), (later, None)):
+    for asked, answers, words in ((requests, together, None), (requests, sampled, of_images), (turns, later, None)):
         for name, answer in answers.items():
             table.weight.data.copy_(own_table)
-            gaps.append(furthest(reference, reader, requests[int(name.split(":")[0])], answer, words))
+            gaps.append(furthest(reference, reader, asked[int(name.split(":")[0])], answer, words))
     same = all(alone[name] == together[name] for name in alone)
     out.write_text(json.dumps({"gaps": gaps, "alone": same, "looked": looked}))
 

@@ -13,6 +13,22 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 # a drawn model never counts right
 REWARD = "def compute_score(solution_str, **_):\n    return len(set(solution_str)) % 3 / 2\n"
+PICTURES = '''"""A tool that answers with pictures."""
+
+from PIL import Image
+
+from mrl.acting.environment import Reply
+
+
+def picture(shade: int) -> Reply:
+    """Shows a picture, and words beside it.
+
+    Args:
+        shade: of green
+    """
+    pictures = [Image.new("RGB", (16 + 8 * (shade % 3), 24), (200, shade * 40 % 256, 20)) for _ in range(1 + shade % 2)]
+    return Reply(f"shade {shade}", images=pictures)
+'''
 
 
 def script() -> ModuleType:
@@ -29,8 +45,16 @@ def tool_template(part: str) -> str:
 
     usual = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     assert usual in CHAT_TEMPLATE
-    begin, end = "{{ '<|im_start|>' + m.role + '\\n' }}", "{{ '<|im_end|>\\n' }}"
-    return CHAT_TEMPLATE.replace(usual, begin + part.replace("message[", "m[") + end)
+    answer = "{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+    assert answer in CHAT_TEMPLATE
+    part = part.replace("message[", "m[")
+    template = CHAT_TEMPLATE
+    for plain, begin, end in (
+        (usual, "'<|im_start|>' + m.role + '\\n'", "'<|im_end|>\\n'"),
+        (answer, "'\\n<tool_response>\\n'", "'\\n</tool_response>'"),
+    ):
+        template = template.replace(plain, f"{{{{- {begin} }}}}{part}{{{{- {end} }}}}")
+    return template
 
 
 def make_seeing_world(folder: Path, experts: int, calls: bool = False) -> Path:
@@ -71,4 +95,5 @@ def make_seeing_world(folder: Path, experts: int, calls: bool = False) -> Path:
                 row |= {"prompt": [{"role": "user", "content": f"none {number}"}], "images": []}
         pq.write_table(pa.Table.from_pylist(rows), folder / "data" / f"{name}.parquet")
     (folder / "reward.py").write_text(REWARD)
+    (folder / "pictures.py").write_text(PICTURES)
     return folder

@@ -44,6 +44,8 @@ LAYOUTS = {
                            "cluster__n_gpus_per_node": 4}),
     "dense-colocated": (0, COLOCATED),
     "moe-words": (8, {TP: 1, PP: 2} | WORDS),
+    "moe-pictures": (8, {TP: 1, PP: 2, "rollout__turns__tools": ["picture"], "rollout__turns__max_turns": 3,
+                         "data__max_prompt_length": 96, "data__max_response_length": 128}),
     "moe-adapters-calls": (8, {TP: 1, PP: 2, "actor__lora__rank": 4, "actor__lora__alpha": 8, "actor__optim__lr": 1e-3,
                                "rollout__turns__tools": ["calculator"], "rollout__turns__max_turns": 3,
                                "data__max_prompt_length": 96, "data__max_response_length": 128}),
@@ -66,6 +68,8 @@ def run_of(name: str, layouts: dict, tmp_path: Path) -> tuple[Path, Path, dict, 
     world = make_seeing_world(tmp_path / "world", experts, "rollout__turns__tools" in layout)
     run = tmp_path / "run"
     given = SETTINGS | layout | {"reward__custom_reward_function__path": world / "reward.py"}
+    if "rollout__turns__tools" in layout:
+        given["rollout__turns__path"] = world / "pictures.py"
     assert finish(train(world, run, **given | {"trainer__total_training_steps": 2}), run) == 0
     assert finish(train(world, run, "--resume", **given), run) == 0
     rows = [row for row in metrics(run) if row["training/global_step"]]
@@ -96,8 +100,23 @@ def test_engines_see_what_ranks_see_and_a_sync_brings_the_text_model_alone(name,
         check_evaluation(world, run, given)
     if "rollout__turns__tools" in given:
         assert any(row["images"] and not all(row["sampled"]) for row in rows), "no answer of a tool behind an image"
+    if given.get("rollout__turns__tools") == ["picture"]:
+        check_pictures(rows)
     if "actor__lora__rank" in given:
         check_adapters(world, run, tmp_path)
+
+
+def check_pictures(rows: list[dict]) -> None:
+    """Pictures of answers stand behind prompts, and nothing of them was sampled."""
+    shown = 0
+    for row in rows:
+        begin = len(row["prompt_ids"])
+        for image in row["images"]:
+            if (first := image["first_token"] - begin) >= 0:
+                shown += 1
+                assert not any(row["sampled"][first : first + image["tokens"]])
+                assert len(set(row["response_ids"][first : first + image["tokens"]])) == 1
+    assert shown > len(rows), "few tools have answered by a picture"
 
 
 def check_adapters(world: Path, run: Path, tmp_path: Path) -> None:

@@ -74,9 +74,23 @@ GLM = """[gMASK]<sop>
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
+SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
+_SAID = (
+    "{%- macro said(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{% if part.type == 'image' %}"
+    + SHOWN
+    + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
+)
+
+
+def seeing(template: str) -> str:
+    """The same template, which also writes messages whose contents are parts, as those of Qwen3-VL and Qwen3.5 do."""
+    return _SAID + template.replace("m.content", "said(m.content)")
+
+
 # special ones, and the others
 TOKENS = {
-    "hermes": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    "hermes": (["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"],
         ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]),
     "glm": (["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
         ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<arg_key>",

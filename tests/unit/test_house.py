@@ -342,6 +342,7 @@ DOORS = {
         *(
             f"mrl.{part}"
             for part in (
+                "engine.engine_worker",
                 "engine.image_inputs",
                 "data.dataset",
                 "driver.assemble_data",

@@ -6,14 +6,16 @@ import socket
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from seldom import seldom
 
+from mrl.acting.environment import Reply
 from mrl.acting.environment_pool import EnvironmentPool, check_tools
-from mrl.acting.mcp_tools import MOST_LINES, ServerSpec, ToolError, changes_of, text_of
+from mrl.acting.mcp_tools import MOST_LINES, ServerSpec, ToolError, changes_of, reply_with
 from mrl.acting.offer import name_of
 from mrl.acting.tool import ToolsSpec
 from mrl.data.parameter_types import typed_parameters
@@ -221,10 +223,14 @@ def test_changes_and_answers_are_told():
         "gone: a; changed: b"
     )
     text = SimpleNamespace(type="text", text="one")
-    image = SimpleNamespace(type="image")
+    image = SimpleNamespace(type="image", data=b64encode(b"a picture").decode())
     link = SimpleNamespace(type="resource_link", uri="file:///a")
     embedded = SimpleNamespace(type="resource", resource=SimpleNamespace(text="two"))
-    assert text_of([text, image, link, embedded]) == "one\nfile:///a\ntwo\n[image left out]"
-    assert text_of([], {"a": 1}) == '{"a": 1}'
+    assert reply_with([text, image, link, embedded]) == Reply("one\nfile:///a\ntwo\n[image left out]", images=[])
+    assert reply_with([text, image, link], sees=True) == Reply("one\nfile:///a", images=[b"a picture"])
+    assert reply_with([image], {"a": 1}, sees=True) == Reply("", images=[b"a picture"])
+    assert reply_with([], {"a": 1}).text == '{"a": 1}'
     with pytest.raises(ToolError, match="audio"):
-        text_of([SimpleNamespace(type="audio")])
+        reply_with([SimpleNamespace(type="audio")])
+    with pytest.raises(ToolError, match="no base64"):
+        reply_with([SimpleNamespace(type="image", data="a picture")], sees=True)

@@ -9,7 +9,8 @@ from PIL import Image
 from mrl.tools.report.html import _sample
 from mrl.tools.report.page import SampleBlock
 from mrl.tools.report.pictures import picture
-from mrl.tools.report.samples import PromptImage, images_of, prompt_text
+from mrl.tools.report.samples import ShownImage, images_of, parts_of, text_with_images
+from mrl.tools.report.samples import _sample as _row
 
 NAME = "ab" + "0" * 62
 
@@ -49,13 +50,26 @@ def test_a_broken_image_is_not_shown(tmp_path, data):
 def test_words_stand_for_the_tokens_of_images():
     row = {"images": [{"name": "b", "first_token": 4, "tokens": 1}, {"name": "a", "first_token": 1, "tokens": 2}]}
     images = images_of(row)
-    assert images == (PromptImage("a", 1, 2), PromptImage("b", 4, 1)) and images_of({}) == ()
-    text = prompt_text([5, 7, 7, 6, 7, 8], images, lambda ids: "".join(map(str, ids)))
+    assert images == (ShownImage("a", 1, 2), ShownImage("b", 4, 1)) and images_of({}) == ()
+    text = text_with_images([5, 7, 7, 6, 7, 8], images, lambda ids: "".join(map(str, ids)))
     assert text == "5 [image 1: 2 tokens] 6 [image 2: 1 tokens] 8"
-    assert prompt_text([5, 6], (), None) == "5 6"
+    assert text_with_images([5, 6], (), None) == "5 6"
+    assert text_with_images([6, 7, 8], images, lambda ids: "".join(map(str, ids)), 3) == "6 [image 2: 1 tokens] 8"
+
+
+def test_an_image_of_a_tools_answer_is_one_token_of_what_is_shown():
+    row = {
+        "prompt_id": 0, "prompt_ids": [5, 7, 7], "response_ids": [1, 2, 7, 7, 3], "rollout_log_probs": [-1.0] * 5,
+        "stop_reason": "stop", "sampled": [True, False, False, False, True],
+        "images": [{"name": "a", "first_token": 1, "tokens": 2}, {"name": "b", "first_token": 5, "tokens": 2}],
+    }  # fmt: skip
+    sample = _row(0, row, (1,), 1.0, "ok")
+    (part,) = parts_of(sample, sample.log_probs, lambda ids: "".join(map(str, ids)))
+    assert [token.text for token in part.tokens] == ["1", "2", " [image 2: 2 tokens] ", "3"]
+    assert [token.is_context for token in part.tokens] == [False, True, True, False]
 
 
 def test_pictures_stand_in_the_figure_of_their_answer():
     block = SampleBlock("Best", (), "prompt", (), 1.0, "log-prob", ("data:image/png;base64,AAAA", 'data:"><script>'))
-    assert '<img src="data:image/png;base64,AAAA" alt="image 1 of the prompt">' in _sample(block)
+    assert '<img src="data:image/png;base64,AAAA" alt="image 1">' in _sample(block)
     assert "<script>" not in _sample(block)

@@ -23,10 +23,10 @@ from PIL import Image
 
 from mrl.data import image_reader
 from mrl.data.dataset import PromptDataset, PromptParameters
-from mrl.data.image_reader import ImageReader, KnownImage, path_in
+from mrl.data.image_reader import ImageReader, path_in
 from mrl.data.images import image_bytes, open_image, with_images
 from mrl.data.row_files import BadRow
-from mrl.data.samples import ImageStore, RowImage
+from mrl.data.samples import ImageStore, KnownImage, RowImage
 from mrl.engine.requests import Request
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 

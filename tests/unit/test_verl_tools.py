@@ -6,11 +6,15 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 from test_import_verl import from_overrides
 
 from mrl.acting.environment_pool import EnvironmentPool
@@ -21,6 +25,7 @@ from mrl.acting.tool import ToolsSpec
 from mrl.acting.verl_environment import verl_environment
 from mrl.acting.verl_tool_config import GSM8K, SANDBOX, SEARCH_R1, VERL_TOOLS, read_tool_config
 from mrl.config.load import load_config
+from mrl.data.samples import KnownImage
 from mrl.driver.preflight import plug_in_lines, plug_ins
 from mrl.errors import ConfigError
 from mrl.reward.resolve import load_module
@@ -106,6 +111,27 @@ def test_a_picture_is_a_failure_and_no_answer(tmp_path):
     with EnvironmentPool(spec(path), 1, 30.0) as pool:
         answer = pool.session(VERL_TOOLS, {"extra_info": {}}, 0).step("shout", {"word": "a"}).result(60)
     assert answer.failed and "picture" in answer.text
+
+
+def test_a_model_that_sees_is_given_the_pictures_of_answers_and_tools_that_of_the_prompt(tmp_path):
+    picture = Image.new("RGB", (40, 20), "red")
+    picture.save(tmp_path / "of the prompt.png")
+    seen: list[bytes] = []
+
+    def see(images):
+        seen.extend(images)
+        return [KnownImage("a", (1, 2, 2), 1)] * len(images)
+
+    path = written(tmp_path, OLD | {"class_name": "mine.classes.Crops"})
+    row = {"extra_info": {}, "images": [str(tmp_path / "of the prompt.png")]}
+    with EnvironmentPool(replace(spec(path), sees=True), 1, 30.0, see=see) as pool:
+        session = pool.session(VERL_TOOLS, row, 0)
+        shown = session.step("shout", {"word": "crop"}).result(60)
+        film = session.step("shout", {"word": "film"}).result(60)
+    assert (shown.text, shown.reward, shown.images) == ("a part", 0.5, [KnownImage("a", (1, 2, 2), 1)])
+    (part,) = seen
+    assert np.array_equal(np.asarray(Image.open(BytesIO(part))), np.asarray(picture.crop((0, 0, 8, 16))))
+    assert film.text.startswith("Error: shout: TypeError: it answers with a video") and not film.failed
 
 
 def test_verls_judge_of_gsm8k_has_a_stand_in(tmp_path):

@@ -42,7 +42,6 @@ def test_what_is_computed_with_images_is_legal(change):
     ("change", "field"),
     [
         ("rollout.speculation={method: ngram, tokens: 2}", "rollout.speculation"),
-        ("rollout={turns: {max_turns: 3}, agent: {command: [agent]}}", "rollout.agent"),
         ("rollout.engine_kwargs={vllm: {mm_device_do_normalize: true}}", "rollout.engine_kwargs"),
         ("rollout.engine_kwargs={vllm: {language_model_only: true}}", "rollout.engine_kwargs"),
         ("cluster.device=npu", "cluster.device"),

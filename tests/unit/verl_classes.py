@@ -59,3 +59,17 @@ class Pictures(Old):
 
     async def execute(self, instance_id, parameters):
         return ToolResponse(text="see", image=[b"a"]), 0.0, {}
+
+
+class Crops(Old):
+    """As public tools for images do: it keeps the row's image, and answers with a part of it."""
+
+    async def create(self, instance_id=None, **kwargs):
+        self.image = kwargs.get("create_kwargs", {})["image"]
+        assert kwargs["image"] is self.image
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        if parameters["word"] == "film":
+            return ToolResponse(video=[self.image]), 0.0, {}
+        return ToolResponse(text="a part", image=[None, self.image.crop((0, 0, 8, 16))]), 0.5, {}

@@ -265,9 +265,7 @@ def _bar(bar: Bar, top: int, scale: float, unit: str) -> str:
 def _sample(sample: SampleBlock) -> str:
     response = "".join(_part(part, sample) for part in sample.parts)
     facts = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in sample.facts)
-    images = "".join(
-        f'<img src="{escape(uri)}" alt="image {number} of the prompt">' for number, uri in enumerate(sample.images, 1)
-    )
+    images = "".join(f'<img src="{escape(uri)}" alt="image {number}">' for number, uri in enumerate(sample.images, 1))
     return (
         f'<figure class="sample"><figcaption>{escape(sample.title)}</figcaption><p class="facts">{facts}</p>{images}'
         f'<pre class="prompt">{escape(sample.prompt)}</pre><pre class="response">{response}</pre></figure>'

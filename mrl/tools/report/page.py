@@ -164,7 +164,7 @@ class SampleBlock:
     parts: tuple[ResponsePart, ...]
     scale: float
     meaning: str  # of a token's value, shown when the reader points at it
-    images: tuple[str, ...] = ()  # data URIs of the prompt's pictures
+    images: tuple[str, ...] = ()  # data URIs of its pictures, in order
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class PartHead:
     words: str
 
 
-class PromptImage(NamedTuple):
-    """An image of a prompt."""
+class ShownImage(NamedTuple):
+    """An image of a prompt or of a later turn."""
 
     name: str  # of its file in the run directory's images
     start: int  # its first token
@@ -51,7 +51,7 @@ class TrainingSample:
     old_log_probs: list[float | None] | None = None  # the trainer's, for the first LONGEST tokens
     sampled: list[bool] | None = None  # False for context, whose log-probs have no meaning; None: all are sampled
     truth: str = ""  # the row's ground truth, where it is written
-    images: tuple[PromptImage, ...] = ()
+    images: tuple[ShownImage, ...] = ()
     heads: tuple[PartHead, ...] = ()  # with several turns: how each ended, its calls and their duration; and branches
 
     @property
@@ -136,9 +136,9 @@ def _sample(
     )
 
 
-def images_of(row: dict[str, Any]) -> tuple[PromptImage, ...]:
+def images_of(row: dict[str, Any]) -> tuple[ShownImage, ...]:
     """Returns the images of a row of samples in their order; none where there is no such column."""
-    found = (PromptImage(each["name"], each["first_token"], each["tokens"]) for each in row.get("images") or ())
+    found = (ShownImage(each["name"], each["first_token"], each["tokens"]) for each in row.get("images") or ())
     return tuple(sorted(found, key=lambda image: image.start))
 
 
@@ -209,14 +209,21 @@ def text_of(ids: Sequence[int], decode: Decode | None) -> str:
     return decode(ids)
 
 
-def prompt_text(ids: Sequence[int], images: Sequence[PromptImage], decode: Decode | None) -> str:
-    """Decodes a prompt, with words in the place of each image's tokens."""
+def text_with_images(ids: Sequence[int], images: Sequence[ShownImage], decode: Decode | None, first: int = 0) -> str:
+    """Decodes a part of a row, with words in the place of each image's tokens. `first`: the row's tokens before it."""
     pieces = []
     last = 0
     for number, image in enumerate(images, 1):
-        pieces += [text_of(ids[last : image.start], decode), f" [image {number}: {image.tokens} tokens] "]
-        last = image.start + image.tokens
+        start = image.start - first
+        if 0 <= start < len(ids):
+            pieces += [text_of(ids[last:start], decode), words_of(number, image)]
+            last = start + image.tokens
     return "".join([*pieces, text_of(ids[last:], decode)])
+
+
+def words_of(number: int, image: ShownImage) -> str:
+    """Returns the words that stand for an image's tokens. `number` counts the images of a row from 1."""
+    return f" [image {number}: {image.tokens} tokens] "
 
 
 def parts_of(sample: TrainingSample, values: Sequence[float | None], decode: Decode | None) -> tuple[ResponsePart, ...]:
@@ -238,10 +245,18 @@ def parts_of(sample: TrainingSample, values: Sequence[float | None], decode: Dec
 def _runs(
     sample: TrainingSample, values: Sequence[float | None], start: int, stop: int, decode: Decode | None
 ) -> Iterator[Token]:
-    """Yields tokens from `start` to `stop`; none is joined with one that came another way."""
+    """Yields tokens from `start` to `stop`; none is joined with one that came another way. An image is one of them."""
     sampled = sample.sampled or [True] * len(sample.response_ids)
-    borders = [at for at in range(start + 1, stop) if sampled[at] != sampled[at - 1]]
-    for first, end in pairwise([start, *borders, stop]):
+    shown = {}
+    borders = {at for at in range(start + 1, stop) if sampled[at] != sampled[at - 1]}
+    for number, image in enumerate(sample.images, 1):
+        first = image.start - len(sample.prompt_ids)
+        shown[first] = words_of(number, image)
+        borders |= {edge for edge in (first, first + image.tokens) if start < edge < stop}
+    for first, end in pairwise([start, *sorted(borders), stop]):
+        if first in shown and first < end:
+            yield Token(shown[first], None, is_context=True)
+            continue
         tokens = tokens_of(sample.response_ids[first:end], values[first:end], decode)
         is_context = first < end and not sampled[first]
         yield from (replace(token, is_context=is_context) for token in tokens)

@@ -35,7 +35,7 @@ from mrl.tools.report.page import (
 )
 from mrl.tools.report.pictures import picture
 from mrl.tools.report.run_record import RunRecord
-from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, parts_of, prompt_text
+from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, parts_of, text_with_images
 from mrl.tools.report.sections_run import (
     card,
     drafts,
@@ -409,7 +409,7 @@ def _sample_block(
     return SampleBlock(
         f"{kind.capitalize()}: row {sample.row} of step {step}",
         tuple(facts),
-        prompt_text(sample.prompt_ids, sample.images, decode),
+        text_with_images(sample.prompt_ids, sample.images, decode),
         parts_of(sample, values, decode),
         colour.scale,
         colour.meaning,

@@ -16,7 +16,7 @@ from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import readable
 from mrl.tools.report.page import Page, PageSection, ResponseTable, StoredResponse
 from mrl.tools.report.run_record import RunRecord
-from mrl.tools.report.samples import Decode, images_of, prompt_text, text_of, truth_of
+from mrl.tools.report.samples import Decode, images_of, text_with_images, truth_of
 
 PAGE_BYTES = 3_000_000  # of texts in the report, which with its curves stays below 5 MB
 FOLDER_BYTES = 200_000_000
@@ -41,15 +41,19 @@ def _rollouts(folder: Path, step: int, decode: Decode | None) -> Iterator[Stored
     with readable(folder, step):
         file = folder / f"step-{step}.parquet"
         there = [name for name in _COLUMNS if name in pq.read_schema(file).names]
-        for number, row in enumerate(_cut(pq.read_table(file, columns=there)).to_pylist()):
-            prompt = prompt_text(row["prompt_ids"][:TEXT], images_of(row), decode)
+        table = pq.read_table(file, columns=there)
+        begins = pc.list_value_length(table["prompt_ids"]).to_pylist()
+        for number, row in enumerate(_cut(table).to_pylist()):
+            images = images_of(row)
+            prompt = text_with_images(row["prompt_ids"], images, decode)
+            response = text_with_images(row["response_ids"], images, decode, begins[number])
             yield StoredResponse(
                 step,
                 number,
                 float(row["score"]),
                 "" if row["reason"] in (None, "ok") else str(row["reason"]),
                 _short(prompt),
-                _short(text_of(row["response_ids"][:TEXT], decode)),
+                _short(response),
                 _short(truth_of(row.get("reward"))),
             )
 
