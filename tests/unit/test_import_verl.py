@@ -1498,12 +1498,29 @@ def test_rows_of_verls_visual_data_set_are_a_loss():
     ],
 )
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct"])
-def test_a_script_that_shows_images_to_a_model_that_reads_them_is_imported_and_says_what_stays_frozen(model, words):
-    out = import_overrides([f"actor_rollout_ref.model.path={model}", *words])
-    assert out.values["model.vision"] == "frozen" and not out.losses
+def test_a_script_that_shows_images_to_a_model_that_reads_them_trains_its_tower_as_verl_does(model, words):
+    """verl 0.9.1, trainer/config/actor/actor.yaml: freeze_vision_tower is false unless a script says otherwise."""
+    out = import_overrides([f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo", *words])
+    assert out.values["model.vision"] == ("frozen" if "freeze" in words[0] else "trained") and not out.losses
     assert out.values.get("data.image_key") == ("pictures" if "image_key" in words[0] else None)
-    told = [warning for warning in out.warnings if "vision tower" in warning]
-    assert bool(told) == ("freeze_vision_tower=True" not in words[0])
+    assert not [warning for warning in out.warnings if "vision tower" in warning]
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("actor_rollout_ref.model.lora_rank=8", "adapters (actor.lora)"),
+        ("algorithm.adv_estimator=gae", "a critic"),
+        ("actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True", "overlap_grad_reduce"),
+    ],
+)
+def test_beside_what_goes_with_no_trained_tower_it_stays_frozen_and_that_is_said(word, why):
+    model = "actor_rollout_ref.model.path=Qwen/Qwen3-VL-30B-A3B-Instruct"
+    grpo = "algorithm.adv_estimator=grpo"
+    out = import_overrides([model, grpo, "actor_rollout_ref.actor.freeze_vision_tower=False", word])
+    assert out.values["model.vision"] == "frozen"
+    (told,) = [warning for warning in out.warnings if "vision tower" in warning]
+    assert told.endswith(f"here it is not trained with {why}")
 
 
 @pytest.mark.parametrize(

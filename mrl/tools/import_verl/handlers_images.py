@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from mrl.algo.spec import NEEDS_CRITIC
 from mrl.tools.import_verl.handlers_algorithm import Handler
 from mrl.tools.import_verl.keys import A, R
 from mrl.tools.import_verl.report import Import
@@ -17,9 +18,9 @@ _UNKNOWN = (
     "mrl does not know this model by name as one that reads images: give --set model.path=FOLDER of a Qwen2.5-VL, "
     "Qwen3-VL or Qwen3.5, and --set model.vision=frozen"
 )
-_TRAINED = (
-    "the vision tower stays as it is (model.vision: frozen), and verl would train it with the text model, unless "
-    f"{_FREEZE} is true; --set model.vision=trained does so"
+_FROZEN = (
+    f"the vision tower stays as it is (model.vision: frozen), and verl would train it with the text model, unless "
+    f"{_FREEZE} is true: here it is not trained with "
 )
 
 
@@ -42,7 +43,7 @@ def _freeze(o: Override, out: Import, settings: VerlSettings) -> None:
     elif o.value is True:
         out.put("renamed", o.key, _VISION, "frozen", line=o.line)
     else:
-        out.leave("implied", o.key, o.value, f"becomes {_VISION}: frozen", o.line)
+        out.leave("implied", o.key, o.value, f"see {_VISION}", o.line)
 
 
 def carry_images(out: Import, settings: VerlSettings) -> None:
@@ -51,12 +52,31 @@ def carry_images(out: Import, settings: VerlSettings) -> None:
     asked = pictures or any(_value(settings, key) is not None for key in _ASKS)
     if asked and _sees(settings):
         if _value(settings, _FREEZE) is not True:
-            out.put("chosen", "", _VISION, "frozen", "the script shows images to a model that reads them")
-            out.warnings.append(_TRAINED)
+            _train(out)
         return
     for key in pictures:
         given = settings.keys[key]
         out.leave("unsupported", key, given.value, f"geo3k's rows have images: {_UNKNOWN}", given.line)
+
+
+def _train(out: Import) -> None:
+    """Trains the tower, as verl does by default, unless something else of the script does not go with that here."""
+    values = out.values
+    beside = [
+        what
+        for what, is_there in (
+            ("adapters (actor.lora)", bool(values.get("actor.lora.rank"))),
+            ("a critic", values.get("algorithm.adv_estimator") in NEEDS_CRITIC),
+            ("generation ahead of training (trainer.schedule)", values.get("trainer.schedule", "sync") != "sync"),
+            ("overlap_grad_reduce", bool(values.get("actor.override_ddp_config.overlap_grad_reduce"))),
+        )
+        if is_there
+    ]
+    if beside:
+        out.put("chosen", "", _VISION, "frozen", "the script shows images to a model that reads them")
+        out.warnings.append(_FROZEN + ", ".join(beside))
+        return
+    out.put("implied", "", _VISION, "trained", f"verl trains the vision tower unless {_FREEZE} is true")
 
 
 def _value(settings: VerlSettings, key: str) -> Any:
