@@ -480,6 +480,36 @@ def test_drafts_of_engines_are_carried(engine, given, tokens):
         assert out.values["rollout.speculation.method"] == "mtp" and out.values["rollout.speculation.tokens"] == tokens
 
 
+@pytest.mark.parametrize(
+    ("given", "values", "lost"),
+    [
+        # as in verl-project/verl pull request 5925, for a head
+        (
+            {"method": "eagle3", "model": "/models/head", "num_speculative_tokens": 3},
+            {"method": "/models/head", "tokens": 3},
+            [],
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+            {"method": "ngram", "tokens": 4, "lookup": 2},
+            ["prompt_lookup_max"],
+        ),
+        ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, {"method": "mtp", "tokens": 1}, []),
+        # as in its pull request 6342
+        ({"method": "suffix", "num_speculative_tokens": 8}, {}, ["method", "num_speculative_tokens"]),
+    ],
+)
+def test_drafts_that_scripts_ask_of_vllm_itself_are_carried_whole_or_field_by_field(given, values, lost):
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+    single = from_overrides(*(f"+{key}.{name}={value}" for name, value in given.items()))
+    whole = from_overrides(f"+{key}={json.dumps(given)}")
+    for out in (single, whole):
+        found = {name: value for name, value in out.values.items() if name.startswith("rollout.speculation.")}
+        assert found == {f"rollout.speculation.{name}": value for name, value in values.items()}
+    unsupported = [entry.key for entry in single.of("unsupported") if entry.key.startswith(key)]
+    assert unsupported == [f"{key}.{name}" for name in lost]
+
+
 def test_a_layer_that_verl_trains_along_is_trained_along():
     mtp = "actor_rollout_ref.model.mtp."
     words = (

@@ -12,7 +12,7 @@ from mrl.record.sinks import VIEWS
 from mrl.tools.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
 from mrl.tools.import_verl.handlers_critic import CRITIC_HANDLERS, remote_code
 from mrl.tools.import_verl.handlers_distillation import DISTILLATION_HANDLERS
-from mrl.tools.import_verl.handlers_drafts import DRAFT_HANDLERS
+from mrl.tools.import_verl.handlers_drafts import DRAFT_HANDLERS, SPECULATION, speculation
 from mrl.tools.import_verl.handlers_engines import ENGINE_HANDLERS
 from mrl.tools.import_verl.handlers_images import IMAGE_HANDLERS
 from mrl.tools.import_verl.handlers_lora import LORA_HANDLERS
@@ -291,7 +291,9 @@ def _ddp(o: Override, out: Import, settings: VerlSettings) -> None:
 def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix(R).removeprefix("engine_kwargs.vllm.")
     decider = decided_by(ENGINE, name) or ""
-    if name == "enable_expert_parallel":
+    if o.key.startswith(SPECULATION):
+        speculation(o, out, settings)
+    elif name == "enable_expert_parallel":
         value = 1
         if o.value:
             value = settings.value(R + "tensor_model_parallel_size") * settings.value(R + "data_parallel_size")
