@@ -361,13 +361,26 @@ def predictions() -> str:
     page += [
         "",
         "## After calibrations\n",
-        "`mrl plan --calibrate` fits what runs determine. In simulations (`tests/unit/test_calibration.py`) on "
-        "`qwen3-30b-a3b/h100-1x8` the best layout found was within 5 % of the true best one in 92 of 125 draws before, "
-        "in 102 after two calibrations, and at most 14 % slower in the others: one layout does not tell the launches "
-        "of single experts (`expert_launch`) from the products. So give `--calibrate` runs of two layouts that differ "
-        "in `expert_model_parallel_size`.",
+        "`mrl plan --calibrate` fits what runs determine, and keeps what they leave open as draws of all constants. "
+        "`mrl plan --search` orders whole steps by their mean over these, and proposes a trial: the run with the "
+        "largest expected improvement (Jones, Schonlau and Welch 1998).",
+        "",
+        *_calibrations(),
     ]
     return "\n".join([*page, ""])
+
+
+def _calibrations() -> list[str]:
+    """Says what simulations of two calibrations gave."""
+    return [
+        "Simulations in which drawn constants play the cluster (`tests/unit/test_calibration.py`, marked long): the "
+        "first run is the plan's, the second one the trial after a calibration by the first, the third one the fastest "
+        "after a calibration by both. How many draws are within 5 % of the best layout, how much slower the farthest "
+        "one is, and what the trial costs, in shares of a step:",
+        "",
+        *_table(("cluster", "draws", "first run", "third run", "best of the three", "farthest", "trial, on average")),
+        *(_row(*map(str, row.values())) for row in _source("calibrations")),
+    ]
 
 
 def _prediction(run: "published_runs.Compared") -> tuple[str, ...]:

@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 
 from mrl.checkpoint.manifest import file_facts, fsync
-from mrl.data.samples import Samples
+from mrl.data.samples import NO_ENGINE, Samples
 from mrl.reward.items import RewardResult
 from mrl.whole_file import appears_whole
 
 RECORD = "record"
 SMALL = "small"
+_ENGINE = "engine"  # a column that is left out: it depends on which engine was free, and equal groups have equal bytes
 SMALL_BYTES = 2048  # of a column; a member of its own costs more than its bytes
 TRIED_BYTES = 64 * 1024  # of a column, from its middle, to see whether compression helps
 WORTH = 0.8  # share of its bytes; a column that compresses less is stored uncompressed, at the disk's speed
@@ -62,6 +63,7 @@ def write_group(path: Path, record: GroupRecord) -> dict[str, Any]:
 
 def _members(record: GroupRecord) -> dict[str, np.ndarray]:
     columns = {} if record.samples is None else record.samples.arrays
+    columns.pop(_ENGINE, None)
     small = {name: column for name, column in columns.items() if column.nbytes <= SMALL_BYTES}
     described = {
         "number": record.number,
@@ -94,7 +96,11 @@ def read_group(path: Path) -> GroupRecord:
     described = json.loads(columns.pop(RECORD).tobytes())
     results = {index: RewardResult(**result) for index, result in described["results"]}
     columns |= _small(described[SMALL], columns.pop(SMALL, np.empty(0, np.uint8)).tobytes())
-    return GroupRecord(described["number"], described["attempt"], Samples(**columns) if columns else None, results)
+    samples = None
+    if columns:
+        nobody = np.full(len(columns["sample_id"]), NO_ENGINE, np.int16)
+        samples = Samples(**columns | {_ENGINE: nobody})
+    return GroupRecord(described["number"], described["attempt"], samples, results)
 
 
 def _small(described: Iterable[tuple[str, str, list[int]]], joined: bytes) -> dict[str, np.ndarray]:

@@ -494,6 +494,18 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
             yield "  " + " ".join(f"--set {setting}" for setting in run["settings"])
         if run["deepep_seconds"] is not None:
             yield f"  {_with_deepep()}: {run['deepep_seconds']:.3g} s"
+        if trial := run["trial"]:
+            yield from _trial_lines(trial)
+
+
+def _trial_lines(trial: dict[str, Any]) -> Iterator[str]:
+    follows = f", depending on {', '.join(trial['follows'])}" if trial["follows"] else ""
+    yield (
+        f"worth a trial: your runs leave open whether a step takes {trial['low']:.2f} or {trial['high']:.2f} times as "
+        f"long with the settings below too{follows}; it is the faster one with a chance of {trial['chance']:.0%}. "
+        "Measure some steps, and give both runs to --calibrate"
+    )
+    yield "  " + " ".join(f"--set {setting}" for setting in trial["settings"])
 
 
 def calibration_lines(answer: dict[str, Any]) -> Iterator[str]:

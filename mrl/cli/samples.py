@@ -97,7 +97,7 @@ def _one_through_all(run: Any, step: int, file: Any, options: argparse.Namespace
     print(_text(step, story, decode, options.turns))
     print(_table(story, story["trainer_less_rollout"], decode))
     ratio = "" if story["ratio"] is None else f"; trainer over engine, whole response: {story['ratio']:.4g}"
-    print(f"--- weights of step {story['weight_version']}{ratio}")
+    print(f"--- weights of step {story['weight_version']}{_by(story)}{ratio}")
     scores = ", ".join(f"{each['sample_id']}: {each['score']:g}" for each in story["group"])
     advantage = "not known from scores alone" if story["advantage"] is None else f"{story['advantage']:.4g}"
     print(f"--- its group, score by id: {scores}\n--- advantage: {advantage}")
@@ -159,6 +159,10 @@ def _model_path(config: Path) -> str:
     return node.value
 
 
+def _by(row: dict[str, Any]) -> str:
+    return "" if row.get("engine") is None else f", engine {row['engine']}"
+
+
 def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by_turn: bool) -> str:
     from mrl.tools.report.samples import images_of, text_with_images
 
@@ -173,7 +177,7 @@ def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by
     head = (
         f"step {step}  prompt {row['prompt_id']}  sample {row['sample_id']}  score {row['reward']['score']:g}"
         f"  {row['reward'].get('reason', '')}  {len(row['response_ids'])} tokens, {row['stop_reason']}"
-        f"  weights of step {row['weight_version']}"
+        f"  weights of step {row['weight_version']}{_by(row)}"
     )
     return "\n".join(
         [

@@ -67,6 +67,7 @@ _LOG_PROB_BYTES = 4
 # why a response ended: vLLM's names, then those of conversations (mrl.schedule.conversation); a row holds the index
 LEFT_OUT = "environment"  # the environment failed, so the response is not judged; also the reason of its reward
 NOT_FINITE = "not_finite"  # a log-prob is not finite, so the response is not judged
+NO_ENGINE = -1  # the engine of a response is not known
 UNJUDGED = (LEFT_OUT, NOT_FINITE)  # reasons of rewards of responses that are not judged
 STOP_REASONS = ("stop", "length", "turns", "seconds", "context", "closed", LEFT_OUT)
 # how a call ended; a row holds the index
@@ -152,6 +153,7 @@ class Sample:
     calls: tuple[TurnCall, ...] = ()  # calls of all turns, in order
     parts: Mapping[str, float] = field(default_factory=dict)  # parts of an environment's reward
     images: tuple[RowImage, ...] = ()  # in the order of their tokens; one that stands in two branches is there twice
+    engine: int = NO_ENGINE  # the engine that made its first token
 
 
 def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0) -> int:
@@ -240,6 +242,7 @@ class SampleRows(Columns):
     span_versions: np.ndarray = field(**of("span", np.int64))  # version of its weights
     routed: np.ndarray = field(**of("row", np.bool_))  # at least one of its routes is known
     finite: np.ndarray = field(**of("row", np.bool_))  # all its log-probs are finite
+    engine: np.ndarray = field(**of("row", np.int16))  # as in Sample
     sampled_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int64))  # None: all tokens
     turn_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 1 each
     call_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 0 each
@@ -508,6 +511,7 @@ def packed(samples: Sequence[Sample]) -> Samples:
         "span_versions": [version for each in spans for _, version in each],
         "finite": [_is_finite(s) for s in samples],
         "routed": [s.routes is not None and not is_missing(s.routes).all() for s in samples],
+        "engine": [s.engine for s in samples],
         **_turns_of(samples),
         **_images_of(samples),
     }

@@ -9,8 +9,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,32 +142,50 @@ def built(config: RunConfig, rank: int, port: int) -> Any:
     return MegatronActor(config, rank, layout.world_size, "127.0.0.1", port)
 
 
-def one_step(
-    actor: Any,
-    step: int,
-    rollouts: Rollouts,
-    kl_coef: float | None,
-    left_out: np.ndarray | None = None,
-    see: Callable[[StepBatch], None] = lambda batch: None,
-) -> dict[str, float]:
-    """Scores a step and updates the weights. `left_out`, bool [rows], marks rows that do not count. `see(batch)` is
-    called in between.
+class ReplayedStep:
+    """A step on this rank: scored when it is made, then updated."""
 
-    `kl_coef` is the weight of a KL in the step's rewards; None: that of the configuration.
+    def __init__(
+        self, actor: Any, step: int, rollouts: Rollouts, kl_coef: float | None, left_out: np.ndarray | None = None
+    ) -> None:
+        """`kl_coef` is the weight of a KL in the step's rewards; None: that of the configuration. `left_out`, bool
+        [rows], marks rows that do not count.
+        """
+        config = actor.config
+        algorithm = config.algorithm
+        self._actor = actor
+        self._ranks = OwnRank(actor)
+        self._batch = StepBatch(self._ranks, rollouts.samples, step)
+        counted = compared(self._batch.rows.group_id, rollouts.results, config.compares_responses)
+        if left_out is not None:
+            counted = counted & ~left_out
+        parts = {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys}
+        self._scored = self._batch.score(rollouts.rewards, counted, parts, algorithm.needs_reference, kl_coef)
 
-    Returns the step's metrics, as the driver makes them; on all ranks.
-    """
-    config = actor.config
-    algorithm = config.algorithm
-    batch = StepBatch(OwnRank(actor), rollouts.samples, step)
-    counted = compared(batch.rows.group_id, rollouts.results, config.compares_responses)
-    if left_out is not None:
-        counted = counted & ~left_out
-    parts = {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys}
-    scored = batch.score(rollouts.rewards, counted, parts, algorithm.needs_reference, kl_coef)
-    see(batch)
-    answers, metrics = batch._actor.each("update", [()] * actor.layout.world_size, "update")[0]
-    own = json.dumps([dict(scored.metrics) | metrics, [dict(part) for part in answers]])
+    def log_probs(self) -> dict[int, list[float]]:
+        """Returns the log-probs that this rank answers for, of the rows that differ most from generation, by sample
+        id. Before the update.
+        """
+        gap, tokens = self._ranks.row_gaps
+        rows = np.sort(np.argsort(-gap / np.maximum(tokens, 1))[:SHOWN_ROWS])
+        told = self._ranks.shown(rows)
+        if told is None:
+            return {}
+        batch = self._batch
+        own = batch._own_among(rows, batch._replica_of[self._actor.rank])
+        parts = np.split(told, np.cumsum(batch.rows.response_lengths[own]))[:-1]
+        return {number: part.tolist() for number, part in zip(batch.rows.sample_id[own].tolist(), parts, strict=True)}
+
+    def update(self) -> dict[str, float]:
+        """Updates the weights. Returns the step's metrics as the driver makes them, on all ranks."""
+        calls = [()] * self._actor.layout.world_size
+        answers, metrics = self._ranks.each("update", calls, "update")[0]
+        return _of_all_ranks(self._actor, dict(self._scored.metrics) | metrics, answers)
+
+
+def _of_all_ranks(actor: Any, metrics: Mapping[str, float], answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns a step's metrics: the first rank's `metrics`, and what all ranks say of their updates."""
+    own = json.dumps([metrics, [dict(part) for part in answers]])
     told = [json.loads(data) for data in actor.gather_bytes(own.encode())]
     of_updates = [part for _, parts in told for part in parts]
     found = told[0][0] | reduce_parts(of_updates)
@@ -236,7 +254,7 @@ def experiment(
             if "kl_coef_times" in given:
                 usual_coef = usual.algorithm.kl_ctrl.kl_coef if kl_coef is None else kl_coef
                 kl_coef = given["kl_coef_times"] * usual_coef
-            return {"metrics": one_step(actor, step, rollouts, kl_coef, left_out)}
+            return {"metrics": ReplayedStep(actor, step, rollouts, kl_coef, left_out).update()}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
     finally:
@@ -295,19 +313,20 @@ def main(rank: int, port: int, folder: Path) -> None:
         if order["views"] and is_last:
             answer["views"] = _views(actor, step, rollouts, older, clock, order["floor"])
             start.restore()
-        see = lambda batch: None  # noqa: E731
-        if order["served"] and is_last and not fitting(answer["views"]):
-            with suppress(OSError):  # a full disk costs this comparison, and not the replay
-                answer["served"] = _weights_written(actor, Path(order["served"]))
-            see = lambda batch, rank=rank: answer["log_probs"].update(_log_probs(batch, rank))  # noqa: E731
-        metrics = one_step(actor, step, rollouts, kl_coef, see=see)
+        is_compared = order["served"] and is_last and not fitting(answer["views"])
+        if is_compared:
+            answer["served"] = _weights_written(actor, Path(order["served"]))
+        now = ReplayedStep(actor, step, rollouts, kl_coef)
+        if is_compared:
+            answer["log_probs"] = now.log_probs()
+        metrics = now.update()
         answer["steps"][step] = metrics
         found = unlike(order["stored"][str(step)], metrics)
         if found:
             answer["differences"][step] = found
         if (found and order["guesses"]) or is_last:
             if is_last and order["weights"]:
-                answer["file"] = _written(actor, folder)
+                answer["file"] = _file_facts(actor)
             given = order["guesses"] if found and order["guesses"] else order["experiments"]
             answer["experiments"] = {
                 each["name"]: experiment(actor, each, step, rollouts, start, kl_coef)
@@ -334,22 +353,10 @@ def _views(
     return compared_views(actor, older, gaps, lambda: clock.is_left(VIEWS_UNTIL), floor)
 
 
-def _log_probs(batch: StepBatch, rank: int) -> dict[int, list[float]]:
-    """Returns the log-probs that this rank answers for, of the rows that differ most from generation, by sample id."""
-    gap, tokens = batch._actor.row_gaps
-    rows = np.sort(np.argsort(-gap / np.maximum(tokens, 1))[:SHOWN_ROWS])
-    told = batch._actor.shown(rows)
-    if told is None:
-        return {}
-    own = batch._own_among(rows, batch._replica_of[rank])
-    ends = np.cumsum(batch.rows.response_lengths[own])
-    return dict(
-        zip(batch.rows.sample_id[own].tolist(), (part.tolist() for part in np.split(told, ends)[:-1]), strict=True)
-    )
-
-
 def _weights_written(actor: Any, folder: Path) -> dict[str, Any]:
-    """Writes this rank's weights as a checkpoint of weights alone has them. Returns their description."""
+    """Writes this rank's weights as a checkpoint of weights alone has them. Returns their description; of a disk that
+    refuses, which costs one comparison and not the replay, `failed` with the reason.
+    """
     from mrl.checkpoint.manifest import RankFiles, StoredTensor, described
     from mrl.checkpoint.open_checkpoint import weight_role
     from mrl.rank.rank_parameters import rank_parameters
@@ -365,17 +372,20 @@ def _weights_written(actor: Any, folder: Path) -> dict[str, Any]:
                 entries.append(StoredTensor(file, f"{role}/{each.key}", role, shard.local_shape, None, shard.pieces))
                 tensors[entries[-1].key] = each.parameter.detach().to("cpu", copy=True).contiguous()
     nothing = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
-    part = RankFiles(tuple(entries), {file: write_tensors(folder / file, tensors)}, nothing)
-    return described(folder, actor.rank, part).to_json()
+    try:
+        part = RankFiles(tuple(entries), {file: write_tensors(folder / file, tensors)}, nothing)
+        return described(folder, actor.rank, part).to_json()
+    except OSError as error:
+        return {"failed": f"{folder / file} cannot be written: {error.strerror}"}
 
 
-def _written(actor: Any, folder: Path) -> dict[str, Any]:
-    """Writes this rank's file of a checkpoint. Returns its size and SHA-256 by its name."""
+def _file_facts(actor: Any) -> dict[str, Any]:
+    """Returns size and SHA-256 of the file that this rank would write of a checkpoint now, by its name."""
     from mrl.rank.rank_save import HostCopy
 
     copy = HostCopy()
     copy.take(actor)
-    return dict(copy.write(folder).files)
+    return copy.facts()
 
 
 if __name__ == "__main__":

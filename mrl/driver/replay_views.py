@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,13 +133,12 @@ def _router(actor: Any, view: View, older: Mapping[int, Weights], undo: ExitStac
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
+    def rounded(own: Callable[[Any], Any], values: Any) -> Any:
+        logits = own(values.to(torch.bfloat16).to(values.dtype))
+        return logits.to(torch.bfloat16).to(logits.dtype)
+
     for module in _modules(actor, TopKRouter):
-
-        def rounded(values: Any, own: Callable[[Any], Any] = module.gating) -> Any:
-            logits = own(values.to(torch.bfloat16).to(values.dtype))
-            return logits.to(torch.bfloat16).to(logits.dtype)
-
-        module.gating = rounded
+        module.gating = partial(rounded, module.gating)
         undo.callback(delattr, module, "gating")
 
 
@@ -171,7 +171,7 @@ def _rotation(actor: Any, view: View, older: Mapping[int, Weights], undo: ExitSt
             if hasattr(chunk.config, field):
                 undo.callback(setattr, chunk.config, field, getattr(chunk.config, field))
             else:
-                undo.callback(lambda own=chunk.config, field=field: own.__dict__.pop(field, None))
+                undo.callback(chunk.config.__dict__.pop, field, None)
         set_rotation(model, chunk)
         _forget(module)
 

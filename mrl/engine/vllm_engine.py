@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +180,7 @@ class VllmEngine:
                     if isinstance(item, Exception):
                         raise item
                 left -= len(batch)
-                yield packed(batch)
+                yield packed([replace(sample, engine=self.settings.engine_id) for sample in batch])
         finally:
             for task in tasks:
                 task.cancel()

@@ -5,6 +5,8 @@ of a phase are another around the predicted ones, and the best values follow fro
 the ranges as further rows). An assumption is determined where the runs narrow its range to half at most, whatever the
 others are. All others keep their usual values: a phase that two of them explain equally well tells neither. What the
 determined ones leave of a phase becomes a factor on its seconds: its size is right, although its cause is unknown.
+What the runs leave open is kept as draws of all assumptions together: each explains the runs, and another layout may
+be the fastest by each (mrl.tools.trial_run).
 
 Example: log-probs and updates both take twice the predicted seconds. Most of both is behind `compute_share`, which
 becomes about half. If only updates are slow, links explain that as well as launches. Then neither is changed, and the
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.plan.calibration_file import CONSTANTS, SYNC, Calibration, Fitted, at_lengths
+from mrl.plan.calibration_file import CONSTANTS, SYNC, Calibration, Fitted, OpenConstants, at_lengths
 from mrl.plan.devices import USUAL, Assumptions, MeasuredLengths, usual_ends
 from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of
@@ -36,6 +38,7 @@ _STEPS = 12  # of the iteration
 _DIFFERENCE = 0.02  # of a logarithm, for derivatives
 _LARGEST_STEP = 0.5
 SHARES = frozenset(("compute_share", "head_share", "prefill_mfu", "decode_memory_share", "link_share"))
+DRAWS = 32  # of what the runs leave open
 _FEELS = 0.02  # change of a phase for a change of an assumption, both as logarithms, that is worth naming
 
 
@@ -105,7 +108,19 @@ def calibrate(observations: Sequence[MeasuredRun], lengths: MeasuredLengths) -> 
     names = {each.name for each in fitted}
     left = {name: _why_left(name, jacobian, spread) for name in CONSTANTS if name not in names}
     assumed = replace(USUAL, **{each.name: each.value for each in fitted})
-    return Calibration(tuple(fitted), left, _phase_factors(observations, assumed), lengths)
+    best = _assumed(CONSTANTS, logs, nominal)
+    open_ = OpenConstants(_drawn(logs, spread, nominal), _phase_factors(observations, best))
+    return Calibration(tuple(fitted), left, _phase_factors(observations, assumed), lengths, open_)
+
+
+def _drawn(logs: np.ndarray, spread: np.ndarray, nominal: bool) -> tuple[tuple[float, ...], ...]:
+    """Draws values of all CONSTANTS around the best ones, in pairs on both sides; the same ones for the same runs."""
+    numbers = np.random.default_rng(0).normal(size=(DRAWS // 2, len(logs)))
+    shifts = numbers @ np.linalg.cholesky(spread).T
+    rows = np.concatenate([logs + shifts, logs - shifts])
+    return tuple(
+        tuple(_value(name, shift, nominal) for name, shift in zip(CONSTANTS, row, strict=True)) for row in rows
+    )
 
 
 def deviation_of(name: str, nominal: bool) -> float:

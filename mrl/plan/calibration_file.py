@@ -2,7 +2,8 @@
 
 One JSON object: `format`, `device`, `runs` (name, steps, hash of the plan), `constants` (name: `value`, and the ends
 `faster` and `slower` of an interval of 90 %), `phases` (name: factor), `lengths` (the fields of MeasuredLengths),
-`left` (assumptions that the runs do not determine, each with the reason).
+`left` (assumptions that the runs do not determine, each with the reason), `open` (what the runs leave open: `draws`,
+each a value of every assumption by its name, and `phases`, factors that go with them).
 """
 
 import json
@@ -19,7 +20,7 @@ from mrl.plan.devices import USUAL, Assumptions, Device, Measured, MeasuredLengt
 from mrl.whole_file import appears_whole
 
 KEY = "cluster.calibration"
-FORMAT = 1
+FORMAT = 2
 SYNC = "sync"  # the phase that phase_seconds leaves out
 _CURE = "write it anew with mrl plan CONFIG --calibrate RUN, or leave the key out"
 # what seconds follow from; the others say bytes or lengths
@@ -42,6 +43,14 @@ class Fitted:
 
 
 @dataclass(frozen=True)
+class OpenConstants:
+    """Draws of all CONSTANTS from what runs leave open, each of which explains them. `phases`: factors with them."""
+
+    draws: tuple[tuple[float, ...], ...]
+    phases: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What runs say. `left`: assumptions that they do not determine, each with the reason. `phases`: factors."""
 
@@ -49,6 +58,7 @@ class Calibration:
     left: Mapping[str, str]
     phases: Mapping[str, float]
     lengths: MeasuredLengths
+    open: OpenConstants
 
     @property
     def assumptions(self) -> Assumptions:
@@ -56,6 +66,14 @@ class Calibration:
         ends = tuple((each.name, each.faster, each.slower) for each in self.fitted)
         measured = Measured(self.lengths, ends, tuple(self.phases.items()))
         return replace(USUAL, **{each.name: each.value for each in self.fitted}, measured=measured)
+
+    @property
+    def allowed(self) -> tuple[Assumptions, ...]:
+        """Assumptions that explain the runs, drawn from all that do."""
+        measured = Measured(self.lengths, (), tuple(self.open.phases.items()))
+        return tuple(
+            replace(USUAL, **dict(zip(CONSTANTS, draw, strict=True)), measured=measured) for draw in self.open.draws
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,10 @@ def write_calibration(path: Path, device: str, runs: Sequence[RunOfCalibration],
         "phases": dict(found.phases),
         "lengths": asdict(found.lengths),
         "left": dict(found.left),
+        "open": {
+            "phases": dict(found.open.phases),
+            "draws": [dict(zip(CONSTANTS, draw, strict=True)) for draw in found.open.draws],
+        },
     }
     try:
         with appears_whole(path) as work:
@@ -93,6 +115,20 @@ def assumptions_of(calibration: str | None, device: Device) -> Assumptions:
     """
     if calibration is None:
         return USUAL
+    return _of_device(calibration, device).assumptions
+
+
+def allowed_by(calibration: str | None, device: Device) -> tuple[Assumptions, ...]:
+    """Returns what a cluster's calibration leaves open: assumptions that all explain its runs. Empty without one.
+
+    Raises what `assumptions_of` raises.
+    """
+    if calibration is None:
+        return ()
+    return _of_device(calibration, device).allowed
+
+
+def _of_device(calibration: str, device: Device) -> Calibration:
     path = Path(calibration)
     try:
         changed = path.stat().st_mtime_ns
@@ -104,7 +140,7 @@ def assumptions_of(calibration: str | None, device: Device) -> Assumptions:
             f"{KEY}: {path} was measured on {made_on}, and this plan is for {device.name}; set cluster.accelerator to "
             f"{made_on}, or leave the key out"
         )
-    return found.assumptions
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -127,8 +163,19 @@ def _calibration(content: Mapping[str, Any]) -> Calibration:
             raise ValueError(f"constants: {name!r} is no constant of this version")
         ends = (_positive(row[key], f"constants.{name}.{key}") for key in ("value", "faster", "slower"))
         fitted.append(Fitted(name, *ends))
-    phases = {str(name): _positive(factor, f"phases.{name}") for name, factor in content["phases"].items()}
-    return Calibration(tuple(fitted), dict(content["left"]), phases, _lengths(content["lengths"]))
+    phases = _phases(content["phases"])
+    return Calibration(
+        tuple(fitted), dict(content["left"]), phases, _lengths(content["lengths"]), _open(content["open"])
+    )
+
+
+def _phases(row: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): _positive(factor, f"phases.{name}") for name, factor in row.items()}
+
+
+def _open(row: Mapping[str, Any]) -> OpenConstants:
+    draws = tuple(tuple(_positive(draw[name], f"open.draws.{name}") for name in CONSTANTS) for draw in row["draws"])
+    return OpenConstants(draws, _phases(row["phases"]))
 
 
 def _lengths(row: Mapping[str, Any]) -> MeasuredLengths:

@@ -4,6 +4,7 @@ Megatron's own optimizer checkpoints are pickles, and restore a wrong Adam step 
 are safetensors files whose manifest uses Hugging Face coordinates, so one reader serves every layout.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Lock
@@ -108,6 +109,15 @@ class HostCopy:
                 return described(folder, self._rank, part, self._kind)
             except OSError as error:
                 raise EnvironmentFault(f"{path} cannot be written ({error.strerror})") from error
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a manifest says of the file that `write` would make, by its name: size and SHA-256."""
+        sha256 = hashlib.sha256()
+        size = 0
+        for block in _blocks(self._buffers):
+            sha256.update(block)
+            size += len(block)
+        return {rank_file(self._rank, self._kind): {"bytes": size, "sha256": sha256.hexdigest()}}
 
     def _keep(self, key: str, tensor: Tensor) -> None:
         check_resident(key, [tensor])

@@ -1,6 +1,7 @@
 """Files of `samples/`: a step's responses in columns, as they travel through a run, with their rewards.
 
-`step-N.parquet` has a row for each response: its ids and seed, `prompt_ids` and `response_ids` (lists of int32),
+`step-N.parquet` has a row for each response: its ids and seed, `engine` (the number of that which made its first token;
+null where a checkpoint brought the response), `prompt_ids` and `response_ids` (lists of int32),
 `rollout_log_probs` (list of float32), `stop_reason`, `weight_version` (list of `first_token`, `version`; one item
 unless weights changed meanwhile), `score`, `reason`, and `reward` (JSON of the parts from the reward function, and the
 row's `ground_truth`).
@@ -28,6 +29,7 @@ import pyarrow.parquet as pq
 
 from mrl.data.samples import (
     CALL_REASONS,
+    NO_ENGINE,
     STOP_REASONS,
     UNJUDGED,
     Samples,
@@ -251,6 +253,7 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
                 for f in fields(Samples)
                 if f.name in ("prompt_id", "group_id", "sample_id", "seed")
             },
+            "engine": pa.array(samples.engine, mask=samples.engine == NO_ENGINE),
             "prompt_ids": _lists(pa.array(samples.token_ids[of_prompts]), samples.prompt_lengths),
             "response_ids": _lists(pa.array(samples.token_ids[~of_prompts]), samples.response_lengths),
             "rollout_log_probs": _lists(pa.array(samples.rollout_log_probs), samples.response_lengths),

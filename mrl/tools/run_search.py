@@ -5,12 +5,21 @@ Actor and engines are searched separately, because their seconds add up. Then pa
 The first is taken whose whole plan fits and that breaks no rule. The actor's layouts come from `search`, the fastest
 also with larger micro-batches. For engines every tensor and data-parallel degree is tried, with experts spread over
 data-parallel ranks. Several shares of memory and numbers of sequences are tried, too.
+
+After a calibration (cluster.calibration) an actor's seconds are the mean over assumptions that all explain the measured
+runs. An actor that is slower on average may be the faster one by some of them. Such a run is worth a trial: measured,
+it tells what those runs leave open, and is the faster one or not.
+
+Example: two of four assumptions give A 10 s and B 8 s, and two 10 s and 13 s. A is the fastest, with 10 s against 10.5.
+B spares 1 s on average, if it is kept where it is the faster one: it is the trial.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mrl.config.load import ResolvedConfig
 from mrl.config.rollout_rules import engine_splits_heads
@@ -19,12 +28,13 @@ from mrl.config.schema import RunConfig, with_values
 from mrl.config.yaml_tree import dump_value
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
-from mrl.plan.devices import Device
+from mrl.plan.calibration_file import CONSTANTS, allowed_by, assumptions_of
+from mrl.plan.devices import Assumptions, Device
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
-from mrl.plan.times import phase_seconds
+from mrl.plan.times import phase_seconds, update_seconds
 from mrl.reshard.plan import no_collection
-from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit
+from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit, heaviest_stage, unlike_stages
 from mrl.tools.search_report import differing, holds_teacher, problem_with, run_with
 from mrl.tools.switches import DEEPEP, deepep_would_spare, missing_switches
 
@@ -37,9 +47,35 @@ _ACTORS = 20
 _ENGINES = 6
 _TRIED = 120  # plans of whole runs at most
 _PER_SHARE = 0.02  # a smaller share of the memory is preferred if generation slows by less than this
+_WORTH = 0.005  # share of a step that a trial must spare on average
+_FOLLOWS = 0.5  # correlation of a trial's seconds with an assumption on which they depend
 
 
-_Actor = tuple[float, dict[str, Any], int]
+class _Actor(NamedTuple):
+    """A layout of the actor with its micro-batches."""
+
+    seconds: np.ndarray  # of a step but its generation, by each of the assumptions
+    settings: dict[str, Any]
+    held: int  # bytes of the fullest phase
+
+    @property
+    def expected(self) -> float:
+        return float(self.seconds.mean())
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run that may be faster than the fastest one, by what measured runs leave open.
+
+    `low`, `high`: its seconds as shares of the fastest one's, by the assumptions of which a twentieth gives less or
+    more. `chance`: share of them by which it is the faster one. `follows`: assumptions on which that depends.
+    """
+
+    config: RunConfig
+    low: float
+    high: float
+    chance: float
+    follows: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -49,14 +85,23 @@ class WholeRun:
     config: RunConfig
     settings: dict[str, Any]  # dotted keys with the changes, some of which may repeat the given values
     seconds: float
+    trial: Trial | None = None
 
 
-def step_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, float]:
-    """Returns the seconds of every phase except the sync, as `mrl plan` prints them. Raises ConfigError for illegal
-    layouts.
+def step_of(
+    config: RunConfig, model: ModelSpec, device: Device, assumed: Assumptions | None = None
+) -> dict[str, float]:
+    """Returns the seconds of every phase except the sync, as `mrl plan` prints them. `assumed`: by default those of
+    cluster.calibration. Raises ConfigError for illegal layouts.
     """
-    inputs = PlanInputs.of(config, model, device)
+    inputs = PlanInputs.of(config, model, device, assumed)
     return phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))
+
+
+def expected_seconds(config: RunConfig, model: ModelSpec, device: Device) -> float:
+    """Returns the seconds of a step without its sync, after a calibration the mean over what its runs leave open."""
+    assumed = allowed_by(config.cluster.calibration, device) or (None,)
+    return float(np.mean([sum(step_of(config, model, device, each).values()) for each in assumed]))
 
 
 @no_collection()
@@ -69,10 +114,11 @@ def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult)
     device = problem.device
     switches = missing_switches(config, model)
     config = with_values(config, switches)
-    found = sorted(_actors(config, problem, result), key=lambda actor: actor[0])
+    allowed = allowed_by(config.cluster.calibration, device)
+    found = sorted(_actors(config, problem, result, allowed), key=lambda actor: actor.expected)
     if not found:
         return None
-    leanest = with_values(config, min(found, key=lambda actor: actor[2])[1])
+    leanest = with_values(config, min(found, key=lambda actor: actor.held).settings)
     # of an actor that breaks no rule, so that none of its breaches counts against engines
     faster = sorted(engines_of(leanest, model, device), key=lambda engine: engine[0])
     engines = list(islice((e for e in faster if _fits(with_values(leanest, e[1]), model, device)), _ENGINES))
@@ -80,15 +126,61 @@ def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult)
         return None
     smallest = min(engines, key=lambda engine: engine[1]["rollout.gpu_memory_utilization"])[1]
     # the search counts the actor alone; beside an engine that sleeps the fastest may not fit
-    beside = (a for a in found if _fits(with_values(config, a[1] | smallest), model, device))
+    beside = (actor for actor in found if _fits(with_values(config, actor.settings | smallest), model, device))
     actors = list(islice(beside, _ACTORS))
-    pairs = sorted(product(actors, engines), key=lambda pair: pair[0][0] + pair[1][0])
+    pairs = sorted(product(actors, engines), key=lambda pair: pair[0].expected + pair[1][0])
     for actor, engine in pairs[:_TRIED]:
-        settings = switches | actor[1] | engine[1]
+        settings = switches | actor.settings | engine[1]
         whole = with_values(config, settings)
-        if not violations(ResolvedConfig(whole, {}), model) and _fits(whole, model, device):
-            return WholeRun(whole, settings, sum(step_of(whole, model, device).values()))
+        if _is_possible(whole, model, device):
+            best = WholeRun(whole, settings, expected_seconds(whole, model, device))
+            return replace(best, trial=_trial(best, actor, found, allowed, problem))
     return None
+
+
+def _is_possible(config: RunConfig, model: ModelSpec, device: Device) -> bool:
+    return not violations(ResolvedConfig(config, {}), model) and _fits(config, model, device)
+
+
+def expected_gains(seconds: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """Returns what a trial of each run spares on average, if it is kept where it is faster than `best` (expected
+    improvement: Jones, Schonlau and Welch 1998).
+
+    `seconds`: [runs, assumptions]; `best`: [assumptions]; the result: [runs].
+    """
+    return np.maximum(best - seconds, 0.0).mean(axis=1)
+
+
+def _trial(
+    best: WholeRun, actor: _Actor, others: Sequence[_Actor], allowed: Sequence[Assumptions], problem: SearchProblem
+) -> Trial | None:
+    """Returns the run with the largest expected gain that is possible with the best run's engines; None where none is
+    worth it.
+    """
+    if not allowed:
+        return None
+    gains = expected_gains(np.array([other.seconds for other in others]), actor.seconds)
+    for place in np.argsort(-gains)[:_ACTORS]:
+        if gains[place] < _WORTH * best.seconds:
+            return None
+        other = others[place]
+        config = with_values(best.config, other.settings)
+        if _is_possible(config, problem.model, problem.device):
+            generation = step_of(best.config, problem.model, problem.device)["generation"]
+            shares = (other.seconds + generation) / (actor.seconds + generation)
+            low, high = np.quantile(shares, (0.05, 0.95))
+            return Trial(config, float(low), float(high), float(np.mean(shares < 1)), _followed(shares, allowed))
+    return None
+
+
+def _followed(shares: np.ndarray, allowed: Sequence[Assumptions]) -> tuple[str, ...]:
+    """Returns the assumptions that `shares` follow, the most telling first."""
+    values = np.log([[getattr(each, name) for name in CONSTANTS] for each in allowed])
+    varied = np.flatnonzero(values.std(axis=0) > 0)
+    if shares.std() == 0:
+        return ()
+    alike = np.abs([np.corrcoef(shares, values[:, place])[0, 1] for place in varied])
+    return tuple(CONSTANTS[varied[place]] for place in np.argsort(-alike) if alike[place] > _FOLLOWS)
 
 
 def run_report(config: RunConfig, problem: SearchProblem, result: SearchResult) -> dict[str, Any] | None:
@@ -100,11 +192,25 @@ def run_report(config: RunConfig, problem: SearchProblem, result: SearchResult) 
     if best is None:
         return None
     return {
-        "seconds": sum(step_of(config, problem.model, problem.device).values()),
+        "seconds": expected_seconds(config, problem.model, problem.device),
         "best_seconds": best.seconds,
         "calibrated": config.cluster.calibration is not None,
         "deepep_seconds": _deepep_seconds(best, problem),
         "settings": settings_between(config, best.config),
+        "trial": _trial_report(best),
+    }
+
+
+def _trial_report(best: WholeRun) -> dict[str, Any] | None:
+    trial = best.trial
+    if trial is None:
+        return None
+    return {
+        "low": trial.low,
+        "high": trial.high,
+        "chance": trial.chance,
+        "follows": list(trial.follows),
+        "settings": settings_between(best.config, trial.config),
     }
 
 
@@ -112,7 +218,7 @@ def _deepep_seconds(best: WholeRun, problem: SearchProblem) -> float | None:
     layout = best.config.actor.layout
     if not deepep_would_spare(problem, layout.expert_model_parallel_size * layout.expert_tensor):
         return None
-    return sum(step_of(with_values(best.config, DEEPEP), problem.model, problem.device).values())
+    return expected_seconds(with_values(best.config, DEEPEP), problem.model, problem.device)
 
 
 def settings_between(config: RunConfig, other: RunConfig) -> list[str]:
@@ -130,21 +236,51 @@ def _fits(config: RunConfig, model: ModelSpec, device: Device) -> bool:
 # ---------------------------------------------------------------- the actor
 
 
-def _actors(config: RunConfig, problem: SearchProblem, result: SearchResult) -> Iterator[_Actor]:
-    """Yields (seconds of a step but its generation, keys, bytes of the fullest phase) of the fastest layouts.
+def _actors(
+    config: RunConfig, problem: SearchProblem, result: SearchResult, allowed: Sequence[Assumptions]
+) -> Iterator[_Actor]:
+    """Yields the fastest layouts, each as it was found, and with other micro-batches.
 
-    Each appears as it was found, and with other micro-batches.
+    `allowed`: assumptions by which their seconds are predicted; empty: the configuration's alone.
     """
     longest = config.data.max_sample_length
+    layouts = _fastest_layouts(config, problem, result, allowed)
+    assumed = allowed or (assumptions_of(config.cluster.calibration, problem.device),)
     for samples in _SAMPLES:
         larger = with_values(
             config, {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_gpu": samples * longest}
         )
         wider = problem_with(problem, larger)
-        held = (one for one in result.fitting if holds_teacher(run_with(larger, one.degrees, one.recompute)))
-        for candidate in islice(held, _LAYOUTS):
+        for candidate in layouts:
             for found in _recomputed(wider, candidate):
-                yield _actor(larger, wider, found, samples * longest)
+                yield _actor(larger, wider, found, samples * longest, assumed)
+
+
+def _fastest_layouts(
+    config: RunConfig, problem: SearchProblem, result: SearchResult, allowed: Sequence[Assumptions]
+) -> list[Candidate]:
+    """Returns the layouts with the fastest updates, and that with the fastest one by each of the assumptions."""
+    held = (one for one in result.fitting if holds_teacher(run_with(config, one.degrees, one.recompute)))
+    if not allowed:
+        return list(islice(held, _LAYOUTS))
+    every = list(held)
+    seconds = np.array([_update_seconds(problem, candidate, allowed) for candidate in every])
+    places = [*range(min(_LAYOUTS, len(every))), *(seconds.argmin(axis=0).tolist() if every else ())]
+    return [every[place] for place in dict.fromkeys(places)]
+
+
+def _update_seconds(problem: SearchProblem, candidate: Candidate, allowed: Sequence[Assumptions]) -> list[float]:
+    """Predicts an update in a layout by each of the assumptions."""
+    layout = candidate.layout
+    work = problem.work_in(layout)
+    device = problem.device_in(layout)
+    state = heaviest_stage(problem.state(layout, pp) for pp in unlike_stages(problem.model, layout))
+    return [
+        update_seconds(
+            work, layout, device, problem.per_node, state, candidate.recompute, assumed, problem.overlap
+        ).total
+        for assumed in allowed
+    ]
 
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
@@ -159,17 +295,22 @@ def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candid
             yield found
 
 
-def _actor(config: RunConfig, problem: SearchProblem, found: Candidate, tokens: int) -> _Actor:
+def _actor(
+    config: RunConfig, problem: SearchProblem, found: Candidate, tokens: int, assumed: Sequence[Assumptions]
+) -> _Actor:
     run = run_with(config, found.degrees, found.recompute)
-    phases = step_of(run, problem.model, problem.device)
     settings = {
         "actor.layout": run.actor.layout.model_dump(),
         "actor.use_dynamic_bsz": True,
         "actor.ppo_max_token_len_per_gpu": tokens,
         "model.override_transformer_config": run.model.override_transformer_config,
     }
-    seconds = sum(spent for name, spent in phases.items() if name != "generation")
-    return seconds, settings, found.phase.total
+    seconds = [_without_generation(step_of(run, problem.model, problem.device, each)) for each in assumed]
+    return _Actor(np.array(seconds), settings, found.phase.total)
+
+
+def _without_generation(phases: dict[str, float]) -> float:
+    return sum(spent for name, spent in phases.items() if name != "generation")
 
 
 # ---------------------------------------------------------------- the engines

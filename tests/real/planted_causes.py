@@ -1,7 +1,8 @@
 """Causes that break a run, each planted at a drawn step, and what the first verdict of `mrl explain` must say of them.
 
 `python tests/real/planted_causes.py FOLDER [--seeds 0 1 2] [--only NAME ...]` runs them one after the other and writes
-FOLDER/planted.jsonl, a line each. The planted faults are in tests/real/planted; no process of `mrl explain` has them.
+FOLDER/planted.jsonl, a line each. The planted faults are in tests/real/planted; no process of `mrl explain` has them,
+but those of OF_LAYOUTS.
 """
 
 import argparse
@@ -46,6 +47,7 @@ class Cause:
     values: Mapping[str, Any] = field(default_factory=dict)
     resumes: bool = False  # the fault comes with a resume
     preset: Path = PRESET  # TOOLS: in the world with a tool
+    in_software: bool = False  # explain's own ranks have the fault, too, as of a kernel or a collective
 
 
 CAUSES = (
@@ -70,6 +72,8 @@ CAUSES = (
     Cause("truths", ("reward",), ("truth",)),
     Cause("tool", ("tools",), ("other calls",), preset=TOOLS),
 )
+# a fault that a step repeats with: another layout of the ranks is without it
+OF_LAYOUTS = (Cause("tensor_scale", ("ranks",), ("with tensor_model_parallel_size 1 ",), in_software=True),)
 
 
 def two_sources(world: Path) -> None:
@@ -110,8 +114,8 @@ def first_step(cause: Cause, seed: int) -> int:
     return random.Random(f"{cause.name} {seed}").randint(11, 15)
 
 
-def trained(world: Path, run_dir: Path, cause: Cause | None, seed: int, first: int) -> None:
-    """Trains a run to its end with a cause, or without one."""
+def trained(world: Path, run_dir: Path, cause: Cause | None, seed: int, first: int) -> dict[str, str]:
+    """Trains a run to its end with a cause, or without one. Returns the environment that explain gets."""
     settings = USUAL | {"trainer__total_training_steps": first + AFTER, "trainer__seed": seed}
     preset = PRESET if cause is None else cause.preset
     world = world_of(cause, world)
@@ -135,6 +139,7 @@ def trained(world: Path, run_dir: Path, cause: Cause | None, seed: int, first: i
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
     _train(preset, world, run_dir, settings, planted)
+    return planted if cause is not None and cause.in_software else dict(os.environ)
 
 
 def _train(
@@ -158,9 +163,9 @@ def judged(world: Path, folder: Path, cause: Cause | None, seed: int) -> dict[st
     first = first_step(cause, seed) if cause else HEALTHY - AFTER
     run_dir = folder / f"{cause.name if cause else 'healthy'}-{seed}"
     began = time.monotonic()
-    trained(world, run_dir, cause, seed, first)
+    environment = trained(world, run_dir, cause, seed, first)
     middle = time.monotonic()
-    done = mrl("explain", str(run_dir), "--json")
+    done = mrl("explain", str(run_dir), "--json", env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     verdicts = found["verdicts"]
@@ -195,7 +200,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--world", type=Path, help="a warm world with two sources; made by default")
     options = parser.parse_args(given)
     world = options.world or warm_world(options.folder / "world")
-    by_name = {each.name: each for each in CAUSES} | {"healthy": None}
+    by_name = {each.name: each for each in (*CAUSES, *OF_LAYOUTS)} | {"healthy": None}
     for seed in options.seeds:
         for name in options.only:
             shutil.rmtree(options.folder / f"{name}-{seed}", ignore_errors=True)

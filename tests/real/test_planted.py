@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from planted_causes import CAUSES, judged, warm_world
+from planted_causes import CAUSES, OF_LAYOUTS, judged, warm_world
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,7 @@ def world(tmp_path_factory) -> Path:
 
 @pytest.mark.real
 @pytest.mark.long
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+@pytest.mark.parametrize("cause", (*CAUSES, *OF_LAYOUTS), ids=lambda cause: cause.name)
 def test_the_first_verdict_names_what_was_planted(world, tmp_path, cause):
     line = judged(world, tmp_path, cause, int(os.environ.get("MRL_PLANTED_SEED", "0")))
     assert line["right"], json.dumps(line)

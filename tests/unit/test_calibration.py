@@ -30,7 +30,7 @@ from mrl.tools.plan_view import PlanView
 from mrl.tools.report.html import page_html
 from mrl.tools.report.run_record import read_run
 from mrl.tools.report.sections import run_page
-from mrl.tools.run_search import engines_of
+from mrl.tools.run_search import engines_of, expected_gains
 from mrl.tools.search import search
 from mrl.tools.search_report import run_with, search_problem
 
@@ -136,6 +136,16 @@ class Cluster:
         ]
         self.settings = [found for _, found in engines_of(self.config, self.model, self.device)]
         self.engines = [self._inputs(with_values(self.config, found)) for found in self.settings]
+        self._keep_fast(np.random.default_rng(0))
+
+    def _keep_fast(self, rng: np.random.Generator) -> None:
+        """Drops what is nowhere near the fastest, by none of many constants: it is not proposed, and not the best."""
+        draws = [at_lengths(drawn(rng, 1.0), lengths_of_a_cluster(self.config, rng)) for _ in range(12)]
+        shares = [[each / each.min() for each in self.seconds(assumed)] for assumed in draws]
+        actors, engines = (np.min(each, axis=0) < 1.05 for each in zip(*shares, strict=True))
+        self.actors = [each for each, kept in zip(self.actors, actors, strict=True) if kept]
+        self.settings = [each for each, kept in zip(self.settings, engines, strict=True) if kept]
+        self.engines = [each for each, kept in zip(self.engines, engines, strict=True) if kept]
 
     def _inputs(self, config) -> PlanInputs:
         return PlanInputs.of(config, self.model, self.device)
@@ -157,6 +167,17 @@ class Cluster:
         ]
         return np.array(actors), np.array(engines) * factors.get("generation", 1.0)
 
+    def proposed(self, allowed) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The layout and engines that are the fastest on average, and those that are worth a trial."""
+        found = []
+        for seconds in zip(*map(self.seconds, allowed), strict=True):
+            seconds = np.stack(seconds, axis=1)
+            best = int(seconds.mean(axis=1).argmin())
+            gains = expected_gains(seconds, seconds[best])
+            found.append((best, int(gains.argmax()) if gains.any() else best))
+        (actor, trial), (engine, _) = found
+        return (actor, engine), (trial, engine)
+
     def run(self, places, truth, lengths, rng) -> MeasuredRun:
         """Twenty steps of a layout and engines: each phase's median scatters, and the plan's arithmetic is off."""
         actor, engine = places
@@ -165,39 +186,46 @@ class Cluster:
         return observed(inputs, truth, lengths, (MODEL_ERROR**2 + (1.25 * 0.05) ** 2 / 20) ** 0.5, noise)
 
 
-def after_two_calibrations(cluster: Cluster, seed: int) -> tuple[float, float]:
-    """How much slower than the best the layout is that a plan takes at first, and the best one after two
-    calibrations; as shares.
-    """
-    rng = np.random.default_rng(seed)
-    limit = cluster.config.data.max_response_length
+def lengths_of_a_cluster(config, rng: np.random.Generator) -> MeasuredLengths:
+    """Draws the lengths that a run has, whatever a plan assumes of them."""
+    limit = config.data.max_response_length
     tokens = np.sort(rng.lognormal(np.log(limit * rng.uniform(0.15, 0.7)) - 0.32, 0.8, 64).clip(1, limit))
     cut = float((tokens >= limit).mean())
-    prompt = cluster.config.data.max_prompt_length * rng.uniform(0.1, 0.9)
-    lengths = MeasuredLengths(prompt, tuple(tokens.tolist()), limit, cut, (1 - cut) / tokens.mean(), 1.3)
+    prompt = config.data.max_prompt_length * rng.uniform(0.1, 0.9)
+    return MeasuredLengths(prompt, tuple(tokens.tolist()), limit, cut, (1 - cut) / tokens.mean(), 1.3)
+
+
+def after_two_calibrations(cluster: Cluster, seed: int) -> tuple[float, float, float]:
+    """How much slower than the best three runs are, as shares: the one that a plan proposes at first; the trial that
+    it proposes after a calibration by that; the fastest one after a calibration by both.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = lengths_of_a_cluster(cluster.config, rng)
     truth = at_lengths(drawn(rng, 1.0), lengths)
     of_actors, of_engines = cluster.seconds(truth)
-    found, assumed, slower_by = [], at_lengths(USUAL, LENGTHS), []
-    for last in (False, False, True):
-        places = tuple(int(each.argmin()) for each in cluster.seconds(assumed))
-        spent = of_actors[places[0]] + of_engines[places[1]]
-        slower_by.append(spent / (of_actors.min() + of_engines.min()) - 1)
-        if not last:
-            found.append(cluster.run(places, truth, lengths, rng))
-            assumed = calibrate(found, lengths).assumptions
-    return slower_by[0], min(slower_by)
+
+    def slower_by(places) -> float:
+        return (of_actors[places[0]] + of_engines[places[1]]) / (of_actors.min() + of_engines.min()) - 1
+
+    first, _ = cluster.proposed([at_lengths(USUAL, LENGTHS)])
+    found = [cluster.run(first, truth, lengths, rng)]
+    _, trial = cluster.proposed(calibrate(found, lengths).allowed)
+    found.append(cluster.run(trial, truth, lengths, rng))
+    last, _ = cluster.proposed(calibrate(found, lengths).allowed)
+    return slower_by(first), slower_by(trial), slower_by(last)
 
 
 def test_after_two_calibrations_the_search_is_near_the_best_layout():
     cluster = Cluster("qwen3-30b-a3b/h100-1x8")
-    assert all(after_two_calibrations(cluster, seed)[1] <= 0.05 for seed in range(3))
+    assert all(min(after_two_calibrations(cluster, seed)) <= 0.05 for seed in (3, 8))  # whose first run is 8 % slower
 
 
 @pytest.mark.long
-def test_after_two_calibrations_the_search_is_near_the_best_of_two_hundred_clusters():
-    cluster = Cluster(PRESET)
-    missed = {seed: by for seed in range(200) if (by := after_two_calibrations(cluster, seed)[1]) > 0.05}
-    assert not missed, missed
+@pytest.mark.parametrize("preset, missed", [(PRESET, 0), ("qwen3-30b-a3b/h100-1x8", 0)])
+def test_after_two_calibrations_the_search_is_near_the_best_of_two_hundred_clusters(preset, missed):
+    cluster = Cluster(preset)
+    found = {seed: by for seed in range(200) if (by := min(after_two_calibrations(cluster, seed))) > 0.05}
+    assert len(found) <= missed, found
 
 
 # ---------------------------------------------------------------- lengths

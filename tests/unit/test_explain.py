@@ -14,15 +14,15 @@ from report_run import _sample as sample
 from small_model import write_model
 
 from mrl.cli.main import main, make_parser
-from mrl.data.samples import packed
+from mrl.data.samples import NO_ENGINE, packed
 from mrl.driver import replay_rank, replay_views
 from mrl.driver.stored_step import stored_rollouts
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.record.sample_files import write_samples
 from mrl.reward.pool import RewardPool
+from mrl.tools.explain import by_transformers, rewards
 from mrl.tools.explain import explain as explaining
 from mrl.tools.explain import replay as replaying
-from mrl.tools.explain import rewards
 from mrl.tools.explain.band import (
     DEGREES,
     FALSE_ALARM,
@@ -37,7 +37,15 @@ from mrl.tools.explain.band import (
     usual,
 )
 from mrl.tools.explain.by_transformers import AgainstTransformers, StoredRow, first_difference, in_words, verdict
-from mrl.tools.explain.evidence import StepSamples, of_cut_off, of_groups, of_length, of_mismatch, of_versions
+from mrl.tools.explain.evidence import (
+    StepSamples,
+    of_cut_off,
+    of_far_rows,
+    of_groups,
+    of_length,
+    of_mismatch,
+    of_versions,
+)
 from mrl.tools.explain.experiments import effects, experiments_of, guesses_of, likeness, other_ways
 from mrl.tools.explain.explain import Explanation, LikelyCause, explain, lines, of_views
 from mrl.tools.explain.replay import Replay, StoredRun, replay
@@ -114,6 +122,26 @@ def test_few_steps_and_a_constant_metric_are_no_break():
     assert breaks(flat) == [] and judged_step(flat, 30) == []
 
 
+def test_published_logs_without_a_break_have_none_and_those_without_a_number_have_one():
+    """Norms, lengths and rewards of ten logged steps of huggingface/trl#3452, and the NaN from the start on of #1473.
+    Gradients of 0 are no break where all groups have one score (bingreeky/MemGen#33).
+    """
+    logged = (
+        (0.0866, 232.825, 1.717), (0.0967, 237.0375, 1.884), (0.1059, 233.45, 1.680), (0.1036, 235.6, 1.969),
+        (0.0957, 237.2625, 1.872), (0.1002, 236.7125, 1.775), (0.1163, 241.0125, 1.799), (0.1091, 242.3875, 1.702),
+        (0.1248, 242.7625), (0.0992,),
+    )  # fmt: skip
+    names = ("actor/grad_norm", "response_length/mean", "critic/score/mean")
+    rows = [{STEP: step} | dict(zip(names, values, strict=False)) for step, values in enumerate(logged, 1)]
+    assert breaks(rows) == []
+    assert breaks([row | {"actor/grad_norm": 0.0, "train/uniform_group_share": 1.0} for row in rows]) == []
+    (found,) = breaks([row | {"actor/grad_norm": None} for row in rows])
+    assert (found.step, found.name) == (1, "actor/grad_norm") and np.isinf(found.value)
+    assert usual(found.low, found.high, found.chance) == "allowed: any finite number"
+    (found,) = breaks([row | {"actor/grad_norm": None if row[STEP] == 3 else 0.1} for row in rows])
+    assert found.step == 3
+
+
 @pytest.mark.parametrize("name, value", [("rollout_corr/k3_kl", 5e-3), ("training/rollout_probs_diff_mean", 1e-2)])
 def test_a_mismatch_that_begins_after_steps_of_equal_bits_is_a_break(name, value):
     rows = healthy(0)
@@ -154,6 +182,7 @@ def samples(rows: int = 32, **given) -> StepSamples:
             lengths=rng.integers(10, 50, rows),
             cut_off=np.zeros(rows, bool),
             versions=np.full(rows, 4),
+            engines=np.arange(rows) % 2,
             gaps=rng.uniform(1e-6, 2e-6, rows),
             along=np.full(4, 1e-6),
             slope=1.0,
@@ -172,6 +201,24 @@ def test_responses_of_other_weights_are_counted_in_the_synchronous_order(tmp_pat
     assert of_versions(config, 5, samples()) == ""
     old = np.where(np.arange(32) < 8, 2, 4)
     assert "8 of 32 responses are not of version 4: version 2 in 8" in of_versions(config, 5, samples(versions=old))
+
+
+def test_the_engine_of_the_responses_that_differ_is_named_where_it_is_one_of_several(tmp_path):
+    config = config_of(tmp_path)
+    second = np.arange(32) % 2 == 1
+    whose = "; all of them are engine 1's, with weights of version"
+    versions = np.where(second, 2, 4)
+    assert of_versions(config, 5, samples(versions=versions)).endswith(f"version 2 in 16{whose} 2")
+    off = np.where(second, 0.2, 1e-6)
+    assert of_mismatch(samples(gaps=off)) == [f"it is in a part of the responses{whose} 4"]
+    run = StoredRun.read(write_run(tmp_path / "other").path)
+    views = [{"kind": "own", "gap": 0.1, "fits": 0.1}, {"kind": "router", "gap": 0.1, "fits": 1e-6}]
+    assert of_views(run, 6, views, of_far_rows(samples(gaps=off)))[0].cause.endswith(f"{whose} 4")
+    for alike in (
+        samples(gaps=np.full(32, 0.2)), samples(gaps=off, engines=np.zeros(32, int)), samples(),
+        samples(gaps=off, engines=np.where(second, NO_ENGINE, 0)),
+    ):  # fmt: skip
+        assert of_far_rows(alike) == ""
 
 
 def test_lone_responses_and_a_reward_that_began_to_pay_length_are_told():
@@ -841,12 +888,25 @@ def test_transformers_says_whether_engines_or_ranks_are_wrong():
     assert verdict(AgainstTransformers(0.1, 0.12, 0.1, 32, "layer 0")) is None  # both round
 
 
+def test_weights_that_a_disk_does_not_hold_are_not_begun_and_what_it_refuses_is_told(tmp_path, monkeypatch):
+    write_model(tmp_path / "small")
+    config = config_of(tmp_path, f"model.path={tmp_path / 'small'}")
+    assert by_transformers.lacks_room(config, tmp_path, 2) == ""
+    monkeypatch.setattr(by_transformers, "free_bytes", lambda folder: 1000)
+    assert "1e-06 GB free" in by_transformers.lacks_room(config, tmp_path, 2)
+    full = {"the comparison with transformers": "actor-00000.safetensors cannot be written: No space left on device"}
+    views = [{"kind": "own", "gap": 0.1}, {"kind": "router", "failed": "AttributeError: no router"}]
+    said = explaining._replayed(Replay(6, 12, {}, 70, {}, None, {}, full, 1.0, views), ["a note"])
+    for words in ("No space left", "1 other ways of generation (router)", "AttributeError: no router", "a note"):
+        assert words in said
+
+
 def test_other_layouts_and_numbers_come_last(tmp_path, monkeypatch):
     """Nothing removes the break, but one tensor rank for two."""
     ways = [way.order["settings"] for way in other_ways(config_of(tmp_path, "model.dtype=bfloat16"))]
     tensor = {"actor.layout.tensor_model_parallel_size": 1, "actor.layout.sequence_parallel": False}
     expert = {"actor.layout.expert_model_parallel_size": 1}
-    assert ways == [{"model.dtype": "float32"}, tensor | expert, tensor, expert]
+    assert ways == [{"model.dtype": "float32"}, tensor, expert, tensor | expert]
     run = a_run(tmp_path / "run", monkeypatch)
     usual = explaining.replay
 

@@ -2,16 +2,17 @@
 
 import json
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import mrl.cli.samples as samples_command
+from mrl.checkpoint.group_files import GroupRecord, read_group, write_group
 from mrl.cli.main import main
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, SampleRows, Samples, packed
+from mrl.data.samples import NO_ENGINE, Sample, SampleRows, Samples, packed
 from mrl.driver import sample_writer
 from mrl.driver.sample_writer import SampleWriter, kept_rows
 from mrl.engine import outbox
@@ -110,16 +111,28 @@ def test_a_batch_takes_the_sequences_and_its_rows_take_their_values_along():
 
 
 def test_files_keep_token_ids_log_probs_version_and_reward_parts(tmp_path):
-    sample = Sample(7, 1, 0, 42, (5, 6), (8, 9), (-0.25, float("nan")), "stop", 3)
+    sample = Sample(7, 1, 0, 42, (5, 6), (8, 9), (-0.25, float("nan")), "stop", 3, engine=1)
     path = write_samples(tmp_path, 12, [packed([sample])], [{"score": 1.0, "reason": "ok", "format": 0.0, "pred": "x"}])
     assert [p.name for p in tmp_path.iterdir()] == ["step-12.parquet"] and path.name == "step-12.parquet"
     (row,) = read_samples(tmp_path, 12)
     assert np.isnan(row["rollout_log_probs"].pop())
     assert row == {
-        "prompt_id": 7, "group_id": 1, "sample_id": 0, "seed": 42, "prompt_ids": [5, 6], "response_ids": [8, 9],
-        "rollout_log_probs": [-0.25], "stop_reason": "stop", "weight_version": 3,
+        "prompt_id": 7, "group_id": 1, "sample_id": 0, "seed": 42, "engine": 1, "prompt_ids": [5, 6],
+        "response_ids": [8, 9], "rollout_log_probs": [-0.25], "stop_reason": "stop", "weight_version": 3,
         "reward": {"score": 1.0, "reason": "ok", "format": 0.0, "pred": "x"},
     }  # fmt: skip
+
+
+def test_equal_groups_of_two_engines_are_equal_files_which_name_none(tmp_path):
+    groups = [packed([replace(MANY[0], engine=engine)]) for engine in (0, 1)]
+    facts = [
+        write_group(tmp_path / f"{number}.npz", GroupRecord(7, 0, group, {})) for number, group in enumerate(groups)
+    ]
+    assert facts[0] == facts[1]
+    found = read_group(tmp_path / "1.npz").samples
+    assert found.engine.tolist() == [NO_ENGINE]
+    write_samples(tmp_path, 1, [found], [{"score": 0.0}])
+    assert read_samples(tmp_path, 1)[0]["engine"] is None
 
 
 def test_files_of_many_rows_and_of_none_are_read_back_in_order(tmp_path):

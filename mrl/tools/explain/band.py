@@ -10,8 +10,9 @@ degrees of freedom. A step is a break where
 
 and p is chosen so that a healthy run of so many steps and metrics has a break with probability FALSE_ALARM at most, if
 deviations are independent. Positive metrics of many magnitudes are compared as logarithms, which single zeros have not
-and are left out; two things are judged without a band: a mismatch that begins after steps of equal bits, and what falls
-to 0 and stays there. What is wrong from the first step on has no band to leave, and is judged by fixed bounds.
+and are left out; three things are judged without a band: a mismatch that begins after steps of equal bits, what falls
+to 0 and stays there, and what is no finite number before there is a band. What is wrong from the first step on has no
+band to leave, and is judged by fixed bounds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ WATCHED = (
     Watched("response_length/clip_ratio", False, 0.05, "the share of responses that are cut off"),
 )
 _TINY = 1e-12
+_LARGEST = float(np.finfo(np.float64).max)
 BOUNDS = {MISMATCH: MISMATCH_LIMIT}  # those of warnings in the console
 
 
@@ -83,6 +85,8 @@ class Break:
 
 def usual(low: float | None, high: float | None, chance: float) -> str:
     """Says what a metric with a break is in healthy steps; None is no finite number."""
+    if high == _LARGEST:
+        return "allowed: any finite number"
     low, high = ("no finite number" if each is None else f"{each:.3g}" for each in (low, high))
     if chance:
         return f"usually {low} to {high} (by chance: {chance:.2g})"
@@ -96,8 +100,12 @@ def breaks(rows: Sequence[Mapping[str, Any]], false_alarm: float = FALSE_ALARM) 
     judged = max(len(rows) - LEAST, 1)
     p = false_alarm / (2 * judged * len(WATCHED))
     for watched in WATCHED:
-        both = (_first_break(watched, rows, p, judged * len(WATCHED)), next(_at_zero(watched, rows), None))
-        found += sorted(filter(None, both), key=lambda each: each.step)[:1]
+        first = (
+            _first_break(watched, rows, p, judged * len(WATCHED)),
+            next(_at_zero(watched, rows), None),
+            next(_no_numbers(watched, rows), None),
+        )
+        found += sorted(filter(None, first), key=lambda each: each.step)[:1]
     return sorted(found, key=lambda each: (each.step, each.chance))
 
 
@@ -117,7 +125,12 @@ def beyond(rows: Sequence[Mapping[str, Any]]) -> list[Break]:
 
 def judged_step(rows: Sequence[Mapping[str, Any]], step: int, false_alarm: float = FALSE_ALARM) -> list[Break]:
     """Returns what leaves its band at a given step, which was not searched for; the least likely first."""
-    found = [each for watched in WATCHED for each in _at_zero(watched, rows) if each.step == step]
+    found = [
+        each
+        for watched in WATCHED
+        for each in (*_at_zero(watched, rows), *_no_numbers(watched, rows))
+        if each.step == step
+    ]
     rows = [row for row in rows if 0 < row[STEP] <= step]
     for watched in WATCHED:
         steps, values = _values(watched, rows)
@@ -128,6 +141,18 @@ def judged_step(rows: Sequence[Mapping[str, Any]], step: int, false_alarm: float
             if chance < false_alarm / len(WATCHED):
                 found.append(_break(watched, step, values[-1], line, min(1.0, chance * len(WATCHED)), false_alarm))
     return sorted(found, key=lambda each: each.chance)
+
+
+def _no_numbers(watched: Watched, rows: Sequence[Mapping[str, Any]]) -> Iterator[Break]:
+    """Yields breaks of steps that are no finite number before there is a band: any finite number is allowed there."""
+    finite = 0
+    for row in rows:
+        if finite == LEAST:
+            return
+        if row[STEP] > 0 and watched.name in row:
+            finite += row[watched.name] is not None
+            if row[watched.name] is None:
+                yield Break(row[STEP], watched.name, np.inf, 0.0, _LARGEST, 0.0, watched.words)
 
 
 def _at_zero(watched: Watched, rows: Sequence[Mapping[str, Any]]) -> Iterator[Break]:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mrl.checkpoint.convert import write_hf
+from mrl.checkpoint.disk_space import free_bytes
 from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.checkpoint.manifest import HF_FOLDER, MANIFEST, WEIGHTS_ONLY, Manifest, RankFiles, write_manifest
 from mrl.checkpoint.open_checkpoint import Checkpoint, open_mrl
@@ -29,10 +30,11 @@ from mrl.config.schema import RunConfig, with_values
 from mrl.driver.replay_views import SHOWN_ROWS
 from mrl.engine.requests import engine_settings
 from mrl.errors import EnvironmentFault
-from mrl.model import load_model_spec, with_predicting
+from mrl.model import load_model_spec, parameter_count, with_predicting
 from mrl.model.hf_config import without_quantization
 from mrl.platforms.hosting import get_hosting
 from mrl.record.sample_files import StepFile, read_samples
+from mrl.reshard.streams import ITEM_BYTES
 from mrl.tools.explain.replay import StoredRun
 
 TOKENS = 16_384  # in all of them together
@@ -101,6 +103,18 @@ def why_not(config: RunConfig) -> str:
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
         return "log-probs of a filtered distribution (rollout.top_p, top_k) are not compared with transformers'"
     return ""
+
+
+def lacks_room(config: RunConfig, folder: Path, copies: int) -> str:
+    """Says that the disk of `folder` does not hold so many copies of the weights; empty if it does."""
+    needed = copies * parameter_count(load_model_spec(config.model.path)) * ITEM_BYTES[config.model.dtype]
+    free = free_bytes(folder)
+    if free >= needed:
+        return ""
+    return (
+        f"engines were not compared with transformers': {folder.parent} has {free / 1e9:.3g} GB free, and weights of "
+        f"the step take {needed / 1e9:.3g} GB there; set TMPDIR to a folder on another disk"
+    )
 
 
 def stored_rows(folder: Path, step: int, of_ranks: Mapping[int, Sequence[float]]) -> list[StoredRow]:

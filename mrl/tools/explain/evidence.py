@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mrl.config.schema import RunConfig
+from mrl.data.samples import NO_ENGINE
 from mrl.record.sample_files import StepFile, read_samples, readable
 
 _STANDS_OUT = 6.0  # robust deviations of a row among the rows of its step
@@ -29,6 +30,7 @@ class StepSamples:
     lengths: np.ndarray
     cut_off: np.ndarray  # bool: ended by a limit of tokens
     versions: np.ndarray
+    engines: np.ndarray  # NO_ENGINE where it is not known
     gaps: np.ndarray
     along: np.ndarray  # mean absolute difference in each quarter of the responses
     slope: float  # of the trainer's log-probs on the engine's; 1 where both have one temperature; NaN: unknown
@@ -48,6 +50,7 @@ class StepSamples:
             lengths=np.array([len(row["response_ids"]) for row in rows]),
             cut_off=np.array([row["stop_reason"] == "length" for row in rows]),
             versions=np.array([row["weight_version"] for row in rows]),
+            engines=np.array([NO_ENGINE if row.get("engine") is None else row["engine"] for row in rows]),
             gaps=np.array([np.abs(gap).mean() if gap else np.nan for gap in gaps]),
             along=_along(gaps),
             slope=slope,
@@ -97,7 +100,8 @@ def of_versions(config: RunConfig, step: int, samples: StepSamples) -> str:
     if not old:
         return ""
     shown = ", ".join(f"version {version} in {count}" for version, count in sorted(old.items()))
-    return f"{sum(old.values())} of {len(samples.versions)} responses are not of version {step - 1}: {shown}"
+    whose = of_one_engine(samples, samples.versions != step - 1)
+    return f"{sum(old.values())} of {len(samples.versions)} responses are not of version {step - 1}: {shown}{whose}"
 
 
 def of_cut_off(config: RunConfig, samples: StepSamples) -> str:
@@ -109,7 +113,7 @@ def of_cut_off(config: RunConfig, samples: StepSamples) -> str:
     lengths = samples.lengths[early]
     return (
         f"{early.sum()} of {len(early)} responses are cut off at {lengths.min()} to {lengths.max()} tokens, and "
-        f"data.max_response_length is {longest}"
+        f"data.max_response_length is {longest}{of_one_engine(samples, early)}"
     )
 
 
@@ -141,6 +145,29 @@ EVERYWHERE = "it is the same in all responses and places: weights or arithmetic 
 NOT_KEPT = "where, the samples do not say"
 
 
+def of_one_engine(samples: StepSamples, rows: np.ndarray) -> str:
+    """Says that the rows marked in `rows`, bool [rows], are all of one engine of several, in words that follow; empty
+    where they are not.
+    """
+    known = samples.engines[samples.engines != NO_ENGINE]
+    own = np.unique(samples.engines[rows])
+    if len(np.unique(known)) < 2 or len(own) != 1 or own[0] == NO_ENGINE:
+        return ""
+    versions = ", ".join(map(str, np.unique(samples.versions[rows])))
+    return f"; all of them are engine {own[0]}'s, with weights of version {versions}"
+
+
+def of_far_rows(samples: StepSamples) -> str:
+    """Says that responses in which generation and training differ are of one engine, as `of_one_engine` does. Those
+    differ by more than a tenth of what the quarter with the largest differences has on average.
+    """
+    gaps = np.nan_to_num(samples.gaps)
+    if not len(gaps):
+        return ""
+    most = np.sort(gaps)[-max(1, len(gaps) // 4) :].mean()
+    return of_one_engine(samples, gaps > max(most / 10, _LEAST_GAP)) if most > _LEAST_GAP else ""
+
+
 def of_mismatch(samples: StepSamples) -> list[str]:
     """Says where generation and training differ, the most telling first; empty where they agree."""
     known = samples.gaps[np.isfinite(samples.gaps)]
@@ -165,6 +192,6 @@ def of_mismatch(samples: StepSamples) -> list[str]:
             f"it grows along responses, from {samples.along[0]:.2g} to {samples.along[3]:.2g} nats: positions (rotary "
             "factors, yarn) or a cache"
         )
-    if not found:
-        found.append(EVERYWHERE)
-    return found
+    if whose := of_far_rows(samples):
+        return [each + whose for each in found] or [f"it is in a part of the responses{whose}"]
+    return found or [EVERYWHERE]

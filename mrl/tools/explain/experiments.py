@@ -114,7 +114,7 @@ _DEGREES = {
 
 
 def other_ways(config: RunConfig) -> list[Experiment]:
-    """Returns experiments for which ranks start anew: another number format, and other layouts, all degrees at 1 first.
+    """Returns experiments for which ranks start anew: another number format, and other layouts, all degrees at 1 last.
 
     Their steps are those from the checkpoint on, so the weights before the last one are nearly the run's.
     """
@@ -130,7 +130,7 @@ def other_ways(config: RunConfig) -> list[Experiment]:
         )
     layout = config.actor.layout
     cut = [name for name in _DEGREES if getattr(layout, name) > 1]
-    for names in [cut, *([name] for name in cut if len(cut) > 1)] if cut else []:
+    for names in [*([name] for name in cut), *([cut] if len(cut) > 1 else ())]:
         settings = dict.fromkeys(names, 1)
         for name in names:
             settings |= {key: value for key, value in _DEGREES[name].items() if getattr(layout, key) != value}

@@ -36,6 +36,7 @@ from mrl.tools.explain.by_transformers import (
     against_transformers,
     differences,
     folder_of_weights,
+    lacks_room,
     stored_rows,
     verdict,
     why_not,
@@ -45,6 +46,7 @@ from mrl.tools.explain.evidence import (
     NOT_KEPT,
     StepSamples,
     of_cut_off,
+    of_far_rows,
     of_groups,
     of_length,
     of_mismatch,
@@ -199,6 +201,9 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
         of_ranks.mkdir()
         is_compared = bool(_surely_of_engines(found)) and not why_not(run.config)
         try:
+            if is_compared and (full := lacks_room(run.config, Path(made), 2)):
+                notes.append(full)
+                is_compared = False
             again = replay(
                 run, step, _orders(tried), _orders(guesses), limits.left, views=differs,
                 served=of_ranks if is_compared else None,
@@ -210,7 +215,7 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
             return Explanation(str(run.folder.path), step, list(found), [*facts, *hints], replayed="; ".join(notes))
         told = []
         if differs and again.repeats:
-            told = of_views(run, step, again.views)
+            told = of_views(run, step, again.views, of_far_rows(samples))
             told = told or _of_transformers(run, step, found, limits, notes, Path(made), again)
             told = told or _of_engines(found, samples, "which repeat")
     said = _replayed(again, notes)
@@ -221,17 +226,20 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
     shares = effects(found, _LOGS, again.experiments)
     verdicts += hints
     verdicts += _of_experiments(tried, shares)
-    if not verdicts:
+    if not verdicts or (told and told[0].kind == "ranks"):
         ways = other_ways(run.config)
         notes.clear()
         shares |= _other_ways(run, step, found, ways, limits, notes)
-        verdicts = _of_experiments(ways, shares) or _of_unknown(found, samples)
+        rest = verdicts[len(facts) :]
+        verdicts = [*facts, *_of_experiments(ways, shares), *rest] or _of_unknown(found, samples)
         said = "; ".join([said, *notes])
     return Explanation(str(run.folder.path), step, list(found), verdicts, True, said, shares, again.seconds)
 
 
 def _of_experiments(tried: Sequence[Experiment], shares: Mapping[str, float]) -> list[LikelyCause]:
-    """Returns verdicts of experiments that remove enough of the break, those that remove most of it first."""
+    """Returns verdicts of experiments that remove enough of the break, those that remove most of it first; of those
+    that remove about as much, those that were named first.
+    """
     return [
         LikelyCause(
             each.kind,
@@ -240,7 +248,7 @@ def _of_experiments(tried: Sequence[Experiment], shares: Mapping[str, float]) ->
             each.cure,
             shares[each.name],
         )
-        for each in sorted(tried, key=lambda each: -shares.get(each.name, 0.0))
+        for each in sorted(tried, key=lambda each: -round(shares.get(each.name, 0.0), 1))
         if shares.get(each.name, 0.0) >= REMOVES
     ]
 
@@ -266,6 +274,9 @@ def _replayed(again: Replay, notes: Sequence[str]) -> str:
     if again.weights is not None:
         said += f", weights and optimizer after it {'equal' if again.weights else 'NOT equal'} the checkpoint's"
     said = "; ".join([said, *(f"{name} could not be computed: {why}" for name, why in again.failed.items()), *notes])
+    if failed := [view for view in again.views if "failed" in view]:
+        kinds = ", ".join(sorted({view["kind"] for view in failed}))
+        said += f"; {len(failed)} other ways of generation ({kinds}) could not be computed: {failed[0]['failed']}"
     if late := sum("late" in view for view in again.views):
         said += f"; for {late} other ways of generation there was no time (--minutes)"
     return said
@@ -520,8 +531,9 @@ def _of_routes(run: StoredRun, step: int, seconds: float) -> list[LikelyCause]:
     ]
 
 
-def of_views(run: StoredRun, step: int, views: Sequence[Mapping[str, Any]]) -> list[LikelyCause]:
-    """Says what generation computed, where one of the views gives its log-probs; the best first.
+def of_views(run: StoredRun, step: int, views: Sequence[Mapping[str, Any]], whose: str = "") -> list[LikelyCause]:
+    """Says what generation computed, where one of the views gives its log-probs; the best first. `whose`: words on the
+    engine of the responses that differ.
 
     Nothing is said of schedules ahead of training, whose responses are of earlier versions by design.
     """
@@ -534,7 +546,7 @@ def of_views(run: StoredRun, step: int, views: Sequence[Mapping[str, Any]]) -> l
         found.append(
             LikelyCause(
                 "engines",
-                _in_words(run, step, view),
+                _in_words(run, step, view) + whose,
                 f"computed so, the mean difference falls from {own:.2g} to {view['fits']:.2g} nats a token "
                 f"({share:.0%} less)",
                 _CURES[view["kind"]],

@@ -133,8 +133,8 @@ class Replay:
     """What came out. `differences`: of each step, name, stored and replayed value of metrics that are not equal.
 
     `weights`: whether the weights and optimizer states after the last step are those of its checkpoint; None where
-    there is none. `experiments`: metrics of the last step with one thing changed, by name; `failed`: those that could
-    not be computed, with the reason. `views`: other ways in which generation may have computed the last step's
+    there is none. `experiments`: metrics of the last step with one thing changed, by name; `failed`: what could not be
+    computed, with the reason. `views`: other ways in which generation may have computed the last step's
     log-probs, the model's own first (mrl.driver.replay_views). `served`: what each rank wrote of the weights that the
     step was generated with, and `log_probs` what ranks compute of the responses that differ most, by sample id; both
     empty where they were not asked for. With guesses `step` is the first that does not repeat, and `experiments` are
@@ -229,6 +229,10 @@ def replay(
         answers = _ranks(with_values(run.config, settings), folder, seconds)
     again = {int(number): metrics for number, metrics in answers[0]["steps"].items()}
     found = _experiments(answers)
+    served = [answer["served"] for answer in answers if answer["served"] is not None]
+    if unwritten := [part["failed"] for part in served if "failed" in part]:
+        served = []
+        found["the comparison with transformers"] = unwritten[0]
     return Replay(
         first,
         max(again),
@@ -240,7 +244,7 @@ def replay(
         {name: why for name, why in found.items() if isinstance(why, str)},
         time.perf_counter() - begun,
         answers[0]["views"],
-        [answer["served"] for answer in answers if answer["served"] is not None],
+        served,
         {int(number): values for answer in answers for number, values in answer["log_probs"].items()},
     )
 

@@ -70,6 +70,29 @@ def softmax(module, first, _):
     _rank_step(module, change)
 
 
+def tensor_scale(module, first, _):
+    """A wrong scale of attention on the last of several tensor ranks: in the software, so that replays have it, too."""
+    kind = module.RankStep
+    score = kind.score
+
+    def scored(self, *arguments):
+        from megatron.core import parallel_state as mpu
+
+        actor = self._actor
+        is_last = mpu.get_tensor_model_parallel_rank() == actor.layout.tensor - 1 > 0
+        if is_last and actor.num_updates >= (first - 1) * actor.config.updates_per_step:
+            from mrl.rank.attention import CausalAttention
+
+            for chunk in actor.chunks:
+                for layer in chunk.modules():
+                    if isinstance(layer, CausalAttention) and not hasattr(layer, "planted"):
+                        layer.planted = True
+                        layer.softmax_scale = 3 * actor.model.head_dim**-0.5
+        return score(self, *arguments)
+
+    kind.score = scored
+
+
 def rank_temperature(module, first, _):
     """Ranks compute with another temperature than engines sample with."""
 
