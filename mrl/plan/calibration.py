@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.plan.calibration_file import CONSTANTS, SYNC, Calibration, Fitted, OpenConstants, at_lengths
+from mrl.plan.calibration_file import CONSTANTS, SYNC, Calibration, Fitted, OpenDraw, at_lengths
 from mrl.plan.devices import USUAL, Assumptions, MeasuredLengths, usual_ends
 from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of
@@ -108,19 +108,25 @@ def calibrate(observations: Sequence[MeasuredRun], lengths: MeasuredLengths) -> 
     names = {each.name for each in fitted}
     left = {name: _why_left(name, jacobian, spread) for name in CONSTANTS if name not in names}
     assumed = replace(USUAL, **{each.name: each.value for each in fitted})
-    best = _assumed(CONSTANTS, logs, nominal)
-    open_ = OpenConstants(_drawn(logs, spread, nominal), _phase_factors(observations, best))
-    return Calibration(tuple(fitted), left, _phase_factors(observations, assumed), lengths, open_)
+    return Calibration(
+        tuple(fitted), left, _phase_factors(observations, assumed), lengths, _drawn(observations, logs, spread, nominal)
+    )
 
 
-def _drawn(logs: np.ndarray, spread: np.ndarray, nominal: bool) -> tuple[tuple[float, ...], ...]:
-    """Draws values of all CONSTANTS around the best ones, in pairs on both sides; the same ones for the same runs."""
+def _drawn(
+    observations: Sequence[MeasuredRun], logs: np.ndarray, spread: np.ndarray, nominal: bool
+) -> tuple[OpenDraw, ...]:
+    """Draws all CONSTANTS around the best ones, in pairs on both sides; the same ones for the same runs. What a draw
+    does not explain of a phase becomes a factor that goes with it.
+    """
     numbers = np.random.default_rng(0).normal(size=(DRAWS // 2, len(logs)))
     shifts = numbers @ np.linalg.cholesky(spread).T
-    rows = np.concatenate([logs + shifts, logs - shifts])
-    return tuple(
-        tuple(_value(name, shift, nominal) for name, shift in zip(CONSTANTS, row, strict=True)) for row in rows
-    )
+    draws = []
+    for row in np.concatenate([logs + shifts, logs - shifts]):
+        assumed = _assumed(CONSTANTS, row, nominal)
+        values = tuple(getattr(assumed, name) for name in CONSTANTS)
+        draws.append(OpenDraw(values, _phase_factors(observations, assumed)))
+    return tuple(draws)
 
 
 def deviation_of(name: str, nominal: bool) -> float:

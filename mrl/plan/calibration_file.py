@@ -2,8 +2,8 @@
 
 One JSON object: `format`, `device`, `runs` (name, steps, hash of the plan), `constants` (name: `value`, and the ends
 `faster` and `slower` of an interval of 90 %), `phases` (name: factor), `lengths` (the fields of MeasuredLengths),
-`left` (assumptions that the runs do not determine, each with the reason), `open` (what the runs leave open: `draws`,
-each a value of every assumption by its name, and `phases`, factors that go with them).
+`left` (assumptions that the runs do not determine, each with the reason), `open` (draws of what the runs leave open,
+each with `constants`, all by name, and `phases`, factors that go with them).
 """
 
 import json
@@ -43,10 +43,10 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class OpenConstants:
-    """Draws of all CONSTANTS from what runs leave open, each of which explains them. `phases`: factors with them."""
+class OpenDraw:
+    """Values of all CONSTANTS, drawn from what runs leave open. With `phases`, factors, they explain the runs."""
 
-    draws: tuple[tuple[float, ...], ...]
+    values: tuple[float, ...]
     phases: Mapping[str, float]
 
 
@@ -58,7 +58,7 @@ class Calibration:
     left: Mapping[str, str]
     phases: Mapping[str, float]
     lengths: MeasuredLengths
-    open: OpenConstants
+    open: tuple[OpenDraw, ...]
 
     @property
     def assumptions(self) -> Assumptions:
@@ -70,9 +70,13 @@ class Calibration:
     @property
     def allowed(self) -> tuple[Assumptions, ...]:
         """Assumptions that explain the runs, drawn from all that do."""
-        measured = Measured(self.lengths, (), tuple(self.open.phases.items()))
         return tuple(
-            replace(USUAL, **dict(zip(CONSTANTS, draw, strict=True)), measured=measured) for draw in self.open.draws
+            replace(
+                USUAL,
+                **dict(zip(CONSTANTS, draw.values, strict=True)),
+                measured=Measured(self.lengths, (), tuple(draw.phases.items())),
+            )
+            for draw in self.open
         )
 
 
@@ -96,10 +100,10 @@ def write_calibration(path: Path, device: str, runs: Sequence[RunOfCalibration],
         "phases": dict(found.phases),
         "lengths": asdict(found.lengths),
         "left": dict(found.left),
-        "open": {
-            "phases": dict(found.open.phases),
-            "draws": [dict(zip(CONSTANTS, draw, strict=True)) for draw in found.open.draws],
-        },
+        "open": [
+            {"constants": dict(zip(CONSTANTS, draw.values, strict=True)), "phases": dict(draw.phases)}
+            for draw in found.open
+        ],
     }
     try:
         with appears_whole(path) as work:
@@ -173,9 +177,14 @@ def _phases(row: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): _positive(factor, f"phases.{name}") for name, factor in row.items()}
 
 
-def _open(row: Mapping[str, Any]) -> OpenConstants:
-    draws = tuple(tuple(_positive(draw[name], f"open.draws.{name}") for name in CONSTANTS) for draw in row["draws"])
-    return OpenConstants(draws, _phases(row["phases"]))
+def _open(rows: Sequence[Mapping[str, Any]]) -> tuple[OpenDraw, ...]:
+    return tuple(
+        OpenDraw(
+            tuple(_positive(row["constants"][name], f"open.constants.{name}") for name in CONSTANTS),
+            _phases(row["phases"]),
+        )
+        for row in rows
+    )
 
 
 def _lengths(row: Mapping[str, Any]) -> MeasuredLengths:

