@@ -5,7 +5,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from small_model import SEEING_TEXT as TEXT
 from small_model import SEEING_WHOLE as WHOLE
 from small_model import write_model
@@ -65,6 +67,42 @@ def test_a_tower_is_trained_where_its_gradients_are_whole(part):
     assert "actor.lora.rank" in broken(training, "actor.lora.rank=8")
     assert "algorithm.adv_estimator" in broken(training, "algorithm.adv_estimator=gae")
     assert "trainer.schedule" in broken(training, "trainer.schedule=bounded")
+
+
+EYES = WHOLE | {"image_token_id": 7, "vision_start_token_id": 9, "vision_config": {"spatial_merge_size": 2}}
+
+
+def seeing_folder(folder: Path, tower: float = 1.0, mean: float = 0.5, **config) -> Path:
+    """The files of a model that decide what it sees: tokens, sizes, the processor's numbers, and the tower."""
+    write_model(folder)
+    (folder / "config.json").write_text(json.dumps(EYES | config))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [mean] * 3}))
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    save_file({"model.visual.merger.weight": np.full(4, tower, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "vision", "words"),
+    [
+        ({}, "frozen", ""),
+        ({"tower": 2.0}, "frozen", "has another vision tower than model.path"),
+        ({"tower": 2.0}, "trained", ""),  # it looks through the tower of its own folder
+        ({"mean": 0.4}, "frozen", "preprocessor_config.json: image_mean = [0.4, 0.4, 0.4] instead of [0.5, 0.5, 0.5]"),
+        ({"image_token_id": 8}, "trained", "sees otherwise than model.path: image_token_id = 8 instead of 7"),
+        ({"vision_config": {"spatial_merge_size": 3}}, "trained", "spatial_merge_size = 3 instead of 2"),
+    ],
+)
+def test_a_reference_of_another_folder_sees_as_the_actor_does(tmp_path, change, vision, words):
+    own, other = seeing_folder(tmp_path / "own"), seeing_folder(tmp_path / "other", **change)
+    changes = [f"model.path={own}", f"ref.path={other}", f"model.vision={vision}", "algorithm.use_kl_loss=true"]
+    config = load_config(TINY, overrides=[*SEEING, *changes])
+    told = [each.rule for each in violations(config, model_spec(WHOLE), check_paths=True) if each.field == "ref.path"]
+    assert len(told) == bool(words) and all(words in rule for rule in told)
+    unused = load_config(TINY, overrides=[*SEEING, *changes[:3], "algorithm.use_kl_loss=false"])
+    assert not [
+        each for each in violations(unused, model_spec(WHOLE), check_paths=True) if "sees otherwise" in each.rule
+    ]
 
 
 def test_a_text_model_has_no_tower():
