@@ -1,6 +1,6 @@
 """An engine that drafts gets an update as a plan describes it: `python engine_predicting.py FOLDER OTHER answers`.
-See test_engine_drafts. With `firsts` as the third word only the first draft of each request is told, with `fp8` the
-engine holds words and scales of what the folders have, and with any other it answers nothing.
+See test_engine_drafts. With `firsts` as the third word only the first draft of each request is told, and with any other
+it answers nothing.
 
 OTHER has the weights of the update. Prints JSON: parameters whose digests differ from the sent ones, what an update
 without the predicting layer says, and answers, with what was drafted for them.
@@ -22,7 +22,6 @@ from vllm.config import set_current_vllm_config
 from mrl.checkpoint.open_checkpoint import open_hf, weight_role
 from mrl.engine import cpu_delta
 from mrl.engine.drafter import ModelThatDrafts, drafting_model
-from mrl.engine.engine_state import AWAITED
 from mrl.engine.handshake import check_engine
 from mrl.engine.load_layout import LayerwiseWriter, layers_of
 from mrl.engine.read_back import held_digests, hf_block
@@ -30,49 +29,31 @@ from mrl.engine.receive import register
 from mrl.engine.v0_32 import ADAPTER
 from mrl.model import load_model_spec, tensor_specs
 from mrl.model.boxes import Box
-from mrl.model.hf_config import QUANTIZATION
 from mrl.model.layout import RolloutLayout
 from mrl.model.megatron_shards import Piece
-from mrl.model.quantised import engine_quantisation, quantised_tensors
 from mrl.model.vllm_parameters import target_parameters
 from mrl.rank.rank_load import fill
-from mrl.reshard.quantise import quantised
 
 DRAFTED = 2
-FP8_BLOCK = 32
 
 
 def main(folder: Path, other: Path, asked: str) -> dict:
     register()
     model = load_model_spec(folder).holding(True)
-    block = FP8_BLOCK if asked == "fp8" else 0
-    dtype = "bfloat16" if block else "float32"
-    held_as = {}
-    if block:
-        held_as = {"load_format": AWAITED, "hf_overrides": {QUANTIZATION: engine_quantisation(model, block)}}
     llm = LLM(
-        str(folder), dtype=dtype, **held_as, enforce_eager=True, max_model_len=128, max_num_seqs=8,
-        skip_tokenizer_init=True,
+        str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, skip_tokenizer_init=True,
         generation_config="vllm", logprobs_mode="processed_logprobs", disable_log_stats=False,
         worker_cls="mrl.engine.cpu_worker.CpuWorker", enable_prefix_caching=asked != "firsts",
-        speculative_config={
-            "method": "mtp", "num_speculative_tokens": DRAFTED,
-            "draft_load_config": {"load_format": held_as.get("load_format", "auto")},
-        },
+        speculative_config={"method": "mtp", "num_speculative_tokens": DRAFTED},
     )  # fmt: skip
     worker = worker_of(llm)
     runner = worker.model_runner
     whole = ModelThatDrafts(runner.get_model(), drafting_model(runner))
-    targets = target_parameters(model, RolloutLayout(1, 1), 0, "cpu", dtype, block)
-    words = quantised_tensors(model) if block else ()
-    tensors = {
-        part: values
-        for name, tensor in stored(other).items()
-        for part, values in quantised(name, tensor.bfloat16() if name in words else tensor, words, block)
-    }
+    targets = target_parameters(model, RolloutLayout(1, 1), 0, "cpu", "float32")
+    tensors = stored(other)
     report = {}
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        check_engine(whole, SimpleNamespace(model=model, fp8_block=block), targets, ADAPTER)
+        check_engine(whole, SimpleNamespace(model=model, fp8_block=0), targets, ADAPTER)
         writer = LayerwiseWriter(whole, worker.model_config, targets, ADAPTER, by_identity(whole, targets))
         update(writer, targets, tensors)
         layers = layers_of(whole, ADAPTER)
@@ -87,13 +68,13 @@ def main(folder: Path, other: Path, asked: str) -> dict:
             report["stale"] = str(error)
         stale.abandon()
         try:
-            check_engine(whole, SimpleNamespace(model=model, fp8_block=block), policy, ADAPTER)
+            check_engine(whole, SimpleNamespace(model=model, fp8_block=0), policy, ADAPTER)
         except RuntimeError as error:
             report["unplanned"] = str(error)
         update(LayerwiseWriter(whole, worker.model_config, targets, ADAPTER), targets, tensors)
     if asked == "firsts":
         return report | {"firsts": first_of_requests(llm)}
-    return report | (answers(llm) if asked in ("answers", "fp8") else {})
+    return report | (answers(llm) if asked == "answers" else {})
 
 
 def by_identity(whole, targets) -> frozenset[str]:

@@ -22,7 +22,6 @@ import psutil
 import pytest
 import ray
 from test_sync import CASES, config_for, start_engines, two_models, weights_of
-from tiny_models import with_head
 
 from mrl.cluster import rollout_group
 from mrl.cluster.calls import Late
@@ -36,7 +35,6 @@ from mrl.generate.rollouts import generate
 
 CASE = CASES["fp32-moe-to-two-engines"]
 ONE = dict(num_engines=1)
-MTP = {"method": "mtp", "tokens": 2}
 NGRAM = {"method": "ngram", "tokens": 2, "lookup": 1}
 LAYOUTS = {
     "dp2ep2": dict(data_parallel_size=2, expert_parallel_size=2),
@@ -44,7 +42,6 @@ LAYOUTS = {
     "tp2ep2": dict(tensor_model_parallel_size=2, expert_parallel_size=2),
     "two-engines-of-dp2ep2": dict(num_engines=2, data_parallel_size=2, expert_parallel_size=2),
     "dp2ep2-ngram": dict(data_parallel_size=2, expert_parallel_size=2, speculation=NGRAM),
-    "dp2ep2-mtp": dict(data_parallel_size=2, expert_parallel_size=2, speculation=MTP),
 }
 pytestmark = pytest.mark.real
 
@@ -73,13 +70,8 @@ def world(request, tmp_path_factory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp(request.param)
     layout = LAYOUTS[request.param]
     drafts = {"speculation": layout["speculation"]} if "speculation" in layout else {}
-    by_layer = drafts.get("speculation") == MTP
-    case = replace(CASE, model="glm") if by_layer else CASE
-    start, other = two_models(folder, case)
-    if by_layer:
-        with_head(start)
-        with_head(other)
-    alone, several = (config_for(start, case, {}, **{**ONE, **engines}) for engines in (drafts, layout))
+    start, other = two_models(folder, CASE)
+    alone, several = (config_for(start, CASE, {}, **{**ONE, **engines}) for engines in (drafts, layout))
     groups = []
     with ray_cluster(Deployment.of(several), actor=False):
         try:
@@ -144,8 +136,7 @@ def test_what_happens_to_an_engine_in_a_run(world):
     ranks_answer_as_one_does(world)
     a_rank_without_requests_holds_up_nobody(world)
     if world.drafts:
-        # a pause preempts requests, whose next tokens take other random numbers: nothing is drafted for them, and the
-        # slow path brings no layer that drafts
+        # a pause preempts requests, whose next tokens then take other random numbers, since nothing is drafted for them
         return
     requests_that_arrive_while_it_pauses_get_the_same_answers(world)
     after_a_sleep_it_serves_the_weights_that_it_was_brought(world)
