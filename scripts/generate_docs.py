@@ -66,6 +66,7 @@ def sections(
             yield from sections(below, f"{prefix}{name}.")
 
 
+@cache
 def keys() -> set[str]:
     """Every key of the configuration, sections left out; those of other layouts are as those of `actor.layout`."""
     return {key for key in schema_keys() if not key.startswith(tuple(f"{name}." for name in OTHER_LAYOUTS))}
