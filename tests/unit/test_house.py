@@ -351,6 +351,8 @@ DOORS = {
             )
         ),
     ),
+    "mrl.tools.import_verl": ("mrl.cli.config_arguments", "mrl.cli.import_verl"),
+    "mrl.tools.report": tuple(f"mrl.cli.{part}" for part in ("compare", "report", "samples", "train", "watch")),
     "mrl.tools.report.pictures": ("mrl.tools.report.sections",),
     "mrl.platforms.cpu_patches": ("mrl.platforms.torch_platforms",),
     "mrl.platforms.npu_mindspeed": (
