@@ -2,6 +2,7 @@
 
 import json
 import random
+from base64 import b64encode
 
 import pytest
 
@@ -88,6 +89,17 @@ def test_what_is_text_is_read_by_whatever_name_and_nothing_else_is(part, text):
         return
     with pytest.raises(BadRequest, match="only text is supported"):
         text_of([part])
+
+
+def test_a_message_is_the_same_if_its_words_and_images_are():
+    def key(picture: bytes, text: str = "look"):
+        url = "data:image/png;base64," + b64encode(picture).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+        return parse_openai({"messages": [{"role": "user", "content": parts}]}).messages[0].key
+
+    assert key(b"one") == key(b"one", " look") != key(b"another")
+    assert key(b"one") != key(b"one", "listen")
+    assert key(b"one") != parse_openai({"messages": [{"role": "user", "content": "look"}]}).messages[0].key
 
 
 def test_the_older_form_of_calls_in_a_history_is_read():
