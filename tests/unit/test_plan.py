@@ -166,7 +166,7 @@ def test_the_largest_models_of_other_attention_are_planned_on_256_devices_in_sec
         "finally: print(time.process_time(), file=sys.stderr)\n"  # its own: other processes may share the core
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == (7 if values else 0)  # that layout of the largest hybrid model is too large
+    assert done.returncode == 0  # an engine of the largest hybrid has states for the sequences that it is given
     seconds = float(done.stderr.strip().splitlines()[-1])
     assert seconds < 3 * times_slower()  # 1.5 to 2.5 beside a load of 20 on two cores
     plan = json.loads(done.stdout)
