@@ -463,6 +463,41 @@ def test_vllm_generates_for_engines_that_sample_alike(engine, speed, sampled):
     assert not from_overrides(name + "vllm", own + sampled).losses  # not read by verl's vLLM
 
 
+@pytest.mark.parametrize("engine", ["sglang", "trtllm"])
+def test_settings_of_vllm_are_not_read_where_another_engine_generates(engine):
+    """verl 0.9.1 reads `engine_kwargs.sglang` alone with SGLang (sglang_rollout/async_sglang_server.py), and so on."""
+    kwargs = "+actor_rollout_ref.rollout.engine_kwargs."
+    of_vllm = [
+        f"{kwargs}vllm.{word}"
+        for word in ("quantization=fp8", "max_num_batched_tokens=8", "speculative_config={method: ngram}")
+    ]
+    name = f"actor_rollout_ref.rollout.name={engine}"
+    plain, other = from_overrides(name), from_overrides(name, *of_vllm)
+    assert other.values == plain.values and not other.losses
+    assert other.keys - plain.keys == {word.removeprefix("+").partition("=")[0] for word in of_vllm[:2]} | {
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method"
+    }
+    assert from_overrides("actor_rollout_ref.rollout.name=vllm", *of_vllm).values != plain.values
+
+
+@pytest.mark.parametrize(
+    ("engine", "empty"),
+    [
+        ("sglang", "sglang=null"),
+        ("sglang", "sglang={}"),
+        ("sglang", "sglang.quantization=null"),
+        ("vllm", "vllm.quantization=null"),
+        ("vllm", "vllm.speculative_config=null"),
+        ("vllm", "vllm.speculative_config={}"),
+    ],
+)
+def test_what_is_null_among_an_engines_settings_sets_nothing(engine, empty):
+    """verl 0.9.1, vllm_rollout/vllm_async_server.py: what is null is left out before vLLM gets it."""
+    name = f"actor_rollout_ref.rollout.name={engine}"
+    plain, given = from_overrides(name), from_overrides(name, f"+actor_rollout_ref.rollout.engine_kwargs.{empty}")
+    assert given.values == plain.values and not given.losses and len(given.entries) == len(plain.entries) + 1
+
+
 @pytest.mark.parametrize(
     ("engine", "given", "tokens"),
     [

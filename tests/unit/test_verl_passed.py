@@ -35,7 +35,8 @@ _spec.loader.exec_module(verl_scripts)
 # what is asked of verl and not done here, and the values that do not ask for it
 NOT_DONE = {
     "actor_rollout_ref.rollout.multi_turn.enable": ("False", "false"),
-    "actor_rollout_ref.rollout.name": ("vllm",),
+    "actor_rollout_ref.rollout.name": ("vllm", "sglang", "trtllm"),  # each import names it: see below
+    "actor_rollout_ref.rollout.engine_kwargs.trtllm.kv_cache_config.dtype": ("auto",),
     "actor_rollout_ref.rollout.quantization": ("null", "fp8"),
     "actor_rollout_ref.rollout.dtype": ("bfloat16", "float32"),
     "actor_rollout_ref.actor.megatron.qat.enable": ("False", "false"),
@@ -153,6 +154,17 @@ def test_what_is_asked_and_not_done_is_a_loss(path):
     texts = passed(ROWS[NAMES.index(path)])
     asked = {key for key, usual in NOT_DONE.items() if key in texts and texts[key].strip("'\"") not in usual}
     assert asked <= losses
+
+
+ALIKE = {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+
+
+@pytest.mark.parametrize(
+    "path", [row["path"] for row in ROWS if passed(row).get("actor_rollout_ref.rollout.name") in ALIKE]
+)
+def test_an_import_names_the_engine_in_whose_place_vllm_generates(path):
+    (entry,) = [entry for entry in imported(path).entries if entry.key == "actor_rollout_ref.rollout.name"]
+    assert entry.kind == "not_applicable" and f"vLLM generates in place of {ALIKE[entry.value]}" in entry.why
 
 
 AHEAD = [row["path"] for row in ROWS if "fully_async" in row["entry"]]

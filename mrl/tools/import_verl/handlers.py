@@ -13,7 +13,7 @@ from mrl.tools.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
 from mrl.tools.import_verl.handlers_critic import CRITIC_HANDLERS, remote_code
 from mrl.tools.import_verl.handlers_distillation import DISTILLATION_HANDLERS
 from mrl.tools.import_verl.handlers_drafts import DRAFT_HANDLERS, SPECULATION, speculation
-from mrl.tools.import_verl.handlers_engines import ENGINE_HANDLERS
+from mrl.tools.import_verl.handlers_engines import ENGINE_HANDLERS, sets_nothing
 from mrl.tools.import_verl.handlers_images import IMAGE_HANDLERS
 from mrl.tools.import_verl.handlers_lora import LORA_HANDLERS
 from mrl.tools.import_verl.handlers_optimizer import gradient_clip, least_rate
@@ -313,6 +313,11 @@ def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
         _upstream(o, out, ENGINE, name, settings)
 
 
+def _engine_setting(o: Override, out: Import, settings: VerlSettings) -> None:
+    if not sets_nothing(o, out, settings):
+        _engine(o, out, settings)
+
+
 def _upstream(o: Override, out: Import, target: str, name: str, settings: VerlSettings) -> None:
     """Carries a field of Megatron or vLLM over where it exists and the user decides it. Otherwise refuses it with the
     reason.
@@ -496,7 +501,7 @@ HANDLERS: dict[str, Handler] = (
         R + "response_length": _response_length,
         R + "prompt_length": _response_length,
         R + "enable_expert_parallel": _engine,
-        R + "engine_kwargs.vllm.": _engine,
+        R + "engine_kwargs.vllm.": _engine_setting,
         R + "val_kwargs.do_sample": _greedy,
         R + "enable_rollout_routing_replay": _replay,
         R + "nnodes": _separate,

@@ -38,11 +38,27 @@ def _name(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("unsupported", o.key, o.value, "engines are vLLM's", o.line)
 
 
+def sets_nothing(o: Override, out: Import, settings: VerlSettings) -> bool:
+    """Tells whether a key of `engine_kwargs` is empty or another engine's, and then reports it.
+
+    verl's engines read the section of their own name alone; vLLM's leaves out what is null there (verl 0.9.1,
+    workers/rollout).
+    """
+    name = settings.given(_NAME)
+    if o.value in (None, {}):
+        out.leave("implied", o.key, o.value, "it sets nothing", o.line)
+    elif o.key.removeprefix(_KWARGS).partition(".")[0] != (name if name in _ALIKE else "vllm"):
+        out.leave("not_applicable", o.key, o.value, "of engines that are not used", o.line)
+    else:
+        return False
+    return True
+
+
 def _own_setting(o: Override, out: Import, settings: VerlSettings) -> None:
     engine, _, name = o.key.removeprefix(_KWARGS).partition(".")
-    if engine not in _ALIKE or engine != settings.value(_NAME):
-        out.leave("not_applicable", o.key, o.value, "of engines that are not used", o.line)
-    elif name.startswith(_SPEED[engine]):
+    if sets_nothing(o, out, settings):
+        return
+    if name.startswith(_SPEED[engine]):
         out.leave("not_applicable", o.key, o.value, f"a matter of {_ALIKE[engine]}'s speed or memory", o.line)
     else:
         why = f"a setting of {_ALIKE[engine]} that may change what is sampled, and vLLM generates here"
