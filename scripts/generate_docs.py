@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -137,8 +138,9 @@ _FROM_VERL = (
     "Their own settings of speed are dropped; any that may change what is sampled is a loss.",
     "* **Devices.** A script that looks for NPUs is read as on a machine with GPUs; `--set DEVICE=npu` chooses the "
     "other branch.",
-    "* **Asynchronous trainers** become `trainer.schedule`: `one_step_off`, or `bounded`, where a step is what verl "
-    "trains on between two syncs and a share of stale samples becomes whole steps. verl uses the engine's log-probs as "
+    "* **Asynchronous trainers** become `trainer.schedule`: `one_step_off`, or `bounded`. A step "
+    "then has the samples that verl trains on between two syncs; verl's share of stale samples becomes a whole "
+    "number of steps. verl uses the engine's log-probs as "
     "the old policy; here they are recomputed, and a correction weighs the difference.",
     "* **Rewards.** verl's `seq_reward` includes the overlong penalty and is `reward` here. Async functions are "
     "refused: call yours with `asyncio.run`.",
@@ -156,17 +158,19 @@ def from_verl() -> str:
     page = [
         _MADE, "# From verl\n",
         "`mrl import-verl SCRIPT` imports a launch script and reports every key ([what the verdicts "
-        "mean](tutorial/from_verl.md)). A key ending in a dot covers everything below it. `only`: these values ask for "
-        "what mrl does anyway; any other value is a loss.\n",
+        "mean](tutorial/from_verl.md)). A key ending in a dot covers everything below it. Implied: mrl always "
+        "does so. Not applicable: nothing is to be set. `only` X: mrl always does X, and any other value is a loss.\n",
         *_FROM_VERL,
+        "## Unsupported keys and values\n",
         *_table(("verl", "here", "why")),
     ]  # fmt: skip
+    other = ["", "## All other keys\n", *_table(("verl", "here", "why"))]
     for key, row in sorted(ROWS.items()):
         here = {
             "to": f"`{row.to}`",
-            "implied": "always so",
-            "not_applicable": "nothing to set",
-            "unsupported": "**not supported**",
+            "implied": "implied",
+            "not_applicable": "not applicable",
+            "unsupported": "**unsupported**",
         }
         said = here.get(row.kind) or _targets(HANDLERS[key])
         if row.said:
@@ -177,8 +181,27 @@ def from_verl() -> str:
             and not row.to.startswith(("rollout.engine_kwargs", "model.override", "actor.optim.override"))
         ):
             raise ValueError(f"verl's {key} goes to {row.to}, which is no key")
-        page.append(_row(f"`{key}`", said, row.why))
-    return "\n".join([*page, *_public_scripts(), ""])
+        (page if row.kind == "unsupported" else other).append(_row(f"`{key}`", said, row.why))
+    return "\n".join([*page, *other, *_public_scripts(), ""])
+
+
+_REFUSED = {  # what the first reason of a refusal has -> what it comes to
+    "config.json does not exist": "no `config.json` of the model at hand (give a folder by `--set`)",
+    "rollout.gpu_memory_utilization": "the memory of an engine",
+    "unknown name": "an estimator or loss that mrl lacks (GPG, ReMax, OTB)",
+    "rollout.n: must be at least": "an estimator that compares responses, and one response a prompt",
+    "--config-path": "a configuration file of verl's that was not given (`--config-path`)",
+    "starts ": "no RL training",
+    "cannot be read as shell": "unreadable shell",
+    "cluster.device": "a model that mrl does not run on NPUs",
+}
+
+
+def _refusals(scripts: list[dict]) -> str:
+    """Counts the refused scripts by what their first reason comes to, most frequent first."""
+    reasons = [row["why"].partition("; ")[0] for row in scripts if row["verdict"] == "refused"]
+    found = Counter(next((said for has, said in _REFUSED.items() if has in why), "other rules") for why in reasons)
+    return "; ".join(f"{said} ({count})" for said, count in found.most_common())
 
 
 def _public_scripts() -> Iterator[str]:
@@ -196,8 +219,8 @@ def _public_scripts() -> Iterator[str]:
         f"on something that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
         f"{counts.get('DIFFERENT', 0)} differ silently. Answers: "
         + ", ".join(f"{answers.count(name)} {name}" for name in ("valid", "carried with losses", "refused"))
-        + ". Refused are unsupported families, scripts that only generate or evaluate, "
-        "layouts that Megatron cannot have, and models or files that only the author has.\n"
+        + ". A loss may be a path in a variable that the script does not set. Refused by first reason: "
+        + f"{_refusals(found['scripts'])}.\n"
     )
     if "ways" in found:
         yield from _ways_to_train(**found["ways"])
@@ -211,7 +234,11 @@ def _public_scripts() -> Iterator[str]:
 def _ways_to_train(commit_before: str, verdicts: dict[str, dict]) -> Iterator[str]:
     """Answers to scripts with adapters, a critic or a teacher, beside those of a commit that had none of these."""
     answers = ("valid", "carried with losses", "refused")
-    yield f"Answers now, and at commit `{commit_before}`, which had neither adapters nor a critic nor a teacher:\n"
+    new = verdicts["all"]["before"].get("absent", 0)
+    yield (
+        f"Answers now, and at commit `{commit_before}`, which had neither adapters nor a critic nor a teacher "
+        f"({new} newer scripts were not tried there):\n"
+    )
     yield from _table(("scripts with", "number", *answers, *(f"{answer}, before" for answer in answers)))
     for way, of_way in verdicts.items():
         counts = [str(of_way[when].get(answer, 0)) for when in ("now", "before") for answer in answers]
@@ -339,8 +366,9 @@ def predictions() -> str:
         _MADE,
         "# Predictions against published runs\n",
         "What `mrl plan` predicts for published runs (`python scripts/published_runs.py`). Low and high take every "
-        "constant at the better or worse end of its range. A decode step is one token of every sequence; an update is "
-        "one optimizer step. Errors above 15% have a reason.\n",
+        "constant at the better or worse end of its range. `sequence_host` and `rest` were taken from NeMo-RL's runs, "
+        "which are thus no independent check; nor has any run of mrl on several devices been compared. A decode "
+        "step is one token of every sequence; an update is one optimizer step. Errors above 15% have a reason.\n",
         *_table(("run", "published", "low", "expected", "high", "error", "source", "missed because")),
     ]
     page += [_row(*_prediction(run)) for run in published_runs.compared()]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from mrl.algo.spec import OVER_WORDS
 from mrl.config.family_rules import cuts_context
 from mrl.config.rule_row import RuleRow
 from mrl.config.rules import PATH_RULES, RULES
@@ -11,6 +12,18 @@ from mrl.model.layout_degrees import LayoutDegrees
 from mrl.model.layout_rules import TRAIN_RULES, is_legal_layout
 
 _LARGEST = 64
+_IN_GENERAL = {  # what a message fills in for one configuration -> what it is of all
+    "{m.longest_sample} with rope_type {m.rotation.kind}": "what rope_type longrope or yarn allows",
+    "{m.longest_sample}": "the model's longest sample",
+    "with rope_type {m.rotation.kind}": "with a rope_type whose magnitude is not 1",
+    "for rope_type {m.rotation.kind}": "for a rope_type other than default",
+    "{c.distillation.distillation_loss.loss_mode}": " or ".join(OVER_WORDS),
+    "a model of the {m.family} family": "families that name or join projections otherwise",
+    ", {m.rotation.magnitude:.4f}": "",
+    "{m.vocab_size}, ": "",
+    "of {m.num_layers} layers": "of num_layers layers",
+    "{d.pipeline_model_parallel_size} stages x {d.virtual_pipeline}": "all stages",
+}
 _LAYOUTS = """# Layouts: what a model allows
 
 `mrl validate` checks a layout against your model and names the nearest legal values. `mrl plan --search` lists every
@@ -31,13 +44,13 @@ mrl plan --search --model Qwen/Qwen3-30B-A3B --devices 32 --device h100-80g
 
 ## Degrees by model
 
-Each degree up to 64 alone, beside 1 for the others. PP: stages of equal size; `pipeline_layers` gives others.
+Values up to 64 of each degree while the others are 1. PP: equal stages; for unequal ones set `pipeline_layers`.
 """
 _RULE_TABLE = "## Rules of the ranks' layout\n\nKeys below `actor.layout`.\n"
 _REFUSALS = """# What `mrl validate` refuses
 
-`mrl validate CONFIG` checks all of this at once, and prints each violation with its key, the rule, the reason and the
-nearest legal values. `mrl train` checks the same before it starts Ray.
+`mrl validate CONFIG` prints all violations at once, each with its key, the rule, the reason and the nearest legal
+values. `mrl train` checks the same before it starts Ray.
 
 1. **Keys**: unknown names (with the nearest one), types, limits: [every key](configuration.md).
 2. **Rules between keys, and between a key and the model**: below, and [layouts](layouts.md).
@@ -47,12 +60,17 @@ nearest legal values. `mrl train` checks the same before it starts Ray.
 5. **Files**: rows, chat template, reward, loss, advantage, tools ([frequent mistakes](tutorial/first_hour.md)).
    `--check-paths` also refuses folders that are not on this host.
 
-Exit code 2: the configuration; 3: data; 4: a folder or the machine. It does not check memory (`mrl plan`, exit code 7)
-or the machine (`mrl doctor`).
+6. **Engines' memory**: a `rollout.gpu_memory_utilization` that does not fit, or leaves no room for a sequence. Whether
+   the ranks fit, `mrl plan` says (exit code 7); the machine, `mrl doctor`.
+
+Exit code 2: the configuration; 3: data; 4: a folder or the machine.
 
 ## Rules
 
-Further rules have several conditions; `mrl validate` prints them.
+Of the rules with several conditions, which are not in the table, these are broken most often: `rollout.n` must be at
+least 2 for estimators that compare responses; `actor.ppo_mini_batch_size` must divide `data.train_batch_size`, and
+times `rollout.n` be a multiple of the data-parallel size; a token budget must hold the longest sample; a clip range
+must fit its loss.
 
 """
 
@@ -98,7 +116,13 @@ def _rows() -> Iterator[RuleRow]:
 
 
 def named(text: str) -> str:
-    """A rule's text with the names of what it is filled with: `= {m.num_experts}` is left out, as the name is there."""
+    """A rule's text without what one configuration fills in: of `num_experts = {m.num_experts}` the name stays.
+
+    Raises ValueError for a text that fills in something else.
+    """
     text = re.sub(r" = \{[^}]*\}", "", text)
-    text = re.sub(r"\{\w+\.([\w.]+)[^}]*\}", r"`\1`", text)
+    for filled, general in _IN_GENERAL.items():
+        text = text.replace(filled, general)
+    if "{" in text:
+        raise ValueError(f"say in _IN_GENERAL what this is of all configurations: {text}")
     return re.sub(r"\s+", " ", text).replace("|", "\\|")

@@ -343,7 +343,7 @@ ACTOR_RULES = (
     RuleRow(
         "actor.ppo_max_token_len_per_gpu",
         lambda c, m: c.actor.use_dynamic_bsz and c.actor.ppo_max_token_len_per_gpu is None,
-        "is not set while actor.use_dynamic_bsz is true",
+        "must be set with actor.use_dynamic_bsz: true",
         "micro-batches need a size",
         lambda c, m: (_smallest_budget(c),),
     ),
@@ -352,7 +352,7 @@ ACTOR_RULES = (
         lambda c, m: (
             _ref_is_dynamic(c) and not c.actor.use_dynamic_bsz and c.ref.log_prob_max_token_len_per_gpu is None
         ),
-        "is not set while ref.log_prob_use_dynamic_bsz is true and actor.use_dynamic_bsz is false",
+        "must be set with ref.log_prob_use_dynamic_bsz: true and actor.use_dynamic_bsz: false",
         "the actor has no limit in tokens to lend",
         lambda c, m: (_smallest_budget(c),),
     ),
@@ -382,7 +382,7 @@ ACTOR_RULES = (
     RuleRow(
         "actor.max_unrouted_share",
         lambda c, m: c.actor.max_unrouted_share != _UNROUTED and c.actor.router_replay != "R3",
-        f"must be {_UNROUTED} where actor.router_replay is {{c.actor.router_replay}}",
+        f"must be {_UNROUTED} unless actor.router_replay is R3",
         _IGNORED,
         (_UNROUTED,),
     ),
@@ -425,7 +425,7 @@ ACTOR_RULES = (
     RuleRow(
         f"{_TRANSFORMER}.recompute_granularity",
         lambda c, m: _transformer(c).get("recompute_granularity") not in (None, "full", "selective"),
-        "is unknown",
+        "must be full, selective or null",
         "Megatron recomputes whole layers, the modules that are named, or nothing",
         ("full", "selective", None),
     ),
@@ -449,8 +449,8 @@ ACTOR_RULES = (
     RuleRow(
         f"{_TRANSFORMER}.moe_token_dispatcher_type",
         lambda c, m: m.is_moe and _dispatcher(c) not in _DISPATCHERS,
-        "is unknown, or not for sequences of different lengths",
-        "Megatron has these ways to bring tokens to experts",
+        "must be " + " or ".join(_DISPATCHERS),
+        "Megatron has no other way to bring tokens of sequences of different lengths to experts",
         _DISPATCHERS,
     ),
     on_only_where(
@@ -489,7 +489,7 @@ ACTOR_RULES = (
     on_only_where(
         f"{_TRANSFORMER}.moe_router_fusion",
         lambda c, m: c.actor.router_replay == "disabled",
-        "must be false with actor.router_replay {c.actor.router_replay}",
+        "must be false unless actor.router_replay is disabled",
         "the fused kernel chooses experts where nothing can be replayed",
     ),
     *(

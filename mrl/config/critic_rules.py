@@ -143,7 +143,7 @@ CRITIC_RULES = (
     RuleRow(
         _ESTIMATOR,
         _with(lambda c, m: m.is_latent or m.is_hybrid or m.attention_sinks),
-        "must not be gae for a model of the {m.family} family",
+        "must not be gae for a model with latent or gated delta attention, or with attention sinks",
         "critics are built and tried for layers of plain grouped-query attention alone",
         ("grpo",),
     ),

@@ -307,7 +307,7 @@ DEVICE_RULES = (
     RuleRow(
         "actor.layout.virtual_pipeline_model_parallel_size",
         lambda c, m: c.actor.layout.virtual_pipeline > 1 and not get_hosting(c.cluster.device).interleaves_stages,
-        "must be left out on {c.cluster.device}",
+        "must be left out on npu",
         "mbridge and virtual pipeline stages exclude each other on NPU: MindSpeed's schedule builds chunks that "
         "mbridge cannot map",
         (None,),

@@ -25,6 +25,7 @@ from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 _TEACHER = "distillation.teacher_model"
 _LOSS = "distillation.distillation_loss"
 _PATH = f"{_TEACHER}.model_path"
+_WITHOUT_GRADIENT = tuple(name for name, spec in KL_TYPES.items() if spec.estimator == "k1" and not spec.k2_gradient)
 _FIELDS = f"{_TEACHER}.override_transformer_config"
 _OF_ACTOR = "model.override_transformer_config"
 _BUDGET = f"{_TEACHER}.log_prob_max_token_len_per_gpu"
@@ -61,8 +62,7 @@ def _estimator(config: RunConfig) -> str:
 
 def _has_no_gradient(config: RunConfig) -> bool:
     """Whether the gradient of the estimate as a loss has mean 0 for every teacher."""
-    spec = KL_TYPES.get(config.distillation.distillation_loss.loss_mode)
-    return spec is not None and spec.estimator == "k1" and not spec.k2_gradient
+    return config.distillation.distillation_loss.loss_mode in _WITHOUT_GRADIENT
 
 
 def _teacher_model(config: RunConfig, model: ModelSpec) -> ModelSpec | None:
@@ -226,7 +226,7 @@ DISTILLATION_RULES = (
     RuleRow(
         _PATH,
         _with(lambda c, m: c.distillation.teacher_model.model_path is None),
-        "is not set while distillation.enabled is true",
+        "must be set with distillation.enabled: true",
         "distillation needs a teacher; give the folder of its checkpoint",
     ),
     _readable,
@@ -247,7 +247,7 @@ DISTILLATION_RULES = (
     RuleRow(
         f"{_LOSS}.loss_mode",
         lambda c, m: c.distillation.in_loss and _has_no_gradient(c),
-        "{c.distillation.distillation_loss.loss_mode} needs use_policy_gradient: true",
+        f"must not be {' or '.join(_WITHOUT_GRADIENT)} without use_policy_gradient",
         "the gradient of this estimate as a loss is 0 in the mean, whoever the teacher is",
         ("k2", "k3+", "k1+"),
     ),
@@ -271,8 +271,8 @@ DISTILLATION_RULES = (
     RuleRow(
         f"{_LOSS}.topk",
         lambda c, m: c.distillation.over_words and c.distillation.distillation_loss.topk > m.vocab_size,
-        "must be at most {m.vocab_size}, the words that there are",
-        "the loss is over that many of the teacher's words",
+        "must be at most {m.vocab_size}, the size of the vocabulary",
+        "the loss is over that many of the teacher's most likely tokens",
         lambda c, m: (m.vocab_size,),
     ),
     RuleRow(

@@ -87,21 +87,21 @@ EFFICIENCY_RULES = (
     RuleRow(
         _GROUPED,
         _by_cutlass(lambda c, m: not m.is_moe),
-        "must be cublas, and the model is dense",
+        "must be cublas for a dense model",
         "there are no experts whose products it could join",
         ("cublas",),
     ),
     RuleRow(
         _GROUPED,
         _by_cutlass(lambda c, m: "cutlass" not in get_hosting(c.cluster.device).grouped_gemms),
-        "must be cublas on {c.cluster.device}",
+        "must be cublas outside cuda",
         "it names a kernel of Transformer Engine on NVIDIA devices; others have products of their own",
         ("cublas",),
     ),
     RuleRow(
         _GROUPED,
         _by_cutlass(lambda c, m: (c.cluster.accelerator or "").startswith("a100")),
-        "must be cublas on {c.cluster.accelerator}",
+        "must be cublas on A100",
         f"CUTLASS' kernel is for Hopper; {_BY_CUBLAS}",
         ("cublas",),
     ),
@@ -122,14 +122,14 @@ EFFICIENCY_RULES = (
     RuleRow(
         _DELTA,
         _by_fla(lambda c, m: not m.is_hybrid),
-        "must be torch: the model has no gated delta layers",
+        "must be torch for a model without gated delta layers",
         "it would be ignored",
         ("torch",),
     ),
     RuleRow(
         _DELTA,
         _by_fla(lambda c, m: "fla" not in get_hosting(c.cluster.device).delta_kernels),
-        "must be torch on {c.cluster.device}",
+        "must be torch outside cuda",
         "flash-linear-attention's kernels are made for NVIDIA devices here",
         ("torch",),
     ),
@@ -171,8 +171,8 @@ EFFICIENCY_RULES = (
     RuleRow(
         _DISPATCHER,
         lambda c, m: _is_flex(c, m) and not get_hosting(c.cluster.device).has_flex_dispatcher,
-        "must be alltoall on {c.cluster.device}",
-        "the kernels of DeepEP and HybridEP are NVIDIA's; {c.cluster.device} has neither",
+        "must be alltoall outside cuda",
+        "the kernels of DeepEP and HybridEP are NVIDIA's",
         ("alltoall",),
     ),
     RuleRow(

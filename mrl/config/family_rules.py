@@ -132,7 +132,7 @@ LATENT_RULES = (
     RuleRow(
         "cluster.device",
         lambda c, m: m.family in NOT_ON_CPU and on_device(c, "cpu"),
-        "cannot be cpu for a model of the {m.family} family",
+        f"cannot be cpu for the family {' or '.join(NOT_ON_CPU)}",
         "vLLM's CPU router chooses by a sigmoid among groups of experts alone, and this family has none",
         ("cuda",),
     ),
@@ -230,14 +230,14 @@ HYBRID_RULES = (
     RuleRow(
         "cluster.device",
         lambda c, m: m.is_wrapped and not m.is_hybrid and on_device(c, "npu"),
-        "must be cuda or cpu for the text model of one that reads images",
+        "must be cuda or cpu for the text part of a model that reads images",
         "vLLM's class of it is mrl's own (mrl/engine/inner_texts.py), which was made for vLLM 0.32",
         ("cuda", "cpu"),
     ),
     RuleRow(
         "cluster.versions",
         lambda c, m: m.is_wrapped and not m.is_hybrid and engine_is_old(c, m),
-        "the text model of one that reads images needs vLLM 0.32",
+        "the text part of a model that reads images needs vLLM 0.32",
         "vLLM's class of it is mrl's own (mrl/engine/inner_texts.py), which was made for that release",
     ),
     RuleRow(

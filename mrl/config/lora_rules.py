@@ -105,14 +105,14 @@ LORA_RULES = (
     RuleRow(
         "actor.lora.target_modules",
         _with(lambda c, m: not c.actor.lora.target_modules),
-        "names no module",
+        "must name a module",
         "nothing would be trained",
         ("all-linear",),
     ),
     RuleRow(
         "actor.lora.target_modules",
         _with(_has_no_target),
-        "names no module of a {m.family} model",
+        "must name a module that the model has",
         "nothing would be trained",
         ("all-linear",),
     ),

@@ -10,6 +10,7 @@ from mrl.algo.spec import (
     AGGREGATIONS,
     ALIASES,
     BAND_MODES,
+    BY_TURN,
     CORRECTIONS,
     LOSSES,
     MODES,
@@ -28,6 +29,7 @@ _CORRECTION = "algorithm.rollout_correction"
 _GROUPS = "algorithm.filter_groups"
 _ON_POLICY = "algorithm.anchor: on_policy"
 _PASS = "algorithm.anchor: recompute makes the pass that it needs"
+_SELECTING = " or ".join(name for name, loss in LOSSES.items() if loss.selects_tokens)
 _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 # A clip this many times wider than the widest sensible one was written for another kind of ratio.
 _OTHER_SCALE = 10
@@ -378,18 +380,16 @@ LOSS_RULES = (
     on_only_where(
         "algorithm.use_kl_in_reward",
         lambda c, m: not _needs_parts(c),
-        "does not go with adv_estimator {c.algorithm.adv_estimator}",
-        "{c.algorithm.adv_estimator} reads the named parts of the reward, and the KL is in none of them; "
-        "algorithm.use_kl_loss works with it",
+        "must be false with an adv_estimator that reads parts of the reward (gdpo)",
+        "it reads the named parts of the reward, and the KL is in none of them; algorithm.use_kl_loss works with it",
     ),
     _parts_with_penalty,
     _by_turn,
     on_only_where(
         "algorithm.use_kl_in_reward",
         lambda c, m: not c.algorithm.by_turn,
-        "does not go with adv_estimator {c.algorithm.adv_estimator}",
-        "{c.algorithm.adv_estimator} credits turns, and the KL is a reward of each token; algorithm.use_kl_loss works "
-        "with it",
+        f"must be false with adv_estimator {' or '.join(BY_TURN)}",
+        "it credits turns, and the KL is a reward of each token; algorithm.use_kl_loss works with it",
     ),
     _loss_name,
     _group,
@@ -433,9 +433,8 @@ LOSS_RULES = (
             and c.algorithm.rollout_correction.level is not None
             and c.algorithm.rollout_correction.mode not in BAND_MODES
         ),
-        "must be null with mode {c.algorithm.rollout_correction.mode}",
-        f"that mode is a weight and nothing else; {' and '.join(BAND_MODES)} may leave what is inside the band at "
-        "weight 1",
+        f"must be null unless mode is {' or '.join(BAND_MODES)}",
+        "other modes are weights and nothing else; these may leave what is inside the band at weight 1",
         (None,),
     ),
     RuleRow(
@@ -485,7 +484,7 @@ LOSS_RULES = (
     RuleRow(
         "actor.shuffle",
         lambda c, m: c.actor.ppo_epochs > 1 and c.actor.shuffles and c.actor.router_replay == "R2" and m.is_moe,
-        "must be false with actor.router_replay: R2 and actor.ppo_epochs = {c.actor.ppo_epochs}",
+        "must be false with actor.router_replay: R2 and actor.ppo_epochs above 1",
         "R2 replays the routes of whole micro-batches, and drawn mini-batches have others in each epoch; R3 replays "
         "each token's own",
         (False,),
@@ -493,7 +492,7 @@ LOSS_RULES = (
     RuleRow(
         "actor.shuffle",
         lambda c, m: c.actor.ppo_epochs > 1 and c.actor.shuffles and _is(c, lambda loss: loss.selects_tokens),
-        "must be false with {c.algorithm.policy_loss.loss_mode} and actor.ppo_epochs = {c.actor.ppo_epochs}",
+        f"must be false with loss_mode {_SELECTING} and actor.ppo_epochs above 1",
         "it chooses tokens of the whole mini-batch before the update, and drawn mini-batches are others in each epoch",
         (False,),
     ),
@@ -526,7 +525,7 @@ LOSS_RULES = (
     RuleRow(
         f"{_LOSS}.loss_mode",
         lambda c, m: c.algorithm.on_policy and _is(c, lambda loss: loss.selects_tokens),
-        "{c.algorithm.policy_loss.loss_mode} does not go with " + _ON_POLICY,
+        f"must not be {_SELECTING} with {_ON_POLICY}",
         f"it chooses tokens of the whole mini-batch before the update, by old log-probs; {_PASS}",
         tuple(name for name, each in LOSSES.items() if not (each.selects_tokens or each.needs_rollout_anchor)),
     ),
@@ -552,7 +551,7 @@ LOSS_RULES = (
             and c.algorithm.filter_groups.on_exhausted != "error"
             and c.algorithm.filter_groups.max_num_gen_batches == 0
         ),
-        "must be at least 1 with on_exhausted {c.algorithm.filter_groups.on_exhausted}",
+        "must be at least 1 unless on_exhausted is error",
         "0 sets no limit, so the batches are never used up",
         (5, 10),
     ),

@@ -123,7 +123,7 @@ OVERRIDE_RULES = (
         "actor.override_ddp_config.overlap_param_gather",
         lambda c, m: c.actor.override_ddp_config.get("overlap_grad_reduce"),
         "needs overlap_grad_reduce: true",
-        "weights are gathered by buckets, which Megatron makes for overlap_grad_reduce alone; it refuses the other",
+        "weights are gathered by buckets, which Megatron makes only with overlap_grad_reduce",
     ),
     on_only_where(
         "actor.override_ddp_config.average_in_collective",

@@ -85,7 +85,7 @@ QUANTISATION_RULES = (
     RuleRow(
         _KEY,
         _is_on(lambda c, m: (c.cluster.accelerator or "").startswith("a100")),
-        "must be null on {c.cluster.accelerator}",
+        "must be null on A100",
         "its tensor cores compute nothing in FP8",
         (None,),
     ),
@@ -93,7 +93,7 @@ QUANTISATION_RULES = (
         _KEY,
         _is_on(engine_is_old),
         "needs vLLM 0.32",
-        "the weight sync knows words and scales as that release has them",
+        "the weight sync knows FP8 values and scales as that release has them",
         (None,),
     ),
     _family,
@@ -102,7 +102,7 @@ QUANTISATION_RULES = (
             key,
             _is_on(differs),
             f"must be bfloat16 with {_KEY}",
-            "a word rounds a bfloat16 number, and vLLM computes with it in that format",
+            "an FP8 value rounds a bfloat16 number, and vLLM computes with it in bfloat16",
             ("bfloat16",),
         )
         for key, differs in (
@@ -133,8 +133,8 @@ QUANTISATION_RULES = (
             why,
         )
         for name, why in (
-            ("load_format", "no file has words; the first weight sync brings them"),
-            ("hf_overrides", "mrl itself says there how words are held"),
+            ("load_format", "no file has FP8 values; the first weight sync brings them"),
+            ("hf_overrides", "mrl itself sets there how FP8 values are stored"),
         )
     ),
 )

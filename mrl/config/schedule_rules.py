@@ -130,7 +130,7 @@ SCHEDULE_RULES = (
     RuleRow(
         "algorithm.anchor",
         lambda c, m: schedule_of(c).max_staleness > 0 and c.algorithm.anchor != "recompute",
-        "must be recompute with schedule: {c.trainer.schedule}",
+        "must be recompute with schedule one_step_off, or bounded with max_staleness above 0",
         "it treats the weights that generated as those that a step begins with, and here they are older; recompute "
         "keeps both apart",
         ("recompute",),
@@ -140,7 +140,7 @@ SCHEDULE_RULES = (
     RuleRow(
         "data.gen_batch_size",
         lambda c, m: not schedule_of(c).is_synchronous and c.data.gen_batch_size not in (None, c.data.train_batch_size),
-        "must be left out with schedule: {c.trainer.schedule}, or be train_batch_size = {c.data.train_batch_size}",
+        "must be left out or be train_batch_size = {c.data.train_batch_size} with a schedule ahead of training",
         "groups are numbered in batches of a step, and those that are dropped are replaced one by one",
         lambda c, m: (None, c.data.train_batch_size),
     ),
@@ -151,7 +151,7 @@ SCHEDULE_RULES = (
             and c.algorithm.filter_groups.enable
             and c.algorithm.filter_groups.on_exhausted != "error"
         ),
-        "must be error with schedule: {c.trainer.schedule}",
+        "must be error with a schedule ahead of training",
         "filtered groups are replaced one by one, so batches are never used up",
         ("error",),
     ),

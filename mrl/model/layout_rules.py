@@ -316,7 +316,7 @@ TRAIN_RULES = (
     _Rule(
         _PP,
         _stages_are_even,
-        "must divide num_layers = {m.num_layers} plus the {d.counted_extras} counted of embedding and loss",
+        "must divide num_layers = {m.num_layers} plus those counted for embedding and loss = {d.counted_extras}",
         "stages are equal unless an uneven split is given (num_layers_in_first/last_pipeline_stage, "
         "account_for_*, pipeline_layers)",
     ),
@@ -335,8 +335,8 @@ TRAIN_RULES = (
     _Rule(
         "pipeline_layers",
         _list_fits,
-        "must have one count for each of {d.pipeline_model_parallel_size} x {d.virtual_pipeline} chunks, in all "
-        "{m.num_layers}; only the first and the last may be 0",
+        "must have one count for each model chunk of {d.pipeline_model_parallel_size} stages x {d.virtual_pipeline}, "
+        "in all num_layers = {m.num_layers}; only the first and the last may be 0",
         "every layer lies in exactly one model chunk; the first has the embedding too and the last the head, and a "
         "chunk without any weight cannot run",
     ),

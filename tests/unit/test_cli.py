@@ -171,7 +171,7 @@ def test_a_response_ends_with_tokens_of_the_model(mrl, tmp_path, given):
 def test_checking_paths_wants_a_tokenizer(mrl, tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
     code, rows = verdict(mrl(*OK, "--json", "--check-paths", "--set", "data.train_files=rows.jsonl"))
-    assert code == 2 and ("model.path", "has no tokenizer") in [(row["field"], row["rule"]) for row in rows]
+    assert code == 2 and ("model.path", "must have a tokenizer") in [(row["field"], row["rule"]) for row in rows]
 
 
 def test_checking_paths_looks_into_the_weights(mrl, tmp_path):

@@ -565,7 +565,7 @@ def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
         file.touch()
     assert violations(load_config(TINY), TINY_MODEL, check_paths=True) == []
     empty = violations(load_config(TINY, overrides=["data.train_files=[]"]), TINY_MODEL, check_paths=True)
-    assert [(v.field, v.rule) for v in empty] == [("data.train_files", "names no file")]
+    assert [(v.field, v.rule) for v in empty] == [("data.train_files", "must name a file")]
 
 
 @pytest.mark.parametrize(

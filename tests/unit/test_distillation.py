@@ -500,12 +500,12 @@ def test_a_teacher_of_another_family_and_layout_is_legal(folders):
 
 
 CASES = [
-    ([f"{TEACHER}model_path=null"], "is not set while distillation.enabled is true"),
+    ([f"{TEACHER}model_path=null"], "must be set with distillation.enabled: true"),
     ([f"{TEACHER}model_path=/nowhere/teacher"], "cannot be used"),
     ([f"{TEACHER}layout={{world_size: 4}}"], "layout.world_size: must be actor.layout.world_size = 2"),
     (["actor.layout.expert_model_parallel_size=1", f"{TEACHER}layout={{expert_model_parallel_size: 2}}"],
         "layout.expert_model_parallel_size"),
-    ([f"{LOSS}use_policy_gradient=false"], "loss_mode: k1 needs use_policy_gradient: true"),
+    ([f"{LOSS}use_policy_gradient=false"], "loss_mode: must not be kl or k1 without use_policy_gradient"),
     (["algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=64"], "must be false with algorithm.anchor: on_policy"),
     ([f"{TEACHER}log_prob_max_token_len_per_gpu=64"], "needs actor.use_dynamic_bsz: true"),
     (["actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=64",

@@ -258,7 +258,7 @@ def test_flops_count_what_a_window_shows(plain, window):
         ("actor.layout.context_parallel_size=2", "must be 1 for attention with sinks outside cpu"),
         ("actor.lora.rank=8", "must be 0 for a model of the gpt_oss family"),
         ("rollout.quantization=fp8", "experts with biases have no form in FP8"),
-        ("algorithm.adv_estimator=gae", "must not be gae for a model of the gpt_oss family"),
+        ("algorithm.adv_estimator=gae", "must not be gae for a model with latent or gated delta attention, or"),
         ("rollout.tensor_model_parallel_size=16", "must divide num_attention_heads = 64 and num_key_value_heads = 8"),
         ("rollout.data_parallel_size=3", "must divide num_experts = 32"),
         ("cluster.device=npu", "must be cuda or cpu for attention with sinks"),

@@ -54,7 +54,7 @@ BROKEN = {
     "credit by turn less a KL": (
         [CALCULATOR, GIGPO, BY_TOKEN, "algorithm.use_kl_in_reward=true"],
         "algorithm.use_kl_in_reward",
-        "does not go with adv_estimator gigpo",
+        "must be false with adv_estimator grpo_turn or gigpo or turn_return",
     ),
     "a discount of nothing": ([CALCULATOR, "algorithm.gamma=0.9"], "algorithm.adv_estimator", "must be gae where"),
     "no tools": (["rollout.turns={tools: []}"], "rollout.turns.tools", "must name a tool"),

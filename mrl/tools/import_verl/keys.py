@@ -61,6 +61,7 @@ def _missing(why: str, *neutral: Any) -> KeyRow:
 
 _SPECIAL = KeyRow("special")
 _FSDP = "FSDP only"
+_NO_SERVICE = "no sandbox service is called: programs run on the engine's node (docs/tools.md)"
 _OTHER_BACKEND = "of another training backend; the actor here is Megatron's"
 _SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are out, of each file its share"
 _SERVERS = "no reward model runs here; rewards are functions"
@@ -252,7 +253,7 @@ ROWS: dict[str, KeyRow] = {
     F: _nothing(_FSDP),
     # --- rollout
     R + "name": _SPECIAL,
-    R + "mode": _implied("vLLM's asynchronous engine is always used; every step waits for all responses"),
+    R + "mode": _implied("vLLM's asynchronous engine is always used"),
     R + "top_k": _SPECIAL,
     R + "rollout_world_size": _nothing("follows from the devices"),
     R + "pipeline_model_parallel_size": _missing("engines are cut by tensor, data and expert parallelism", 1),
@@ -323,10 +324,10 @@ ROWS: dict[str, KeyRow] = {
     "reward.reward_kwargs.": _SPECIAL,
     "reward_model.enable": _missing(_SERVERS, False, None),
     "reward.reward_model.enable": _missing(_SERVERS, False, None),
-    "reward_model.sandbox_fusion.url": _missing("no code sandbox here", None),
-    "reward.sandbox_fusion.url": _missing("no code sandbox here", None),
-    "sandbox_fusion.": _nothing("no code sandbox here"),
-    "sandbox_fusion.url": _missing("no code sandbox here", None),
+    "reward_model.sandbox_fusion.url": _missing(_NO_SERVICE, None),
+    "reward.sandbox_fusion.url": _missing(_NO_SERVICE, None),
+    "sandbox_fusion.": _nothing(_NO_SERVICE),
+    "sandbox_fusion.url": _missing(_NO_SERVICE, None),
     **{
         key: _missing("reward managers here are naive and dapo; a reward is a function of its own file", *neutral)
         for key, neutral in {
@@ -359,7 +360,7 @@ ROWS: dict[str, KeyRow] = {
     "trainer.validation_data_dir": _implied("samples are always recorded in the run directory"),
     "trainer.v1.trainer_mode": _missing(_AHEAD, "sync"),
     "trainer.v1.sampler.custom_sampler.": _missing(_CODE, None),
-    "trainer.v1.": _nothing("it goes with other modes than sync (trainer.v1.trainer_mode)"),
+    "trainer.v1.": _nothing("only trainer_mode sync is imported, which does not read it"),
     "trainer.checkpoint_callback_class": _missing(_CODE, None),
     "trainer.": _nothing("a matter of verl's trainer"),
     # --- the rest
@@ -389,7 +390,7 @@ ROWS: dict[str, KeyRow] = {
     ),
     "distillation.teacher_models.": _SPECIAL,
     "distillation.teacher_model.": _SPECIAL,
-    "distillation.teacher_key": _implied("a run has one teacher, to whom verl sends every sample whatever it says"),
+    "distillation.teacher_key": _implied("a run has one teacher, to which verl too sends every sample"),
     "distillation.": _nothing("the teacher computes on the actor's ranks"),
     "async_training.": _SPECIAL,
     "rollout.nnodes": _SPECIAL,
