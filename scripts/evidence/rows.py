@@ -123,7 +123,7 @@ ROWS = (
           goal="state 2 %, activations 10 %, 37 tiny cases"),
     Row("seconds", "How far off are predicted seconds from runs that others published?",
         "NeMo-RL's four within 15 %", "python scripts/published_runs.py", 1, _predicted, guarantees=(4,)),
-    Row("presets", "Are that commit's presets near the planner's own best?", "at most 1.10 times, or the header says why",
+    Row("presets", "Are that commit's presets near the planner's best?", "at most 1.10 times, or the header says why",
         "python scripts/evidence/presets.py --out OUT", 10, _presets, guarantees=(3,)),
     Row("plan", "How long does the sync of 235B on 128 ranks take to plan?", "1 s",
         "python scripts/bench/plan.py --json", 1, _plan),
