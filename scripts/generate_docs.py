@@ -219,7 +219,7 @@ def _public_scripts() -> Iterator[str]:
         f"on something that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
         f"{counts.get('DIFFERENT', 0)} differ silently. Answers: "
         + ", ".join(f"{answers.count(name)} {name}" for name in ("valid", "carried with losses", "refused"))
-        + ". A loss may be a path in a variable that the script does not set. Refused by first reason: "
+        + ". A loss may be a variable that is not set, or no key of verl. Refused by first reason: "
         + f"{_refusals(found['scripts'])}.\n"
     )
     if "ways" in found:
