@@ -185,6 +185,13 @@ SPECULATION_RULES = (
     ),
     _where_drafted(
         f"{_KEY}.method",
+        lambda c, m: c.rollout.speculation.head is not None and c.rollout.fp8_block > 0,
+        "must be ngram or mtp with rollout.quantization",
+        "heads were never seen to draft beside a model in FP8",
+        _METHODS,
+    ),
+    _where_drafted(
+        f"{_KEY}.method",
         lambda c, m: c.rollout.speculation.head is not None and c.cluster.placement == "colocated",
         "must be ngram or mtp with cluster.placement: colocated",
         "a sleeping engine forgets its weights, and no weight sync brings those of a head",

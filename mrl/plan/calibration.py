@@ -6,7 +6,7 @@ the ranges as further rows). An assumption is determined where the runs narrow i
 others are. All others keep their usual values: a phase that two of them explain equally well tells neither. What the
 determined ones leave of a phase becomes a factor on its seconds: its size is right, although its cause is unknown.
 What the runs leave open is kept as draws of all assumptions together: each explains the runs, and another layout may
-be the fastest by each (mrl.tools.trial_run).
+be the fastest by each (mrl.tools.run_search).
 
 Example: log-probs and updates both take twice the predicted seconds. Most of both is behind `compute_share`, which
 becomes about half. If only updates are slow, links explain that as well as launches. Then neither is changed, and the

@@ -1,7 +1,8 @@
 """Files of `samples/`: a step's responses in columns, as they travel through a run, with their rewards.
 
 `step-N.parquet` has a row for each response: its ids and seed, `engine` (the number of that which made its first token;
-null where a checkpoint brought the response), `prompt_ids` and `response_ids` (lists of int32),
+null where a checkpoint or a restart brought the response; it depends on the machine and not on the seed, as seconds do:
+mrl.tools.compare_runs.of_run), `prompt_ids` and `response_ids` (lists of int32),
 `rollout_log_probs` (list of float32), `stop_reason`, `weight_version` (list of `first_token`, `version`; one item
 unless weights changed meanwhile), `score`, `reason`, and `reward` (JSON of the parts from the reward function, and the
 row's `ground_truth`).

@@ -60,6 +60,14 @@ def is_of_clock(name: str) -> bool:
     return name.startswith(CLOCK) or (name.startswith("tools/") and name.endswith("/seconds"))
 
 
+def of_run(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a response of `read_samples` without what depends on the machine: the engine, which is unknown where a
+    checkpoint or a restart brought the response, and the seconds of turns and calls.
+    """
+    parts = {name: [{**part, "seconds": 0.0} for part in row[name]] for name in ("turns", "calls") if name in row}
+    return {name: value for name, value in row.items() if name != "engine"} | parts
+
+
 def lacked_engines(*rows: Mapping[str, Any]) -> bool:
     """Tells whether an engine was missing in one of these steps."""
     ready = {row.get("fleet/engines_ready") for row in rows}

@@ -156,6 +156,9 @@ def _trial(
 ) -> Trial | None:
     """Returns the run with the largest expected gain that is possible with the best run's engines; None where none is
     worth it.
+
+    Both runs generate alike, for the seconds that the calibration's own values give, whatever `allowed` says of them:
+    `low` and `high` leave out what the runs leave open of generation.
     """
     if not allowed:
         return None

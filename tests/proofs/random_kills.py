@@ -20,7 +20,7 @@ import psutil
 from mrl.record.attempts import read_attempts
 from mrl.record.run_dir import METRICS, read_metrics
 from mrl.record.sample_files import read_samples
-from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference, of_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
@@ -144,6 +144,7 @@ def difference(whole: Path, killed: Path, steps: int) -> str | None:
     if found := metrics_difference(*(read_metrics(folder / METRICS) for folder in (whole, killed))):
         return found
     for step in range(1, steps + 1):
-        if read_samples(whole / "samples", step) != read_samples(killed / "samples", step):
+        first, second = ([of_run(row) for row in read_samples(run / "samples", step)] for run in (whole, killed))
+        if first != second:
             return f"samples of step {step}"
     return checkpoint_difference(*(folder / "checkpoints" / f"step-{steps}" for folder in (whole, killed)))

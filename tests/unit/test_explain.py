@@ -1,6 +1,7 @@
 """mrl explain: the first step outside a run's own band, what its samples say, and how verdicts follow from a replay."""
 
 import json
+import math
 import shutil
 import time
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from report_run import World, write_run
 from report_run import _sample as sample
 from small_model import write_model
@@ -18,6 +20,9 @@ from mrl.data.samples import NO_ENGINE, packed
 from mrl.driver import replay_rank, replay_views
 from mrl.driver.stored_step import stored_rollouts
 from mrl.errors import ConfigError, DataError, EnvironmentFault
+from mrl.rank import rank_parameters
+from mrl.rank.rank_parameters import RankParameter
+from mrl.rank.rank_save import rank_file
 from mrl.record.sample_files import write_samples
 from mrl.reward.pool import RewardPool
 from mrl.tools.explain import by_transformers, rewards
@@ -44,6 +49,7 @@ from mrl.tools.explain.evidence import (
     of_groups,
     of_length,
     of_mismatch,
+    of_one_engine,
     of_versions,
 )
 from mrl.tools.explain.experiments import effects, experiments_of, guesses_of, likeness, other_ways
@@ -219,6 +225,19 @@ def test_the_engine_of_the_responses_that_differ_is_named_where_it_is_one_of_sev
         samples(gaps=off, engines=np.where(second, NO_ENGINE, 0)),
     ):  # fmt: skip
         assert of_far_rows(alike) == ""
+
+
+@pytest.mark.parametrize(("rows", "named"), [(1, False), (3, False), (6, False), (7, True)])
+def test_few_responses_of_one_engine_of_two_are_not_called_its_own(rows, named):
+    """Drawn without putting back (hypergeometric): the next of N rows is of the same engine, which has half of them."""
+    by_chance = math.prod((16 - done) / (32 - done) for done in range(1, rows))
+    assert (by_chance < 0.01) == named
+    engines = np.arange(32) % 2
+    off = np.where(np.isin(np.arange(32), np.flatnonzero(engines)[:rows]), 0.2, 1e-6)
+    assert bool(of_far_rows(samples(gaps=off))) == named
+    rng = np.random.default_rng(1)
+    drawn = [np.isin(np.arange(32), rng.choice(32, rows, replace=False)) for _ in range(1000)]
+    assert np.mean([of_one_engine(samples(), each) != "" for each in drawn]) < 0.015
 
 
 def test_lone_responses_and_a_reward_that_began_to_pay_length_are_told():
@@ -888,16 +907,58 @@ def test_transformers_says_whether_engines_or_ranks_are_wrong():
     assert verdict(AgainstTransformers(0.1, 0.12, 0.1, 32, "layer 0")) is None  # both round
 
 
-def test_weights_that_a_disk_does_not_hold_are_not_begun_and_what_it_refuses_is_told(tmp_path, monkeypatch):
-    write_model(tmp_path / "small")
-    config = config_of(tmp_path, f"model.path={tmp_path / 'small'}")
-    assert by_transformers.lacks_room(config, tmp_path, 2) == ""
-    monkeypatch.setattr(by_transformers, "free_bytes", lambda folder: 1000)
-    assert "1e-06 GB free" in by_transformers.lacks_room(config, tmp_path, 2)
-    full = {"the comparison with transformers": "actor-00000.safetensors cannot be written: No space left on device"}
-    views = [{"kind": "own", "gap": 0.1}, {"kind": "router", "failed": "AttributeError: no router"}]
-    said = explaining._replayed(Replay(6, 12, {}, 70, {}, None, {}, full, 1.0, views), ["a note"])
-    for words in ("No space left", "1 other ways of generation (router)", "AttributeError: no router", "a note"):
+def test_weights_that_a_disk_does_not_hold_are_not_begun(tmp_path, monkeypatch):
+    """Neither by ranks nor, afterwards, as a copy of a checkpoint; where no copy is needed, the disk is not asked."""
+    far = samples(versions=np.full(32, 11), gaps=np.full(32, 0.1))
+    run = a_run(tmp_path, monkeypatch, stored=far, broken="rollout_corr/k3_kl")
+    write_model(tmp_path / "made")
+    shutil.copy(tmp_path / "made" / "config.json", tmp_path / "model")
+    shutil.copy(run.samples / "step-16.parquet", run.samples / "step-12.parquet")
+    monkeypatch.setattr(explaining, "_SURE", 0.1)  # the run is short
+    replayed, given = explaining.replay, []
+    monkeypatch.setattr(explaining, "replay", lambda *a, **k: given.append(k.get("served")) or replayed(*a, **k))
+    full = "1e-06 GB free, and weights of the step take"
+    for free, is_full in ((1e15, False), (1000, True)):
+        monkeypatch.setattr(by_transformers, "free_bytes", lambda folder, free=free: free)
+        said = explain(run.path).replayed
+        assert (given[0] is None) == is_full == (full in said), said
+        given.clear()
+    stored = StoredRun.read(run.path)
+    kept = run.checkpoints / "step-11"
+    kept.mkdir()
+    (kept / "manifest.json").write_text("{}")
+    monkeypatch.setattr(by_transformers, "write_hf", lambda *_: pytest.fail("a copy is begun"))
+    with pytest.raises(EnvironmentFault, match=full):
+        by_transformers.folder_of_weights(stored, 12, tmp_path, ())
+    assert by_transformers.folder_of_weights(stored, 1, tmp_path, ()) == tmp_path / "model"
+    assert by_transformers.folder_of_weights(stored, 11, tmp_path, ()) is None
+
+
+def test_a_disk_that_is_full_where_ranks_write_costs_the_comparison_alone(tmp_path, monkeypatch):
+    """The rank writes to /dev/full, whose every write fails as one to a full disk does."""
+    shard = SimpleNamespace(
+        primary=0, is_constant=False, vp_chunk=0, megatron_name="weight", local_shape=(4, 2), pieces=()
+    )
+    weight = RankParameter(shard, torch.nn.Parameter(torch.ones(4, 2)), None, None)
+    monkeypatch.setattr(rank_parameters, "rank_parameters", lambda actor: iter([weight]))
+    actor = SimpleNamespace(rank=0, residence=SimpleNamespace(using=lambda *_: nullcontext()))
+    (tmp_path / rank_file(0)).symlink_to("/dev/full")
+    answer = {
+        "steps": {"6": {"actor/entropy": 1.0}}, "differences": {}, "experiments": {}, "file": None, "log_probs": {},
+        "served": replay_rank._weights_written(actor, tmp_path),
+        "views": [{"kind": "own", "gap": 0.1}, {"kind": "router", "failed": "AttributeError: no router"}],
+    }  # fmt: skip
+    run = write_run(tmp_path / "run")
+    (run.checkpoints / "step-5").mkdir()
+    (run.checkpoints / "step-5" / "manifest.json").write_text("{}")
+    monkeypatch.setattr(replaying, "_ranks", lambda *_: [json.loads(json.dumps(answer))])
+    again = replay(StoredRun.read(run.path), 6, served=tmp_path)
+    assert again.repeats and again.served == []
+    said = explaining._replayed(again, ["a note"])
+    for words in (
+        "the comparison with transformers", f"{rank_file(0)} cannot be written: No space left on device",
+        "1 other ways of generation (router)", "AttributeError: no router", "a note",
+    ):  # fmt: skip
         assert words in said
 
 

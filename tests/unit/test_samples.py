@@ -19,6 +19,7 @@ from mrl.engine import outbox
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.record.sample_files import StepFile, keep_within, read_samples, write_differences, write_samples
 from mrl.reward.items import RewardResult
+from mrl.tools.compare_runs import of_run
 from mrl.tools.report.samples import looked_at
 
 
@@ -131,8 +132,12 @@ def test_equal_groups_of_two_engines_are_equal_files_which_name_none(tmp_path):
     assert facts[0] == facts[1]
     found = read_group(tmp_path / "1.npz").samples
     assert found.engine.tolist() == [NO_ENGINE]
-    write_samples(tmp_path, 1, [found], [{"score": 0.0}])
-    assert read_samples(tmp_path, 1)[0]["engine"] is None
+    rows = []
+    for step, piece in enumerate((found, *groups, packed([replace(MANY[0], seed=43)]))):
+        write_samples(tmp_path, step, [piece], [{"score": 0.0}])
+        rows += read_samples(tmp_path, step)
+    assert [row["engine"] for row in rows[:3]] == [None, 0, 1]
+    assert of_run(rows[0]) == of_run(rows[1]) == of_run(rows[2]) != of_run(rows[3])
 
 
 def test_files_of_many_rows_and_of_none_are_read_back_in_order(tmp_path):

@@ -32,6 +32,7 @@ from mrl.record.spec import metric_spec
 from mrl.reward.items import ONE_TURN as REWARD_ONE_TURN
 from mrl.schedule.branches import Branch, as_one_row
 from mrl.schedule.segments import continuation, continuation_seed, joined, with_context
+from mrl.tools.compare_runs import of_run
 from mrl.tools.report.samples import PartHead, looked_at
 
 TURNS = (Turn(0, "stop", 2, 0.5, 0.25), Turn(4, "length"))
@@ -166,6 +167,10 @@ def test_files_have_the_turns_where_there_are_some(tmp_path):
     ]
     assert second["turns"] == [{"first_token": 0, "stop_reason": "stop", "calls": 0, "seconds": 0.0, "reward": 0.0}]
     assert second["calls"] == []
+    other = packed([replace(TWO, turns=tuple(replace(turn, seconds=9.0) for turn in TWO.turns))])
+    write_samples(tmp_path, 3, [other], rewards[:1], turns=True)
+    (again,) = read_samples(tmp_path, 3)
+    assert again != first and of_run(again) == of_run(first)
     write_samples(tmp_path, 2, [packed([ONE])], rewards[1:])
     assert not read_samples(tmp_path, 2)[0].keys() & {"sampled", "turns"}
     kinds = looked_at(tmp_path, 1, None)

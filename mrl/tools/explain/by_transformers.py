@@ -112,8 +112,8 @@ def lacks_room(config: RunConfig, folder: Path, copies: int) -> str:
     if free >= needed:
         return ""
     return (
-        f"engines were not compared with transformers': {folder.parent} has {free / 1e9:.3g} GB free, and weights of "
-        f"the step take {needed / 1e9:.3g} GB there; set TMPDIR to a folder on another disk"
+        f"{folder.parent} has {free / 1e9:.3g} GB free, and weights of the step take {needed / 1e9:.3g} GB there; set "
+        "TMPDIR to a folder on another disk"
     )
 
 
@@ -341,6 +341,7 @@ def verdict(found: AgainstTransformers) -> tuple[str, str, str, str] | None:
 def folder_of_weights(run: StoredRun, step: int, work: Path, parts: Sequence[Mapping[str, Any]]) -> Path | None:
     """Returns a folder in Hugging Face's form with the weights that a step was generated with; None where nothing has
     them. `work`: an empty folder, or one with RANKS, in which ranks of a replay wrote them, with their `parts`.
+    Raises EnvironmentFault before it copies a checkpoint to a disk without room for it.
     """
     out = work / "hf"
     if parts:
@@ -351,6 +352,8 @@ def folder_of_weights(run: StoredRun, step: int, work: Path, parts: Sequence[Map
     kept = run.folder.checkpoints / f"step-{step - 1}"
     if not (kept / MANIFEST).is_file():
         return None
+    if full := lacks_room(run.config, work, 1):
+        raise EnvironmentFault(full)
     write_hf(open_mrl(kept), out)
     return out
 

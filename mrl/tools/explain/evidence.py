@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ _STANDS_OUT = 6.0  # robust deviations of a row among the rows of its step
 _FEW = 0.1  # share of the rows that counts as few of them
 _STEEP = 3.0  # last quarter of a response against the first: differences grow along it
 _OF_LENGTH = 0.8  # correlation of score and length at which a reward is said to pay it
+_BY_CHANCE = 0.01  # of rows that are all of one engine
 _LEAST_GAP = 1e-4  # nats: below it differences are rounding
 
 
@@ -147,11 +149,15 @@ NOT_KEPT = "where, the samples do not say"
 
 def of_one_engine(samples: StepSamples, rows: np.ndarray) -> str:
     """Says that the rows marked in `rows`, bool [rows], are all of one engine of several, in words that follow; empty
-    where they are not.
+    where they are not, or where so few rows drawn at random would be of one engine in more than a hundredth of draws.
     """
-    known = samples.engines[samples.engines != NO_ENGINE]
+    engines = samples.engines[samples.engines != NO_ENGINE]
     own = np.unique(samples.engines[rows])
-    if len(np.unique(known)) < 2 or len(own) != 1 or own[0] == NO_ENGINE:
+    sizes = np.unique(engines, return_counts=True)[1].tolist()
+    if len(sizes) < 2 or len(own) != 1 or own[0] == NO_ENGINE:
+        return ""
+    drawn = int(rows.sum())  # hypergeometric: all of them of the same engine, whichever it is
+    if sum(comb(size, drawn) for size in sizes) > _BY_CHANCE * comb(len(engines), drawn):
         return ""
     versions = ", ".join(map(str, np.unique(samples.versions[rows])))
     return f"; all of them are engine {own[0]}'s, with weights of version {versions}"

@@ -201,12 +201,10 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
         of_ranks.mkdir()
         is_compared = bool(_surely_of_engines(found)) and not why_not(run.config)
         try:
-            if is_compared and (full := lacks_room(run.config, Path(made), 2)):
-                notes.append(full)
-                is_compared = False
+            full = lacks_room(run.config, Path(made), 2) if is_compared else ""
             again = replay(
                 run, step, _orders(tried), _orders(guesses), limits.left, views=differs,
-                served=of_ranks if is_compared else None,
+                served=of_ranks if is_compared and not full else None,
             )  # fmt: skip
         except MrlError as error:
             if not facts and not hints:
@@ -216,7 +214,7 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
         told = []
         if differs and again.repeats:
             told = of_views(run, step, again.views, of_far_rows(samples))
-            told = told or _of_transformers(run, step, found, limits, notes, Path(made), again)
+            told = told or _of_transformers(run, step, found, limits, notes, Path(made), again, full)
             told = told or _of_engines(found, samples, "which repeat")
     said = _replayed(again, notes)
     if not again.repeats:
@@ -605,9 +603,10 @@ def _of_transformers(
     notes: list[str],
     work: Path | None = None,
     again: Replay | None = None,
+    full: str = "",
 ) -> list[LikelyCause]:
     """Says whose log-probs are those of transformers with the weights that were served, and where an engine begins to
-    differ. `work`, `again`: where ranks of a replay wrote these weights.
+    differ. `work`, `again`: where ranks of a replay wrote these weights; `full`: why they did not.
     """
     if not _surely_of_engines(found):
         return []
@@ -619,6 +618,7 @@ def _of_transformers(
             rows = stored_rows(run.folder.samples, step, again.log_probs if again else {})
             served = folder_of_weights(run, step, work or Path(made), again.served if again else ()) if rows else None
             if served is None:
+                notes.extend([f"{_NOT_COMPARED}: {full}"] if full else [])
                 return []
             against = against_transformers(run.config, served, rows, limits.left)
             if (said := verdict(against)) is None:
@@ -627,7 +627,7 @@ def _of_transformers(
             return [LikelyCause(*said)]
         except (MrlError, OSError) as error:
             lines = str(error).strip().splitlines() or ["no reason"]
-            notes.append(f"engines were not compared with transformers': {lines[-1]}")
+            notes.append(f"{_NOT_COMPARED}: {lines[-1]}")
             return []
 
 
@@ -658,6 +658,7 @@ def _of_unknown(found: Sequence[Break], samples: StepSamples | None) -> list[Lik
     return [LikelyCause("unknown", cause, _size(samples), _COMPARE)]
 
 
+_NOT_COMPARED = "engines were not compared with transformers'"
 _COMPARE = "compare rollout.* with model.*: dtype, quantization, rope scaling, temperature; and logs/engine-N.log"
 
 
