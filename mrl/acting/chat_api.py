@@ -9,7 +9,6 @@ that would be answered by half, as for more than one answer, are refused. JSON i
 socket and no clock.
 """
 
-import binascii
 import hashlib
 import itertools
 import json
@@ -467,7 +466,7 @@ def _of_url(url: Any) -> ChatImage:
 def _of_base64(text: Any) -> ChatImage:
     try:
         data = b64decode("".join(text.split()) if isinstance(text, str) else "?", validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii's own error, or that of a letter outside of ASCII
         raise BadRequest(f"an image is {str(text)[:40]!r}, which is no base64: {error}") from error
     return ChatImage(hashlib.blake2b(data, digest_size=16).hexdigest(), data)
 

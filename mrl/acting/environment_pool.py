@@ -412,13 +412,13 @@ class EnvironmentPool:
             raise ForeignLine(line)
         if not answer[6]:
             return answer[1:]
-        return self._seen(request, *answer[1:])
+        return self._seen(request[2], *answer[1:])  # only steps are answered with images
 
     def _seen(
-        self, request: Sequence[Any], reason: str, text: str, reward: float, parts: Any, end: bool, images: list[str]
+        self, called: str, reason: str, text: str, reward: float, parts: Any, end: bool, images: list[str]
     ) -> list[Any]:
-        """Returns an answer with its images as the run has stored them; instead of them and the text what is wrong with
-        one.
+        """Returns the answer to a call with its images as the run has stored them; instead of them and the text what is
+        wrong with one.
         """
         from mrl.data.row_files import BadRow  # here: it loads what reads files of data
 
@@ -428,7 +428,7 @@ class EnvironmentPool:
             seen = self._see([b64decode(image) for image in images])
         except (BadRow, binascii.Error) as error:
             reason = REFUSED
-            text = f"Error: {request[2]}: {error}"
+            text = f"Error: {called}: {error}"
             seen = []
         return [reason, text, reward, parts, end, seen]
 

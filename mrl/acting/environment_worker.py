@@ -15,6 +15,7 @@ no answer.
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from mrl.acting.environment import (
@@ -118,7 +119,7 @@ class Sessions:
                 case "step":
                     return self._step(session, *arguments)
                 case "judge":
-                    return self._replied(settled(self._at[session][1].judge()) or Reply())
+                    return self._replied(settled(self._at[session][1].judge()) or Reply(), is_read=False)
                 case _:
                     self._end(session)
                     return _answer(OK, Reply())
@@ -150,10 +151,12 @@ class Sessions:
             return _answer(REFUSED, Reply(f"Error: {name}: {problem}"))
         return self._replied(settled(environment.step(Action(name, arguments))))
 
-    def _replied(self, value: Any) -> CallAnswer:
-        """Returns the answer with what an environment replied."""
+    def _replied(self, value: Any, is_read: bool = True) -> CallAnswer:
+        """Returns the answer with what an environment replied. `is_read`: by the model; if not, images are left out."""
         try:
             reply = reply_of(value)
+            if not is_read:
+                reply = replace(reply, images=())
         except TypeError as error:
             return _answer(WRONG_TYPE, Reply(str(error)))
         except ValueError as error:

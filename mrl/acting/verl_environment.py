@@ -60,7 +60,10 @@ class VerlTools(Environment):
         tool = self.tools[name]
         try:
             if name not in self._instances:
-                self._instances[name] = await _begun(tool, self._shown() | self._kwargs(name, "create_kwargs"))
+                given = self._kwargs(name, "create_kwargs")
+                if "image" not in given and _takes_image(tool):
+                    given |= self._shown()
+                self._instances[name] = await _begun(tool, given)
             instance = self._instances[name]
             answer, reward, *_ = await tool.execute(instance, arguments, **self._kwargs(name, "execute_kwargs"))
             so_far = await tool.calc_reward(instance, **self._kwargs(name, "calc_reward_kwargs"))
@@ -90,6 +93,12 @@ class VerlTools(Environment):
 
     def _kwargs(self, name: str, of: str) -> dict[str, Any]:
         return dict((self._given.get(name) or {}).get(of) or {})
+
+
+def _takes_image(tool: Any) -> bool:
+    """Tells whether a tool's `create` takes `image`, by that name or as one of any."""
+    parameters = inspect.signature(tool.create).parameters
+    return "image" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 async def _begun(tool: Any, given: dict[str, Any]) -> str:

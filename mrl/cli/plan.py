@@ -395,7 +395,8 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
             f"images: a tower of {vision['parameters'] / 1e9:.2f} B parameters, counted as if all "
             f"{vision['tokens_of_a_prompt']:.0f} tokens of a prompt were of one image: {vision['flops']:.3g} FLOP a "
             f"step, {vision['seconds_of_ranks']:.3g} s of ranks ({vision['patches_per_second']:.3g} patches a second), "
-            f"{vision['seconds_of_engines']:.3g} s of engines"
+            f"{vision['seconds_of_engines']:.3g} s of engines; memory for "
+            f"{vision['most_tokens_of_a_sample']} tokens of images in a sample"
         )
     if slow := slow_generation(plan):
         yield f"SLOW: {slow}"

@@ -39,6 +39,7 @@ from mrl.whole_file import appears_whole
 FEW = 256  # rows with images that are looked at in the process itself, before others are started for them
 _PROCESSES = 16  # at most
 _AHEAD = 4  # rows a process
+MOST_KNOWN = 1 << 16  # images of turns that a process remembers: some 10 MB; then it forgets all, and reads files again
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _CHANNELS = 3  # of RGB
 _SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")  # of config.json's vision_config
@@ -181,6 +182,11 @@ class ImageReader:
         except EnvironmentFault:
             if not self._is_whole(path, name):  # another engine has written it meanwhile
                 raise
+        self._note(name)
+
+    def _note(self, name: str) -> None:
+        if len(self._checked) >= MOST_KNOWN:
+            self._checked.clear()
         self._checked.add(name)
 
     def _known(self, looked: "Iterable[_Looked]", first: int = 1) -> list[KnownImage]:
@@ -223,6 +229,20 @@ class ImageReader:
                 return
         raise DataError(f"{len(missing)} images of the data have changed since the run began to read them")
 
+    def bring(self, names: Iterable[str], source: Path, store: Path) -> bool:
+        """Copies the images called `names` from another run's store into `store`, unless they are whole there.
+
+        Returns whether all of them are there. Raises EnvironmentFault if one cannot be written.
+        """
+        for name in names:
+            path = path_in(store, name)
+            if not self._is_whole(path, name):
+                other = path_in(source, name)
+                if not self._is_whole(other, name):
+                    return False
+                _write(path, other.read_bytes())
+        return True
+
     def _is_whole(self, path: Path, name: str) -> bool:
         try:
             return _name(path.read_bytes(), self._settings) == name
@@ -230,11 +250,11 @@ class ImageReader:
             return False
 
     def check(self, names: Iterable[str]) -> None:
-        """Reads the files of images, each once in the life of this reader. Raises EnvironmentFault as `pixels` does."""
+        """Reads the files of images, each once while it is remembered. Raises EnvironmentFault as `pixels` does."""
         for name in names:
             if name not in self._checked:
                 self._encoded(name)
-                self._checked.add(name)
+                self._note(name)
 
     def pixels(self, name: str) -> NDArray[np.float32]:
         """Returns what the tower is given of an image, [patches, numbers of a patch].

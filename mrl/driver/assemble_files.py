@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.checkpoint.disk_space import route_bytes
 from mrl.checkpoint.step_folders import Newest
@@ -26,7 +26,7 @@ from mrl.driver.stop_signals import StopFlag, stop_on_signals
 from mrl.engine.leftovers import remove_noted
 from mrl.errors import DamagedCheckpoint
 from mrl.generate.group_writer import GroupParts, GroupWriter
-from mrl.generate.kept_groups import read_kept, read_left
+from mrl.generate.kept_groups import HasImages, read_kept, read_left
 from mrl.generate.lost_engines import LostEngines
 from mrl.generate.sampled_by import SampledBy, Sources, sources_of
 from mrl.generate.spool import Spool
@@ -38,6 +38,9 @@ from mrl.platforms.versions import installed_versions
 from mrl.record.attempts import AttemptNotes, attempt
 from mrl.record.run_dir import RunDir
 from mrl.schedule.suspects import Suspects
+
+if TYPE_CHECKING:  # few runs see
+    from mrl.data.image_reader import ImageReader
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class FilesOrder:
     plug_ins: Sequence[Mapping[str, str]]
     sources: Sources
     kl_control: KlControlConfig
+    images: "ImageReader | None" = None  # None: the run sees none
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelSpec, data: Data, config_yaml: str) -> "FilesOrder":
@@ -76,6 +80,7 @@ class FilesOrder:
             found,
             sources_of(config, data.fingerprint, data.rows_digest, found),
             config.algorithm.kl_ctrl,
+            data.images,
         )
 
 
@@ -186,11 +191,21 @@ def with_spool(own: ExitStack, files: Files) -> Files:
     spool = own.enter_context(_spool(order, files.run_dir, origin))
     if state.step and "ahead" in beginning.point.manifest.trainer:
         written = beginning.point.manifest.trainer["ahead"]
-        state = replace(state, ahead=read_kept(beginning.checkpoint, written, spool, origin))
+        has_images = None
+        if order.images is not None:
+            has_images = images_of_checkpoint(order.images, beginning.checkpoint, files.run_dir.images)
+        state = replace(state, ahead=read_kept(beginning.checkpoint, written, spool, origin, has_images))
     most = beginning.plan["memory"]["host"]["object_store_bytes"]
     if state.ahead is not None:
         most -= state.ahead.bytes(order.token_routes)
     return replace(files, spool=spool, state=state, left=read_left(spool, most, order.token_routes))
+
+
+def images_of_checkpoint(images: "ImageReader", checkpoint: Path, store: Path) -> HasImages:
+    """Returns what brings images of a checkpoint's responses into `store`. Those of turns are in no data: they are in
+    the directory of the run that saved it, which is another one's in a start by resume_path.
+    """
+    return partial(images.bring, source=RunDir(checkpoint.parents[1]).images, store=store)
 
 
 def at_newest_checkpoint(files: Files) -> Files:

@@ -13,7 +13,7 @@ The manifest also says what made them (sampled_by.py). A start with other inputs
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,18 @@ def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
     return [asdict(result) for result in with_texts(results)]
 
 
-def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool, origin: SampledBy) -> KeptGroups:
+# has the images with these names in the run directory, and returns False where one cannot be had
+HasImages = Callable[[Collection[str]], bool]
+
+
+def read_kept(
+    folder: Path, said: Mapping[str, Any], spool: Spool, origin: SampledBy, has_images: HasImages | None = None
+) -> KeptGroups:
     """Reads the files of `write`, group by group. Tokens go into the object store of this node.
 
     `origin`: what makes responses and rewards from now on. What was made otherwise is left out, with a message.
+    `has_images`: asked for each group that has images; None where no group has some. A group whose images are lost
+    begins again, with a message.
 
     Failed rewards are left out and requested again. Groups with log-probs that are not finite begin again, and so do
     those whose environment failed. Otherwise they would end the resumed run as they ended this one. Groups that were
@@ -136,7 +144,14 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool, origin: Sampl
         ledger = reissued(ledger, [number for number, _ in told])
         filtered = []
     there = [group for group in ledger.groups if group_file(group.number, group.attempts) in said["files"]]
-    read = {group.number: _read(folder, said["files"], group, spool, is_judged) for group in there}
+    reader = _GroupReader(folder, said["files"], spool, is_judged, has_images)
+    read = {group.number: reader.parts(group) for group in there}
+    if reader.without_images:
+        print(
+            f"{folder.name}: {reader.without_images} groups on their way are generated again: images that they show "
+            f"are not, or no longer, in {folder.parents[1]}",
+            flush=True,
+        )
     groups = {number: parts for number, parts in read.items() if parts is not None}
     # without tokens, for the step that each was issued for
     ledger = begun_anew(ledger, read.keys() - groups.keys())
@@ -229,19 +244,38 @@ def _misleads(result: RewardResult) -> bool:
     return is_failure(result) or result.reason in UNJUDGED
 
 
-def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool, is_judged: bool) -> GroupParts | None:
-    """Returns the stored parts of the group; None if it must begin again. `is_judged`: whether its rewards hold."""
-    name = group_file(group.number, group.attempts)
-    check_digest(folder, name, files)
-    record = read_group(folder / name)
-    if record.samples is not None and _is_unjudged(record.samples).any():
-        return None
-    judged = _judged(record, is_judged)
-    if len(judged.results) < len(record.results):  # the reason for failed rewards may be gone
-        group.state = State.RUNNING
-    elif group.state is State.FINISHED:
-        spool.take_over(group.number, folder / name, files[name])
-    return _parts(judged)
+@dataclass
+class _GroupReader:
+    """Reads groups of a checkpoint. `is_judged`: whether their rewards hold."""
+
+    folder: Path
+    files: Mapping[str, Any]  # as in a manifest
+    spool: Spool
+    is_judged: bool
+    has_images: HasImages | None
+    without_images: int = 0  # groups that begin again since images of theirs are lost
+
+    def parts(self, group: Group) -> GroupParts | None:
+        """Returns the stored parts of the group; None if it must begin again."""
+        name = group_file(group.number, group.attempts)
+        check_digest(self.folder, name, self.files)
+        record = read_group(self.folder / name)
+        if record.samples is not None and _is_unjudged(record.samples).any():
+            return None
+        if record.samples is not None and not self._has_images_of(record.samples):
+            self.without_images += 1
+            return None
+        judged = _judged(record, self.is_judged)
+        if len(judged.results) < len(record.results):  # the reason for failed rewards may be gone
+            group.state = State.RUNNING
+        elif group.state is State.FINISHED:
+            self.spool.take_over(group.number, self.folder / name, self.files[name])
+        return _parts(judged)
+
+    def _has_images_of(self, samples: Samples) -> bool:
+        if self.has_images is None or samples.image_names is None:
+            return True
+        return self.has_images(sorted({name.decode() for name in samples.image_names.tolist()}))
 
 
 def _is_unjudged(samples: Samples) -> np.ndarray:

@@ -84,7 +84,12 @@ _ROWS = (
         "further",
         host_cure=f"switch off critic.optimizer_offload and critic.param_offload, or {_MORE_MEMORY}",
     ),
-    Term("vision_tower", ACTOR, "a smaller data.max_prompt_length, or model.vision: null for data without images"),
+    Term(
+        "vision_tower",
+        ACTOR,
+        "a smaller data.max_prompt_length (with tools or agents data.max_response_length, too), or model.vision: null "
+        "for data without images",
+    ),
     Term("batch", ACTOR, "a smaller data.train_batch_size, or more data parallelism"),
     Term("routes", ACTOR, "actor.router_replay: disabled, a smaller data.train_batch_size, or more data parallelism"),
     Term(

@@ -11,8 +11,13 @@ its gradients and its optimizer's state. Its features are computed again for eac
 weights are those of the log-probs, and for a reference. Then each image is computed with a graph, and backward.
 
 How many tokens of a prompt are images' is not known before the data is read. A plan counts all of them, in one image.
-Bytes are those of prompts at their limit (data.max_prompt_length), an upper bound. FLOPs and seconds are those of
-prompts of mean length, as the text model's.
+Bytes are an upper bound:
+
+    without tools and agents        prompts at their limit (data.max_prompt_length), each once for all its responses
+    rollout.turns                   and responses at their limit, since a tool may answer with images alone
+    rollout.agent                   samples at their limit, since each agent writes prompts of its own
+
+FLOPs and seconds are those of prompts of mean length, as the text model's, in all three cases.
 """
 
 from mrl.config.schema import RunConfig
@@ -39,6 +44,7 @@ def vision_section(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float] | N
     return {
         "parameters": tower.parameters,
         "tokens_of_a_prompt": tokens,
+        "most_tokens_of_a_sample": _most_of_a_sample(inputs.config),
         "flops": rank_looking_flops(inputs, batch),
         "looks_of_ranks": sum(looks(inputs, batch).values()),
         "seconds_of_ranks": looking_seconds(inputs, batch),
@@ -57,15 +63,48 @@ def rank_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     seconds = _second_towers(inputs, pp) * inputs.element_bytes
     if pp:
         return seconds
-    micro = max(batch.micro.rows, batch.log_prob_micro.rows)
-    tokens = micro * inputs.config.data.max_prompt_length
-    largest = inputs.config.data.max_prompt_length
-    numbers = tokens * tower.feature_numbers()
+    numbers = _micro_batch_tokens(inputs.config, batch) * tower.feature_numbers()
     if inputs.model.trained_tower is None:
         numbers += tower.parameters
     else:
         numbers += _graph_numbers(inputs, tower)
-    return seconds + numbers * inputs.element_bytes + _pass_bytes(tower, largest, inputs.element_bytes)
+    passed = _pass_bytes(tower, _largest_image(inputs.config), inputs.element_bytes)
+    return seconds + numbers * inputs.element_bytes + passed
+
+
+def _shows_later(config: RunConfig) -> bool:
+    """Tells whether responses may have images of their own, from tools or agents."""
+    return config.rollout.turns is not None or config.rollout.agent is not None
+
+
+def _most_of_a_sample(config: RunConfig) -> int:
+    """Returns the tokens of images that a sample has at most."""
+    return config.data.max_sample_length if _shows_later(config) else config.data.max_prompt_length
+
+
+def _micro_batch_tokens(config: RunConfig, batch: BatchPlan) -> int:
+    """Returns the tokens of images that a micro-batch has at most; under a token budget it is one packed row."""
+    shapes = (batch.micro, batch.log_prob_micro)
+    if _shows_later(config):
+        return max(shape.tokens for shape in shapes)
+    return max(shape.rows for shape in shapes) * config.data.max_prompt_length
+
+
+def _largest_image(config: RunConfig) -> int:
+    """Returns the tokens of an image at most: it lies in a prompt, or in a response."""
+    if _shows_later(config):
+        return max(config.data.max_prompt_length, config.data.max_response_length)
+    return config.data.max_prompt_length
+
+
+def _replica_tokens(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Returns the tokens of different images that a replica's rows of a step have at most."""
+    data = inputs.config.data
+    rows = -(-batch.samples // inputs.train.data)
+    if inputs.config.rollout.agent is not None:
+        return rows * data.max_sample_length
+    of_prompts = _replica_prompts(inputs, batch) * data.max_prompt_length
+    return of_prompts + (rows * data.max_response_length if _shows_later(inputs.config) else 0)
 
 
 def _second_towers(inputs: PlanInputs, pp: int) -> int:
@@ -84,7 +123,7 @@ def host_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     tower = inputs.tower
     if tower is None or pp:
         return 0
-    tokens = _replica_prompts(inputs, batch) * inputs.config.data.max_prompt_length
+    tokens = _replica_tokens(inputs, batch)
     features = tokens * tower.feature_numbers() * inputs.element_bytes
     models = 1 + inputs.config.algorithm.needs_critic + inputs.config.distillation.enabled
     if inputs.model.trained_tower is None:
@@ -189,12 +228,12 @@ def _pass_bytes(tower: VisionTower, tokens: int, element_bytes: int) -> int:
 
 
 def _graph_numbers(inputs: PlanInputs, tower: VisionTower) -> int:
-    """Returns the numbers that a pass keeps for going backward, of an image that fills a prompt.
+    """Returns the numbers that a pass keeps for going backward, of the largest image.
 
     In each layer these are two norms and their inputs, queries, keys and values, what attention gives, and the MLP's
     parts.
     """
-    patches = inputs.config.data.max_prompt_length * tower.merged
+    patches = _largest_image(inputs.config) * tower.merged
     parts = 3 if tower.gated else 2  # before and after the activation, and of a gate
     layer = 8 * tower.hidden_size + parts * tower.intermediate_size
     mergers = (1 + tower.features) * 3 * tower.hidden_size

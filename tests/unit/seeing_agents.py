@@ -74,6 +74,19 @@ def other_forms(url, key, row, seconds):
     responses.create(model="m", input=[{"role": "user", "content": items}], previous_response_id=one.id)
 
 
+def asks_once(url, key, row, seconds):
+    """Shows a picture, or has its tokens counted, and tries no more once that is refused."""
+    from anthropic import Anthropic
+
+    source = {"type": "base64", "media_type": "image/png", "data": png("red", 64)}
+    messages: list = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    client = Anthropic(max_retries=0).messages
+    if row["extra_info"]["counts"]:
+        client.count_tokens(model="m", messages=messages)
+    else:
+        client.create(model="m", max_tokens=100, messages=messages)
+
+
 def wrong(url, key, row, seconds):
     """Notes what is said of images that are not read, and goes on."""
     from openai import BadRequestError, OpenAI
@@ -83,6 +96,7 @@ def wrong(url, key, row, seconds):
     Image.new("RGB", (32, 32)).save(frames, "GIF", save_all=True, append_images=[Image.new("RGB", (32, 32), "red")])
     urls = [
         "https://a.b/c.png", "file:///etc/hostname", "data:image/png;base64,??", "data:image/png,abc",
+        "data:image/png;base64,\u00e9",
         "data:image/gif;base64," + base64.b64encode(frames.getvalue()).decode(),
         "data:image/png;base64," + base64.b64encode(b"no picture").decode(),
         part("red", 2000)["image_url"]["url"],

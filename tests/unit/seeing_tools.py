@@ -54,3 +54,21 @@ class Walk(Environment):
         """Comes nearer."""
         self.side += 32
         return Reply(f"{self.side} wide", self.side / 64, images=[self.picture.resize((self.side, 64))])
+
+
+class Judging(Environment):
+    """Shows what it judged, which nobody reads."""
+
+    actions = ("show",)
+
+    def reset(self, row, seed):
+        """Takes what it shows."""
+        self.shown = b"no picture" if row["extra_info"]["shown"] == "damaged" else board(64)
+
+    def show(self) -> Reply:
+        """Shows it."""
+        return Reply("here", 0.25, images=[self.shown])
+
+    def judge(self) -> Reply:
+        """Judges."""
+        return Reply("well", 0.5, images=[self.shown])

@@ -213,6 +213,22 @@ def test_an_agent_in_a_sandbox_asks_the_endpoint_and_is_judged_by_the_rows_tests
 
 
 @BWRAP
+def test_an_agent_in_a_sandbox_is_given_the_rows_images_as_files_that_it_can_open(image, tmp_path):
+    files = [tmp_path / name for name in ("one", "two")]
+    for file in files:
+        file.write_text(f"picture {file.name}")
+    reads = (
+        """grep -q '"images": ."/tmp/images/1", "/tmp/images/2".' && [ "$(cat /tmp/images/1)" = "picture one" ] && """
+        """[ "$(cat /tmp/images/2)" = "picture two" ] && """
+    )
+    given = row({"task": {"test": TEST}}) | {"images": [str(file) for file in files]}
+    mends = reads + ASKS + "echo 'expr $1 + $2' > f"
+    (made,) = rows(Engine("Mended."), talks(boxed(image, mends), tmp_path / "log", needs_reward=True), [given])
+    (outcome,) = outcomes(made)
+    assert outcome["outcome"]["reward"] == 1.0, (tmp_path / "log").read_text()
+
+
+@BWRAP
 def test_one_that_does_not_end_with_the_conversation_is_ended_and_judged(image):
     mends = ASKS + "echo 'expr $1 + $2' > f; sleep 4321"
     assert judged(image, mends, max_turns=1, timeout_s=1.0) == ("stop", 1.0, WELL)

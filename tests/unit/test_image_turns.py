@@ -18,11 +18,15 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from mrl.acting.dialects import dialect_of
+from mrl.acting.environment_pool import EnvironmentPool
 from mrl.acting.tool import ToolsSpec, TurnsSpec
+from mrl.data import image_reader
 from mrl.data.image_reader import ImageReader, path_in
+from mrl.data.row_files import BadRow
 from mrl.data.samples import CALL_REASONS, STOP_REASONS, Sample, Samples, packed, row_images
 from mrl.engine.conversations import Conversations
 from mrl.engine.requests import Request, Sampling
+from mrl.errors import EnvironmentFault
 from mrl.schedule.conversation import Stop
 
 FILE = str(Path(seeing_tools.__file__))
@@ -254,6 +258,25 @@ def test_a_template_without_a_form_for_images_says_so_to_the_model(reader, reque
     assert "Error: zoom: the model's chat template has no form for an image" in TOKENS.decode(made.token_ids)
 
 
+@pytest.mark.parametrize("shown", ["picture", "damaged"])
+def test_images_of_a_judges_reply_are_left_out_since_nobody_reads_them(shown):
+    seen: list[bytes] = []
+
+    def see(images):
+        seen.extend(images)
+        raise BadRow("image 1 is no readable image of 10 bytes")
+
+    given = ToolsSpec((), FILE, environments=("Judging",), sees=True)
+    with EnvironmentPool(given, 1, 30.0, see=see) as pool:
+        session = pool.session("Judging", {"extra_info": {"shown": shown}}, 0)
+        judged = session.judge().result(60)
+        step = session.step("show", {}).result(60)
+    assert judged[:6] == ("ok", "well", 0.5, {}, False, []) and not judged.failed
+    # of a step the model reads the fault, by the action's name
+    assert (step.reason, step.text) == ("refused", "Error: show: image 1 is no readable image of 10 bytes")
+    assert step.reward == 0.25 and len(seen) == 1
+
+
 def test_an_image_of_a_tool_is_stored_once_under_the_name_that_data_would_have(reader, model):
     data = encoded(seeing_tools.board(96))
     one, other = reader.take([data, data])
@@ -338,6 +361,19 @@ def test_images_in_the_other_forms_of_clients(reader, request_of):
     assert made.branch_counts.tolist() == [2] and STOP_REASONS[made.stop_reason[0]] == Stop.CLOSED
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_store_that_is_full_ends_the_run_of_an_agent_with_its_message(
+    model, request_of, monkeypatch, tmp_path, counts
+):
+    def full(path, data):
+        raise EnvironmentFault(f"{path}: an image of the data cannot be written: [Errno 28] No space left on device")
+
+    monkeypatch.setattr(image_reader, "_write", full)
+    reader = ImageReader(CONFIG, str(model), tmp_path, MOST)
+    with pytest.raises(EnvironmentFault, match="No space left on device"):
+        by_agent("asks_once", reader, Engine("the answer"), request_of[1], counts=counts)
+
+
 def test_an_image_that_an_agent_cannot_show_is_refused_by_name_and_it_goes_on(reader, request_of, tmp_path):
     engine = Engine("the answer")
     told = tmp_path / "told"
@@ -345,6 +381,7 @@ def test_an_image_that_an_agent_cannot_show_is_refused_by_name_and_it_goes_on(re
     words = [
         "an image is at 'https://a.b/c.png': nothing is fetched", "an image is at 'file:///etc/hostname'",
         "an image is '??', which is no base64", "an image is at 'data:image/png,abc'",
+        "an image is '\u00e9', which is no base64",
         "image 2 has 2 frames: only still images are read", "image 2 is no readable image of 10 bytes",
         "image 2 is too large: 2000 x 2032 pixels, and data.max_image_pixels = 1000000",
         "tokens, and data.max_prompt_length is 500", "'image_url'; only text is supported",

@@ -134,6 +134,21 @@ def test_a_model_that_sees_is_given_the_pictures_of_answers_and_tools_that_of_th
     assert film.text.startswith("Error: shout: TypeError: it answers with a video") and not film.failed
 
 
+def test_a_tool_is_given_the_prompts_picture_only_where_its_create_takes_one(tmp_path):
+    Image.new("RGB", (40, 20)).save(tmp_path / "picture.png")
+    said = {}
+    with_own = {"tools_kwargs": {"shout": {"create_kwargs": {"image": "its own"}}}}
+    for name, extra_info in (("Strict", {}), ("Old", {}), ("Named", {}), ("Named", with_own)):
+        path = written(tmp_path, OLD | {"class_name": f"mine.classes.{name}"})
+        row = {"extra_info": extra_info, "images": [str(tmp_path / "picture.png")]}
+        with EnvironmentPool(replace(spec(path), sees=True), 1, 30.0) as pool:
+            answer = pool.session(VERL_TOOLS, row, 0).step("shout", {"word": "a"}).result(60)
+        said[name, bool(extra_info)] = answer.text
+    assert said == {
+        ("Strict", False): "A", ("Old", False): "A", ("Named", False): "(40, 20)", ("Named", True): "its own"
+    }  # fmt: skip
+
+
 def test_verls_judge_of_gsm8k_has_a_stand_in(tmp_path):
     """Texts and rewards are those of verl's class: a second answer that is no better costs 0.05."""
     path = written(tmp_path, {"class_name": GSM8K, "config": {"type": "native"}, "tool_schema": ANSWER})

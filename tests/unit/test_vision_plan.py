@@ -158,5 +158,35 @@ def test_a_tower_that_is_trained_has_gradients_and_moments_and_is_looked_through
     assert moved == 4 * tower.parameters * len(trained["layout"]["workers"])
 
 
+def test_images_of_tools_and_agents_are_counted_up_to_what_a_sample_holds():
+    """64 prompts of 24 tokens, 8 responses each."""
+    response = 40
+    turns = ["rollout.turns={tools: [calculator]}"]
+    agent = ["rollout.turns={network: true}", "rollout.agent={command: [agent]}"]
+    found = {}
+    for name, words in {"prompts": [], "tools": turns, "agents": agent}.items():
+        plan = planned(f"data.max_response_length={response}", *words)
+        config = load_config(TINY, overrides=["model.path=none", f"data.max_response_length={response}", *words]).config
+        inputs = PlanInputs.of(config, model_spec(whole_model()), device_for(config))
+        batch = batch_plan(config, inputs.train)
+        found[name] = (
+            plan["memory"]["host"]["terms"]["features"],
+            rank_bytes(inputs, batch, 0),
+            plan["vision"]["most_tokens_of_a_sample"],
+        )
+    token = 4 * 3 * 128  # bytes of an image token's features
+    patch = 4 * (3 * 2 * 8 * 8 + 6 * 64 + 2 * 96)
+    assert [each[2] for each in found.values()] == [24, 24 + response, 24 + response]
+    assert found["prompts"][0] == 64 * 24 * token
+    assert found["tools"][0] == (64 * 24 + 512 * response) * token
+    assert found["agents"][0] == 512 * (24 + response) * token  # each writes prompts of its own
+    most = max(batch.micro.tokens, batch.log_prob_micro.tokens)
+    rows = max(batch.micro.rows, batch.log_prob_micro.rows)
+    of_prompts = 4 * model_spec(whole_model()).tower.parameters + rows * 24 * token + 24 * 4 * patch
+    assert found["prompts"][1] == of_prompts
+    more = (most - rows * 24) * token + (response - 24) * 4 * patch  # the largest image fills a response
+    assert found["tools"][1] == found["agents"][1] == of_prompts + more
+
+
 def test_a_plan_is_plain_data():
     assert json.loads(json.dumps(planned()))["vision"]["tokens_of_a_prompt"] > 0

@@ -61,6 +61,26 @@ class Pictures(Old):
         return ToolResponse(text="see", image=[b"a"]), 0.0, {}
 
 
+class Strict(Old):
+    """Takes what it knows, and nothing else."""
+
+    async def create(self, instance_id=None, start=0, create_kwargs=None):
+        if set(create_kwargs) - {"start"}:
+            raise TypeError(f"it was given {sorted(create_kwargs)}")
+        return await super().create(instance_id), None
+
+
+class Named(Old):
+    """Takes a picture by its name."""
+
+    async def create(self, instance_id=None, image=None):
+        self.size = image if isinstance(image, str) else image.size
+        return await super().create(instance_id)
+
+    async def execute(self, instance_id, parameters, **_):
+        return str(self.size), 0.0, {}
+
+
 class Crops(Old):
     """As public tools for images do: it keeps the row's image, and answers with a part of it."""
 

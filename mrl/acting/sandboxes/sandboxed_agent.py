@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mrl.acting.agent import ENDPOINT, REWARD_KEY, STOP, variables
-from mrl.acting.environment import Environment, Reply
+from mrl.acting.environment import IMAGES, Environment, Reply
 from mrl.acting.harnesses import HARNESSES, AgentContext, Harness, loop_path
 from mrl.acting.sandboxes.broker import Broker
 from mrl.acting.sandboxes.sandbox import STOPPED, VARIABLES, Sandbox, SandboxError
@@ -52,6 +52,7 @@ def sandboxed_agent(broker: Broker, spec: ToolsSpec) -> type[Environment]:
 
         def agent(self, url: str, key: str, row: dict, seconds: float, reward_key: str) -> str:
             """Runs the agent until it has ended, or is stopped."""
+            row = self._with_images(row)
             # tests give the reward, where there are some
             context = AgentContext(
                 url, key, "" if self._task is not None else reward_key, row, seconds, HOME, spec.harness_config
@@ -75,6 +76,16 @@ def sandboxed_agent(broker: Broker, spec: ToolsSpec) -> type[Environment]:
                 return ""
             end = f"too much of {ran.reason}" if ran.reason else f"exit status {ran.status}"
             raise RuntimeError(f"it ended by {end}: {ran.text.strip()[-_TOLD:]}")
+
+        def _with_images(self, row: dict) -> dict:
+            """Returns the row with its prompt's images as files of the sandbox, where it has some."""
+            if IMAGES not in row:
+                return row
+            files = []
+            for number, file in enumerate(row[IMAGES], 1):
+                files.append(f"{HOME}/images/{number}")
+                self._sandbox.write(files[-1], Path(file).read_bytes())
+            return {**row, IMAGES: files}
 
         def judge(self) -> Reply:
             """Runs the row's tests."""
