@@ -162,7 +162,7 @@ class AgentSession:
         self._reading = 0  # requests whose place and tokens are being found
         self._sampling: set[asyncio.Task[Line]] = set()
         self._changed = asyncio.Event()  # something happened that may end the session
-        self._broken: Exception | None = None  # of the engine
+        self._broken: Exception | None = None  # of the engine, or of the store of images
         self._is_closed = False
         self._given: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()  # the reward
         self._rewards: dict[int, Reply] = {}  # of answers, by number
