@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from mrl.data.images import image_bytes, open_image
 from mrl.data.row_files import BadRow, RawRow, images_of
-from mrl.data.samples import ImageStore, KnownImage, RowImage
+from mrl.data.samples import MOST_KNOWN, ImageStore, KnownImage, RowImage
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.plain_files import TEXT_BYTES, read_settings
 from mrl.whole_file import appears_whole
@@ -39,7 +39,6 @@ from mrl.whole_file import appears_whole
 FEW = 256  # rows with images that are looked at in the process itself, before others are started for them
 _PROCESSES = 16  # at most
 _AHEAD = 4  # rows a process
-MOST_KNOWN = 1 << 16  # images of turns that a process remembers: some 10 MB; then it forgets all, and reads files again
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _CHANNELS = 3  # of RGB
 _SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")  # of config.json's vision_config

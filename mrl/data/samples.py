@@ -71,6 +71,7 @@ NO_ENGINE = -1  # the engine of a response is not known
 UNJUDGED = (LEFT_OUT, NOT_FINITE)  # reasons of rewards of responses that are not judged
 STOP_REASONS = ("stop", "length", "turns", "seconds", "context", "closed", LEFT_OUT)
 # how a call ended; a row holds the index
+MOST_KNOWN = 1 << 16  # images of turns that a process remembers: some 10 MB; then it forgets all, and reads files again
 CALL_REASONS = (
     "ok", "refused", "raised", "timeout", "died", "out_of_memory", "wrong_type", "not_a_number", "differs", "unread",
     "not_called", "unanswered", "fell",

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mrl.checkpoint.disk_space import route_bytes
 from mrl.checkpoint.step_folders import Newest
@@ -39,9 +39,6 @@ from mrl.record.attempts import AttemptNotes, attempt
 from mrl.record.run_dir import RunDir
 from mrl.schedule.suspects import Suspects
 
-if TYPE_CHECKING:  # few runs see
-    from mrl.data.image_reader import ImageReader
-
 
 @dataclass(frozen=True)
 class FilesOrder:
@@ -57,7 +54,7 @@ class FilesOrder:
     plug_ins: Sequence[Mapping[str, str]]
     sources: Sources
     kl_control: KlControlConfig
-    images: "ImageReader | None" = None  # None: the run sees none
+    bring_images: Callable[..., bool] | None = None  # as ImageReader.bring; None: the run sees none
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelSpec, data: Data, config_yaml: str) -> "FilesOrder":
@@ -80,7 +77,7 @@ class FilesOrder:
             found,
             sources_of(config, data.fingerprint, data.rows_digest, found),
             config.algorithm.kl_ctrl,
-            data.images,
+            None if data.images is None else data.images.bring,
         )
 
 
@@ -192,8 +189,8 @@ def with_spool(own: ExitStack, files: Files) -> Files:
     if state.step and "ahead" in beginning.point.manifest.trainer:
         written = beginning.point.manifest.trainer["ahead"]
         has_images = None
-        if order.images is not None:
-            has_images = images_of_checkpoint(order.images, beginning.checkpoint, files.run_dir.images)
+        if order.bring_images is not None:
+            has_images = images_of_checkpoint(order.bring_images, beginning.checkpoint, files.run_dir.images)
         state = replace(state, ahead=read_kept(beginning.checkpoint, written, spool, origin, has_images))
     most = beginning.plan["memory"]["host"]["object_store_bytes"]
     if state.ahead is not None:
@@ -201,11 +198,11 @@ def with_spool(own: ExitStack, files: Files) -> Files:
     return replace(files, spool=spool, state=state, left=read_left(spool, most, order.token_routes))
 
 
-def images_of_checkpoint(images: "ImageReader", checkpoint: Path, store: Path) -> HasImages:
+def images_of_checkpoint(bring: Callable[..., bool], checkpoint: Path, store: Path) -> HasImages:
     """Returns what brings images of a checkpoint's responses into `store`. Those of turns are in no data: they are in
     the directory of the run that saved it, which is another one's in a start by resume_path.
     """
-    return partial(images.bring, source=RunDir(checkpoint.parents[1]).images, store=store)
+    return partial(bring, source=RunDir(checkpoint.parents[1]).images, store=store)
 
 
 def at_newest_checkpoint(files: Files) -> Files:

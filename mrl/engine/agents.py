@@ -30,7 +30,7 @@ from mrl.acting.dialects import Dialect, ToolTokenizer
 from mrl.acting.environment import Reply
 from mrl.acting.environment_pool import CallAnswer, EnvironmentPool, Session
 from mrl.acting.tool import TurnsSpec
-from mrl.data.samples import STOP_REASONS, KnownImage, RowImage, Samples, TurnCall, with_outcome, with_turns
+from mrl.data.samples import MOST_KNOWN, STOP_REASONS, KnownImage, RowImage, Samples, TurnCall, with_outcome, with_turns
 from mrl.engine.endpoint import BODY_BYTES, BODY_WITH_IMAGES_BYTES, Endpoint, Keys
 from mrl.engine.kept_tokens import going_on
 from mrl.engine.partners import Eyes, Line, followed, last_turn
@@ -112,7 +112,6 @@ class Agents:
     def _known(self, image: ChatImage, number: int) -> ChatImage:
         known = self._seen.get(image.digest)
         if known is None:
-            from mrl.data.image_reader import MOST_KNOWN
             from mrl.data.row_files import BadRow
 
             try:

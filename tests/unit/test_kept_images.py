@@ -54,7 +54,7 @@ def test_images_of_turns_come_with_the_checkpoint_and_groups_without_theirs_begi
 
     def kept(name):
         spool = Spool(tmp_path / name, Files())
-        has_images = assemble_files.images_of_checkpoint(reader, folder, after)
+        has_images = assemble_files.images_of_checkpoint(reader.bring, folder, after)
         return read_kept(folder, run.said, spool, origin_in(run.said), has_images)
 
     found = kept("first")
