@@ -30,12 +30,13 @@ from mrl.acting.dialects import Dialect, ToolTokenizer
 from mrl.acting.environment import Reply
 from mrl.acting.environment_pool import CallAnswer, EnvironmentPool, Session
 from mrl.acting.tool import TurnsSpec
-from mrl.data.samples import STOP_REASONS, KnownImage, RowImage, Samples, TurnCall, with_outcome, with_turns
+from mrl.data.samples import MOST_KNOWN, STOP_REASONS, KnownImage, RowImage, Samples, TurnCall, with_outcome, with_turns
 from mrl.engine.endpoint import BODY_BYTES, BODY_WITH_IMAGES_BYTES, Endpoint, Keys
 from mrl.engine.kept_tokens import going_on
 from mrl.engine.partners import Eyes, Line, followed, last_turn
 from mrl.engine.requests import Request, Sampling
 from mrl.engine.spoken import TOKENS, SpokenTurns
+from mrl.errors import EnvironmentFault
 from mrl.process.own import own_cpus
 from mrl.reward.items import OK, TIMEOUT
 from mrl.schedule.agent_talk import AgentTalk
@@ -109,14 +110,18 @@ class Agents:
         return replace(message, parts=tuple(parts))
 
     def _known(self, image: ChatImage, number: int) -> ChatImage:
-        if image.digest not in self._seen:
+        known = self._seen.get(image.digest)
+        if known is None:
             from mrl.data.row_files import BadRow
 
             try:
-                (self._seen[image.digest],) = self.eyes.take([image.data], number)
+                (known,) = self.eyes.take([image.data], number)
             except BadRow as error:
                 raise BadRequest(str(error)) from error
-        return ChatImage(image.digest, known=self._seen[image.digest])
+            if len(self._seen) >= MOST_KNOWN:
+                self._seen.clear()
+            self._seen[image.digest] = known
+        return ChatImage(image.digest, known=known)
 
     def expanded(self, ids: Sequence[int], images: Sequence[KnownImage]) -> "Expanded":
         """Returns tokens with all of each image's in the place of one. Raises BadRequest where there are others than
@@ -156,7 +161,7 @@ class AgentSession:
         self._reading = 0  # requests whose place and tokens are being found
         self._sampling: set[asyncio.Task[Line]] = set()
         self._changed = asyncio.Event()  # something happened that may end the session
-        self._broken: Exception | None = None  # of the engine
+        self._broken: Exception | None = None  # of the engine, or of the store of images
         self._is_closed = False
         self._given: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()  # the reward
         self._rewards: dict[int, Reply] = {}  # of answers, by number
@@ -189,11 +194,13 @@ class AgentSession:
     async def count(self, asked: ChatRequest) -> int:
         """Returns the number of tokens of a request, as a prompt of its own. Raises BadRequest."""
         self._check_length(asked, self._agents.spec.max_prompt_length + self._most)
-        return await asyncio.to_thread(self._counted, asked)
+        try:
+            return await asyncio.to_thread(self._counted, asked)
+        finally:
+            self._changed.set()
 
     def _counted(self, asked: ChatRequest) -> int:
-        if any(message.parts for message in asked.messages):
-            asked = self._agents.seen(asked)
+        asked = self._seen(asked)
         return len(self._expanded(self._agents.text.prompt(asked), asked.messages).ids)
 
     def reward(self, reply: Reply, answer: str | None) -> None:
@@ -241,9 +248,19 @@ class AgentSession:
 
     def _whole(self, asked: ChatRequest) -> ChatRequest:
         """Returns a request with all its messages, and their images read. Raises BadRequest."""
-        if any(message.parts for message in asked.messages):
-            asked = self._agents.seen(asked)
-        return self._spoken.whole(asked)
+        return self._spoken.whole(self._seen(asked))
+
+    def _seen(self, asked: ChatRequest) -> ChatRequest:
+        """Returns a request with its images read and stored. Raises BadRequest. A fault of the store is raised where
+        the session runs.
+        """
+        if not any(message.parts for message in asked.messages):
+            return asked
+        try:
+            return self._agents.seen(asked)
+        except EnvironmentFault as error:
+            self._broken = error
+            raise BadRequest(OVER.format("an image cannot be stored")) from error
 
     def _expanded(self, ids: Sequence[int], messages: Sequence[ChatMessage]) -> Expanded:
         """Returns tokens that the template has written for messages, with all of each of their images. Raises

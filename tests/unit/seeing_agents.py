@@ -74,6 +74,19 @@ def other_forms(url, key, row, seconds):
     responses.create(model="m", input=[{"role": "user", "content": items}], previous_response_id=one.id)
 
 
+def asks_once(url, key, row, seconds):
+    """Shows a picture, or has its tokens counted, and tries no more once that is refused."""
+    from anthropic import Anthropic
+
+    source = {"type": "base64", "media_type": "image/png", "data": png("red", 64)}
+    messages: list = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    client = Anthropic(max_retries=0).messages
+    if row["extra_info"]["counts"]:
+        client.count_tokens(model="m", messages=messages)
+    else:
+        client.create(model="m", max_tokens=100, messages=messages)
+
+
 def wrong(url, key, row, seconds):
     """Notes what is said of images that are not read, and goes on."""
     from openai import BadRequestError, OpenAI

@@ -20,11 +20,13 @@ from transformers import AutoImageProcessor
 from mrl.acting.dialects import dialect_of
 from mrl.acting.environment_pool import EnvironmentPool
 from mrl.acting.tool import ToolsSpec, TurnsSpec
+from mrl.data import image_reader
 from mrl.data.image_reader import ImageReader, path_in
 from mrl.data.row_files import BadRow
 from mrl.data.samples import CALL_REASONS, STOP_REASONS, Sample, Samples, packed, row_images
 from mrl.engine.conversations import Conversations
 from mrl.engine.requests import Request, Sampling
+from mrl.errors import EnvironmentFault
 from mrl.schedule.conversation import Stop
 
 FILE = str(Path(seeing_tools.__file__))
@@ -357,6 +359,19 @@ def test_images_in_the_other_forms_of_clients(reader, request_of):
                         (("blue", 96), ("green",), ("red",)))  # fmt: skip
     assert names == [[own], [own, blue], [green], [green, red]]
     assert made.branch_counts.tolist() == [2] and STOP_REASONS[made.stop_reason[0]] == Stop.CLOSED
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_store_that_is_full_ends_the_run_of_an_agent_with_its_message(
+    model, request_of, monkeypatch, tmp_path, counts
+):
+    def full(path, data):
+        raise EnvironmentFault(f"{path}: an image of the data cannot be written: [Errno 28] No space left on device")
+
+    monkeypatch.setattr(image_reader, "_write", full)
+    reader = ImageReader(CONFIG, str(model), tmp_path, MOST)
+    with pytest.raises(EnvironmentFault, match="No space left on device"):
+        by_agent("asks_once", reader, Engine("the answer"), request_of[1], counts=counts)
 
 
 def test_an_image_that_an_agent_cannot_show_is_refused_by_name_and_it_goes_on(reader, request_of, tmp_path):
